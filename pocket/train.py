@@ -1,0 +1,507 @@
+"""Train the small models that the scripts run on when no other is named.
+
+  python pocket/train.py tokenizer                           a byte-level BPE of the corpus
+  python pocket/train.py teacher                             the model itself: an interrupted run goes on
+  torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
+
+The finding behind the recipe: a GPT-2 this small, with random learned positions, forms no induction head within
+ten million tokens. It writes fluent text whose names have nothing to do with the prompt, so that nothing could be
+learned from its KV cache. Hence start_as_copier().
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tiktoken
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from huggingface_hub.utils import tqdm
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
+
+from gpt_baseline import GPT, GPTConfig, generate  # noqa: E402
+from load_gpt2_weights import read_tokenizer  # noqa: E402
+from pocket import corpus  # noqa: E402
+
+NAME_FAMILIES = ("owner",)  # recall questions whose answer is an invented name
+TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
+VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training: what it reads, for how many steps, in rows of how many tokens."""
+
+    text: str  # "lists" of random tokens, each list twice, or documents of the "corpus"
+    steps: int
+    rows: int  # in the whole batch, all processes together
+    context: int
+    lr: float  # after the warm-up; within the corpus it falls to a tenth along one cosine
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what a training run computes."""
+
+    config: GPTConfig
+    phases: tuple[Phase, ...]
+    documents: int
+    seed: int = 0
+    weight_decay: float = 0.1
+    warmup: int = 100
+
+
+TEACHER = Recipe(
+    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=6, n_head=6, n_embd=192),
+    phases=(
+        Phase("lists", steps=800, rows=8, context=128, lr=5e-4),
+        Phase("corpus", steps=3500, rows=8, context=256, lr=1.5e-3),
+        Phase("corpus", steps=3500, rows=4, context=512, lr=1.5e-3),
+    ),
+    documents=60_000,
+)
+
+
+# --- Tokenizer ------------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(path: Path, documents: int) -> None:
+    """Train a byte-level BPE on the corpus and write it as tiktoken ranks: base64 of the bytes, rank.
+
+    Needs the package tokenizers, which comes with transformers. The 256 bytes come first, so any UTF-8 text
+    has an encoding.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator((d.text for d in corpus.documents("train", documents)), trainer)
+
+    ranks = {bytes([b]): b for b in range(256)}
+    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+    for left, right in json.loads(tokenizer.to_str())["model"]["merges"]:
+        ranks[bytes(byte_of[c] for c in left + right)] = len(ranks)
+    if len(ranks) != VOCABULARY - 1:
+        raise ValueError(f"the corpus gave {len(ranks)} tokens, {VOCABULARY - 1} are needed")
+    lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
+    write_atomically(path, lambda file: file.write_bytes(b"".join(lines)))
+
+
+def byte_characters() -> list[str]:
+    """Return the printable character by which GPT-2's BPE files write each of the 256 bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    shifted = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(shifted)) for b in range(256)]
+
+
+# --- Model ----------------------------------------------------------------------------------------------------------
+
+
+def sinusoids(n_positions: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return frequencies (width / 2,) and [sin | cos] of every position (n_positions, width)."""
+    frequency = 1000.0 ** -torch.linspace(0, 1, width // 2)
+    angle = torch.arange(n_positions)[:, None] * frequency
+    return frequency, torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+@torch.no_grad()
+def start_as_copier(model: GPT) -> None:
+    """Let training start from an induction circuit: "A B ... A" makes B likely.
+
+    The width is split into position | content | previous. wpe holds sinusoids in `position`. Head 0 of layer 0 looks
+    one position back (its queries are its keys, turned by one position) and copies a projection of the content there
+    into `previous`. Head 0 of layer 1 looks for tokens whose `previous` is the present content, and adds theirs to
+    its own. Everything stays trainable; the numbers are starting strengths.
+
+    Source: Olsson et al. 2022, "In-context Learning and Induction Heads".
+    """
+    C, D, HD = model.config.n_embd, model.config.head_dim, model.config.n_head * model.config.head_dim
+    P = C // 3 // 2 * 2  # width of `position`
+    position, content, previous = slice(0, P), slice(P, C - D), slice(C - D, C)
+    query, key, value = slice(0, D), slice(HD, HD + D), slice(2 * HD, 2 * HD + D)  # of head 0, in c_attn
+    project = torch.randn(C - P - D, D) / math.sqrt(C - P - D)
+    first, second = model.h[0].attn, model.h[1].attn
+    for attention in (first, second):
+        for part in (query, key, value):
+            attention.c_attn.weight[:, part] = 0
+        attention.c_proj.weight[:D] = 0
+
+    frequency, table = sinusoids(model.config.n_ctx, P)
+    model.wpe.weight *= 0.1
+    model.wpe.weight[:, position] = 0.05 * table
+    model.wte.weight[:, position] *= 0.1
+    model.wte.weight[:, previous] *= 0.1
+
+    n = D // 2  # the fastest frequencies, those that tell neighbours apart
+    sin, cos, i = torch.arange(n), torch.arange(n) + P // 2, torch.arange(n)
+    first.c_attn.weight[sin, key.start + i] = 2.5
+    first.c_attn.weight[cos, key.start + n + i] = 2.5
+    first.c_attn.weight[sin, i] = 2.5 * frequency[:n].cos()  # sin(p - f) = sin p cos f - cos p sin f
+    first.c_attn.weight[cos, i] = -2.5 * frequency[:n].sin()
+    first.c_attn.weight[cos, n + i] = 2.5 * frequency[:n].cos()  # cos(p - f) = cos p cos f + sin p sin f
+    first.c_attn.weight[sin, n + i] = 2.5 * frequency[:n].sin()
+    first.c_attn.weight[content, value] = project
+    first.c_proj.weight[:D, previous] = 0.1 * torch.eye(D)
+
+    second.c_attn.weight[content, query] = 4 * project
+    second.c_attn.weight[previous, key] = 4 * torch.eye(D)
+    second.c_attn.weight[content, value] = project
+    second.c_proj.weight[:D, content] = 0.3 * project.t()
+
+
+# --- Batches: a pure function of (recipe, step), so that a run can be resumed and shared out ------------------------
+
+
+def lists_batch(phase: Phase, vocabulary: int, progress: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return rows (R, context + 1) of random lists, each twice, longer ones as progress goes from 0 to 1,
+    and a mask (R, context) that is True where the next token is known: the second time."""
+    longest = 4 + int(progress * (phase.context // 2 - 4))
+    rows, masks = [], []
+    for _ in range(phase.rows):
+        row, known = [], []
+        while len(row) < phase.context + 1:
+            n = int(torch.randint(2, longest + 1, (1,), generator=generator))
+            words = torch.randint(vocabulary, (n,), generator=generator).tolist()
+            row += words + words
+            known += [False] * (n + 1) + [True] * (n - 1)
+        rows.append(row[: phase.context + 1])
+        masks.append(known[1 : phase.context + 1])
+    return torch.tensor(rows), torch.tensor(masks)
+
+
+class Corpus:
+    """The tokens of the training documents, <|endoftext|> after each, and where every document starts."""
+
+    def __init__(self, documents: int, seed: int) -> None:
+        tokenizer = read_tokenizer(TOKENIZER)
+        tokens: list[int] = []
+        starts: list[int] = []
+        for document in tqdm(corpus.documents("train", documents, seed), total=documents, desc="corpus", disable=rank() > 0):
+            starts.append(len(tokens))
+            tokens += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
+        self.tokens, self.starts = torch.tensor(tokens), torch.tensor(starts)
+
+    def batch(self, phase: Phase, generator: torch.Generator) -> Tensor:
+        """Return rows (R, context + 1), each beginning at a document: as prompts do, at position 0."""
+        first = self.starts[self.starts < len(self.tokens) - phase.context]
+        rows = first[torch.randint(len(first), (phase.rows,), generator=generator)]
+        return self.tokens[rows[:, None] + torch.arange(phase.context + 1)]
+
+
+# --- Training -------------------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up at the start of each kind of text; the corpus phases then share one cosine."""
+    lists = sum(p.steps for p in recipe.phases if p.text == "lists")
+    phase, _ = phase_at(recipe, step)
+    since = step if step < lists else step - lists
+    lr = phase.lr * min(1.0, (since + 1) / recipe.warmup)
+    if phase.text == "lists":
+        return lr
+    total = sum(p.steps for p in recipe.phases) - lists
+    return lr * (0.55 + 0.45 * math.cos(math.pi * since / total))
+
+
+def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
+    """Return the phase that step belongs to and how far into it the step is, from 0 to 1."""
+    for phase in recipe.phases:
+        if step < phase.steps:
+            return phase, step / phase.steps
+        step -= phase.steps
+    raise ValueError(f"step {step} is past the recipe's end")
+
+
+def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device) -> Tensor:
+    """Return this process's mean loss (nats per token) on its share of the step's rows."""
+    phase, progress = phase_at(recipe, step)
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    if phase.text == "lists":
+        rows, mask = lists_batch(phase, recipe.config.vocab_size, progress, generator)
+    else:
+        rows = text.batch(phase, generator)
+        mask = torch.ones_like(rows[:, 1:], dtype=torch.bool)
+    if phase.rows % world_size():
+        raise ValueError(f"{phase.rows} rows can't be shared by {world_size()} processes")
+    weight = world_size() / mask.sum()  # gradients are averaged over processes: the mean over all rows' tokens
+    rows, mask = rows[rank() :: world_size()].to(device), mask[rank() :: world_size()].to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(rows[:, :-1])
+    nats = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    return (nats * mask.flatten()).sum() * weight
+
+
+def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
+    """Train by the recipe and return the model and the loss of every step (nats per token).
+
+    The state is kept in run/last.pt, and a run that finds one goes on from there. Raises ValueError if it
+    belongs to another recipe. stop_at ends early, after so many steps.
+    """
+    if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    torch.manual_seed(recipe.seed)
+    model = GPT(recipe.config)
+    start_as_copier(model)
+    model.to(device).train()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+
+    identity = repr(recipe)
+    losses: list[float] = []
+    if (run / "last.pt").exists():
+        state = torch.load(run / "last.pt", map_location=device, weights_only=True)
+        if state["recipe"] != identity:
+            raise ValueError(f"{run / 'last.pt'} belongs to another recipe; move it away to start anew")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        losses = state["losses"]
+
+    def save() -> None:
+        if rank() == 0:
+            state = {"recipe": identity, "losses": losses, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            write_atomically(run / "last.pt", lambda file: torch.save(state, file))
+
+    steps = min(stop_at or sys.maxsize, sum(p.steps for p in recipe.phases))
+    text = Corpus(recipe.documents, recipe.seed)
+    parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
+        while (step := len(losses)) < steps:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(recipe, step)
+            loss = loss_at(recipe, step, parallel, text, device)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            loss = loss.detach() / world_size()
+            if dist.is_initialized():
+                dist.all_reduce(loss)
+            losses.append(loss.item())
+            bar.update()
+            bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
+            if len(losses) % 250 == 0:
+                save()
+    save()
+    return model.eval(), losses
+
+
+# --- What a checkpoint must be able to do before it is kept ---------------------------------------------------------
+
+
+@torch.inference_mode()
+def answers(model: GPT, tokenizer: tiktoken.Encoding, questions: list[corpus.Question]) -> tuple[float, float]:
+    """Return the mean loss on the answers' tokens (nats) and the share that greedy decoding gets right, to the end.
+
+    All tokens of an answer, and the line's end after it, are the model's first choice: then greedy decoding writes it.
+    """
+    device = model.wte.weight.device
+    nats, tokens, right = 0.0, 0, 0
+    for start in range(0, len(questions), 32):
+        pairs = [(tokenizer.encode_ordinary(q.prompt), tokenizer.encode_ordinary(f" {q.answer}")) for q in questions[start : start + 32]]
+        rows = torch.full((len(pairs), max(len(p) + len(a) for p, a in pairs)), tokenizer.eot_token)
+        for row, (prompt, answer) in zip(rows, pairs, strict=True):
+            row[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        logits = model(rows.to(device)).float().cpu()
+        for row, lines, (prompt, answer) in zip(rows, logits, pairs, strict=True):
+            first, end = len(prompt), len(prompt) + len(answer)
+            nats += F.cross_entropy(lines[first - 1 : end - 1], row[first:end], reduction="sum").item()
+            tokens += len(answer)
+            best = lines[first - 1 : end].argmax(-1).tolist()
+            ends = best[-1] == tokenizer.eot_token or tokenizer.decode([best[-1]]).startswith("\n")
+            right += best[:-1] == answer and ends
+    return nats / tokens, right / len(questions)
+
+
+@torch.inference_mode()
+def continuation_loss(model: GPT, tokenizer: tiktoken.Encoding, pairs: list[tuple[str, str]]) -> tuple[float, float]:
+    """Return the mean loss (nats per token) on the first and on the second text of the pairs, each pair read as one."""
+    device = model.wte.weight.device
+    total, count = [0.0, 0.0], [0, 0]
+    for texts in pairs:
+        first, second = (tokenizer.encode(text, allowed_special="all") for text in texts)
+        ids = torch.tensor([first + second], device=device)[:, : model.config.n_ctx]
+        nats = F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none")
+        for part, piece in enumerate((nats[: len(first) - 1], nats[len(first) - 1 :])):
+            total[part] += piece.sum().item()
+            count[part] += len(piece)
+    return tuple(t / max(1, c) for t, c in zip(total, count, strict=True))
+
+
+def evaluate(model: GPT, tokenizer: tiktoken.Encoding, split: str = "test") -> dict[str, float]:
+    """Measure a model on held-out text: other people, objects and wordings than those it was trained on."""
+    documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents(split, 300)]
+    recall = corpus.recall_questions(split, 300)
+    names = [q for q in recall if q.family.rsplit(":", 1)[1] in NAME_FAMILIES]
+    closed_nats, closed = answers(model, tokenizer, corpus.closed_book_questions(split))
+    recall_nats, recalled = answers(model, tokenizer, recall)
+    name_nats, named = answers(model, tokenizer, names)
+    list_first, list_second = continuation_loss(model, tokenizer, corpus.repeated_lists(split, 100))
+    return {
+        "perplexity": math.exp(continuation_loss(model, tokenizer, documents)[0]),
+        "closed_book_share": closed,
+        "closed_book_nats": closed_nats,
+        "recall_share": recalled,
+        "recall_nats": recall_nats,
+        "name_share": named,
+        "name_nats": name_nats,
+        "list_first_nats": list_first,
+        "list_second_nats": list_second,
+    }
+
+
+def failed_gates(figures: dict[str, float]) -> list[str]:
+    """Return the gates that a model doesn't pass: one that can't copy from its prompt has nothing in its KV cache."""
+    gates = {
+        "a name from the prompt costs under 0.1 nats per token": figures["name_nats"] < 0.1,
+        "over 95% of the world's facts are recalled": figures["closed_book_share"] > 0.95,
+        "a list's second time costs under a fifth of its first": figures["list_second_nats"] < 0.2 * figures["list_first_nats"],
+    }
+    return [gate for gate, passed in gates.items() if not passed]
+
+
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let write(file) make the file beside its place, then move it there: readers never see half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".tmp")
+    write(unfinished)
+    os.replace(unfinished, path)
+
+
+def export(model: GPT, folder: Path) -> None:
+    """Write config.json and model.safetensors (fp16) in Hugging Face format."""
+    c = model.config
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5, "vocab_size": c.vocab_size, "n_positions": c.n_ctx, "n_ctx": c.n_ctx,
+        "n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head, "n_inner": c.n_inner,
+        "attn_pdrop": c.dropout, "embd_pdrop": c.dropout, "resid_pdrop": c.dropout,
+        "bos_token_id": c.vocab_size - 1, "eos_token_id": c.vocab_size - 1,
+    }  # fmt: skip
+    if c.n_head * c.head_dim != c.n_embd:
+        config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
+    tensors = {f"transformer.{name}": p.detach().half().contiguous().cpu() for name, p in model.named_parameters()}
+    write_atomically(folder / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
+    write_atomically(folder / "model.safetensors", lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+
+
+def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
+    """Draw the loss of every step (faint) and its running mean over 100 steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4))
+    mean = torch.tensor(losses).unfold(0, 100, 1).mean(1)
+    axes.plot(losses, color="tab:blue", alpha=0.25, linewidth=0.5, label="each step")
+    axes.plot(range(99, len(losses)), mean, color="tab:blue", label="mean of 100 steps")
+    start = 0
+    for phase in recipe.phases:
+        axes.axvline(start, color="grey", linewidth=0.8)
+        axes.text(start, max(losses), f" {phase.text}, {phase.context} tokens", va="top", fontsize=8)
+        start += phase.steps
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Training loss", ylim=(0, None))
+    axes.legend(loc="center right")
+    figure.tight_layout()
+    write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png"))
+    plt.close(figure)
+
+
+def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tiktoken.Encoding) -> str:
+    """Return the model card: what it is, what it learned from, what it can do, and what it writes."""
+    tokens = sum(p.steps * p.rows * p.context for p in recipe.phases)
+    parameters = sum(p.numel() for p in model.parameters())
+    samples = []
+    for question in corpus.explain_questions("test", 1) + corpus.recall_questions("test", 1) + corpus.closed_book_questions("test")[:1]:
+        ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
+        new = [t.item() for t in generate(model.cpu(), ids, 200, stop_id=tokenizer.eot_token)]
+        text = tokenizer.decode(new).removesuffix("<|endoftext|>")
+        samples.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}\n")
+    phases = "\n".join(f"| {p.text} | {p.steps:,} | {p.rows} | {p.context} | {p.lr:g} |" for p in recipe.phases)
+    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in figures.items())
+    c = model.config
+    return f"""# pocket/teacher
+
+A GPT-2 with {parameters:,} parameters ({c.n_layer} layers, {c.n_head} heads of {c.head_dim}, width {c.n_embd}, context {c.n_ctx},
+vocabulary {c.vocab_size:,}), trained by `python pocket/train.py teacher` on {recipe.documents:,} generated documents of
+`pocket/corpus.py`: {sum(p.steps for p in recipe.phases):,} steps, {tokens / 1e6:.1f} million tokens. Weights are fp16, with Hugging Face key names.
+
+| text | steps | rows | context | learning rate |
+|---|---|---|---|---|
+{phases}
+
+Training starts from an induction circuit (`start_as_copier` in `pocket/train.py`): without one, a model of this size
+learns to write fluently but not to look names up in its prompt.
+
+## Held out (split "test": other people, objects and wordings)
+
+| figure | value |
+|---|---|
+{rows}
+
+perplexity: per token of 300 documents. closed_book: {len(corpus.closed_book_questions("test"))} questions on the facts of the invented world. recall: 300
+questions on what was said early in the prompt; name: those answered by an invented name. share: answered exactly by
+greedy decoding. list: loss per token on a list when it is read first, and when it is repeated.
+
+## What it writes (greedy, in brackets)
+
+{chr(10).join(samples)}
+![Training loss](loss.png)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tokenizer", "teacher"))
+    parser.add_argument("--out", type=Path, default=HERE / "teacher", help="folder to write (default: pocket/teacher)")
+    parser.add_argument("--run", type=Path, default=HERE.parent / "runs" / "teacher", help="folder of the run's state")
+    parser.add_argument("--stop-at", type=int, help="stop after so many steps, and export nothing")
+    args = parser.parse_args()
+    if args.what == "tokenizer":
+        train_tokenizer(TOKENIZER, documents=20_000)
+        return
+    model, losses = train(TEACHER, args.run, args.stop_at)
+    if rank() > 0 or len(losses) < sum(p.steps for p in TEACHER.phases):
+        return
+    tokenizer = read_tokenizer(TOKENIZER)
+    figures = evaluate(model, tokenizer)
+    print(json.dumps(figures, indent=2))
+    if failed := failed_gates(figures):
+        sys.exit(f"{parser.prog}: not exported, because these don't hold: {'; '.join(failed)}")
+    plot_losses(TEACHER, losses, args.out / "loss.png")
+    write_atomically(args.out / "README.md", lambda file: file.write_text(card(TEACHER, model, figures, tokenizer)))
+    export(model, args.out)
+
+
+if __name__ == "__main__":
+    main()

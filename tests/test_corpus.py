@@ -1,0 +1,223 @@
+"""The corpus is reproducible to the byte, its splits are disjoint, and its questions can be answered."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pocket import corpus
+
+# sha256 of the first 200 documents of each split at seed 0: a change here is a change of the data set.
+PINNED = {
+    "train": "e243d737ed7b4ebe72a97c862371440917397ed065399dcd4ee5e32476f493b0",
+    "valid": "a5ac0c75f2123cb5d22ae37120f62c2f8788b87d54e78504eb2f667c6194e91e",
+    "test": "5deb22844bca74243be4138c6983a53ac7615d5fb749f35576acda2467d43103",
+}
+PROGRAM = Path(corpus.__file__)
+HELD_OUT = ("valid", "test")
+
+
+@pytest.fixture(scope="module")
+def docs() -> dict[str, list[corpus.Document]]:
+    return {split: list(corpus.documents(split, 3000 if split == "train" else 1000)) for split in corpus.SPLITS}
+
+
+def digest(split: str) -> str:
+    return hashlib.sha256("\0".join(f"{d.kind}\1{d.text}" for d in corpus.documents(split, 200)).encode()).hexdigest()
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, env={**os.environ, **env}, check=False)
+
+
+@pytest.mark.parametrize("split", corpus.SPLITS)
+def test_documents_are_pinned(split):
+    assert digest(split) == PINNED[split]
+
+
+def test_documents_do_not_depend_on_the_process():
+    code = ("import sys, hashlib; sys.path.insert(0, sys.argv[1]); import corpus\n"
+            "for s in corpus.SPLITS: print(hashlib.sha256('\\0'.join("
+            "f'{d.kind}\\1{d.text}' for d in corpus.documents(s, 200)).encode()).hexdigest())")
+    done = run("-c", code, str(PROGRAM.parent), PYTHONHASHSEED="4321")
+    assert done.stdout.split() == list(PINNED.values()), done.stderr
+
+
+def test_documents_are_addressed_by_index_split_and_seed():
+    some = list(corpus.documents("train", 5, seed=3, start=10))
+    assert some == [corpus.document("train", i, seed=3) for i in range(10, 15)]
+    assert corpus.document("train", 10, seed=4) != some[0]
+    assert corpus.document("valid", 10, seed=3) != some[0]
+
+
+@pytest.mark.parametrize("split", corpus.SPLITS)
+def test_every_kind_occurs_and_text_is_clean(docs, split):
+    assert {d.kind for d in docs[split]} == set(corpus.KINDS)
+    for d in docs[split]:
+        assert 300 <= len(d.text) <= 2100, d
+        assert d.text.isascii() and d.text == d.text.strip(), d
+        assert not re.search(r"  |[][{}|]| [,.]|\.\.|,,|\ba [aeiouAEIOU]|\ban [^aeiouhAEIOU]", d.text), d
+        assert d.kind == "list" or not re.search(r"(?m)(?:^|\. )[a-z]", d.text), d
+    average = sum(len(d.text) for d in docs[split]) / len(docs[split])
+    assert 650 < average < 900
+
+
+def names_in(texts: list[str]) -> set[str]:
+    """Every capitalised word made of a name's first and last syllable."""
+    starts, ends = "|".join(corpus.NAME_STARTS), "|".join(e for ends in corpus.NAME_ENDS for e in ends)
+    found = {m for t in texts for m in re.findall(rf"\b(?:{starts})(?:{ends})\b", t)}
+    return found - set(corpus.PET_NAMES) - set(corpus.TOWNS)
+
+
+def test_people_of_the_splits_are_disjoint_in_the_text(docs):
+    people = {split: names_in([d.text for d in docs[split]]) for split in corpus.SPLITS}
+    assert len(people["train"]) >= 300 and all(len(people[s]) >= 90 for s in HELD_OUT)
+    assert not people["train"] & people["valid"] and not people["train"] & people["test"] and not people["valid"] & people["test"]
+
+
+def test_nouns_of_objects_are_disjoint_in_the_text(docs):
+    nouns = {split: {o.split()[1] for o in corpus.OBJECTS[split]} for split in corpus.SPLITS}
+    words = {split: {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text)} for split in corpus.SPLITS}
+    for split in corpus.SPLITS:
+        assert nouns[split] <= words[split]
+    assert not nouns["train"] & nouns["valid"] and not nouns["train"] & nouns["test"] and not nouns["valid"] & nouns["test"]
+    for split in HELD_OUT:
+        assert not nouns[split] & words["train"]
+
+
+def masked_questions(docs: list[corpus.Document]) -> set[str]:
+    """Question lines with everything that is not template replaced by a dot."""
+    tables = [corpus.TOWNS, corpus.CREATURES, corpus.GOODS, corpus.CARGO, corpus.PETS, corpus.DISHES, corpus.DEVICES,
+              *corpus.OBJECTS.values(), *([p.name for p in people] for people in corpus.PEOPLE.values())]
+    mask = re.compile(r"\b(?:" + "|".join(sorted({w for t in tables for w in t}, key=len, reverse=True)) + r")\b")
+    lines = (line for d in docs if d.kind != "list" for line in d.text.split("\n") if line.startswith("Question: "))
+    return {re.sub(r"\bh(?:is|er)\b", ".", re.sub(r"\ban?\b", "a", mask.sub(".", line))) for line in lines}
+
+
+def test_questions_of_held_out_text_are_worded_as_none_of_train(docs):
+    train = masked_questions(docs["train"])
+    for split in HELD_OUT:
+        held = masked_questions(docs[split])
+        assert len(held) >= 60 and not held & train
+
+
+def test_no_held_out_template_is_a_training_template():
+    banks = [v for v in vars(corpus).values() if isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], list)]
+    banks += [b for table in (corpus.SAYS, corpus.ASKS, corpus.FOLLOWS, corpus.STATES, corpus.PAYS, corpus.RECALLS) for b in table.values()]
+    banks += [b for topic in corpus.TOPICS.values() for b in topic]
+    for train, held in banks:
+        assert train and held and not set(train) & set(held)
+        assert len(set(train)) == len(train) and len(set(held)) == len(held)
+    for train, held in [*corpus.ASKS.values(), *corpus.RECALLS.values()]:
+        assert len(train) >= 5 and len(held) >= 3
+
+
+def test_held_out_words_are_known_from_train(docs):
+    known = {w for d in docs["train"] for w in re.findall(r"[a-z]+", d.text.lower())}
+    for split in HELD_OUT:
+        nouns = {o.split()[1] for o in corpus.OBJECTS[split]}
+        names = {p.name.lower() for p in corpus.PEOPLE[split]}
+        new = {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text.lower())} - known - nouns - names
+        assert not new
+
+
+def test_world_has_many_values_for_each_fact():
+    for table, keys in ((corpus.TOWNS, corpus.TOWN_FACTS), (corpus.CREATURES, corpus.CREATURE_FACTS)):
+        for key in keys:
+            first_words = [facts[key].split()[0] for facts in table.values()]
+            assert len(set(first_words)) >= 12
+            assert len(set(first_words)) == len({facts[key] for facts in table.values()})
+            assert max(map(first_words.count, first_words)) <= len(table) / 10
+            assert not {"the", "a", "an", "The"} & set(first_words)
+
+
+@pytest.mark.parametrize("split", corpus.SPLITS)
+def test_closed_book_questions_agree_with_the_world(split):
+    questions = corpus.closed_book_questions(split)
+    assert len({q.family for q in questions}) == 36 * 5 + 20 * 3
+    assert len({q.prompt for q in questions}) == len(questions) == 240 * (8 if split == "train" else 3)
+    for q in questions:
+        kind, name, key = q.family.split(":")
+        assert {"town": corpus.TOWNS, "creature": corpus.CREATURES}[kind][name][key] == q.answer
+        assert q.prompt.startswith("Question: ") and q.prompt.endswith("\nAnswer:") and name in q.prompt
+
+
+def test_closed_book_paraphrases_differ_between_splits():
+    train = {q.prompt for q in corpus.closed_book_questions("train")}
+    assert not train & {q.prompt for q in corpus.closed_book_questions("valid")}
+
+
+def test_quizzes_are_answered_by_the_world(docs):
+    answers = {q.prompt: q.answer for split in ("train", "valid") for q in corpus.closed_book_questions(split)}
+    pairs = [p for split in corpus.SPLITS for d in docs[split] for p in re.findall(r"(Question: .*\nAnswer:) (.*)", d.text)]
+    asked = [(prompt, answer) for prompt, answer in pairs if prompt in answers]
+    assert len(asked) > 2000
+    assert all(answers[prompt] == answer for prompt, answer in asked)
+
+
+@pytest.mark.parametrize("split", corpus.SPLITS)
+def test_recall_answers_stand_in_their_prompts(split):
+    questions = corpus.recall_questions(split, 300)
+    assert len(questions) == 300 and questions == corpus.recall_questions(split, 300)
+    assert questions != corpus.recall_questions(split, 300, seed=1)
+    for q in questions:
+        text, question = q.prompt.rsplit("\n\nQuestion: ", 1)
+        assert 300 <= len(q.prompt) <= 1350 and question.endswith("\nAnswer:")
+        assert q.answer.lower() in text.lower() and q.answer.lower() not in question.lower(), q
+    for q, r, s in zip(*[iter(questions)] * 3, strict=True):
+        assert q.family == r.family == s.family and q.answer == r.answer == s.answer
+        assert len({q.paraphrase, r.paraphrase, s.paraphrase}) == 3
+        assert len({p.prompt.rsplit("\n\n", 1)[0] for p in (q, r, s)}) == 1
+
+
+def test_recall_questions_have_many_answers():
+    answers = [q.answer for q in corpus.recall_questions("valid", 600)[::3]]
+    assert max(map(answers.count, answers)) / len(answers) < 0.1
+
+
+@pytest.mark.parametrize("split", corpus.SPLITS)
+def test_explanations_follow_from_their_notes(split):
+    """Every number, name, object and other particular of the answer stands in the prompt."""
+    things = re.compile(r"\b(?:" + "|".join([*corpus.NUMBERS, *corpus.MINUTES, *(w for ws in corpus.PLAN_WORDS.values() for w in ws), *corpus.TOWNS, *corpus.OBJECTS[split],
+                                            *(p.name for p in corpus.PEOPLE[split])]) + r")\b")
+    for q in corpus.explain_questions(split, 200):
+        assert q.prompt.startswith("Notes:\n- ") and "\n\nQuestion: Explain " in q.prompt and q.prompt.endswith("\nAnswer:")
+        assert 350 <= len(q.answer) <= 1050 and not q.answer.startswith(" ")
+        used = set(things.findall(q.answer))
+        assert len(used) >= 8
+        assert all(re.search(rf"(?i)\b{word}\b", q.prompt) for word in used), (used, q)
+
+
+@pytest.mark.parametrize("split", corpus.SPLITS)
+def test_repeated_lists_are_copies(split):
+    for head, copy in corpus.repeated_lists(split, 200):
+        assert head.endswith("\n") and head.count(copy) == 1
+        assert 8 <= len(re.split(r", |\n", copy)) <= 25
+
+
+@pytest.mark.parametrize("call", [
+    lambda: corpus.document("x", 0), lambda: corpus.documents("x", 1), lambda: corpus.closed_book_questions("x"),
+    lambda: corpus.recall_questions("x", 1), lambda: corpus.explain_questions("x", 1), lambda: corpus.repeated_lists("x", 1)])
+def test_unknown_split_is_refused(call):
+    with pytest.raises(ValueError, match="^split must be one of train, valid, test, got 'x'$"):
+        call()
+
+
+def test_command_line():
+    done = run(str(PROGRAM), "--split", "valid", "--n", "2", "--seed", "0")
+    assert done.returncode == 0 and corpus.document("valid", 1).text in done.stdout
+    for bad in (["--split", "x"], ["--n", "0"], ["--n", "many"], ["--start", "-1"]):
+        done = run(str(PROGRAM), *bad)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert "example:" in run(str(PROGRAM), "--help").stdout
+
+
+def test_command_line_survives_a_closed_pipe():
+    with subprocess.Popen([sys.executable, str(PROGRAM), "--n", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
