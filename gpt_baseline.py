@@ -9,9 +9,7 @@ Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
 
 from __future__ import annotations
 
-import codecs
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -213,30 +211,10 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
         raise ValueError(f"top_k must be at least 1, got {top_k}")
 
 
-def stream(tokens: Iterator[Tensor], decode: Callable[[int], bytes]) -> tuple[list[int], list[float]]:
-    """Print a batch of one while it is generated; return its ids and the milliseconds that each of them took."""
-    ids, ms = [], []
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can span several tokens
-    started = time.perf_counter()
-    for token in tokens:
-        ids.append(token.item())  # waits for the device
-        ms.append(1000 * (time.perf_counter() - started))
-        print(utf8.decode(decode(ids[-1])), end="", flush=True)
-        started = time.perf_counter()
-    return ids, ms
-
-
-def report(ms: list[float], cache_bytes: int) -> None:
-    """Print what a generation cost: ms[0] for reading the prompt (prefill), then one number for each further token."""
-    decode = sum(ms[1:]) / max(1, len(ms) - 1)
-    speed = f"{decode:.2f} ms per token = {1000 / decode:.0f} tokens/s" if decode else "no further token"
-    print(f"\n\nprefill {ms[0]:.1f} ms, decode {speed}, KV cache {cache_bytes:,} bytes")
-
-
 def main() -> None:
-    from load_gpt2_weights import CommandLine, load_model, load_tokenizer
+    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream
 
-    cli = CommandLine(__doc__, example='python gpt_baseline.py --prompt "Once there was" --temperature 0.8')
+    cli = CommandLine(__doc__, example='python gpt_baseline.py --prompt "Notes:" --temperature 0.8')
     cli.add_generation_arguments()
     with cli.parse() as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
@@ -244,14 +222,13 @@ def main() -> None:
         ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
 
         def run(generate: Callable, **more: object) -> tuple[list[int], list[float]]:
+            print(f"\n{args.prompt}", end="", flush=True)
             options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}
             generator = torch.Generator(args.device).manual_seed(args.seed)
             tokens = generate(model, ids, args.max_new_tokens, generator=generator, **options, **more)
-            return stream(tokens, tokenizer.decode_single_token_bytes)
+            return stream(tokens, tokenizer, **more)
 
-        print(args.prompt, end="")
-        out, ms = run(generate)
-        report(ms, cache_bytes=0)
+        run(generate)
 
 
 if __name__ == "__main__":

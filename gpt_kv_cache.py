@@ -9,9 +9,7 @@ Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
 
 from __future__ import annotations
 
-import codecs
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -74,20 +72,19 @@ class KVCache:  # NEW
     def __init__(self, layers: list[Tensor] | None = None, pos: Tensor | None = None) -> None:  # NEW
         self.layers = layers or []  # NEW  each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(0, dtype=torch.long) if pos is None else pos  # NEW  (S,), where each token was read
-        self.staged: list[Tensor] = []  # NEW  what `layers` will be once the pass commits
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # NEW
         """Return a layer's keys, values (B, H, S, D) and positions (S,), those of the new tokens (T) at their end."""
         kv = torch.stack([k, v])  # NEW  (2, B, H, T, D)
-        if self.layers:  # NEW
-            kv, pos = torch.cat([self.layers[layer], kv], dim=3), torch.cat([self.pos, pos])  # NEW
-        self.staged[layer:] = [kv]  # NEW
+        if len(self):  # NEW
+            kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
+            pos = torch.cat([self.pos, pos])  # NEW
+        self.layers[layer : layer + 1] = [kv]  # NEW
         return kv[0], kv[1], pos  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
-        """Keep what the pass over the tokens at positions pos (T,) has appended."""
-        self.pos = torch.cat([self.pos, pos]) if self.layers else pos  # NEW
-        self.layers, self.staged = self.staged, []  # NEW
+        """Count the tokens at positions pos (T,) as read: until then, whatever was appended does not exist."""
+        self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW
 
     def truncate(self, n: int) -> None:  # NEW
         """Keep the first n tokens and free the others' memory. Raises ValueError if there are fewer than n."""
@@ -97,7 +94,8 @@ class KVCache:  # NEW
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KVCache:  # NEW
         """Return a copy, on another device or in another dtype if given; it shares no memory with this cache."""
-        return KVCache([kv.to(device, dtype, copy=True) for kv in self.layers], self.pos.to(device, copy=True))  # NEW
+        layers = [kv[..., : len(self), :].to(device, dtype, copy=True) for kv in self.layers]  # NEW
+        return KVCache(layers, self.pos.to(device, copy=True))  # NEW
 
     clone = to  # NEW
 
@@ -109,7 +107,7 @@ class KVCache:  # NEW
     @property  # NEW
     def nbytes(self) -> int:  # NEW
         """Bytes of all keys and values: 2 * L * B * H * S * D * bytes per number."""
-        return sum(kv.nbytes for kv in self.layers)  # NEW
+        return sum(kv[..., : len(self), :].nbytes for kv in self.layers)  # NEW
 
     def __len__(self) -> int:  # NEW
         return len(self.pos)  # NEW
@@ -247,7 +245,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 
 @torch.inference_mode()
 def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0, top_k: int | None = None,
-             stop_id: int | None = None, generator: torch.Generator | None = None,
+             stop_id: int | None = None, generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
     """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known. A cache of the first
     tokens of ids saves reading them, and grows. A row that has produced stop_id goes on producing it; when all have,
@@ -283,57 +281,32 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
         raise ValueError(f"top_k must be at least 1, got {top_k}")
 
 
-def stream(tokens: Iterator[Tensor], decode: Callable[[int], bytes]) -> tuple[list[int], list[float]]:
-    """Print a batch of one while it is generated; return its ids and the milliseconds that each of them took."""
-    ids, ms = [], []
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can span several tokens
-    started = time.perf_counter()
-    for token in tokens:
-        ids.append(token.item())  # waits for the device
-        ms.append(1000 * (time.perf_counter() - started))
-        print(utf8.decode(decode(ids[-1])), end="", flush=True)
-        started = time.perf_counter()
-    return ids, ms
-
-
-def report(ms: list[float], cache_bytes: int) -> None:
-    """Print what a generation cost: ms[0] for reading the prompt (prefill), then one number for each further token."""
-    decode = sum(ms[1:]) / max(1, len(ms) - 1)
-    speed = f"{decode:.2f} ms per token = {1000 / decode:.0f} tokens/s" if decode else "no further token"
-    print(f"\n\nprefill {ms[0]:.1f} ms, decode {speed}, KV cache {cache_bytes:,} bytes")
-
-
 def main() -> None:
-    from load_gpt2_weights import CommandLine, load_model, load_tokenizer
+    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream
 
-    cli = CommandLine(__doc__, example='python gpt_baseline.py --prompt "Once there was" --temperature 0.8')
+    cli = CommandLine(__doc__, example='python gpt_baseline.py --prompt "Notes:" --temperature 0.8')
     cli.add_generation_arguments()
-    cli.add_argument("--compare", action="store_true", help="generate again without the cache, and compare")  # NEW
+    cli.add_argument("--compare", action="store_true", help="first write the same without the cache")  # NEW
     with cli.parse() as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
 
         def run(generate: Callable, **more: object) -> tuple[list[int], list[float]]:
+            print(f"\n{args.prompt}", end="", flush=True)
             options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}
             generator = torch.Generator(args.device).manual_seed(args.seed)
             tokens = generate(model, ids, args.max_new_tokens, generator=generator, **options, **more)
-            return stream(tokens, tokenizer.decode_single_token_bytes)
+            return stream(tokens, tokenizer, **more)
 
-        print(args.prompt, end="")
-        cache = KVCache()  # NEW
-        out, ms = run(generate, cache=cache)  # NEW
-        report(ms, cache.nbytes)  # NEW
         if args.compare:  # NEW
             from gpt_baseline import generate as generate_uncached  # NEW
+            from load_gpt2_weights import compare  # NEW
 
-            print(f"\nThe same without the cache:\n\n{args.prompt}", end="")  # NEW
-            uncached_out, uncached_ms = run(generate_uncached)  # NEW
-            report(uncached_ms, cache_bytes=0)  # NEW
-            print(f"\nsame tokens: {out == uncached_out}\n\ntext length  ms per token: no cache  KV cache  ratio")  # NEW
-            for end in range(32, len(ms) + 1, 32):  # NEW  medians over 32 tokens
-                slow, fast = (sorted(times[end - 32 : end])[16] for times in (uncached_ms, ms))  # NEW
-                print(f"{ids.size(1) + end:11}  {slow:22.2f}  {fast:8.2f}  {slow / fast:5.1f}")  # NEW
+            uncached, cached = run(generate_uncached), run(generate, cache=KVCache())  # NEW
+            compare(ids.size(1), {"no cache": uncached, "KV cache": cached})  # NEW
+        else:  # NEW
+            run(generate, cache=KVCache())  # NEW
 
 
 if __name__ == "__main__":

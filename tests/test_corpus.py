@@ -31,7 +31,9 @@ def digest(split: str) -> str:
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, env={**os.environ, **env}, check=False)
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, env={**os.environ, **env}, check=False
+    )
 
 
 @pytest.mark.parametrize("split", corpus.SPLITS)
@@ -40,9 +42,11 @@ def test_documents_are_pinned(split):
 
 
 def test_documents_do_not_depend_on_the_process():
-    code = ("import sys, hashlib; sys.path.insert(0, sys.argv[1]); import corpus\n"
-            "for s in corpus.SPLITS: print(hashlib.sha256('\\0'.join("
-            "f'{d.kind}\\1{d.text}' for d in corpus.documents(s, 200)).encode()).hexdigest())")
+    code = (
+        "import sys, hashlib; sys.path.insert(0, sys.argv[1]); import corpus\n"
+        "for s in corpus.SPLITS: print(hashlib.sha256('\\0'.join("
+        "f'{d.kind}\\1{d.text}' for d in corpus.documents(s, 200)).encode()).hexdigest())"
+    )
     done = run("-c", code, str(PROGRAM.parent), PYTHONHASHSEED="4321")
     assert done.stdout.split() == list(PINNED.values()), done.stderr
 
@@ -76,7 +80,11 @@ def names_in(texts: list[str]) -> set[str]:
 def test_people_of_the_splits_are_disjoint_in_the_text(docs):
     people = {split: names_in([d.text for d in docs[split]]) for split in corpus.SPLITS}
     assert len(people["train"]) >= 300 and all(len(people[s]) >= 90 for s in HELD_OUT)
-    assert not people["train"] & people["valid"] and not people["train"] & people["test"] and not people["valid"] & people["test"]
+    assert (
+        not people["train"] & people["valid"]
+        and not people["train"] & people["test"]
+        and not people["valid"] & people["test"]
+    )
 
 
 def test_nouns_of_objects_are_disjoint_in_the_text(docs):
@@ -84,15 +92,28 @@ def test_nouns_of_objects_are_disjoint_in_the_text(docs):
     words = {split: {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text)} for split in corpus.SPLITS}
     for split in corpus.SPLITS:
         assert nouns[split] <= words[split]
-    assert not nouns["train"] & nouns["valid"] and not nouns["train"] & nouns["test"] and not nouns["valid"] & nouns["test"]
+    assert (
+        not nouns["train"] & nouns["valid"]
+        and not nouns["train"] & nouns["test"]
+        and not nouns["valid"] & nouns["test"]
+    )
     for split in HELD_OUT:
         assert not nouns[split] & words["train"]
 
 
 def masked_questions(docs: list[corpus.Document]) -> set[str]:
     """Question lines with everything that is not template replaced by a dot."""
-    tables = [corpus.TOWNS, corpus.CREATURES, corpus.GOODS, corpus.CARGO, corpus.PETS, corpus.DISHES, corpus.DEVICES,
-              *corpus.OBJECTS.values(), *([p.name for p in people] for people in corpus.PEOPLE.values())]
+    tables = [
+        corpus.TOWNS,
+        corpus.CREATURES,
+        corpus.GOODS,
+        corpus.CARGO,
+        corpus.PETS,
+        corpus.DISHES,
+        corpus.DEVICES,
+        *corpus.OBJECTS.values(),
+        *([p.name for p in people] for people in corpus.PEOPLE.values()),
+    ]
     mask = re.compile(r"\b(?:" + "|".join(sorted({w for t in tables for w in t}, key=len, reverse=True)) + r")\b")
     lines = (line for d in docs if d.kind != "list" for line in d.text.split("\n") if line.startswith("Question: "))
     return {re.sub(r"\bh(?:is|er)\b", ".", re.sub(r"\ban?\b", "a", mask.sub(".", line))) for line in lines}
@@ -107,7 +128,11 @@ def test_questions_of_held_out_text_are_worded_as_none_of_train(docs):
 
 def test_no_held_out_template_is_a_training_template():
     banks = [v for v in vars(corpus).values() if isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], list)]
-    banks += [b for table in (corpus.SAYS, corpus.ASKS, corpus.FOLLOWS, corpus.STATES, corpus.PAYS, corpus.RECALLS) for b in table.values()]
+    banks += [
+        b
+        for table in (corpus.SAYS, corpus.ASKS, corpus.FOLLOWS, corpus.STATES, corpus.PAYS, corpus.RECALLS)
+        for b in table.values()
+    ]
     banks += [b for topic in corpus.TOPICS.values() for b in topic]
     for train, held in banks:
         assert train and held and not set(train) & set(held)
@@ -153,7 +178,9 @@ def test_closed_book_paraphrases_differ_between_splits():
 
 def test_quizzes_are_answered_by_the_world(docs):
     answers = {q.prompt: q.answer for split in ("train", "valid") for q in corpus.closed_book_questions(split)}
-    pairs = [p for split in corpus.SPLITS for d in docs[split] for p in re.findall(r"(Question: .*\nAnswer:) (.*)", d.text)]
+    pairs = [
+        p for split in corpus.SPLITS for d in docs[split] for p in re.findall(r"(Question: .*\nAnswer:) (.*)", d.text)
+    ]
     asked = [(prompt, answer) for prompt, answer in pairs if prompt in answers]
     assert len(asked) > 2000
     assert all(answers[prompt] == answer for prompt, answer in asked)
@@ -182,10 +209,26 @@ def test_recall_questions_have_many_answers():
 @pytest.mark.parametrize("split", corpus.SPLITS)
 def test_explanations_follow_from_their_notes(split):
     """Every number, name, object and other particular of the answer stands in the prompt."""
-    things = re.compile(r"\b(?:" + "|".join([*corpus.NUMBERS, *corpus.MINUTES, *(w for ws in corpus.PLAN_WORDS.values() for w in ws), *corpus.TOWNS, *corpus.OBJECTS[split],
-                                            *(p.name for p in corpus.PEOPLE[split])]) + r")\b")
+    things = re.compile(
+        r"\b(?:"
+        + "|".join(
+            [
+                *corpus.NUMBERS,
+                *corpus.MINUTES,
+                *(w for ws in corpus.PLAN_WORDS.values() for w in ws),
+                *corpus.TOWNS,
+                *corpus.OBJECTS[split],
+                *(p.name for p in corpus.PEOPLE[split]),
+            ]
+        )
+        + r")\b"
+    )
     for q in corpus.explain_questions(split, 200):
-        assert q.prompt.startswith("Notes:\n- ") and "\n\nQuestion: Explain " in q.prompt and q.prompt.endswith("\nAnswer:")
+        assert (
+            q.prompt.startswith("Notes:\n- ")
+            and "\n\nQuestion: Explain " in q.prompt
+            and q.prompt.endswith("\nAnswer:")
+        )
         assert 350 <= len(q.answer) <= 1050 and not q.answer.startswith(" ")
         used = set(things.findall(q.answer))
         assert len(used) >= 8
@@ -199,9 +242,17 @@ def test_repeated_lists_are_copies(split):
         assert 8 <= len(re.split(r", |\n", copy)) <= 25
 
 
-@pytest.mark.parametrize("call", [
-    lambda: corpus.document("x", 0), lambda: corpus.documents("x", 1), lambda: corpus.closed_book_questions("x"),
-    lambda: corpus.recall_questions("x", 1), lambda: corpus.explain_questions("x", 1), lambda: corpus.repeated_lists("x", 1)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: corpus.document("x", 0),
+        lambda: corpus.documents("x", 1),
+        lambda: corpus.closed_book_questions("x"),
+        lambda: corpus.recall_questions("x", 1),
+        lambda: corpus.explain_questions("x", 1),
+        lambda: corpus.repeated_lists("x", 1),
+    ],
+)
 def test_unknown_split_is_refused(call):
     with pytest.raises(ValueError, match="^split must be one of train, valid, test, got 'x'$"):
         call()
@@ -217,7 +268,9 @@ def test_command_line():
 
 
 def test_command_line_survives_a_closed_pipe():
-    with subprocess.Popen([sys.executable, str(PROGRAM), "--n", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, str(PROGRAM), "--n", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b""

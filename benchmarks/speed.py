@@ -1,0 +1,151 @@
+"""Time to first token and decoding speed of gpt_kv_cache.py, beside other implementations, at GPT-2's geometry.
+
+  python benchmarks/speed.py                                  ours, and transformers where it is installed
+  python benchmarks/speed.py --llms-from-scratch FOLDER       and a clone of rasbt/LLMs-from-scratch
+
+All run in one process with random weights, batch 1, the same thread count, turn by turn; the figures are medians.
+The roofline is the time in which this machine can read the weights once, which every decoded token has to.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: waiting threads must not spin
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+
+Contender = Callable[[torch.Tensor], Iterator[object]]  # ids (1, T) -> an iterator that yields once per new token
+
+
+def ours(config: GPTConfig) -> Contender:
+    model = GPT(config).eval()
+    return lambda ids: generate(model, ids, config.n_ctx - ids.size(1), cache=KVCache())
+
+
+def transformers_dynamic(config: GPTConfig) -> Contender:
+    from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head)).eval()
+
+    @torch.inference_mode()
+    def decode(ids: torch.Tensor) -> Iterator[object]:
+        cache = DynamicCache()
+        while True:
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            ids = logits[:, -1].argmax(-1, keepdim=True)
+            yield ids
+
+    return decode
+
+
+def llms_from_scratch(config: GPTConfig, folder: Path) -> Contender:
+    file = folder / "ch04" / "03_kv-cache" / "gpt_with_kv_cache.py"
+    spec = importlib.util.spec_from_file_location("llms_from_scratch", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    geometry = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.n_ctx,
+        "emb_dim": config.n_embd,
+        "n_heads": config.n_head,
+        "n_layers": config.n_layer,
+        "drop_rate": 0.0,
+        "qkv_bias": True,
+    }
+    model = module.GPTModel(geometry).eval()
+
+    @torch.inference_mode()
+    def decode(ids: torch.Tensor) -> Iterator[object]:
+        model.reset_kv_cache()
+        while True:
+            ids = model(ids, use_cache=True)[:, -1].argmax(-1, keepdim=True)
+            yield ids
+
+    return decode
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - started)
+
+
+def read_bandwidth() -> float:
+    """Return the bytes per millisecond at which this process can read memory: the best of sums and products."""
+    matrix = torch.rand(8192, 16384)  # 512 MiB
+    vector = torch.rand(1, 8192)
+    calls = (lambda: matrix.sum(), lambda: vector @ matrix, lambda: matrix @ torch.ones(16384))
+    return matrix.nbytes / min(milliseconds(call) for call in calls for _ in range(5))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1, help="default: 1")
+    parser.add_argument("--repeats", type=int, default=7, help="turns of each contender (default: 7)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=1000, help="prompt of the time to first token (default: 1000)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=100, help="tokens in the cache when decoding starts (default: 100)"
+    )
+    parser.add_argument("--decode-tokens", type=int, default=16, help="tokens decoded in a turn (default: 16)")
+    parser.add_argument("--llms-from-scratch", type=Path, metavar="FOLDER", help="a clone of rasbt/LLMs-from-scratch")
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    config = GPTConfig()
+    contenders = {"gpt_kv_cache.py": ours(config)}
+    if importlib.util.find_spec("transformers"):
+        contenders["transformers, DynamicCache"] = transformers_dynamic(config)
+    if args.llms_from_scratch:
+        contenders["LLMs-from-scratch, concat cache"] = llms_from_scratch(config, args.llms_from_scratch)
+    prompt = torch.randint(config.vocab_size, (1, args.prompt_tokens))
+
+    first: dict[str, list[float]] = {name: [] for name in contenders}
+    each: dict[str, list[float]] = {name: [] for name in contenders}
+    bandwidth = []
+    for turn in range(args.repeats + 1):  # the first is a warm-up
+        bandwidth.append(read_bandwidth())
+        for name, contender in contenders.items():
+            stream = contender(prompt)
+            first[name].append(milliseconds(lambda s=stream: next(s)))
+            stream = contender(prompt[:, : args.context])
+            next(stream)
+            each[name] += [milliseconds(lambda s=stream: next(s)) for _ in range(args.decode_tokens)]
+        if turn == 0:
+            for times in (*first.values(), *each.values()):
+                times.clear()
+
+    weights = sum(p.nbytes for p in GPT(config).parameters())
+    roofline = weights / statistics.median(bandwidth)
+    print(
+        f"{weights / 1e6:.0f} MB of weights, read at {statistics.median(bandwidth) / 1e6:.1f} GB/s: {roofline:.1f} ms per token"
+    )
+    print(f"{'':32}{'prefill ms':>12}{'ms/token':>10}{'tokens/s':>10}{'of roofline':>13}{'speed, ours = 1':>17}")
+    figures = {"roofline_ms_per_token": roofline, "threads": args.threads}
+    base = statistics.median(each["gpt_kv_cache.py"])
+    for name in contenders:
+        ttft, token = statistics.median(first[name]), statistics.median(each[name])
+        figures[name] = {"ttft_ms": ttft, "ms_per_token": token}
+        print(f"{name:32}{ttft:12.0f}{token:10.1f}{1000 / token:10.1f}{roofline / token:13.2f}{base / token:17.2f}")
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,442 @@
+"""GPT-2 weights and tokenizers by name or folder, for any of the GPT files; and the command line all scripts share.
+
+`python load_gpt2_weights.py gpt2 --verify` downloads GPT-2 and compares what it writes with published text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import codecs
+import json
+import os
+import pickle
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import tiktoken
+import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import (
+    HTTPError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+HERE = Path(__file__).resolve().parent
+EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
+PROMPT = "Once there was"
+END_OF_TEXT = "<|endoftext|>"
+# Where GPT-2 cuts text before it merges bytes: the form with possessive quantifiers that tiktoken uses; same pieces.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+class Checkpoint(NamedTuple):
+    """A public checkpoint: Hugging Face repository, commit, and the file that holds the weights."""
+
+    repo: str
+    revision: str
+    weights: str = "model.safetensors"
+
+
+POCKET = {"pocket": "teacher", "pocket-student": "student", "pocket-bct": "bct"}  # folders in pocket/
+PUBLIC = {
+    "gpt2": Checkpoint("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
+    "gpt2-medium": Checkpoint("openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
+    "gpt2-large": Checkpoint("openai-community/gpt2-large", "32b71b12589c2f8d625668d2335a01cac3249519"),
+    "gpt2-xl": Checkpoint("openai-community/gpt2-xl", "15ea56dee5df4983c59b2538573817e1667135e2"),
+    "distilgpt2": Checkpoint("distilbert/distilgpt2", "2290a62682d06624634c1f46a6ad5be0f47f38aa"),
+    "microsoft/DialoGPT-small": Checkpoint("microsoft/DialoGPT-small", "49c537161a457d5256512f9d2d38a87d81ae0f0e"),
+    "microsoft/DialoGPT-medium": Checkpoint(
+        "microsoft/DialoGPT-medium", "7b40bb0f92c45fefa957d088000d8648e5c7fa33", "pytorch_model.bin"
+    ),
+    # The one that is not pinned: the hash of its commit could not be established, so it follows the branch.
+    "microsoft/DialoGPT-large": Checkpoint("microsoft/DialoGPT-large", "main", "pytorch_model.bin"),
+}
+# What torch.load raises on damaged files, found by damaging them at random, and (UnpicklingError) if they hold code.
+UNREADABLE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, struct.error, LookupError, ValueError,
+              TypeError, AttributeError, AssertionError)
+NAMES = ", ".join([*POCKET, *PUBLIC]) + ", or a folder"
+# What config.json may say about the things that our model has only one way of doing.
+SUPPORTED = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+
+
+def load_model(name_or_path: str, *, model_class: type[nn.Module], device: torch.device | str = "cpu",
+               dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model_class with the weights of a known name or of a folder in Hugging Face format, in eval mode.
+
+    Every tensor must have its parameter, of the same shape, and every parameter its tensor. Those whose name ends
+    in one of model_class.optional_parameters, if it has that attribute, keep their initial value where the file
+    lacks them. The class may have no buffers. Memory: about one copy of the weights, since files are mapped and
+    copied tensor by tensor.
+    Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
+    """
+    config_path = find_file(name_or_path, "config.json")
+    config = read_config(config_path, model_class.config_class)
+    tensors = read_tensors(name_or_path)
+    with torch.device("meta"):  # shapes and strides without memory
+        model = model_class(config)
+    parameters = dict(model.named_parameters())
+    optional = tuple(getattr(model_class, "optional_parameters", ()))
+    missing = [name for name in parameters if name not in tensors]
+    wrong = [f"{name} is missing" for name in missing if not name.endswith(optional)]
+    wrong += [f"{name} is unexpected" for name in tensors if name not in parameters]
+    for name, tensor in tensors.items():
+        if name in parameters and tensor.shape != parameters[name].shape:
+            wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(parameters[name].shape)}")
+        elif not tensor.is_floating_point():
+            wrong.append(f"{name} holds {tensor.dtype}, not floating-point numbers")
+    if wrong:
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError(f"the weights of {name_or_path} don't fit its config.json: {'; '.join(wrong[:8])}{more}")
+    model = model.to(dtype).to_empty(device=device)  # keeps the strides: wte stays column-first
+    if missing:
+        model.init_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in tensors:
+                parameter.copy_(tensors.pop(name))  # pop: a tensor that isn't mapped is freed at once
+    return model.eval()
+
+
+def find_file(name_or_path: str, filename: str) -> Path:
+    """Return where a file of a model is, after downloading it if need be. A known name wins over a folder so named.
+
+    Raises ValueError if the model is unknown, OSError if the file can't be had.
+    """
+    folder = HERE / "pocket" / POCKET[name_or_path] if name_or_path in POCKET else Path(name_or_path)
+    if name_or_path in PUBLIC:
+        return download(PUBLIC[name_or_path], filename)
+    if name_or_path not in POCKET and not folder.is_dir():
+        raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}")
+    if not (folder / filename).is_file():
+        raise FileNotFoundError(f"there is no {filename} in {folder}")
+    return folder / filename
+
+
+def download(checkpoint: Checkpoint, filename: str) -> Path:
+    """Return the path of a checkpoint's file in the Hugging Face cache, after downloading it if it isn't there."""
+    repo, revision, _ = checkpoint
+    try:
+        return Path(hf_hub_download(repo, filename, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass  # not in the cache
+    try:
+        # One request that fails at once: without a network hf_hub_download itself would retry for half a minute.
+        get_hf_file_metadata(hf_hub_url(repo, filename, revision=revision), timeout=10)
+        return Path(hf_hub_download(repo, filename, revision=revision))
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise OSError(f"Hugging Face shows no repository {repo} with revision {revision}") from error
+    except RemoteEntryNotFoundError as error:
+        raise OSError(f"{repo} has no file {filename} at revision {revision}") from error
+    except (HTTPError, OSError) as error:  # whatever else a network, a server or a full disk can do
+        reason = str(error).partition(". ")[0] or type(error).__name__
+        raise OSError(f"can't download {filename} of {repo} ({reason}): run this once with internet, or give a folder "
+                      "that holds the model; the model pocket needs no download") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ValueError if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not text
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} instead of an object")
+    return content
+
+
+def read_config(path: Path, config_class: type) -> Any:
+    """Return the config_class that a Hugging Face config.json describes.
+
+    Dropout stays 0 whatever the file says: a loaded model is there to infer. Raises ValueError on what our model
+    can't represent.
+    """
+    config = read_json(path)
+    for key, supported in SUPPORTED.items():
+        if key in config and config[key] not in supported:
+            raise ValueError(f"{path}: {key} is {config[key]!r}, but this GPT-2 supports only "
+                             f"{' or '.join(map(repr, supported))}")
+    if "n_positions" in config:  # Hugging Face's name for n_ctx; older files have both
+        config["n_ctx"] = config["n_positions"]
+    if absent := [key for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd") if key not in config]:
+        raise ValueError(f"{path} lacks {', '.join(absent)}")
+    names = [field.name for field in fields(config_class) if field.name != "dropout"]
+    given = {name: config[name] for name in names if config.get(name) is not None}
+    for name in {"vocab_size", "n_ctx", "n_layer", "n_head", "n_embd", "head_dim", "n_inner"} & given.keys():
+        if type(given[name]) is not int:
+            raise ValueError(f"{path}: {name} must be a whole number, got {given[name]!r}")
+    return config_class(**given)
+
+
+def read_tensors(name_or_path: str) -> dict[str, Tensor]:
+    """Return a model's tensors by public GPT-2 name, mapped from their files where the format allows it.
+
+    Dropped: causal masks (attn.bias, attn.masked_bias), and lm_head.weight after checking that it equals wte.weight.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in find_weights(name_or_path):
+        for name, tensor in read_weights(path).items():
+            name = name.removeprefix("transformer.")
+            if name in tensors:
+                raise ValueError(f"{path} holds {name} for the second time")
+            if not name.endswith((".attn.bias", ".attn.masked_bias")):
+                tensors[name] = tensor
+    head = tensors.pop("lm_head.weight", None)
+    if head is not None and "wte.weight" in tensors and not torch.equal(head, tensors["wte.weight"]):
+        raise ValueError(f"lm_head.weight of {name_or_path} differs from wte.weight, but this GPT-2 shares the two")
+    return tensors
+
+
+def find_weights(name_or_path: str) -> list[Path]:
+    """Return the files that hold a model's weights: one, or those that an index lists."""
+    if name_or_path in PUBLIC:
+        return [find_file(name_or_path, PUBLIC[name_or_path].weights)]
+    folder = find_file(name_or_path, "config.json").parent
+    for filename in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / filename).is_file():
+            return [folder / filename]
+        if (index := folder / f"{filename}.index.json").is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+                raise ValueError(f"{index} has no weight_map from tensors to files")
+            for shard in sorted(set(weight_map.values())):
+                if not (folder / shard).is_file():
+                    raise FileNotFoundError(f"{index} lists {shard}, which is not there")
+            return [folder / shard for shard in sorted(set(weight_map.values()))]
+    raise FileNotFoundError(f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin")
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of one .safetensors or .bin file. Raises ValueError if it is damaged or something else."""
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is cut off, a Git LFS pointer, or not a safetensors file") from error
+    with path.open("rb") as file:  # what can't be opened at all says so here
+        zipped = file.read(4) == b"PK\x03\x04"  # files from before PyTorch 1.6 aren't, and can't be mapped
+    try:  # weights_only, since a pickle could run code
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is cut off, a Git LFS pointer, or not a PyTorch file of plain tensors") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{path} holds something else than named tensors")
+    return tensors
+
+
+def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
+    """Return the tokenizer of a known name or of a folder: its tokenizer.tiktoken, else GPT-2's if the size fits.
+
+    Raises ValueError or OSError, in one sentence, if there is none.
+    """
+    if name_or_path not in PUBLIC:
+        config_path = find_file(name_or_path, "config.json")
+        vocab_size = read_json(config_path).get("vocab_size")
+        folders = [config_path.parent] + [HERE / "pocket" / "teacher"] * (name_or_path in POCKET)
+        for folder in folders:
+            if (folder / "tokenizer.tiktoken").is_file():
+                tokenizer = read_tokenizer(folder / "tokenizer.tiktoken")
+                if tokenizer.n_vocab != vocab_size:
+                    raise ValueError(f"{folder / 'tokenizer.tiktoken'} makes {tokenizer.n_vocab} tokens, but "
+                                     f"{config_path} says {vocab_size}")
+                return tokenizer
+        if vocab_size != 50257:
+            raise ValueError(f"there is no tokenizer.tiktoken in {folders[-1]}, and with {vocab_size} tokens the "
+                             f"tokenizer can't be GPT-2's, which has 50257")
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except OSError as error:
+        raise OSError("can't download GPT-2's tokenizer, and tiktoken has not cached it: run this once with internet; "
+                      "the model pocket needs no download") from error
+
+
+def read_tokenizer(path: Path) -> tiktoken.Encoding:
+    """Return the byte-pair encoding in a tiktoken file (a line for each token: base64, space, rank).
+
+    `<|endoftext|>` follows the last token. tiktoken's own reader isn't used: it caches by path, and so serves
+    stale content. Raises ValueError if the file isn't one, or lacks a byte.
+    """
+    try:
+        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise ValueError(f"{path} is not a tiktoken file") from error
+    if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
+        raise ValueError(f"{path} must hold every single byte, and every rank from 0 on once")
+    return tiktoken.Encoding(name=path.parent.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                             special_tokens={END_OF_TEXT: len(ranks)})
+
+
+class CommandLine(argparse.ArgumentParser):
+    """What the command lines of all scripts share: model, device, dtype, seed, and errors in one sentence."""
+
+    def __init__(self, doc: str | None, example: str, model_option: bool = True) -> None:
+        super().__init__(description=(doc or "").partition("\n")[0], epilog=f"example: {example}",
+                         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        if model_option:
+            self.add_argument("--model", default="pocket", metavar="NAME", help=NAMES)
+        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"),
+                          help="where to compute; auto: cuda if there is one, else mps, else cpu")
+        self.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
+                          help="number format of weights and activations")
+        self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="of the random draws")
+
+    def add_generation_arguments(self) -> None:
+        """Add what the scripts that write text have in common."""
+        self.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
+        self.add_argument("--max-new-tokens", default=200, type=whole_number(1), metavar="N", help="tokens to write")
+        self.add_argument("--temperature", default=0.0, type=float, metavar="X",
+                          help="0: always the likeliest token; higher: more random")
+        self.add_argument("--top-k", type=whole_number(1), metavar="N", help="draw among the N likeliest tokens only")
+
+    @contextmanager
+    def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
+        """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in the body, the
+        project's ways to say that an input is bad, become one sentence and exit status 2."""
+        args = self.parse_args(argv)
+        present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        if args.device == "auto":
+            args.device = next(device for device in present if present[device])
+        if not present[args.device]:
+            self.error(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
+        args.dtype = getattr(torch, args.dtype)
+        torch.manual_seed(args.seed)
+        try:
+            yield args
+            sys.stdout.flush()  # if the reader of a pipe has left, it shows here
+        except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not fail at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.exit(0)
+        except (ValueError, OSError) as error:
+            self.error(" ".join(str(error).split()))
+        except KeyboardInterrupt:
+            self.exit(130, "\n")
+
+    def error(self, message: str) -> NoReturn:
+        """Print one sentence, and end with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = None) -> tuple[list[int], list[float]]:
+    """Print a batch of one while it is generated, then what it cost; return its ids and the milliseconds of each.
+
+    The first token costs the prefill (reading the prompt), each further one a decoding step.
+    """
+    ids: list[int] = []
+    ms: list[float] = []
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can span several tokens
+    started = time.perf_counter()
+    for token in tokens:
+        ids.append(int(token))  # waits for the device
+        ms.append(1000 * (time.perf_counter() - started))
+        if ids[-1] != tokenizer.eot_token:
+            print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
+        started = time.perf_counter()
+    decode = sum(ms[1:]) / max(1, len(ms) - 1)
+    speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
+    print(f"\n\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]")
+    return ids, ms
+
+
+def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
+    """Print whether runs, as stream() returns them, wrote the same, and their milliseconds per token as the text grew.
+
+    A line shows medians over 32 tokens, and in its last column those of the first run over those of the last.
+    """
+    texts = [ids for ids, _ in runs.values()]
+    same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
+    print(f"\nSame tokens: {same} ({', '.join(str(len(ids)) for ids in texts)})\n")
+    print(f"text length   ms per token: {'   '.join(runs)}   ratio")
+    for end in range(33, min(map(len, texts)) + 1, 32):
+        medians = [statistics.median(ms[end - 32 : end]) for _, ms in runs.values()]
+        cells = "   ".join(f"{ms:{len(name)}.2f}" for name, ms in zip(runs, medians, strict=True))
+        print(f"{n_prompt + end:11}   {'':13} {cells}   {medians[0] / medians[-1]:5.1f}")
+
+
+def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return an argument type: whole numbers from low to high."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < low or (high is not None and value > high):
+            most = "" if high is None else f" and at most {high}"
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}{most}, got {text!r}")
+        return value
+
+    return convert
+
+
+def nonempty(text: str) -> str:
+    """Argument type: text that isn't empty, since a model needs a token to begin with."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, but the model needs at least one token to begin with")
+    return text
+
+
+def main() -> None:
+    from gpt_kv_cache import GPT, generate
+
+    cli = CommandLine(__doc__, example="python load_gpt2_weights.py gpt2 --verify", model_option=False)
+    cli.add_argument("model", nargs="?", default="pocket", metavar="NAME", help=NAMES)
+    cli.add_argument("--verify", action="store_true", help="compare with published greedy continuations")
+    with cli.parse() as args:
+        published = read_json(EXPECTED_OUTPUTS)["continuations"] if args.verify else []
+        expected = [entry for entry in published if entry["model"] == args.model]
+        if args.verify and not expected:
+            known = ", ".join(sorted({entry["model"] for entry in published}))
+            raise ValueError(f"no published continuation of {args.model} to compare with; there are some of {known}")
+        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        tokenizer = load_tokenizer(args.model)
+        config, count = model.config, sum(parameter.numel() for parameter in model.parameters())
+        print(f"{args.model}: {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, width "
+              f"{config.n_embd}, context {config.n_ctx}, vocabulary {config.vocab_size}\n{count:,} parameters, "
+              f"{str(args.dtype).removeprefix('torch.')}, {count * args.dtype.itemsize:,} bytes on {args.device}\n")
+
+        def continuation(prompt: str, n_tokens: int) -> Iterator[torch.Tensor]:
+            ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=args.device)
+            return generate(model, ids, n_tokens, stop_id=tokenizer.eot_token)
+
+        # DialoGPT answers once a turn has ended.
+        prompt = f"Does money buy happiness?{END_OF_TEXT}" if "DialoGPT" in args.model else PROMPT
+        print(prompt, end="", flush=True)
+        stream(continuation(prompt, 40), tokenizer)
+        different = 0
+        for entry in expected:
+            n_tokens = len(tokenizer.encode(entry["continuation"], allowed_special="all"))
+            ours = tokenizer.decode([token.item() for token in continuation(entry["prompt"], n_tokens)])
+            same = ours == entry["continuation"]
+            different += not same
+            print(f"\n{'same' if same else 'DIFFERENT'}: {entry['prompt']!r} -> {ours!r}")
+            if not same:
+                print(f"published: {entry['continuation']!r}\nby: {entry['source']}")
+        if expected:
+            print(f"\n{len(expected) - different} of {len(expected)} published continuations reproduced")
+            sys.exit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()

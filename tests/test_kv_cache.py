@@ -1,0 +1,179 @@
+"""KVCache: what it holds, and that nothing that fails changes it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+
+CONFIG = GPTConfig(vocab_size=50, n_ctx=24, n_layer=3, n_head=2, n_embd=20, head_dim=5)
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    model = GPT(CONFIG).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.4)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def contents(cache: KVCache) -> list[Tensor]:
+    return [cache.pos.clone(), *(kv[..., : len(cache), :].clone() for kv in cache.layers if len(cache))]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+PARTS = [
+    "drop",
+    *(f"h.{i}{part}" for i in range(3) for part in ("", ".ln_1", ".attn", ".attn.c_proj", ".mlp.c_proj")),
+    "ln_f",
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("held", [0, 7])
+def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(model: GPT, ids: Tensor, part: str, held: int) -> None:
+    cache = KVCache()
+    if held:
+        model(ids[:, :held], cache)
+    before, bytes_before, text_before = contents(cache), cache.nbytes, len(cache)
+
+    def fail(module: torch.nn.Module, inputs: tuple) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.get_submodule(part).register_forward_pre_hook(fail)
+    for _ in range(2):  # twice: a second failure must not find what the first one left
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, held : held + 3], cache)
+    hook.remove()
+    assert same(contents(cache), before) and cache.nbytes == bytes_before and len(cache) == text_before
+    torch.testing.assert_close(model(ids[:, held:], cache), model(ids)[:, held:])
+
+
+@pytest.mark.parametrize(("held", "fed"), [(0, 25), (20, 5), (24, 1), (24, 0)])
+def test_more_tokens_than_the_context_are_refused_and_change_nothing(model: GPT, held: int, fed: int) -> None:
+    cache = KVCache()
+    if held:
+        model(torch.zeros(1, held, dtype=torch.long), cache)
+    before = contents(cache)
+    with pytest.raises(ValueError, match=rf"{fed} tokens after {held}\b.*24"):
+        model(torch.zeros(1, fed, dtype=torch.long), cache)
+    assert same(contents(cache), before)
+
+
+def test_a_cache_of_another_batch_size_is_refused_and_unchanged(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    model(ids[:, :4], cache)
+    before = contents(cache)
+    with pytest.raises(RuntimeError, match="2.*1|1.*2"):
+        model(ids[:1, 4:], cache)
+    assert same(contents(cache), before)
+
+
+def test_a_full_hit_is_refused(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    model(ids, cache)
+    with pytest.raises(ValueError, match="0 tokens after 12"):
+        list(generate(model, ids, 3, cache=cache))
+    cache.truncate(ids.size(1) - 1)
+    assert torch.equal(
+        torch.cat(list(generate(model, ids, 3, cache=cache)), 1), torch.cat(list(generate(model, ids, 3)), 1)
+    )
+
+
+def test_truncate_goes_back_to_an_earlier_token(model: GPT, ids: Tensor) -> None:
+    cache, short = KVCache(), KVCache()
+    model(ids, cache)
+    model(ids[:, :5], short)
+    cache.truncate(5)
+    assert cache.next_pos == 5 and cache.nbytes == short.nbytes
+    torch.testing.assert_close(model(ids[:, 5:], cache), model(ids)[:, 5:])
+    for n in (-1, 13):
+        with pytest.raises(ValueError, match=f"{n} tokens of 12"):
+            cache.truncate(n)
+    assert len(cache) == 12
+    cache.truncate(0)
+    assert len(cache) == cache.nbytes == cache.next_pos == 0
+    model(ids[:1], cache)  # an emptied cache takes any batch
+
+
+def test_truncate_frees_memory(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    model(ids, cache)
+    cache.truncate(1)
+    assert sum(kv.untyped_storage().nbytes() for kv in cache.layers) == cache.nbytes
+
+
+def test_clone_is_independent(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    model(ids[:, :6], cache)
+    copy = cache.clone()
+    before = contents(cache)
+    model(ids[:, 6:], copy)
+    copy.layers[0].zero_()
+    assert len(copy) == 12 and same(contents(cache), before)
+
+
+def test_two_caches_share_a_model(model: GPT, ids: Tensor) -> None:
+    caches = [KVCache(), KVCache()]
+    logits = [[], []]
+    for t in range(ids.size(1)):
+        for row in (0, 1):
+            logits[row].append(model(ids[row : row + 1, t : t + 1], caches[row]))
+    for row in (0, 1):
+        torch.testing.assert_close(torch.cat(logits[row], 1), model(ids[row : row + 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_bytes_follow_the_formula_and_are_what_is_allocated(model: GPT, ids: Tensor, dtype: torch.dtype) -> None:
+    model = model.to(dtype)
+    cache = KVCache()
+    for n in (1, 2, 3, 12):
+        model(ids[:, len(cache) : n], cache)
+        L, B, H, D = CONFIG.n_layer, 2, CONFIG.n_head, CONFIG.head_dim
+        assert cache.nbytes == 2 * L * B * H * n * D * dtype.itemsize
+        assert cache.nbytes == sum(kv.untyped_storage().nbytes() for kv in cache.layers)
+
+
+def test_to_another_dtype_and_back(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    expected = model(ids)
+    model(ids[:, :6], cache)
+    half = cache.to(dtype=torch.float16)
+    assert half.nbytes * 2 == cache.nbytes and half.pos.dtype == torch.long
+    logits = model(ids[:, 6:], half.to(dtype=torch.float32))
+    torch.testing.assert_close(logits, expected[:, 6:], atol=0.05, rtol=0.05)  # rounded once to fp16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_to_another_device_and_back(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    model(ids[:, :6], cache)
+    there = cache.to("cuda")
+    assert all(kv.is_cuda for kv in there.layers) and there.pos.is_cuda
+    torch.testing.assert_close(model(ids[:, 6:], there.to("cpu")), model(ids)[:, 6:])
+
+
+def test_print_shows_slots_positions_and_tokens(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    assert "empty, 0 bytes" in str(cache)
+    model(ids[:, :3], cache)
+    lines = cache.table(["Time", " flies", " fast"]).splitlines()
+    assert f"{cache.nbytes:,} bytes" in lines[0] and "3 layers" in lines[0]
+    assert lines[1].split() == ["slot", "position", "token"]
+    assert [line.split(maxsplit=2) for line in lines[2:]] == [
+        ["0", "0", "'Time'"],
+        ["1", "1", "' flies'"],
+        ["2", "2", "' fast'"],
+    ]
+    long = KVCache()
+    model(torch.zeros(1, 24, dtype=torch.long), long)
+    assert len(str(long).splitlines()) < 20 and str(long).splitlines()[-1].split() == ["23", "23"]

@@ -1,0 +1,770 @@
+"""load_gpt2_weights.py: equality with transformers in every published layout, refusals, memory, command line.
+
+There are no public weights here: files in their exact layouts are written with random weights instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import huggingface_hub.constants
+import pytest
+import requests
+import tiktoken
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+import load_gpt2_weights as loader
+from gpt_baseline import GPT as BaselineGPT
+from gpt_kv_cache import GPT, GPTConfig, generate
+
+ROOT = Path(loader.__file__).parent
+TINY = {"vocab_size": 97, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4}
+
+
+def config_of(**changes: object) -> dict[str, object]:
+    return {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, **TINY, **changes}
+
+
+def random_tensors(config: dict[str, object] | None = None, seed: int = 0) -> dict[str, Tensor]:
+    """Every parameter of a GPT-2, by public name, none of them at a value that would hide a mistake."""
+    config = config or config_of()
+    names = ("vocab_size", "n_layer", "n_head", "n_embd", "head_dim", "n_inner")
+    model = GPT(GPTConfig(n_ctx=config["n_positions"], **{name: config[name] for name in names if name in config}))
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.2 * torch.randn(parameter.shape, generator=generator) + name.endswith("ln_1.weight")
+            for name, parameter in model.named_parameters()}
+
+
+def masks(n_layer: int, n_ctx: int, prefix: str = "", masked_bias: bool = False) -> dict[str, Tensor]:
+    """The causal masks that the public files hold beside the weights."""
+    tril = torch.ones(n_ctx, n_ctx, dtype=torch.uint8).tril().view(1, 1, n_ctx, n_ctx)
+    found = {f"{prefix}h.{layer}.attn.bias": tril.clone() for layer in range(n_layer)}
+    if masked_bias:
+        found |= {f"{prefix}h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(n_layer)}
+    return found
+
+
+def prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+
+
+def write(folder: Path, tensors: dict[str, Tensor] | None, config: dict[str, object] | None = None,
+          filename: str = "model.safetensors", **torch_save: object) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config or config_of()))
+    if tensors is not None and filename.endswith(".safetensors"):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / filename)
+    elif tensors is not None:
+        torch.save(tensors, folder / filename, **torch_save)
+    return str(folder)
+
+
+def assert_loaded(model: GPT, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, tensors[name].to(dtype)), name
+    assert not model.training
+    assert model.wte.weight.stride() == (1, model.config.vocab_size)  # column-first, as the model file wants it
+
+
+def write_tokenizer(folder: Path, merges: tuple[bytes, ...] = ()) -> int:
+    """Write tokenizer.tiktoken: all bytes, then merges; return the vocabulary size, <|endoftext|> included."""
+    tokens = [bytes([b]) for b in range(256)] + list(merges)
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.tiktoken").write_text("\n".join(lines) + "\n")
+    return len(tokens) + 1
+
+
+def byte_encoding() -> tiktoken.Encoding:
+    return tiktoken.Encoding("bytes", pat_str=loader.GPT2_PATTERN, special_tokens={"<|endoftext|>": 256},
+                             mergeable_ranks={bytes([b]): b for b in range(256)})
+
+
+def gpt2_encoding() -> tiktoken.Encoding:
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except requests.exceptions.RequestException:
+        pytest.skip("GPT-2's tokenizer is neither in tiktoken's cache nor reachable")
+
+
+# --- against transformers -------------------------------------------------------------------------------------------
+
+
+def transformers_model(seed: int = 0, std: float = 0.02, **geometry: int):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    options = {"bos_token_id": 0, "eos_token_id": None} if geometry else {"eos_token_id": None}
+    config = transformers.GPT2Config(initializer_range=std, **geometry, **options)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def assert_same_model(model: GPT, reference, tolerance: float, n_tokens: int, new_tokens: int = 20) -> float:
+    ids = torch.randint(model.config.vocab_size, (2, n_tokens), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        difference = (model(ids).float() - reference(ids).logits.float()).abs().max().item()
+        expected = reference.generate(ids[:1, :9], attention_mask=torch.ones(1, 9, dtype=torch.long),
+                                      max_new_tokens=new_tokens, do_sample=False)[0, 9:]
+    assert difference < tolerance
+    assert [token.item() for token in generate(model, ids[:1, :9], new_tokens)] == expected.tolist()
+    return difference
+
+
+@pytest.fixture(scope="module")
+def full_size(tmp_path_factory: pytest.TempPathFactory):
+    """GPT-2's 124M geometry with random weights in a folder that transformers wrote, and transformers' model."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    reference = transformers_model()
+    reference.save_pretrained(folder)
+    return folder, reference
+
+
+def test_full_gpt2_geometry_equals_transformers(full_size) -> None:
+    folder, reference = full_size
+    model = loader.load_model(str(folder), model_class=GPT)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    difference = assert_same_model(model, reference, tolerance=1e-4, n_tokens=128, new_tokens=10)
+    print(f"largest logit difference to transformers at 124M: {difference:.1e}")
+
+
+def test_all_model_files_take_the_same_weights(tmp_path: Path) -> None:
+    folder = write(tmp_path, tensors := random_tensors())
+    assert_loaded(loader.load_model(folder, model_class=BaselineGPT), tensors)
+    assert_loaded(loader.load_model(folder, model_class=GPT), tensors)
+
+
+def test_dialogpt_medium_layout_equals_transformers(tmp_path: Path) -> None:
+    """DialoGPT-medium's width and heads, 4 of its 24 layers: fp16, prefix, masks, separate head, no safetensors."""
+    reference = transformers_model(n_embd=1024, n_head=16, n_layer=4).half()
+    tensors = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    assert "lm_head.weight" in tensors and "transformer.h.3.attn.c_attn.weight" in tensors
+    tensors |= masks(4, 1024, "transformer.", masked_bias=True)
+    config = config_of(n_ctx=1024, n_positions=1024, n_embd=1024, n_layer=4, n_head=16, vocab_size=50257)
+    for subfolder, zipped in (("zip", True), ("legacy", False)):  # legacy: as PyTorch wrote files before 1.6
+        folder = write(tmp_path / subfolder, tensors, config, "pytorch_model.bin",
+                       _use_new_zipfile_serialization=zipped)
+        model = loader.load_model(folder, model_class=GPT)
+        assert_same_model(model, reference.float(), tolerance=1e-4, n_tokens=30, new_tokens=5)
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."], ids=["gpt2", "distilgpt2"])
+def test_safetensors_layouts_equal_transformers(tmp_path: Path, prefix: str) -> None:
+    """gpt2's file has bare names, distilgpt2's prefixed ones; both hold the masks as float32."""
+    reference = transformers_model(std=0.2, **TINY)
+    tensors = {prefix + name: tensor for name, tensor in reference.transformer.state_dict().items()}
+    tensors |= {name: mask.float() for name, mask in masks(2, 32, prefix).items()}
+    model = loader.load_model(write(tmp_path, tensors), model_class=GPT)
+    assert_same_model(model, reference, tolerance=1e-4, n_tokens=32)
+
+
+def test_sharded_safetensors_equal_transformers(tmp_path: Path) -> None:
+    reference = transformers_model(std=0.2, **TINY)
+    reference.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file() and not (tmp_path / "model.safetensors").exists()
+    assert_same_model(loader.load_model(str(tmp_path), model_class=GPT), reference, tolerance=1e-4, n_tokens=32)
+
+
+def test_sharded_bin(tmp_path: Path) -> None:
+    tensors, shards = random_tensors(), {}
+    for index, name in enumerate(tensors):
+        shards.setdefault(f"pytorch_model-0000{index % 3 + 1}-of-00003.bin", []).append(name)
+    write(tmp_path, None)
+    for filename, names in shards.items():
+        torch.save(prefixed({name: tensors[name] for name in names}), tmp_path / filename)
+    weight_map = {f"transformer.{name}": filename for filename, names in shards.items() for name in names}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert_loaded(loader.load_model(str(tmp_path), model_class=GPT), tensors)
+
+
+def test_narrow_model_with_wide_heads_round_trip(tmp_path: Path) -> None:
+    config = config_of(head_dim=8, n_inner=24)  # 4 heads of 8, width 16
+    folder = write(tmp_path, tensors := random_tensors(config), config)
+    model = loader.load_model(folder, model_class=GPT)
+    assert_loaded(model, tensors)
+    assert (model.config.head_dim, model.config.n_inner, model.config.n_embd) == (8, 24, 16)
+    again = write(tmp_path / "again", dict(model.state_dict()), config)
+    assert_loaded(loader.load_model(again, model_class=GPT), tensors)
+
+
+# --- dtype, memory, parameters of our own ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.float16, torch.float32])
+def test_dtype(tmp_path: Path, dtype: torch.dtype, stored: torch.dtype) -> None:
+    tensors = {name: tensor.to(stored) for name, tensor in random_tensors().items()}
+    model = loader.load_model(write(tmp_path, tensors), model_class=GPT, dtype=dtype)
+    assert_loaded(model, tensors, dtype)
+    assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
+
+
+def test_dropout_of_the_config_is_not_taken_over(tmp_path: Path) -> None:
+    config = config_of(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1, dropout=0.5)
+    assert loader.load_model(write(tmp_path, random_tensors(), config), model_class=GPT).config.dropout == 0.0
+
+
+class GPTWithGate(GPT):
+    optional_parameters = (".gate",)
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.h[1].gate = torch.nn.Parameter(torch.empty(3))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        if hasattr(self.h[1], "gate"):
+            torch.nn.init.constant_(self.h[1].gate, 0.5)
+
+
+def test_optional_parameters_keep_their_start_only_where_the_file_lacks_them(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    model = loader.load_model(write(tmp_path / "public", tensors), model_class=GPTWithGate)
+    assert_loaded(model, tensors | {"h.1.gate": torch.full((3,), 0.5)})
+    tensors["h.1.gate"] = torch.tensor([1.0, 2.0, 3.0])
+    assert_loaded(loader.load_model(write(tmp_path / "own", tensors), model_class=GPTWithGate), tensors)
+    with pytest.raises(ValueError, match=r"h\.1\.gate is unexpected"):
+        loader.load_model(str(tmp_path / "own"), model_class=GPT)
+
+
+PEAK_MEMORY = """
+import sys, threading, torch
+from gpt_kv_cache import GPT
+from load_gpt2_weights import load_model
+
+def anonymous():  # bytes that are ours alone: mapped file pages can be dropped at any time and don't count
+    return 1024 * int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
+
+torch.nn.functional.gelu(torch.ones(1))
+before = peak = anonymous()
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, anonymous())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_model(sys.argv[1], model_class=GPT)
+done.set()
+watcher.join()
+peak = max(peak, anonymous())
+print((peak - before) / sum(parameter.nbytes for parameter in model.parameters()))
+"""
+
+
+def python(*args: str, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the repository root, with the environment changed."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
+    return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout,
+                          encoding="utf-8")
+
+
+def test_peak_memory_is_one_copy(full_size) -> None:
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc/self/status to tell allocated from mapped memory")
+    ran = python("-c", PEAK_MEMORY, str(full_size[0]))
+    assert ran.returncode == 0, ran.stderr
+    print(f"peak memory while loading 124M: {float(ran.stdout):.2f} x the weights")
+    assert float(ran.stdout) < 1.3
+
+
+# --- names and the Hugging Face cache --------------------------------------------------------------------------------
+
+
+def test_names() -> None:
+    assert [*loader.POCKET, *loader.PUBLIC] == [
+        "pocket", "pocket-student", "pocket-bct", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2",
+        "microsoft/DialoGPT-small", "microsoft/DialoGPT-medium", "microsoft/DialoGPT-large",
+    ]
+    for name, checkpoint in loader.PUBLIC.items():
+        assert checkpoint.repo.rpartition("/")[2] == name.rpartition("/")[2]
+        assert re.fullmatch("[0-9a-f]{40}", checkpoint.revision) or name == "microsoft/DialoGPT-large"
+        assert checkpoint.weights == ("pytorch_model.bin" if name.endswith(("-medium", "GPT-large")) and "Dialo" in name
+                                      else "model.safetensors")
+    assert loader.PUBLIC["microsoft/DialoGPT-large"].revision == "main"
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache, with downloads off."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def cache_snapshot(cache: Path, name: str, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
+    """Write a checkpoint where huggingface_hub keeps what it has downloaded."""
+    repo, revision, weights = loader.PUBLIC[name]
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    commit = revision if len(revision) == 40 else "0123456789" * 4
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    write(folder / "snapshots" / commit, tensors, config, weights)
+
+
+@pytest.mark.parametrize("name", list(loader.PUBLIC))
+def test_public_names_load_from_the_hub_cache(hub_cache: Path, name: str) -> None:
+    tensors = random_tensors()
+    cache_snapshot(hub_cache, name, prefixed(tensors) if "GPT" in name else tensors, config_of())
+    assert_loaded(loader.load_model(name, model_class=GPT), tensors)
+
+
+def test_public_name_not_in_the_cache_and_offline(hub_cache: Path) -> None:
+    with pytest.raises(OSError, match=r"can't download config.json of distilbert/distilgpt2 .*the model pocket"):
+        loader.load_model("distilgpt2", model_class=GPT)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of Hugging Face's server that a download meets: /<repository>/resolve/<revision>/<file>."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    requests: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        repo, _, rest = self.path.removeprefix("/").partition("/resolve/")
+        revision, _, filename = rest.partition("/")
+        self.requests.append(f"{self.command} {filename}")
+        if repo != "openai-community/gpt2" or filename not in self.files:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound" if repo == "openai-community/gpt2" else "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", revision)
+        self.send_header("ETag", f'"{hashlib.sha256(self.files[filename]).hexdigest()}"')
+        self.send_header("Content-Length", str(len(self.files[filename])))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.files[filename])
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+LOAD = """
+import sys
+from gpt_kv_cache import GPT
+from load_gpt2_weights import CommandLine, load_model
+with CommandLine("x", "y").parse() as args:
+    model = load_model(args.model, model_class=GPT)
+    print(model.config.n_embd, sum(parameter.double().sum().item() for parameter in model.parameters()))
+"""
+
+
+def test_download_from_a_hub_then_offline(tmp_path: Path) -> None:
+    """Through huggingface_hub itself, from a server on this computer that speaks as Hugging Face's does."""
+    tensors = random_tensors()
+    folder = Path(write(tmp_path / "files", tensors))
+    Hub.requests.clear()
+    Hub.files = {"config.json": (folder / "config.json").read_bytes()}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_CACHE": str(tmp_path / "hub"),
+                   "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    try:
+        ran = python("-c", LOAD, "--model", "gpt2", **environment)
+        assert ran.returncode == 2 and "openai-community/gpt2 has no file model.safetensors at revision" in ran.stderr
+        ran = python("-c", LOAD, "--model", "distilgpt2", **environment)
+        assert ran.returncode == 2 and "shows no repository distilbert/distilgpt2" in ran.stderr
+        Hub.files["model.safetensors"] = (folder / "model.safetensors").read_bytes()
+        online = python("-c", LOAD, "--model", "gpt2", **environment)
+        assert online.returncode == 0, online.stderr
+        assert Hub.requests.count("GET config.json") == Hub.requests.count("GET model.safetensors") == 1
+    finally:
+        server.shutdown()
+        server.server_close()
+    offline = python("-c", LOAD, "--model", "gpt2", **environment)
+    assert offline.returncode == 0 and offline.stdout == online.stdout, offline.stderr
+    n_embd, total = online.stdout.split()
+    assert n_embd == "16"
+    assert float(total) == pytest.approx(sum(tensor.double().sum().item() for tensor in tensors.values()))
+
+
+def test_pocket_names_are_folders_beside_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "HERE", tmp_path)
+    vocab_size = write_tokenizer(tmp_path / "pocket" / "teacher", (b"th",))
+    config = config_of(vocab_size=vocab_size)
+    for seed, (name, folder) in enumerate(loader.POCKET.items()):
+        tensors = random_tensors(config, seed)
+        write(tmp_path / "pocket" / folder, tensors, config)
+        assert_loaded(loader.load_model(name, model_class=GPT), tensors)
+        assert loader.load_tokenizer(name).encode("the") == [256, 101]  # all use the teacher's
+
+
+# --- refusals: one sentence that names the culprit -------------------------------------------------------------------
+
+
+def assert_refused(folder: str, *culprits: str, error: type[Exception] = ValueError) -> None:
+    with pytest.raises(error) as raised:
+        loader.load_model(folder, model_class=GPT)
+    message = str(raised.value)
+    assert "\n" not in message and all(culprit in message for culprit in culprits), message
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_listed_together(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    del tensors["h.1.mlp.c_fc.bias"]
+    tensors["h.2.ln_1.weight"] = torch.ones(16)
+    tensors["wpe.weight"] = torch.ones(31, 16)
+    tensors["ln_f.bias"] = torch.ones(16, dtype=torch.int8)
+    assert_refused(write(tmp_path, tensors), "h.1.mlp.c_fc.bias is missing", "h.2.ln_1.weight is unexpected",
+                   "wpe.weight has shape (31, 16) instead of (32, 16)", "ln_f.bias holds torch.int8")
+
+
+def test_transposed_weight_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    tensors["h.0.attn.c_attn.weight"] = tensors["h.0.attn.c_attn.weight"].t()
+    assert_refused(write(tmp_path, tensors), "h.0.attn.c_attn.weight has shape (48, 16) instead of (16, 48)")
+
+
+def test_long_lists_are_shortened(tmp_path: Path) -> None:
+    assert_refused(write(tmp_path, random_tensors(config_of(n_layer=5))), "is unexpected; and 28 more")
+
+
+def test_a_name_twice_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    assert_refused(write(tmp_path, tensors | {"transformer.ln_f.bias": torch.ones(16)}), "ln_f.bias", "second time")
+
+
+def test_untied_head_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    assert_loaded(loader.load_model(write(tmp_path, tensors | {"lm_head.weight": tensors["wte.weight"].clone()}),
+                                    model_class=GPT), tensors)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    tensors["lm_head.weight"][5, 3] += 1e-3
+    assert_refused(write(tmp_path, tensors), "lm_head.weight", "differs from wte.weight")
+
+
+@pytest.mark.parametrize("filename", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("kept", [0, 5, 100, 0.5, -1], ids=str)
+def test_cut_off_file(tmp_path: Path, filename: str, kept: float) -> None:
+    folder = write(tmp_path, random_tensors(), filename=filename)
+    content = (tmp_path / filename).read_bytes()
+    (tmp_path / filename).write_bytes(content[: int(kept * len(content)) if isinstance(kept, float) else kept])
+    assert_refused(folder, str(tmp_path / filename))
+
+
+@pytest.mark.parametrize("filename", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("content", ["Not a checkpoint.\n" * 99, "version https://git-lfs.github.com/spec/v1\n", "{}"])
+def test_text_under_a_checkpoint_name(tmp_path: Path, filename: str, content: str) -> None:
+    folder = write(tmp_path, None)
+    (tmp_path / filename).write_text(content)
+    assert_refused(folder, str(tmp_path / filename), "Git LFS pointer")
+
+
+class Code:
+    def __reduce__(self):
+        return os.mkdir, ("a folder that must not appear",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickle_with_code_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write(tmp_path, {"wte.weight": torch.ones(2), "x": Code()}, filename="pytorch_model.bin",
+                   _use_new_zipfile_serialization=zipped)
+    assert_refused(folder, "not a PyTorch file of plain tensors")
+    assert not (tmp_path / "a folder that must not appear").exists()
+
+
+@pytest.mark.parametrize("content", [[torch.ones(2)], {"model": {"wte.weight": torch.ones(2)}}, {"step": 3}])
+def test_something_else_than_named_tensors(tmp_path: Path, content: object) -> None:
+    folder = write(tmp_path, None)
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    assert_refused(folder, "pytorch_model.bin holds something else than named tensors")
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    assert_refused(str(tmp_path), "no config.json", error=FileNotFoundError)
+    folder = write(tmp_path, None)
+    assert_refused(folder, "no weights", str(tmp_path), error=FileNotFoundError)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "model-00001-of-00002.safetensors"}}))
+    assert_refused(folder, str(index), "model-00001-of-00002.safetensors", error=FileNotFoundError)
+    for content in ("{}", '{"weight_map": ["x"]}', '{"weight_map": {"wte.weight": 3}}', "[]", "{"):
+        index.write_text(content)
+        assert_refused(folder, str(index))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", "{}", '{"n_embd": 16}', "\x00\x01"])
+def test_malformed_config(tmp_path: Path, content: str) -> None:
+    folder = write(tmp_path, random_tensors())
+    (tmp_path / "config.json").write_text(content)
+    assert_refused(folder, "config.json")
+
+
+@pytest.mark.parametrize("key, value", [
+    ("activation_function", "relu"), ("activation_function", "gelu"), ("layer_norm_epsilon", 1e-6),
+    ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True), ("add_cross_attention", True),
+    ("tie_word_embeddings", False), ("model_type", "llama"), ("model_type", ["gpt2"]),
+])
+def test_what_our_model_can_not_represent(tmp_path: Path, key: str, value: object) -> None:
+    folder = write(tmp_path, random_tensors(), config_of(**{key: value}))
+    assert_refused(folder, "config.json", key, repr(value), repr(loader.SUPPORTED[key][0]))
+
+
+@pytest.mark.parametrize("key, value", [
+    ("n_head", 3), ("n_head", 0), ("n_layer", -1), ("n_embd", "16"), ("n_embd", 16.0), ("n_head", True),
+])
+def test_impossible_geometry(tmp_path: Path, key: str, value: object) -> None:
+    assert_refused(write(tmp_path, random_tensors(), config_of(**{key: value})), key, str(value))
+
+
+@pytest.mark.parametrize("name", ["gpt3", "", "no/such/folder"])
+def test_unknown_name(name: str) -> None:
+    if name:
+        assert_refused(name, repr(name), "pocket-student", "microsoft/DialoGPT-large", "or a folder")
+    with pytest.raises((ValueError, OSError)):
+        loader.load_tokenizer(name)
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding:
+    folder = tmp_path_factory.mktemp("own")
+    vocab_size = write_tokenizer(folder, (b"th", b" a", b" th", "é".encode(), b"  "))
+    write(folder, None, config_of(vocab_size=vocab_size))
+    return loader.load_tokenizer(str(folder))
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=60) | st.text("theth a é\n<|endoftext|>", max_size=60))
+def test_own_tokenizer_round_trips_any_text(own_tokenizer: tiktoken.Encoding, text: str) -> None:
+    assert own_tokenizer.decode(own_tokenizer.encode(text, disallowed_special=())) == text
+
+
+def test_own_tokenizer(own_tokenizer: tiktoken.Encoding, tmp_path: Path) -> None:
+    assert own_tokenizer.encode("a the é") == [97, 258, 101, 32, 259]
+    assert own_tokenizer.encode("x<|endoftext|>", allowed_special="all") == [120, 261]
+    assert (own_tokenizer.eot_token, own_tokenizer.n_vocab) == (261, 262)
+    write(tmp_path, None, config_of(vocab_size=write_tokenizer(tmp_path)))
+    assert loader.load_tokenizer(str(tmp_path)).n_vocab == 257
+    write(tmp_path, None, config_of(vocab_size=write_tokenizer(tmp_path, (b"th",))))
+    assert loader.load_tokenizer(str(tmp_path)).n_vocab == 258  # the new content, not a cached one
+
+
+@pytest.mark.parametrize("content", ["", "!!!! 0\n", "YQ== 0 1\n", "YQ==\n", "YQ== zero\n", "YQ== 0\nYg== 0\n", "é 0"])
+def test_malformed_tokenizer(tmp_path: Path, content: str) -> None:
+    folder = write(tmp_path, None)
+    (tmp_path / "tokenizer.tiktoken").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer\.tiktoken"):
+        loader.load_tokenizer(folder)
+
+
+def test_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
+    folder = write(tmp_path, None, config_of(vocab_size=300))
+    with pytest.raises(ValueError, match=r"no tokenizer\.tiktoken .* 300 tokens .* 50257"):
+        loader.load_tokenizer(folder)
+    write_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"makes 257 tokens, but .* 300"):
+        loader.load_tokenizer(folder)
+
+
+def test_gpt2_tokenizer(tmp_path: Path) -> None:
+    gpt2_encoding()
+    for name in ("gpt2-xl", "microsoft/DialoGPT-small", write(tmp_path, None, config_of(vocab_size=50257))):
+        tokenizer = loader.load_tokenizer(name)
+        assert tokenizer.encode("Hello world") == [15496, 995]
+        assert tokenizer.eot_token == 50256
+        assert tokenizer._pat_str == loader.GPT2_PATTERN  # so that the pocket's text is cut as GPT-2's is
+
+
+def test_gpt2_tokenizer_that_can_not_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(name: str) -> tiktoken.Encoding:
+        raise requests.exceptions.ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(OSError, match=r"can't download GPT-2's tokenizer.*the model pocket"):
+        loader.load_tokenizer("gpt2")
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def assert_one_sentence(ran: subprocess.CompletedProcess[str], *culprits: str) -> None:
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1 and ran.stderr.startswith("load_gpt2_weights.py: "), ran.stderr
+    assert all(culprit in ran.stderr for culprit in culprits), ran.stderr
+
+
+def test_help() -> None:
+    ran = python("load_gpt2_weights.py", "--help")
+    assert ran.returncode == 0
+    assert "python load_gpt2_weights.py gpt2 --verify" in ran.stdout and "(default: pocket)" in ran.stdout
+
+
+def test_unknown_model_on_the_command_line() -> None:
+    assert_one_sentence(python("load_gpt2_weights.py", "gpt5"), "'gpt5'", "microsoft/DialoGPT-medium")
+
+
+def test_absent_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert_one_sentence(python("load_gpt2_weights.py", "--device", "cuda"), "--device cuda")
+
+
+# A name server that knows no host: the case of a computer without a network, on one that has it.
+NO_NETWORK = """
+import runpy, socket, sys
+def fail(*args, **kwargs):
+    raise socket.gaierror(-2, "Name or service not known")
+socket.getaddrinfo = fail
+sys.argv = ["load_gpt2_weights.py", "gpt2", "--verify"]
+runpy.run_path("load_gpt2_weights.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_download_without_network_is_one_sentence_at_once(tmp_path: Path, offline: str) -> None:
+    start = time.perf_counter()
+    ran = python("-c", NO_NETWORK, HF_HOME=str(tmp_path), HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE=offline)
+    assert_one_sentence(ran, "can't download config.json of openai-community/gpt2", "run this once with internet")
+    assert time.perf_counter() - start < 30  # huggingface_hub's own retries would add 23 seconds; usual: 3 in all
+
+
+@pytest.mark.parametrize("name", ["pocket", "gpt2-medium", "nonsense"])
+def test_nothing_published_to_verify_with(name: str) -> None:
+    assert_one_sentence(python("load_gpt2_weights.py", name, "--verify"), f"no published continuation of {name} ",
+                        "gpt2, gpt2-xl, microsoft/DialoGPT-medium, microsoft/DialoGPT-small")
+
+
+def test_verify_fails_on_other_weights(tmp_path: Path) -> None:
+    gpt2_encoding()
+    config = config_of(vocab_size=50257)
+    cache_snapshot(tmp_path, "gpt2", random_tensors(config), config)
+    ran = python("load_gpt2_weights.py", "gpt2", "--verify", HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert ran.returncode == 1 and not ran.stderr, ran.stderr
+    assert "DIFFERENT: 'The dog' -> " in ran.stdout and "0 of 10 published continuations reproduced" in ran.stdout
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["load_gpt2_weights.py", *argv, "--device", "cpu"])
+    with pytest.raises(SystemExit) as ended:
+        loader.main()
+    return ended.value.code
+
+
+def test_verify_against_greedy_text_of_transformers(hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole of --verify, on a byte-level model: what transformers writes stands for the published text."""
+    reference = transformers_model(std=0.2, **{**TINY, "vocab_size": 257})
+    reference.transformer.wte.weight.data[128:256] = 0.0  # prefers ASCII, so that the text has no broken characters
+    tensors = {name: tensor.clone() for name, tensor in reference.transformer.state_dict().items()}
+    cache_snapshot(hub_cache, "gpt2", tensors, config_of(vocab_size=257))
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: byte_encoding())
+    entries = []
+    for prompt in ("The dog", "Hi<|endoftext|>"):
+        ids = torch.tensor([byte_encoding().encode(prompt, allowed_special="all")])
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        text = byte_encoding().decode(out[0, ids.size(1):].tolist())
+        assert "\ufffd" not in text
+        entries.append({"model": "gpt2", "prompt": prompt, "continuation": text, "source": "transformers"})
+    table = tmp_path / "expected.json"
+    monkeypatch.setattr(loader, "EXPECTED_OUTPUTS", table)
+    table.write_text(json.dumps({"continuations": entries}))
+    assert run_main(monkeypatch, "gpt2", "--verify") == 0
+    assert "2 of 2 published continuations reproduced" in capsys.readouterr().out
+    entries[1]["continuation"] = "x" + entries[1]["continuation"][1:]
+    table.write_text(json.dumps({"continuations": entries}))
+    assert run_main(monkeypatch, "gpt2", "--verify") == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERENT: 'Hi<|endoftext|>'" in printed and "by: transformers" in printed and "1 of 2" in printed
+
+
+def test_published_continuations_are_well_formed() -> None:
+    published = loader.read_json(loader.EXPECTED_OUTPUTS)["continuations"]
+    assert len(published) == 16 and {entry["model"] for entry in published} <= set(loader.PUBLIC)
+    for entry in published:
+        assert set(entry) == {"model", "prompt", "continuation", "source"} and all(entry.values())
+        if "DialoGPT" in entry["model"]:
+            assert entry["prompt"].endswith("<|endoftext|>") and entry["continuation"].endswith("<|endoftext|>")
+
+
+def test_sample_of_a_folder(tmp_path: Path) -> None:
+    vocab_size = write_tokenizer(tmp_path)
+    folder = write(tmp_path, random_tensors(config_of(vocab_size=vocab_size)), config_of(vocab_size=vocab_size))
+    ran = python("load_gpt2_weights.py", folder, "--dtype", "bfloat16", "--device", "cpu")
+    assert ran.returncode == 0, ran.stderr
+    assert "2 layers, 4 heads of 4, width 16, context 32, vocabulary 257" in ran.stdout
+    n_parameters = sum(tensor.numel() for tensor in random_tensors(config_of(vocab_size=vocab_size)).values())
+    assert f"{n_parameters:,} parameters, bfloat16, {2 * n_parameters:,} bytes on cpu" in ran.stdout
+    assert "Once there was" in ran.stdout
+
+
+def command_line() -> loader.CommandLine:
+    cli = loader.CommandLine("What it does.\n\nMore.", example="python x.py")
+    cli.add_generation_arguments()
+    return cli
+
+
+def test_defaults_of_the_command_line() -> None:
+    with command_line().parse([]) as args:
+        assert (args.model, args.seed, args.max_new_tokens) == ("pocket", 0, 200)
+        assert (args.temperature, args.top_k) == (0.0, None)
+        assert args.dtype == torch.float32 and args.prompt
+        torch.Generator(args.device)
+        first = torch.rand(1)
+    with command_line().parse(["--seed", "0", "--dtype", "bfloat16"]) as args:
+        assert args.dtype == torch.bfloat16 and torch.equal(first, torch.rand(1))
+
+
+@pytest.mark.parametrize("argv", [
+    ["--max-new-tokens", "0"], ["--max-new-tokens", "1.5"], ["--top-k", "0"], ["--seed", "-1"], ["--prompt", ""],
+    ["--seed", str(2**32)], ["--temperature", "warm"], ["--dtype", "int8"], ["--device", "tpu"], ["--nonsense"],
+])
+def test_bad_arguments_are_one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, command_line().parse(argv):
+        pass
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and argv[0] in message and "usage" not in message
+
+
+@pytest.mark.parametrize("error, code, printed", [
+    (ValueError("two\nlines"), 2, "two lines"), (FileNotFoundError("no x"), 2, "no x"), (KeyboardInterrupt(), 130, ""),
+])
+def test_errors_in_the_body(error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, command_line().parse([]):
+        raise error
+    assert ended.value.code == code
+    assert printed in (message := capsys.readouterr().err) and message.count("\n") == 1
+
+
+def test_mistakes_of_ours_keep_their_traceback() -> None:
+    with pytest.raises(KeyError), command_line().parse([]):
+        raise KeyError("a bug")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end differently on Windows")
+def test_reader_that_leaves_early() -> None:
+    script = ("import sys\nfrom load_gpt2_weights import CommandLine\nwith CommandLine('x', 'y').parse([]):\n"
+              "    for i in range(200_000): print(i)\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=env) as process:
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

@@ -1,0 +1,167 @@
+"""The recipe behind pocket/: resumable, the same under torchrun, and refusing to keep a model that can't copy."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt_baseline import GPT, GPTConfig
+from load_gpt2_weights import load_model, load_tokenizer, read_tokenizer
+from pocket import corpus, train
+from pocket.train import Phase, Recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = Recipe(
+    config=GPTConfig(vocab_size=train.VOCABULARY, n_ctx=64, n_layer=2, n_head=2, n_embd=48, head_dim=16),
+    phases=(
+        Phase(steps=3, documents=0, lists=4, context=32, lr=1e-3),
+        Phase(steps=3, documents=3, lists=1, context=48, lr=1e-3),
+        Phase(steps=3, documents=2, lists=0, context=64, lr=1e-3),
+    ),
+    documents=50,
+    warmup=2,
+)
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    whole_model, whole = train.train(TINY, tmp_path / "whole")
+    for stop in (2, 5):
+        _, losses = train.train(TINY, tmp_path / "parts", stop_at=stop)
+        assert len(losses) == stop
+    model, losses = train.train(TINY, tmp_path / "parts")
+    assert losses == whole and len(losses) == 9
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole_model.parameters(), strict=True))
+    assert [p.name for p in (tmp_path / "parts").iterdir()] == ["last.pt"]  # nothing unfinished is left
+
+
+def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    train.train(TINY, tmp_path, stop_at=1)
+    with pytest.raises(ValueError, match="another recipe"):
+        train.train(replace(TINY, seed=1), tmp_path)
+
+
+def test_two_processes_compute_the_losses_of_one(tmp_path: Path) -> None:
+    _, expected = train.train(TINY, tmp_path / "one")
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        f"import json, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
+        "from tests.test_train import TINY\nfrom pocket import train\n"
+        f"_, losses = train.train(TINY, Path({str(tmp_path / 'two')!r}))\n"
+        f"if train.rank() == 0:\n    Path({str(tmp_path / 'losses.json')!r}).write_text(json.dumps(losses))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(driver)]
+    subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=tmp_path)
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert losses == pytest.approx(expected, rel=2e-3)  # bf16 products of half a batch each
+
+
+def test_rows_that_can_not_be_shared_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "world_size", lambda: 3)
+    with pytest.raises(ValueError, match="4 rows .* 3 processes"):
+        train.loss_at(TINY, 0, GPT(TINY.config), None, torch.device("cpu"))
+
+
+def test_lists_are_known_the_second_time_only() -> None:
+    phase = Phase(steps=1, documents=0, lists=6, context=64, lr=0)
+    rows, known = train.lists_batch(phase, 10_000, 0.7, torch.Generator().manual_seed(0))
+    assert rows.shape == (6, 65) and known.shape == (6, 64)
+    for row, mask in zip(rows.tolist(), known.tolist(), strict=True):
+        assert sum(mask) > 10
+        for t, is_known in enumerate(mask):
+            bigrams = set(pairwise(row[: t + 1]))
+            if is_known:  # seen before after the same token
+                assert (row[t], row[t + 1]) in bigrams
+
+
+def test_training_starts_from_an_induction_circuit() -> None:
+    torch.manual_seed(0)
+    model = GPT(train.TEACHER.config)
+    train.start_as_copier(model)
+    words = torch.randperm(1500)[:40]
+    ids = torch.cat([words, words])[None]
+    pos = torch.arange(ids.size(1))
+    with torch.no_grad():
+        x = model.wte(ids) + model.wpe(pos)
+        q, k, _ = model.h[0].attn.project(model.h[0].ln_1(x))
+        scores = (q[0, 0] @ k[0, 0].T / model.config.head_dim**0.5).masked_fill(pos > pos[:, None], -torch.inf)
+        looks_back = scores.softmax(-1).diagonal(-1)
+        logits = model(ids)[0]
+    assert looks_back.mean() > 0.9
+    rank = (logits[40:-1] > logits[40:-1].gather(1, ids[0, 41:, None])).sum(1)  # of the right next token
+    assert rank.float().median() < 50  # by chance: 768
+
+
+def test_learning_rate_rises_then_falls_and_each_step_has_its_phase() -> None:
+    rates = [train.learning_rate(train.TEACHER, step) for step in range(sum(p.steps for p in train.TEACHER.phases))]
+    lists = train.TEACHER.phases[0].steps
+    assert rates[0] < rates[99] == pytest.approx(5e-4) == pytest.approx(rates[lists - 1])
+    assert max(rates) == pytest.approx(1e-3, rel=0.01) and rates[-1] == pytest.approx(1e-4, rel=0.01)
+    with pytest.raises(ValueError, match="past the recipe's end"):
+        train.phase_at(train.TEACHER, len(rates))
+
+
+def test_a_model_that_can_not_copy_fails_the_gates() -> None:
+    torch.manual_seed(0)
+    tokenizer = read_tokenizer(train.TOKENIZER)
+    model = GPT(train.TEACHER.config).eval()
+    questions = corpus.recall_questions("valid", 12)
+    nats, share = train.answers(model, tokenizer, questions)
+    assert share == 0 and nats > 5
+    bad = {"name_nats": nats, "closed_book_share": share, "list_first_nats": 7.0, "list_second_nats": 7.0}
+    assert len(train.failed_gates(bad)) == 3
+    good = {"name_nats": 0.01, "closed_book_share": 0.99, "list_first_nats": 2, "list_second_nats": 0.1}
+    assert train.failed_gates(good) == []
+
+
+def test_answers_agrees_with_greedy_decoding() -> None:
+    from gpt_kv_cache import GPT, generate
+
+    model, tokenizer = load_model("pocket", model_class=GPT), load_tokenizer("pocket")
+    questions = corpus.recall_questions("valid", 20) + corpus.closed_book_questions("valid")[::60]
+    right = 0
+    for question in questions:
+        ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
+        text = tokenizer.decode([t.item() for t in generate(model, ids, 20, stop_id=tokenizer.eot_token)])
+        right += text.split("\n")[0].removesuffix("<|endoftext|>") == f" {question.answer}"
+    assert train.answers(model, tokenizer, questions)[1] == pytest.approx(right / len(questions))
+
+
+def test_export_writes_what_load_model_reads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=train.VOCABULARY, n_ctx=32, n_layer=2, n_head=3, n_embd=20, head_dim=8, n_inner=24)
+    model = GPT(config).eval()
+    train.export(model, tmp_path)
+    loaded = load_model(str(tmp_path), model_class=GPT)
+    assert loaded.config == config
+    for (name, a), b in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(a.half().float(), b), name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_text("old")
+
+    def fail(unfinished: Path) -> None:
+        unfinished.write_text("ne")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train.write_atomically(file, fail)
+    assert file.read_text() == "old"
+
+
+def test_the_shipped_tokenizer_is_the_one_that_the_corpus_gives(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    train.train_tokenizer(tmp_path / "tokenizer.tiktoken", documents=20_000)
+    assert (tmp_path / "tokenizer.tiktoken").read_bytes() == train.TOKENIZER.read_bytes()
+
+
+def test_command_line_refuses_what_it_does_not_know() -> None:
+    run = subprocess.run([sys.executable, ROOT / "pocket" / "train.py", "nonsense"], capture_output=True, text=True)
+    assert run.returncode == 2 and "Traceback" not in run.stderr and "nonsense" in run.stderr
