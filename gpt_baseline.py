@@ -214,7 +214,7 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 def main() -> None:
     from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream
 
-    cli = CommandLine(__doc__, example='python gpt_baseline.py --prompt "Notes:" --temperature 0.8')
+    cli = CommandLine(__doc__, example='python %(prog)s --prompt "Notes:" --temperature 0.8')
     cli.add_generation_arguments()
     with cli.parse() as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)

@@ -284,7 +284,7 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 def main() -> None:
     from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream
 
-    cli = CommandLine(__doc__, example='python gpt_baseline.py --prompt "Notes:" --temperature 0.8')
+    cli = CommandLine(__doc__, example='python %(prog)s --prompt "Notes:" --temperature 0.8')
     cli.add_generation_arguments()
     cli.add_argument("--compare", action="store_true", help="first write the same without the cache")  # NEW
     with cli.parse() as args:

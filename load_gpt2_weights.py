@@ -288,14 +288,24 @@ def read_tokenizer(path: Path) -> tiktoken.Encoding:
                              special_tokens={END_OF_TEXT: len(ranks)})
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except those that only mean "not given"."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
 class CommandLine(argparse.ArgumentParser):
     """What the command lines of all scripts share: model, device, dtype, seed, and errors in one sentence."""
 
-    def __init__(self, doc: str | None, example: str, model_option: bool = True) -> None:
+    def __init__(self, doc: str | None, example: str) -> None:
         super().__init__(description=(doc or "").partition("\n")[0], epilog=f"example: {example}",
-                         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        if model_option:
-            self.add_argument("--model", default="pocket", metavar="NAME", help=NAMES)
+                         formatter_class=HelpFormatter)
+
+    def add_model_arguments(self, model: str = "--model") -> None:
+        """Add which model runs, where and in which numbers; a name without dashes makes the model's positional."""
+        optional = {} if model.startswith("-") else {"nargs": "?"}
+        self.add_argument(model, default="pocket", metavar="NAME", help=NAMES, **optional)
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"),
                           help="where to compute; auto: cuda if there is one, else mps, else cpu")
         self.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
@@ -304,6 +314,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def add_generation_arguments(self) -> None:
         """Add what the scripts that write text have in common."""
+        self.add_model_arguments()
         self.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
         self.add_argument("--max-new-tokens", default=200, type=whole_number(1), metavar="N", help="tokens to write")
         self.add_argument("--temperature", default=0.0, type=float, metavar="X",
@@ -315,13 +326,14 @@ class CommandLine(argparse.ArgumentParser):
         """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in the body, the
         project's ways to say that an input is bad, become one sentence and exit status 2."""
         args = self.parse_args(argv)
-        present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-        if args.device == "auto":
-            args.device = next(device for device in present if present[device])
-        if not present[args.device]:
-            self.error(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
-        args.dtype = getattr(torch, args.dtype)
-        torch.manual_seed(args.seed)
+        if "device" in args:
+            present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+            if args.device == "auto":
+                args.device = next(device for device in present if present[device])
+            if not present[args.device]:
+                self.error(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
+            args.dtype = getattr(torch, args.dtype)
+            torch.manual_seed(args.seed)
         try:
             yield args
             sys.stdout.flush()  # if the reader of a pipe has left, it shows here
@@ -400,8 +412,8 @@ def nonempty(text: str) -> str:
 def main() -> None:
     from gpt_kv_cache import GPT, generate
 
-    cli = CommandLine(__doc__, example="python load_gpt2_weights.py gpt2 --verify", model_option=False)
-    cli.add_argument("model", nargs="?", default="pocket", metavar="NAME", help=NAMES)
+    cli = CommandLine(__doc__, example="python %(prog)s gpt2 --verify")
+    cli.add_model_arguments("model")
     cli.add_argument("--verify", action="store_true", help="compare with published greedy continuations")
     with cli.parse() as args:
         published = read_json(EXPECTED_OUTPUTS)["continuations"] if args.verify else []

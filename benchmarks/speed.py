@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from load_gpt2_weights import CommandLine, whole_number
 
 Contender = Callable[[torch.Tensor], Iterator[object]]  # ids (1, T) -> an iterator that yields once per new token
 
@@ -53,6 +54,8 @@ def transformers_dynamic(config: GPTConfig) -> Contender:
 
 def llms_from_scratch(config: GPTConfig, folder: Path) -> Contender:
     file = folder / "ch04" / "03_kv-cache" / "gpt_with_kv_cache.py"
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no {file}")
     spec = importlib.util.spec_from_file_location("llms_from_scratch", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -92,20 +95,21 @@ def read_bandwidth() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="default: 1")
-    parser.add_argument("--repeats", type=int, default=7, help="turns of each contender (default: 7)")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=1000, help="prompt of the time to first token (default: 1000)"
+    cli = CommandLine(__doc__, example="python benchmarks/%(prog)s --threads 2")
+    cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
+    cli.add_argument("--repeats", type=whole_number(1), default=7, metavar="N", help="turns of each contender")
+    cli.add_argument("--prompt-tokens", type=whole_number(1, 1024), default=1000, metavar="N", help="for the prefill")
+    cli.add_argument(
+        "--context", type=whole_number(1, 900), default=100, metavar="N", help="cached tokens, for decoding"
     )
-    parser.add_argument(
-        "--context", type=int, default=100, help="tokens in the cache when decoding starts (default: 100)"
-    )
-    parser.add_argument("--decode-tokens", type=int, default=16, help="tokens decoded in a turn (default: 16)")
-    parser.add_argument("--llms-from-scratch", type=Path, metavar="FOLDER", help="a clone of rasbt/LLMs-from-scratch")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
-    args = parser.parse_args()
+    cli.add_argument("--decode-tokens", type=whole_number(1, 100), default=16, metavar="N", help="decoded in each turn")
+    cli.add_argument("--llms-from-scratch", type=Path, metavar="FOLDER", help="a clone of rasbt/LLMs-from-scratch")
+    cli.add_argument("--out", type=Path, metavar="FILE", help="also write the figures to this JSON file")
+    with cli.parse() as args:
+        measure(args)
 
+
+def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     config = GPTConfig()
@@ -134,17 +138,26 @@ def main() -> None:
     weights = sum(p.nbytes for p in GPT(config).parameters())
     roofline = weights / statistics.median(bandwidth)
     print(
-        f"{weights / 1e6:.0f} MB of weights, read at {statistics.median(bandwidth) / 1e6:.1f} GB/s: {roofline:.1f} ms per token"
+        f"{weights / 1e6:.0f} MB of weights, read at {statistics.median(bandwidth) / 1e6:.1f} GB/s: "
+        f"{roofline:.1f} ms per token"
     )
     print(f"{'':32}{'prefill ms':>12}{'ms/token':>10}{'tokens/s':>10}{'of roofline':>13}{'speed, ours = 1':>17}")
-    figures = {"roofline_ms_per_token": roofline, "threads": args.threads}
     base = statistics.median(each["gpt_kv_cache.py"])
+    rows = {}
     for name in contenders:
         ttft, token = statistics.median(first[name]), statistics.median(each[name])
-        figures[name] = {"ttft_ms": ttft, "ms_per_token": token}
+        rows[name] = {"ttft_ms": ttft, "ms_per_token": token}
         print(f"{name:32}{ttft:12.0f}{token:10.1f}{1000 / token:10.1f}{roofline / token:13.2f}{base / token:17.2f}")
     if args.out:
-        args.out.write_text(json.dumps(figures, indent=2) + "\n")
+        record = {
+            "command": f"python benchmarks/speed.py --threads {args.threads} --context {args.context}",
+            "threads": args.threads,
+            "prompt_tokens": args.prompt_tokens,
+            "context": args.context,
+            "roofline_ms_per_token": roofline,
+            "contenders": rows,
+        }
+        args.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

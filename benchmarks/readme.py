@@ -1,0 +1,85 @@
+"""Write the figures in README.md anew, from the recorded results and from a run of the demo.
+
+Blocks between <!-- name --> and <!-- /name --> are replaced: `speed` from benchmarks/speed.json, `pocket` from
+pocket/teacher/figures.json, `demo` by running `gpt_kv_cache.py --compare`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from load_gpt2_weights import CommandLine
+
+
+def speed() -> str:
+    """The table of benchmarks/speed.json."""
+    record = json.loads((ROOT / "benchmarks" / "speed.json").read_text())
+    lines = [
+        f"GPT-2 124M geometry, fp32, batch 1, {record['threads']} CPU thread(s), medians of runs in turn"
+        f" (`{record['command']}`):",
+        "",
+        f"| | first token, {record['prompt_tokens']}-token prompt | each further token | of the roofline | speed |",
+        "|---|---|---|---|---|",
+    ]
+    ours = record["contenders"]["gpt_kv_cache.py"]["ms_per_token"]
+    for name, row in record["contenders"].items():
+        lines.append(
+            f"| {name} | {row['ttft_ms']:,.0f} ms | {row['ms_per_token']:.1f} ms "
+            f"| {record['roofline_ms_per_token'] / row['ms_per_token']:.2f} | {ours / row['ms_per_token']:.2f} |"
+        )
+    lines += [
+        "",
+        "The roofline is the time in which the machine reads the weights once: no decoded token can take less.",
+    ]
+    return "\n".join(lines)
+
+
+def pocket() -> str:
+    """The table of pocket/teacher/figures.json."""
+    figures = json.loads((ROOT / "pocket" / "teacher" / "figures.json").read_text())
+    return "\n".join(
+        [
+            "| figure | value |",
+            "|---|---|",
+            f"| perplexity | {figures['perplexity']:.2f} |",
+            f"| facts of its world, asked in new words: right | {figures['closed_book_share']:.1%} |",
+            f"| names of new people, stated early and asked late: right | {figures['name_share']:.1%} |",
+            f"| all that is stated early and asked late: right | {figures['recall_share']:.1%} |",
+            f"| loss on a list of new objects, first and second time | {figures['list_first_nats']:.2f}, "
+            f"{figures['list_second_nats']:.2f} nats per token |",
+        ]
+    )
+
+
+def demo() -> str:
+    """What the README's first command prints."""
+    command = [sys.executable, "gpt_kv_cache.py", "--compare"]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{printed.rstrip()}\n```"
+
+
+def with_blocks(text: str, blocks: dict[str, str]) -> str:
+    """Return the text with the content of its blocks replaced. Raises ValueError if one is not there exactly once."""
+    for name, content in blocks.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"README.md must hold one block {name}, it holds {len(pattern.findall(text))}")
+        text = pattern.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text)
+    return text
+
+
+def main() -> None:
+    cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
+    with cli.parse():
+        readme = ROOT / "README.md"
+        readme.write_text(with_blocks(readme.read_text(), {"speed": speed(), "pocket": pocket(), "demo": demo()}))
+
+
+if __name__ == "__main__":
+    main()
