@@ -299,6 +299,8 @@ def main() -> None:
             tokens = generate(model, ids, args.max_new_tokens, generator=generator, **options, **more)
             return stream(tokens, tokenizer, **more)
 
+        with torch.inference_mode():
+            model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.compare:  # NEW
             from gpt_baseline import generate as generate_uncached  # NEW
             from load_gpt2_weights import compare  # NEW

@@ -8,8 +8,9 @@ closed book  facts of the world (towns, creatures), the same in every split: lea
 in context   names, places, objects and numbers that one document states early and needs late:
              a model that loses the start of its prompt must get them wrong.
 
-Held-out splits have people, objects and sentence templates of their own, built of words that the
-training templates also use.
+Held-out splits have people and objects of their own, and ask in wordings of their own, built of words
+that training also uses. Their prose is worded as in training, so that perplexity measures what a model
+makes of new names and things rather than how it likes a new phrase.
 """
 
 import argparse
@@ -68,9 +69,15 @@ Bank = tuple[list[str], list[str]]  # templates of train, templates of valid and
 
 
 def bank(text: str) -> Bank:
-    """Split a block of templates, one a line, at its "---" into (train, held-out)."""
+    """Split a block of templates, one a line, at its "---" into (train, held-out): for questions."""
     train, held = text.strip().split("\n---\n")
     return train.split("\n"), held.split("\n")
+
+
+def prose(text: str) -> Bank:
+    """Read a block of templates, one a line, that all splits use."""
+    templates = text.strip().split("\n")
+    return templates, templates
 
 
 def cells(text: str) -> list[list[str]]:
@@ -153,90 +160,82 @@ yaffin     | lichen    | stone walls | golden
 
 # Statements. {s} is the subject: a town's name, "the town" or "it"; "the ollet" or "it".
 SAYS = {
-    "river": bank("""
+    "river": prose("""
 {s} stands on the river {river}
 {s} lies on the [banks|left bank|right bank] of the {river}
 {s} was built [long ago|] beside the {river}
 [every house in|every street of] {town} is within sound of the river {river}
 the river that runs through {town} is the {river}
----
 the {river} is the river on which {s} stands
 {s} lies beside a river, the {river}
 in {town} every street runs down to the {river}
 """),
-    "trade": bank("""
+    "trade": prose("""
 {s} is known [far and wide|in every market|] for its {trade}
 {s} lives by its {trade}
 people come from [far away|all around|three valleys] to buy {trade} in {town}
 the [shops|market stalls|workshops] of {town} are full of {trade}
 the trade of {town} is {trade}
----
 in every market people know {town} for its {trade}
 people who want {trade} come to {town}
 {s} is full of workshops, and their trade is {trade}
 """),
-    "founder": bank("""
+    "founder": prose("""
 {s} was founded by {founder}
 {founder} [was the founder of|founded] {town}
 the founder of {town} was called {founder}
 a stone [in the square|by the well|at the gate] [says|tells everyone] that {founder} founded {town}
 the first house of {town} was built by {founder}[, its founder|, who founded the town]
----
 it was {founder} who founded {town}
 {s} has a founder called {founder}
 by the well a stone with the name of {founder} tells who founded {town}
 """),
-    "month": bank("""
+    "month": prose("""
 {s} holds its festival in {month}
 the festival of {town} [is held|takes place|comes round] in {month}
 in {month} [the streets fill with music|the whole town dances|lamps are lit everywhere], for that is the festival of {town}
 {month} is the month of the festival in {town}
 every {month} {town} holds its [great|yearly|merry] festival
----
 when {month} comes, {town} holds its festival
 the month in which {town} holds its festival is {month}
 {s} has music in its streets in {month}, the month of its festival
 """),
-    "wood": bank("""
+    "wood": prose("""
 {s} lies [near|next to|at the edge of] {wood}
 the wood nearest to {town} is called {wood}
 {wood} begins [just behind|a short walk from] {town}
 children from {town} gather [nuts|berries|firewood] in {wood}
 the nearest wood to {town} is {wood}
----
 near {town} lies {wood}
 a short walk from {town} you come to {wood}
 the people of {town} gather firewood in the nearest wood, {wood}
 """),
-    "food": bank("""
+    "food": prose("""
 {s} [eats|likes to eat] {food}
 {s} lives [mostly|almost only|] on {food}
 the favourite food of the {creature} is {food}
 nothing pleases the {creature} more than [a meal of|fresh|plenty of] {food}
 [all day|all night] the {creature} looks for {food} to eat
----
 what the {creature} likes to eat is {food}
 a meal of {food} is what pleases the {creature} most
 for food the {creature} looks for {food}
 """),
-    "home": bank("""
+    "home": prose("""
 {s} makes its home in {home}
 {s} lives in {home}
 {s} sleeps in {home} [and seldom leaves them|all winter|when the sun is high]
 if you want to see the {creature}, look in {home}
 you will find the {creature} in {home}
----
 look in {home} if you want to find the {creature}
 in {home} the {creature} makes its home
 {home} are where the {creature} lives
 """),
-    "coat": bank("""
+    "coat": prose("""
 {s} has a [soft|thick|smooth|shaggy] {coat} coat
 {s} wears a coat that is {coat} from nose to tail
 the coat of the {creature} is {coat}
 you can tell the {creature} by its {coat} coat
 {coat} is the colour of the {creature}
----
 the colour of the {creature} is {coat}
 the coat that the {creature} wears is {coat}
 by its coat, which is {coat}, you can tell the {creature}
@@ -485,22 +484,20 @@ mushroom stew|honey bread|pickled beets|lemon tart|fried eel|bean soup|nut bread
 """)
 AGES = [str(n) for n in range(16, 80)]
 
-WHEN = bank("""
+WHEN = prose("""
 on a [grey|bright|windy|cold|misty|quiet] [morning|afternoon|evening] in {any_month}
 [early|late] one [morning|evening] in {any_month}
 on the [first|second|third|last] day of {any_month}
 one [rainy|sunny|cold] [morning|afternoon]
----
 one [grey|windy|misty] day in {any_month}
 on a [sunny|rainy] evening late in {any_month}
 """)
-EPITHET = bank("""
+EPITHET = prose("""
 which stands on the river {river}
 known for its {trade}
 the town that {founder} founded
 near {wood}
 where the festival is held in {month}
----
 the town on the {river}
 where people buy {trade}
 founded by {founder}
@@ -508,14 +505,13 @@ founded by {founder}
 
 # --- Stories: a thread is a fact stated early, paid back late, and asked at the end --------------------
 
-OPENINGS = bank("""
+OPENINGS = prose("""
 {when}, {a} and {a.their} {rel} {b} set out from {town}, {epithet}.
 {a} lived in {town}, {epithet}. {when}, {a.they} and {a.their} {rel} {b} packed for a long walk.
 [everyone|most people] in {town} knew {a} and {a.their} {rel} {b}. {when}, the two of them left home together.
 "[Wake up|Get up], {b}!" called {a}. it was still dark in {town}, {epithet}, but {a.their} {rel} was [soon|already] at the door.
 {b} was the {rel} of {a}, and {when} they had a long way to go. they came from {town}, {epithet}.
 this is the story of {a} of {town}, {epithet}, and of {a.their} {rel} {b}. it began {when}.
----
 {when}, in {town}, {epithet}, {a} woke {a.their} {rel} {b}, for they had a long way to go together.
 "get up!" said {a} to {a.their} {rel} {b}. it was {when}, and they were to leave {town}, {epithet}, [before breakfast|in the dark].
 most people in {town}, {epithet}, knew {a}, and all of them knew {a.their} {rel} {b}. the story of the two began {when}.
@@ -523,142 +519,126 @@ most people in {town}, {epithet}, knew {a}, and all of them knew {a.their} {rel}
 it was dark when {a} left {town}, {epithet}. with {a.them} came {a.their} {rel} {b}. this was {when}.
 """)
 STATES = {
-    "meet": bank("""
+    "meet": prose("""
 {c} had sent word: {c.they} would wait for them at the {landmark} at {hour}.
 they had agreed to meet {c} at the {landmark}, and not later than {hour}.
 "meet me at the {landmark} at {hour}," {c} had written.
 a letter from {c} asked them to come to the {landmark} at {hour}.
----
 the letter from {c} said: "Come to the {landmark} at {hour}."
 at {hour} they were to meet {c} at the {landmark}.
 """),
-    "word": bank("""
+    "word": prose("""
 the keeper of the gate lets nobody pass without the secret word, and that [week|month|day] the word was "{word}".
 "the secret word is {word}," whispered {b}. "without it the gate stays shut."
 each week another secret word opened the gate. [this time|that week] it was "{word}".
 "do not forget the secret word," said {b}. "it is {word}."
 to pass the gate they needed a word, and the word was "{word}".
----
 "without the secret word the gate stays shut," said {b}. "the word is {word}."
 nobody could pass the gate without a word; for them the word was "{word}".
 """),
-    "door": bank("""
+    "door": prose("""
 {c} lived in the house with the {colour} door, [close to|across from|behind] the market.
 "look for the {colour} door," {b} said. "that is where {c} lives."
 they were going to see {c}, whose house had a {colour} door.
 the house of {c} was easy to know, for its door was {colour}.
----
 the door of the house where {c} lived was {colour}.
 "the house of {c} is easy to find," said {b}. "its door is {colour}."
 """),
-    "errand": bank("""
+    "errand": prose("""
 they wanted to ask {c} for {errand}.
 what they needed was {errand}, and only {c} could give it to them.
 {a} hoped that {c} would give them {errand}.
 the reason for the journey was {errand}, and the one to ask was {c}.
----
 only {c} could help them, for what they wanted was {errand}.
 they were going to see {c}, and the reason was {errand}.
 """),
-    "owner": bank("""
+    "owner": prose("""
 in {b.their} bag {b} carried a {obj2} that belonged to {d}.
 {b} had borrowed a {obj2} from {d} and [meant|wanted] to give it back.
 the {obj2} that {b} carried was not {b.their} own; its owner was {d}.
 {d} had lent {b} a {obj2}, and {b} [kept it close|took great care of it|wrapped it in a cloth].
----
 {b} carried a {obj2}, and the owner of it was {d}.
 the {obj2} that {b} had with {b.them} was borrowed; it belonged to {d}.
 """),
-    "promise": bank("""
+    "promise": prose("""
 {a} had promised to bring {n1} {goods} to {d}.
 "bring me {n1} {goods}," {d} had said, and {a} had promised to do it.
 {a} had packed {n1} {goods} for {d}, as {a.they} had promised.
 a promise is a promise: {d} was to have {n1} {goods}, and {a} [counted them twice|packed them with care|put them in first].
----
 {d} had asked for {n1} {goods}, and {a} had promised to bring them.
 the {goods} were for {d}. {a} had promised {n1}, and {n1} {a.they} had packed.
 """),
-    "count": bank("""
+    "count": prose("""
 on their cart lay {n2} {cargo}.
 they took {n2} {cargo} with them, [tied down with rope|under a wide cloth|to sell on the way back].
 the donkey pulled a cart with {n2} {cargo} on it.
 {b} counted the {cargo} on the cart: there were {n2} of them.
----
 there was a cart too, and on it {b} had tied down {n2} {cargo}.
 with them went {n2} {cargo} on a cart.
 """),
-    "hide": bank("""
+    "hide": prose("""
 before they left, {a} hid a {obj} {spot}.
 {a} did not dare to take {a.their} {obj} along, so {a.they} [hid|left|put] it {spot}.
 {a} had a {obj}, and nobody was to find it. {a.they} put it {spot}.
 "is the {obj} safe?" asked {b}. "it is {spot}," said {a}.
----
 "nobody will find my {obj}," said {a}. {a.they} had put it {spot}.
 {spot} was where {a} hid {a.their} {obj} before they left.
 """),
 }
 PAYS = {
-    "meet": bank("""
+    "meet": prose("""
 at {hour} they stood at the {landmark}, and there was {c}, [waving|smiling|out of breath].
 they came to the {landmark} just [before|after] {hour}, where {c} was waiting as agreed.
 {c} was already at the {landmark}. "{Hour}, as we said," {c} called.
----
 it was {hour} when they saw {c} waiting at the {landmark}.
 "as we said, {hour}," called {c}, who stood waiting at the {landmark}.
 """),
-    "word": bank("""
+    "word": prose("""
 at the gate the keeper held up a hand. "{Word}," said {a}, and the gate swung open.
 "the word?" asked the keeper. {a} remembered it well: "{Word}." [they were let through|the keeper let them pass].
 the keeper would not move until {b} said "{word}". then the gate was opened.
----
 the gate was shut, but {a} remembered the word. "{Word}," {a.they} said, and they were let through.
 "{Word}," said {b} at the gate, and the keeper let them pass.
 """),
-    "door": bank("""
+    "door": prose("""
 they passed [one house after another|door after door] until they saw the {colour} one, and there they knocked. {c} let them in.
 there were many doors in the street, but only one was {colour}, and {c} opened it [at once|with a smile].
 "here it is, the {colour} door," said {b}, and {c} came out to greet them.
----
 in that street one door was {colour}, and when they knocked, {c} let them in.
 they knocked at the {colour} door, and {c} opened it.
 """),
-    "errand": bank("""
+    "errand": prose("""
 {c} listened, nodded, and gave them {errand}, which was all they had come for.
 when {a} asked for {errand}, {c} [laughed and said yes|agreed at once|was glad to help].
 "you shall have what you came for," said {c}, and gave them {errand}.
----
 {c} was glad to give them {errand}, for which they had come so far.
 "{errand}?" said {c}. "You shall have it," and so they did.
 """),
-    "owner": bank("""
+    "owner": prose("""
 when they met {d}, {b} gave back the {obj2}[, safe and clean| with many thanks|].
 {d} was pleased to have the {obj2} back.
 on the way they stopped at the house of {d}, and {b} handed over the {obj2} to its owner.
----
 {b} gave the {obj2} back to {d}, its owner.
 when they stopped to see {d}, {b} did not forget to hand over the {obj2}.
 """),
-    "promise": bank("""
+    "promise": prose("""
 {a} counted the {goods} into the hands of {d}: all {n1} of them, as promised.
 {d} got the {n1} {goods} and was [delighted|very pleased|full of thanks].
 "one promise kept," said {a}, and gave {d} the {n1} {goods}.
----
 {d} was very pleased to get the {n1} {goods} that {a} had promised.
 {a} kept the promise: {n1} {goods} went into the hands of {d}.
 """),
-    "count": bank("""
+    "count": prose("""
 when they counted the {cargo}, there were still {n2} of them; not one had been lost.
 all {n2} {cargo} were [sold|unloaded] before dark.
 "{n2} {cargo}, not one lost," said {b} [proudly|with a smile|] as they unloaded the cart.
----
 not one of the {n2} {cargo} had been lost on the way.
 they unloaded the cart, and {b} counted {n2} {cargo}.
 """),
-    "hide": bank("""
+    "hide": prose("""
 back at home, {a} looked {spot}, and the {obj} was still there.
 the {obj} was where {a} had left it, {spot}.
 {a} went straight to [find|fetch] the {obj}, and found it {spot}, just as {a.they} had left it.
----
 at home {a} found the {obj} {spot}, where {a.they} had put it.
 {spot} the {obj} was still safe when {a} came home.
 """),
@@ -756,7 +736,7 @@ Where was it that {a} had left the {obj}?
 # The order of the payoffs, so that the gate comes before the house and the way home comes last.
 THREADS = {"meet": "{landmark}", "word": "{word}", "door": "{colour}", "errand": "{errand}", "owner": "{d}",
            "promise": "{n1}", "count": "{n2}", "hide": "{spot}"}
-INCIDENTS = bank("""
+INCIDENTS = prose("""
 [halfway|after an hour|before long] the road was under water. {b} took off {b.their} boots and found a row of stones, and so they [crossed|came across] with dry clothes.
 a wheel [came loose|began to wobble]. {a} cut a peg from a branch, {b} knocked it in with a stone, and it held for the rest of the day.
 near {place} they lost the path in the fog. they stood still until they heard [a dog|a bell|somebody singing], and walked towards the sound.
@@ -769,7 +749,6 @@ by the road sat {creature_a}, and {they_said}. it ran off when {b} sneezed.
 they shared their bread with a {job} on the way to {place}, {epithet2}, who [taught|sang] them a [song|bad song|long song] about the sea.
 a goat [blocked|stood on] the narrow bridge and would not move. {b} offered it an apple, [then a second one|and then {b.their} hat], and at last it let them by.
 the wind took the hat of {b} and hung it in a tree. {a} climbed up, and from there {a.they} could see as far as {place}.
----
 a great goat stood across the road and would not let them by. {a} offered it bread, {b} sang to it, and at last it ran off.
 it began to rain, and the path was soon under water. they sat in a barn and ate their bread until they could walk on.
 on the way they met a {job} from {place}, {epithet2}, who had lost the path in the fog. they found it together.
@@ -780,23 +759,21 @@ the ferryman was asleep, and so they sang until he woke up. "that was a bad song
 {a} had left the bread at home, but by the road there was an apple tree, and {b} [climbed up|pulled down a branch].
 {a} slipped and fell into the water. {b} pulled {a.them} out with a branch, and they sat in the sun until {a.their} clothes were dry.
 """)
-CREATURE_ASIDE = bank("""
+CREATURE_ASIDE = prose("""
 {b} knew that {fact}
 {a} said that {fact}
 they remembered that {fact}
----
 {b} remembered that {fact}
 {a} told {b} that {fact}
 {a} had heard that {fact}
 """)
-ENDINGS = bank("""
+ENDINGS = prose("""
 {a} slept well that night[, and so did {b}|].
 "we should do this [again|more often]," said {b}. "after a [rest|good meal|long sleep]," said {a}.
 they told the story for years, and each year the road grew a little longer.
 and if you ask {b} about that day, {b.they} will tell you the same.
 it had been a long day, but a good one.
 {b} lit the fire, {a} cut the bread, and neither of them said a word until it was eaten.
----
 it had been a long day, and {a} and {b} slept well after it.
 "it was a good day," said {b}, and {a} [cut the bread|lit the fire].
 {b} slept well that night, and in the morning {b.they} asked: "When do we do it again?"
@@ -806,13 +783,12 @@ if you ask {a}, {a.they} will tell you the story again, and each year it is a li
 
 # --- Dialogues ------------------------------------------------------------------------------------------
 
-GREETINGS = bank("""
+GREETINGS = prose("""
 {a}: [Good morning|Good day|Hello]! [May I sit here|Is this seat free]?|{b}: [Please do|Of course]. I am {b}.|{a}: And my name is {a}.
 {a}: Is this the [boat|cart|coach] to {town}?|{b}: It is, and it is late[ again|]. I am {b}. And you?|{a}: {a}. [Glad to meet you|A pleasure].
 {b}: Let us [wait|sit] in the sun. By the way, I am {b}.|{a}: {a}. [The boat is late again|There is time enough].
 {a}: {b}! [I have not seen you for years|What a surprise].|{b}: {a}! Sit down and tell me everything.
 {b}: You look cold. Come and sit by the fire.|{a}: Thank you, that is kind. I am {a}.|{b}: They call me {b}.
----
 {a}: [Good day|Good evening|Hello]. May I sit by the fire?|{b}: Of course. Sit down! They call me {b}.|{a}: Thank you, {b}. I am {a}.
 {b}: [Hello|Good morning|Good day]! Are you on the way to {town}?|{a}: I am. My name is {a}. And you?|{b}: I am {b}. [Glad to meet you|A pleasure].
 {a}: {b}, is it you? [Tell me everything|Sit down, sit down].|{b}: {a}! What a surprise. I have not seen you for years.
@@ -820,25 +796,22 @@ GREETINGS = bank("""
 """)
 # For each topic: asked, told, asked again later, answered, and asked by an outsider about {who}.
 TOPICS = {
-    "home": (bank("""
+    "home": (prose("""
 Where do you come from?
 What town do you live in?
 And where is your home?
----
 In which town is your home?
 What town do you come from?
-"""), bank("""
+"""), prose("""
 I come from {home}, {epithet}.
 My home is in {home}. [It is a quiet place|You should see it in spring|I was born there].
 I live in {home}, [not far from the market|in a narrow street|above a shop].
----
 {home} is my home. You should see [its market|it in winter|its narrow streets].
 I was born in {home}, {epithet}, and I live there.
 My home? It is in {home}, [a quiet town|not far from here].
-"""), bank("""
+"""), prose("""
 Where did you say you come from?
 Which town did you call your home?
----
 What was the name of your town again?
 """), bank("""
 Where does {who} come from?
@@ -850,25 +823,22 @@ Name the town that {who} comes from.
 In which town does {who} live?
 Which town is the home of {who}?
 """)),
-    "job": (bank("""
+    "job": (prose("""
 What is your work?
 And what do you do all day?
 What do you do for a living?
----
 What work do you do?
 And what do you do for your bread?
-"""), bank("""
+"""), prose("""
 I am a {job}, [and my mother was one too|and I like it|though I am still learning].
 I work as a {job}, [mostly in winter|six days a week|for an old master].
 [Can you not tell by my hands?|Guess!] I am a {job}.
----
 I work all day as a {job}, and I like it.
 They call me a good {job}[, but I am still learning|].
 My mother was a {job}, and I am one too.
-"""), bank("""
+"""), prose("""
 What did you say your work was?
 What is it you do for a living, again?
----
 What work did you say you do?
 """), bank("""
 What is the work of {who}?
@@ -880,25 +850,22 @@ Name the work of {who}.
 What work does {who} do?
 What is it that {who} does for a living?
 """)),
-    "pet": (bank("""
+    "pet": (prose("""
 Do you keep any animals?
 Who waits for you at home?
 Do you live alone?
----
 Do you keep an animal at home?
 Do any animals live with you?
-"""), bank("""
+"""), prose("""
 I keep a {pet} called {petname}[, who eats everything|, who sleeps on my bed|].
 I have a {pet} by the name of {petname}. [We are good friends|The two of us are never bored|The neighbours complain about the noise].
 Only my {pet}, {petname}, [lives with me|who follows me everywhere].
----
 I live with a {pet}. {petname} is its name, and it [eats everything|sleeps on my bed].
 My {pet} is called {petname}, and the two of us are good friends.
 Yes, a {pet}, and I call it {petname}. It follows me everywhere.
-"""), bank("""
+"""), prose("""
 What was your {pet} called?
 What did you say is the name of your {pet}?
----
 How do you call your {pet}, again?
 """), bank("""
 What is the {pet} of {who} called?
@@ -910,25 +877,22 @@ Name the {pet} of {who}.
 What name does the {pet} of {who} have?
 How does {who} call the {pet}?
 """)),
-    "food": (bank("""
+    "food": (prose("""
 What do you like to eat?
 What is your favourite dish?
 Are you hungry? What would you like?
----
 What is the dish you like best?
 What would you like to eat?
-"""), bank("""
+"""), prose("""
 [Nothing is better than|I would walk a day for] {food}.
 My favourite dish is {food}, [hot|the way my aunt makes it|on a cold day].
 I like {food} best of all.
----
 The dish I like best of all is {food}.
 I would eat {food} all day[, hot or cold|].
 For {food} I would walk [a day|to {home} and back].
-"""), bank("""
+"""), prose("""
 What was your favourite dish, again?
 Which dish did you say you like best?
----
 What did you say you like to eat?
 """), bank("""
 What is the favourite dish of {who}?
@@ -940,25 +904,22 @@ Name the favourite dish of {who}.
 What dish does {who} like best?
 Which food is the favourite of {who}?
 """)),
-    "thing": (bank("""
+    "thing": (prose("""
 What have you got in that bag?
 What are you carrying there?
 What is that under your arm?
----
 What have you got under your arm?
 What is it that you are carrying?
-"""), bank("""
+"""), prose("""
 This is a {obj}. [I found it at the market|It was a gift|I am taking it to be mended].
 I am carrying a {obj} [for my aunt|to sell|and I hope it does not break].
 Only a {obj}. [It is heavier than it looks|It is older than I am].
----
 It is a {obj}, a gift for my [aunt|mother|old master].
 I am taking a {obj} to the market to sell it.
 A {obj}, and it is [heavier|older] than it looks.
-"""), bank("""
+"""), prose("""
 What did you say is in your bag?
 What was it that you carry, again?
----
 What was it that you have got there, again?
 """), bank("""
 What is {who} carrying?
@@ -971,25 +932,22 @@ Name the thing that {who} is carrying.
 What thing has {who} got in the bag?
 What is it that {who} carries?
 """)),
-    "age": (bank("""
+    "age": (prose("""
 How old are you, if I may ask?
 May I ask your age?
 How old are you?
----
 If I may ask, what is your age?
 May I ask how old you are?
-"""), bank("""
+"""), prose("""
 I am {age}, [and I feel it in my knees|though nobody believes it|since last week].
 I turned {age} [in spring|last month|not long ago].
 {age}. [And I hope for many more years|I do not hide it].
----
 I am {age} since [spring|last month], and I do not hide it.
 Last month I turned {age}[, and my knees feel it|].
 My age is {age}, though nobody believes it.
-"""), bank("""
+"""), prose("""
 How old did you say you are?
 What was your age, again?
----
 How old are you, again?
 """), bank("""
 How old is {who}?
@@ -1001,25 +959,22 @@ Name the age of {who}.
 What age is {who}?
 How many years of age is {who}?
 """)),
-    "kin": (bank("""
+    "kin": (prose("""
 Is your family large?
 Have you got brothers and sisters?
 Do you come from a large family?
----
 Have you got a large family?
 Are there brothers and sisters in your family?
-"""), bank("""
+"""), prose("""
 I have {kin} brothers and sisters[, and I am the youngest|, all of them loud|].
 Large enough: I grew up with {kin} brothers and sisters.
 Oh yes, there are {kin} brothers and sisters [at home|to feed|and only one bath].
----
 Oh yes, I have {kin} [loud|] brothers and sisters.
 I grew up [at home|in one bed] with {kin} brothers and sisters.
 Brothers and sisters? There are {kin}, and I am the youngest.
-"""), bank("""
+"""), prose("""
 How many brothers and sisters did you say you have?
 How many were you at home, brothers and sisters I mean?
----
 What was the number of your brothers and sisters, again?
 """), bank("""
 How many brothers and sisters does {who} have?
@@ -1033,72 +988,64 @@ How many brothers and sisters has {who} got?
 """)),
 }
 SHORT = {"home": "{home}", "job": "{job}", "pet": "{petname}", "food": "{food}", "thing": "{obj}", "age": "{age}", "kin": "{kin}"}
-REACTIONS = bank("""
+REACTIONS = prose("""
 [How nice|Well, well|I see|Is that so|That is good to hear].
 [I thought so|I would not have guessed that|That is good to know].
 [Lucky you|That sounds fine to me|I can believe that].
----
 Well, that is [nice|good] to hear.
 I see. I would not have guessed that.
 That [sounds good|is good to know].
 Is that so? [Lucky you|I thought so].
 """)
-BACKS = bank("""
+BACKS = prose("""
 And you?
 What about you?
 And what about yourself?
----
 And yourself?
 And how is that with you?
 Now you. What would you say?
 """)
-REMINDS = bank("""
+REMINDS = prose("""
 [Forgive me|Excuse me], {b}, I forget things so easily. {again}
 [One more thing|Before I go], {b}. {again}
 {b}, I have been wondering. {again}
----
 {b}, forgive me, I forget so many things. {again}
 Before I forget it, {b}: {again}
 """)
-REPLIES = bank("""
+REPLIES = prose("""
 {Spoken}. [I told you so a moment ago|As I said].
 {Spoken}, [as I told you|just as I said].
 {Spoken}. [Now do not forget it again|You were not listening].
----
 {Spoken}. I said so a moment ago.
 As I told you: {spoken}.
 """)
-THIRD = bank("""
+THIRD = prose("""
 [Good evening|Hello], you two. {question}
 I came in late, {b}. {question}
 {b}, you know everybody here. {question}
----
 Hello, {b}. You two know everybody. {question}
 {b}, I came late and was not listening. {question}
 """)
-THIRD_REPLIES = bank("""
+THIRD_REPLIES = prose("""
 {spoken}, [if I remember well|so I was told|I believe].
 that is easy: {spoken}.
 {spoken}. I heard it [just now|a moment ago].
----
 I was told a moment ago: {spoken}.
 {spoken}, if I believe what I heard.
 """)
-WORLD_TALK = bank("""
+WORLD_TALK = prose("""
 [Tell me something|Here is a question]. {question}
 I [always|often] wonder about one thing. {question}
 You have travelled more than I have. {question}
 You know everything. {question}
----
 [You have travelled|You know everything]. Tell me one thing. {question}
 I have [a|one more] question. {question}
 There is [something|one thing] that I always forget. {question}
 """)
-FAREWELLS = bank("""
+FAREWELLS = prose("""
 {a}: [It is getting late|There is my cart|I must go]. Goodbye, {b}!|{b}: [Goodbye, {a}|Safe travels|Until we meet again]!
 {b}: [Come and see me some time|Give my greetings to your family].|{a}: [I will|Gladly]. Goodbye, {b}.
 {a}: Goodbye, then.|{b}: Goodbye, {a}, and [mind the step|dress warmly|good luck].
----
 {b}: I must go, {a}. It is late.|{a}: Goodbye, {b}, and [give my greetings at home|good luck].
 {a}: There is my [boat|cart]. Goodbye!|{b}: Goodbye, {a}. Come and see me again.
 {b}: Until we meet again, {a}.|{a}: I will come and see you, {b}. [Good luck|Safe travels]!
@@ -1106,7 +1053,7 @@ FAREWELLS = bank("""
 
 # --- Explanations: notes, then the long answer that follows from them ---------------------------------
 # A plan is the set of points that its closing speaks of, and all points in order:
-# (note of train, note held out, answer of train, answer held out).
+# (note, the same in other words, step of the answer, the same in other words).
 
 WOODS = "oak ash elm cedar pine walnut birch maple".split()
 METALS = "brass copper tin iron silver bronze".split()
@@ -1182,10 +1129,9 @@ PLANS = {
         ("it is tested for {n4} days at the {landmark}", "at the {landmark} it is tested for {n4} days",
          "{x} takes it to the {landmark} and tests it there for {n4} days", "for {n4} days {x} tests it at the {landmark}"),
     ], {
-        "head": bank("""
+        "head": prose("""
 the {device} is built by {a} of {town}|the work takes {n5} weeks|it is there {purpose}|it must be kept safe from {danger}
 a {device}, made by {a} in {town}|{n5} weeks of work|its use is {purpose}|the danger to it is {danger}
----
 {a} in {town} made the {device}|{n5} weeks is what the work takes|the use of it is {purpose}|keep it safe from {danger}
 """),
         "ask": bank("""
@@ -1198,16 +1144,14 @@ Explain what {a} does to build the {device}.
 Explain in steps how {a} makes the {device}.
 Explain how one builds the {device} of {a}.
 """),
-        "open": bank("""
+        "open": prose("""
 {a} of {town} builds the {device} {purpose}, and the work takes {n5} weeks.
 the {device} is the work of {a} of {town}. it takes {n5} weeks to build, and it is there {purpose}.
----
 in {town}, {a} builds the {device} in {n5} weeks {purpose}.
 """),
-        "close": bank("""
+        "close": prose("""
 in short, with a base of {wood}, {n2} {parts} and a {vessel}, {a} has built a {device} {purpose}. only {danger} can harm it, so it must be kept safe.
 so the {device} stands ready {purpose}: {n2} {parts} of {metal} on a base of {wood}. {a} keeps it safe from {danger}.
----
 in short, {n2} {metal} {parts} and a base of {wood} make a {device} {purpose}, and {a} must keep it safe from {danger}.
 """),
     }),
@@ -1227,10 +1171,9 @@ in short, {n2} {metal} {parts} and a base of {wood} make a {device} {purpose}, a
         ("serve it with {side}[| to the guests]", "the guests have {side} with it",
          "{x} serves it with {side}[ while it is still hot|, and everyone sits down]", "{x} serves it hot, and the guests have {side} with it"),
     ], {
-        "head": bank("""
+        "head": prose("""
 {dish}, as cooked by {a} of {town}|it feeds {n5} guests|{c} taught {a} to make it|the secret is {secret}
 the dish is {dish}, and the cook is {a} of {town}|enough for {n5} guests|{a} has it from {c}|its secret: {secret}
----
 {a} of {town} is the cook of this {dish}|{n5} guests can eat of it|it was {c} who taught {a}|{secret} is the secret
 """),
         "ask": bank("""
@@ -1243,16 +1186,14 @@ Explain what {a} does to cook {dish}.
 Explain in steps how one makes {dish}.
 Explain how the {dish} of {a} is made.
 """),
-        "open": bank("""
+        "open": prose("""
 {a} of {town} cooks {dish} for {n5} guests, and {c} was the one who taught {a.them}.
 the {dish} of {a} feeds {n5} guests. {a.they} learned it from {c} and cooks it in {town}.
----
 in {town}, {a} cooks {dish} for {n5} guests, as {a.they} learned it from {c}.
 """),
-        "close": bank("""
+        "close": prose("""
 in short, {n2} {veg}, {grain} and {liquid} make a {dish} for {n5} guests, and the secret that {a} learned is {secret}.
 that is all, but for the secret: {secret}. with it, {n2} {veg} and some {grain} are enough for {n5} guests.
----
 in short, {n5} guests can eat of {n2} {veg} and the {grain} in {liquid}, but the secret of {a} is {secret}.
 """),
     }),
@@ -1274,10 +1215,9 @@ in short, {n5} guests can eat of {n2} {veg} and the {grain} in {liquid}, but the
         ("{c} lives behind the {colour} door", "the door of {c} is {colour}",
          "{x} finds the {colour} door and knocks, and {c} opens it", "{x} knocks at the door of {c}, which is {colour}"),
     ], {
-        "head": bank("""
+        "head": prose("""
 {a} must take a {obj} to {c} in {town2}|the journey takes {n5} days|the danger on the way is {hazard}
 a {obj} is to be brought to {c} in {town2}; {a} will go|{n5} days on the way|beware of {hazard}
----
 {a} is to bring {c} a {obj}, and {c} lives in {town2}|the way takes {n5} days|the danger is {hazard}
 """),
         "ask": bank("""
@@ -1290,16 +1230,14 @@ Explain what {a} does to get to {town2}.
 Explain in steps the way of {a} to {c}.
 Explain how the {obj} gets to {c}.
 """),
-        "open": bank("""
+        "open": prose("""
 {a} has to bring a {obj} from {town} to {c} in {town2}, a journey of {n5} days.
 the journey of {a} takes {n5} days, from {town} to {town2}, and its purpose is to bring {c} a {obj}.
----
 {a} takes a {obj} to {c}, and the way from {town} to {town2} takes {n5} days.
 """),
-        "close": bank("""
+        "close": prose("""
 in short, it takes {n5} days, and if {hazard} can be avoided, {c} will have the {obj}.
 so after {n5} days {a} can hand over the {obj} to {c} in {town2}, as long as {a.they} avoids {hazard}.
----
 in short, {c} will have the {obj} after {n5} days if {a} avoids {hazard} on the way to {town2}.
 """),
     }),
@@ -1313,16 +1251,14 @@ Explain what is known about {town}.
 ---
 Explain what one should know about {town}.
 Explain what people know about {town}.
-"""), bank("""
+"""), prose("""
 a visitor to {town} should know five things.
 there is more to {town} than one sees from the road.
 {town} is a town with a river, a trade, a founder, a festival and a wood of its own.
----
 there are five things that people should know about {town}.
-"""), bank("""
+"""), prose("""
 in short, {town} means the {river}, {trade} and {wood}, with a festival in {month} and {founder} as its founder.
 to sum up: the river is the {river}, the trade is {trade}, the founder is {founder}, the festival is in {month} and the wood is {wood}.
----
 in short, the river of {town} is the {river}, its wood is {wood}, its trade {trade}, its founder {founder}, and its festival is in {month}.
 """)),
     "creature": (bank("""
@@ -1332,43 +1268,39 @@ Explain how the {creature} lives.
 ---
 Explain what people know about the {creature}.
 Explain how to know {creature_a}.
-"""), bank("""
+"""), prose("""
 the {creature} is a shy animal, but some things are known about it.
 there are three things to say about the {creature}.
 it takes patience to see {creature_a}, and some knowledge too.
----
 three things are known about the {creature}.
-"""), bank("""
+"""), prose("""
 in short, an animal with a {coat} coat that eats {food} and lives in {home} can only be {creature_a}.
 to sum up: its coat is {coat}, its food is {food}, and its home is in {home}.
----
 in short, the {creature} is the {coat} animal that eats {food} and has its home in {home}.
 """)),
 }
 
 # --- Articles -------------------------------------------------------------------------------------------
 
-TOWN_COLOUR = bank("""
+TOWN_COLOUR = prose("""
 the houses are [low and white|tall and narrow|built of grey stone], and [most of them have a garden|cats sleep on every roof].
 [old people|the children] like to tell that it was once [larger|under water|ruled by geese].
 a visitor does best to come on foot and to stay for [a day|a week|the soup].
 [in winter|on market days] the inn is [full to the roof|the warmest place of all], and a bed there costs {n1} coins.
 on the square stands a [fountain|clock|great tree|row of trees] that nobody [may touch|can explain].
 there are {n1} bridges, and the people are proud of every one.
----
 the people are proud of the square, on which there are {n1} great trees.
 cats sleep on the [old|white] bridges, and nobody can [tell|explain] why.
 a bed at the inn costs {n1} coins, and with it comes [the soup|a good breakfast].
 the houses have [white|grey] walls, and {n1} of them are [very old|never opened].
 """)
-CREATURE_COLOUR = bank("""
+CREATURE_COLOUR = prose("""
 it is shy, and [most people|even old shepherds] have seen it only once or twice.
 its voice sounds like [a rusty hinge|a kettle|somebody laughing in the next room].
 [mothers|old people] say that it brings good luck to [bakers|sailors|people who walk slowly].
 a young one is no larger than [an egg|a thumb|a loaf of bread], and it is never alone.
 it sleeps for {n1} hours a day and [dreams|snores] loudly.
 when it is afraid it [rolls up|holds its breath|sits quite still] and waits.
----
 it is seldom alone and sleeps for {n1} hours a day.
 old people say that its voice brings luck.
 most people have seen it only when it [sits still and is afraid|is asleep].
@@ -1384,49 +1316,44 @@ a {job} called {a} came there to sell a {obj} and stayed for {n2} days.|after {n
 once {a}, a {job}, lost {n2} coins there.|the {n2} coins of {a} were never found.|How many coins had {a} lost?|{n2}
 """)
 COMPARES = {
-    "town": bank("""
+    "town": prose("""
 things are different in {other}, a town that [is often compared with {town}|lies some days away]. {fact}
 visitors often go on to {other}. {fact}
----
 from there [many|most] visitors go on to {other}. {fact}
 some days away lies {other}, where things are different. {fact}
 """),
-    "creature": bank("""
+    "creature": prose("""
 it should not be confused with the {other}. {fact}
 some people take it for the {other}, which is [quite|very] different. {fact}
----
 people often take it for the {other}, but the two are different. {fact}
 """),
 }
 
 # --- Lists ----------------------------------------------------------------------------------------------
 
-LIST_OPENINGS = bank("""
+LIST_OPENINGS = prose("""
 {a} of {town} [wrote down|made a list of] {many} {what}, and this is what it said:
 before the [market|journey|festival] began, {a} read out {many} {what} to {b}:
 here are the {many} {what} that {a} [found|wrote] in an old book:
 {b} asked for the list, and {a} handed it over. it had {many} {what} on it:
----
 this is the list of {many} {what} that {a} of {town} [handed|read out] to {b}:
 before the [journey|festival], {b} wrote down {many} {what} in a book of {a}:
 {a} asked {b} for {many} {what}, and {b} had them on a list:
 """)
-LIST_MIDDLES = bank("""
+LIST_MIDDLES = prose("""
 {b} [folded the paper|closed the book] and [looked out of the window|had a cup of tea]. then {b.they} said it all again, in the same order:
 "[now you|your turn]," said {a}. {b} thought for a moment and [repeated|said] the list, leaving nothing out:
 the paper [got wet|was eaten by a goat], but {b} remembered every word and wrote the list a second time:
 {a} lost the paper on the way to {town}. luckily {b} had a copy:
 "is that all?" asked {b}. "that is all," said {a}. so {b} read it back, word for word:
----
 the paper [was lost|fell into the soup], but {b} thought for a moment and wrote it all a second time in the same order:
 "now read it back," said {a}, and {b} [read|repeated] the list word for word:
 {b} closed the book and said the list again, and {b.they} left nothing out:
 """)
-LIST_CLOSINGS = bank("""
+LIST_CLOSINGS = prose("""
 nothing was missing, and {a} was [pleased|satisfied].
 "not one mistake," said {a}.
 {a} checked it twice. it was right both times.
----
 it was right[ every time|], and {a} was [pleased|satisfied].
 {a} was pleased: there was not one mistake in it.
 {a} checked it. "not one is missing," {a.they} said.
@@ -1714,12 +1641,12 @@ def plan(pen: Pen) -> tuple[str, str, str]:
     kept = needed | set(pen.rng.sample(others, pen.pick([5, 6, 7]) - len(needed)))
     chosen = [points[i] for i in sorted(kept)]
     heads = pen.part(banks["head"], **v).split("|")
-    notes = [pen.part(([p[0]], [p[1]]), **v) for p in chosen]
+    notes = [pen.part((p[:2], p[:2]), **v) for p in chosen]
     split_at = pen.rng.randint(1, len(heads))
     notes = [*heads[:split_at], *notes, *heads[split_at:]]
     if pen.chance(0.3):
         pen.rng.shuffle(notes)
-    steps = [pen.part(([p[2]], [p[3]]), x=a if i in (0, len(chosen) // 2 + 1) else a.they, **v)
+    steps = [pen.part((p[2:], p[2:]), x=a if i in (0, len(chosen) // 2 + 1) else a.they, **v)
              for i, p in enumerate(chosen)]
     answer = in_steps(pen, pen.say(banks["open"], **v), steps, pen.say(banks["close"], **v), pen.pick(ORDER_WORDS))
     return "Notes:\n" + "\n".join("- " + english(note) for note in notes), pen.say(banks["ask"], **v), answer

@@ -131,9 +131,9 @@ def start_as_copier(model: GPT) -> None:
 
     The width is split into position | content | one back | two back. wpe holds sinusoids in `position`. Heads 0 and 1
     of layer 0 look one and two positions back (their queries are their keys, turned by as much) and copy a projection
-    of the content there into `one back` and `two back`. Head 0 of layer 1 looks for tokens whose last two tokens are
-    the present one and the one before it, and adds their content to its own. These are starting values: all of it
-    stays trainable.
+    of the content there into `one back` and `two back`. Head 0 of layer 1 looks for tokens that follow the present
+    one and the one before it, and adds their content to its own; all other heads from layer 1 on begin by adding, a
+    little, what they look at. These are starting values: all of it stays trainable.
 
     Source: Olsson et al. 2022, "In-context Learning and Induction Heads".
     """
@@ -152,11 +152,8 @@ def start_as_copier(model: GPT) -> None:
         model.wte.weight[:, part] *= 0.1
 
     attention = model.h[0].attn
-    sin, cos, i = (
-        torch.arange(n),
-        torch.arange(n) + P // 2,
-        torch.arange(n),
-    )  # the n fastest: they tell neighbours apart
+    i = torch.arange(n)
+    sin, cos = i, i + P // 2  # of the n highest frequencies: they tell neighbours apart
     for head in (0, 1):
         query, key, value = (part * HD + head * D for part in range(3))
         for part in (query, key, value):
@@ -172,9 +169,8 @@ def start_as_copier(model: GPT) -> None:
         attention.c_proj.weight[head * D : (head + 1) * D] = 0
         attention.c_proj.weight[head * D : head * D + n, back[head]] = 0.5 * torch.eye(n)
 
-    for block in model.h[1:]:
+    for block in model.h[1:]:  # what a head writes is what it reads, up to a projection
         block.attn.c_proj.weight.copy_(block.attn.c_attn.weight[:, 2 * HD :].t())
-
     attention = model.h[1].attn
     query, key, value = 0, HD, 2 * HD
     for part in (query, key, value):
