@@ -366,7 +366,9 @@ LOAD = """
 import sys
 from gpt_kv_cache import GPT
 from load_gpt2_weights import CommandLine, load_model
-with CommandLine("x", "y").parse() as args:
+cli = CommandLine("x", "y")
+cli.add_model_arguments()
+with cli.parse() as args:
     model = load_model(args.model, model_class=GPT)
     print(model.config.n_embd, sum(parameter.double().sum().item() for parameter in model.parameters()))
 """
