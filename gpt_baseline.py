@@ -109,8 +109,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, pos: Tensor) -> Tensor:
         q, k, v = self.attn.project(self.ln_1(x))  # (B, H, T, D) each
-        k_pos = pos
-        x = x + self.drop(self.attn(q, k, v, mask=k_pos <= pos[:, None]))  # causal: up to one's own position
+        k_pos = pos  # where the keys are
+        x = x + self.drop(self.attn(q, k, v, mask=k_pos <= pos[:, None]))  # causal: look up to one's own position
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
 
 

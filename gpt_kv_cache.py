@@ -113,11 +113,11 @@ class KVCache:  # NEW
         return len(self.pos)  # NEW
 
     def table(self, tokens: list[str] | None = None) -> str:  # NEW
-        """Return the geometry and a line a slot: its position and, where given, its token. The middle is left out."""
-        shape = f"{len(self.layers)} layers of {tuple(self.layers[0].shape)}" if self.layers else "empty"  # NEW
+        """Return the geometry and a line a slot: its position and, if tokens (S) are given, its token."""
+        shape = (len(self.layers), *self.layers[0][..., : len(self), :].shape) if len(self) else "empty"  # NEW
         rows = [f"{s:6}{p:10}  {repr(tokens[s]) if tokens else ''}" for s, p in enumerate(self.pos.tolist())]  # NEW
         rows[8:-8] = ["   ..."] if len(rows) > 16 else rows[8:-8]  # NEW
-        return "\n".join([f"KV cache: {shape}, {self.nbytes:,} bytes", "  slot  position  token", *rows])  # NEW
+        return "\n".join([f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes", "  slot  position  token", *rows])  # NEW
 
     __str__ = table  # NEW
 
@@ -169,10 +169,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, pos: Tensor, cache: KVCache | None, layer: int) -> Tensor:  # NEW
         q, k, v = self.attn.project(self.ln_1(x))  # (B, H, T, D) each
-        k_pos = pos
+        k_pos = pos  # where the keys are
         if cache is not None:  # NEW
             k, v, k_pos = cache.append(layer, k, v, pos)  # NEW  (B, H, S, D), (B, H, S, D), (S,)
-        x = x + self.drop(self.attn(q, k, v, mask=k_pos <= pos[:, None]))  # causal: up to one's own position
+        x = x + self.drop(self.attn(q, k, v, mask=k_pos <= pos[:, None]))  # causal: look up to one's own position
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
 
 

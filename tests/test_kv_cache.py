@@ -167,7 +167,7 @@ def test_print_shows_slots_positions_and_tokens(model: GPT, ids: Tensor) -> None
     assert "empty, 0 bytes" in str(cache)
     model(ids[:, :3], cache)
     lines = cache.table(["Time", " flies", " fast"]).splitlines()
-    assert f"{cache.nbytes:,} bytes" in lines[0] and "3 layers" in lines[0]
+    assert f"{cache.nbytes:,} bytes" in lines[0] and "(3, 2, 2, 2, 3, 5)" in lines[0]
     assert lines[1].split() == ["slot", "position", "token"]
     assert [line.split(maxsplit=2) for line in lines[2:]] == [
         ["0", "0", "'Time'"],
