@@ -117,7 +117,8 @@ class KVCache:  # NEW
         shape = (len(self.layers), *self.layers[0][..., : len(self), :].shape) if len(self) else "empty"  # NEW
         rows = [f"{s:6}{p:10}  {repr(tokens[s]) if tokens else ''}" for s, p in enumerate(self.pos.tolist())]  # NEW
         rows[8:-8] = ["   ..."] if len(rows) > 16 else rows[8:-8]  # NEW
-        return "\n".join([f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes", "  slot  position  token", *rows])  # NEW
+        head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes\n  slot  position  token"  # NEW
+        return "\n".join([head, *rows])  # NEW
 
     __str__ = table  # NEW
 

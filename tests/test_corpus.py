@@ -127,7 +127,8 @@ def test_questions_of_held_out_text_are_worded_as_none_of_train(docs):
 
 
 def test_no_held_out_question_is_worded_as_a_training_question():
-    banks = [corpus.AFTER_ASKS, corpus.NTH_ASKS, corpus.VISITS, *(asks for asks, _, _ in corpus.WORLD_EXPLAINS.values())]
+    banks = [corpus.AFTER_ASKS, corpus.NTH_ASKS, corpus.VISITS]
+    banks += [asks for asks, _, _ in corpus.WORLD_EXPLAINS.values()]
     banks += [b for table in (corpus.ASKS, corpus.FOLLOWS, corpus.RECALLS) for b in table.values()]
     banks += [asked_by_others for _, _, _, asked_by_others in corpus.TOPICS.values()]
     banks += [plan["ask"] for _, _, plan in corpus.PLANS.values()]
