@@ -49,8 +49,9 @@ def pocket() -> str:
             "|---|---|",
             f"| perplexity | {figures['perplexity']:.2f} |",
             f"| facts of its world, asked in new words: right | {figures['closed_book_share']:.1%} |",
-            f"| names of new people, stated early and asked late: right | {figures['name_share']:.1%} |",
-            f"| all that is stated early and asked late: right | {figures['recall_share']:.1%} |",
+            f"| loss on a new person's name, first and later mentions | {figures['name_first_nats']:.2f}, "
+            f"{figures['name_nats']:.2f} nats per token |",
+            f"| what is stated early in the prompt, asked at its end: right | {figures['recall_share']:.1%} |",
             f"| loss on a list of new objects, first and second time | {figures['list_first_nats']:.2f}, "
             f"{figures['list_second_nats']:.2f} nats per token |",
         ]

@@ -21,7 +21,8 @@ TINY = Recipe(
     phases=(
         Phase(steps=3, documents=0, lists=4, context=32, lr=1e-3),
         Phase(steps=3, documents=3, lists=1, context=48, lr=1e-3),
-        Phase(steps=3, documents=2, lists=0, context=64, lr=1e-3),
+        Phase(steps=3, documents=2, lists=1, context=64, lr=1e-3, answers=5.0),
+        Phase(steps=2, documents=2, lists=0, context=64, lr=5e-4),
     ),
     documents=50,
     warmup=2,
@@ -34,7 +35,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_end(tmp_path: Path) -> N
         _, losses = train.train(TINY, tmp_path / "parts", stop_at=stop)
         assert len(losses) == stop
     model, losses = train.train(TINY, tmp_path / "parts")
-    assert losses == whole and len(losses) == 9
+    assert losses == whole and len(losses) == 11
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole_model.parameters(), strict=True))
     assert [p.name for p in (tmp_path / "parts").iterdir()] == ["last.pt"]  # nothing unfinished is left
 
@@ -60,16 +61,30 @@ def test_two_processes_compute_the_losses_of_one(tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, rel=2e-3)  # bf16 products of half a batch each
 
 
-def test_rows_that_can_not_be_shared_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_rows_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(train, "world_size", lambda: 3)
-    with pytest.raises(ValueError, match="4 rows .* 3 processes"):
-        train.loss_at(TINY, 0, GPT(TINY.config), None, torch.device("cpu"))
+    with pytest.raises(ValueError, match="3 processes .* 2 rows"):
+        train.train(TINY, tmp_path)
+
+
+def test_answers_weigh_what_the_phase_says() -> None:
+    tokenizer = read_tokenizer(train.TOKENIZER)
+    text = train.Corpus(20, seed=0)
+    phase = Phase(steps=1, documents=5, lists=0, context=64, lr=0, answers=10.0)
+    rows, weights = text.batch(phase, torch.Generator().manual_seed(0))
+    assert weights.unique().tolist() == [1.0, 10.0]
+    for row, row_weights in zip(rows, weights, strict=True):
+        heavy = "".join(tokenizer.decode([t]) for t, w in zip(row[1:], row_weights, strict=True) if w > 1)
+        told = tokenizer.decode(row.tolist()).split("Answer:")[1:]
+        assert heavy == "".join(answer[: answer.find("\n") + 1 or None] for answer in told).replace("<|endoftext|>", "")
+    everything = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents("train", 20)]
+    assert text.tokens.tolist() == [token for tokens in everything for token in tokens]  # cut by lines, or whole
 
 
 def test_lists_are_known_the_second_time_only() -> None:
     phase = Phase(steps=1, documents=0, lists=6, context=64, lr=0)
     rows, known = train.lists_batch(phase, 10_000, 0.7, torch.Generator().manual_seed(0))
-    assert rows.shape == (6, 65) and known.shape == (6, 64)
+    assert rows.shape == (6, 65) and known.shape == (6, 64) and known.unique().tolist() == [0, 1]
     for row, mask in zip(rows.tolist(), known.tolist(), strict=True):
         assert sum(mask) > 10
         for t, is_known in enumerate(mask):
