@@ -63,7 +63,7 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, in two steps: project(), then forward()."""
+    """Multi-head self-attention in two steps, project() and forward(): a cache goes between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, pos: Tensor) -> Tensor:
         q, k, v = self.attn.project(self.ln_1(x))  # (B, H, T, D) each
-        k_pos = pos  # where the keys are
+        k_pos = pos  # the keys are those of the tokens fed
         x = x + self.drop(self.attn(q, k, v, mask=k_pos <= pos[:, None]))  # causal: look up to one's own position
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
 
@@ -117,7 +117,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 with its public parameter names; the output head is the token embedding, transposed."""
 
-    config_class = GPTConfig
+    config_class = GPTConfig  # for whoever builds a model from a file
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor, last_only: bool = False) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), or with last_only those of the last token (B, 1, V).
         Raises ValueError if there is no token, or more than n_ctx."""
-        start, T = 0, ids.size(1)
+        start, T = 0, ids.size(1)  # every pass begins at position 0
         if not 1 <= T <= self.config.n_ctx - start:
             raise ValueError(f"{T} tokens after {start}: must be at least 1 and end within n_ctx = {self.config.n_ctx}")
         pos = torch.arange(start, start + T, device=ids.device)  # (T,)
@@ -172,10 +172,11 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     """Choose the next tokens (B, 1) from logits (B, V): the best one at temperature 0, else a random draw."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
+    logits = logits.float() - logits.max(dim=-1, keepdim=True).values  # at most 0: dividing can't overflow upwards
     if top_k is not None:
         kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth_best, -math.inf)
-    return torch.multinomial(torch.softmax(logits.float() / temperature, dim=-1), 1, generator=generator)
+    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
 
 
 @torch.inference_mode()
@@ -183,7 +184,7 @@ def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float
              stop_id: int | None = None, generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known.
     A row that has produced stop_id goes on producing it; when all have, generation ends.
-    Raises ValueError if ids is empty or an option is out of range."""
+    Raises ValueError, at the first token, if ids is empty or an option is out of range."""
     check_options(ids, max_new_tokens, temperature, top_k)
     done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
     for _ in range(max_new_tokens):
@@ -205,8 +206,8 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
         raise ValueError(f"ids must have shape (B, T) with T at least 1, got {tuple(ids.shape)}")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if not (temperature == 0 or 1e-6 <= temperature < math.inf):
+        raise ValueError(f"temperature must be 0, or at least 1e-6 and finite, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
 

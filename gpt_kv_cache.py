@@ -1,5 +1,5 @@
 """GPT-2 from scratch, with a KV cache: it reads every token once, and keeps its keys and values.
-What `diff gpt_baseline.py gpt_kv_cache.py` shows is the cache and nothing else; those lines end in # NEW.
+What `diff gpt_baseline.py gpt_kv_cache.py` shows is the cache and nothing else: lines marked # NEW.
 
 Shapes: B batch, T tokens fed, S tokens attended to, L layers, H heads, D head size, C width (n_embd), V vocabulary.
 
@@ -66,7 +66,8 @@ class KVCache:  # NEW
     """Keys, values and positions of the tokens that a model has read; it grows with every token.
 
     A forward pass appends layer by layer and commits at its end, so that one that fails changes nothing.
-    One model can serve any number of caches; a new text is a new cache.
+    One model can serve any number of caches; a new text is a new cache. What generate() has filled, PyTorch allows
+    to be changed in place in inference mode only, or after clone().
     """
 
     def __init__(self, layers: list[Tensor] | None = None, pos: Tensor | None = None) -> None:  # NEW
@@ -79,7 +80,7 @@ class KVCache:  # NEW
         if len(self):  # NEW
             kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
             pos = torch.cat([self.pos, pos])  # NEW
-        self.layers[layer : layer + 1] = [kv]  # NEW
+        self.layers[layer : layer + 1] = [kv]  # NEW  replaces the layer's entry, or is the first
         return kv[0], kv[1], pos  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
@@ -124,7 +125,7 @@ class KVCache:  # NEW
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, in two steps: project(), then forward()."""
+    """Multi-head self-attention in two steps, project() and forward(): a cache goes between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, pos: Tensor, cache: KVCache | None, layer: int) -> Tensor:  # NEW
         q, k, v = self.attn.project(self.ln_1(x))  # (B, H, T, D) each
-        k_pos = pos  # where the keys are
+        k_pos = pos  # the keys are those of the tokens fed
         if cache is not None:  # NEW
             k, v, k_pos = cache.append(layer, k, v, pos)  # NEW  (B, H, S, D), (B, H, S, D), (S,)
         x = x + self.drop(self.attn(q, k, v, mask=k_pos <= pos[:, None]))  # causal: look up to one's own position
@@ -180,7 +181,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 with its public parameter names; the output head is the token embedding, transposed."""
 
-    config_class = GPTConfig
+    config_class = GPTConfig  # for whoever builds a model from a file
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -208,6 +209,8 @@ class GPT(nn.Module):
         """Return the logits (B, T, V) of ids (B, T), which follow the cached text; with last_only the last (B, 1, V).
         Raises ValueError, and changes nothing, if there is no token or cached text and ids exceed n_ctx."""
         start, T = cache.next_pos if cache is not None else 0, ids.size(1)  # NEW
+        if cache is not None and len(cache) and len(cache.layers) != len(self.h):  # NEW
+            raise ValueError(f"a cache of {len(cache.layers)} layers can't serve a model of {len(self.h)}")  # NEW
         if not 1 <= T <= self.config.n_ctx - start:
             raise ValueError(f"{T} tokens after {start}: must be at least 1 and end within n_ctx = {self.config.n_ctx}")
         pos = torch.arange(start, start + T, device=ids.device)  # (T,)
@@ -238,10 +241,11 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     """Choose the next tokens (B, 1) from logits (B, V): the best one at temperature 0, else a random draw."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
+    logits = logits.float() - logits.max(dim=-1, keepdim=True).values  # at most 0: dividing can't overflow upwards
     if top_k is not None:
         kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth_best, -math.inf)
-    return torch.multinomial(torch.softmax(logits.float() / temperature, dim=-1), 1, generator=generator)
+    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
 
 
 @torch.inference_mode()
@@ -249,8 +253,9 @@ def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float
              stop_id: int | None = None, generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
     """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known. A cache of the first
-    tokens of ids saves reading them, and grows. A row that has produced stop_id goes on producing it; when all have,
-    generation ends. Raises ValueError if ids is empty or no longer than the cache, or an option is out of range."""
+    tokens of ids saves reading them; it grows, and begins anew when the context is full. A row that has produced
+    stop_id goes on producing it; when all have, generation ends. Raises ValueError, at the first token, if ids is
+    empty or no longer than the cache, or an option is out of range."""
     cache, anchor = KVCache() if cache is None else cache, 0  # NEW  anchor: where in ids the cached text begins
     check_options(ids, max_new_tokens, temperature, top_k)
     done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
@@ -276,8 +281,8 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
         raise ValueError(f"ids must have shape (B, T) with T at least 1, got {tuple(ids.shape)}")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if not (temperature == 0 or 1e-6 <= temperature < math.inf):
+        raise ValueError(f"temperature must be 0, or at least 1e-6 and finite, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
 

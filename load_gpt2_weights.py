@@ -179,7 +179,7 @@ def read_config(path: Path, config_class: type) -> Any:
                              f"{' or '.join(map(repr, supported))}")
     if "n_positions" in config:  # Hugging Face's name for n_ctx; older files have both
         config["n_ctx"] = config["n_positions"]
-    if absent := [key for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd") if key not in config]:
+    if absent := [key for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd") if config.get(key) is None]:
         raise ValueError(f"{path} lacks {', '.join(absent)}")
     names = [field.name for field in fields(config_class) if field.name != "dropout"]
     given = {name: config[name] for name in names if config.get(name) is not None}
@@ -317,7 +317,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_model_arguments()
         self.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
         self.add_argument("--max-new-tokens", default=200, type=whole_number(1), metavar="N", help="tokens to write")
-        self.add_argument("--temperature", default=0.0, type=float, metavar="X",
+        self.add_argument("--temperature", default=0.0, type=temperature, metavar="X",
                           help="0: always the likeliest token; higher: more random")
         self.add_argument("--top-k", type=whole_number(1), metavar="N", help="draw among the N likeliest tokens only")
 
@@ -365,6 +365,7 @@ def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = 
         if ids[-1] != tokenizer.eot_token:
             print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
         started = time.perf_counter()
+    print(utf8.decode(b"", final=True), end="")  # a character that was cut off
     decode = sum(ms[1:]) / max(1, len(ms) - 1)
     speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
     print(f"\n\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]")
@@ -374,16 +375,21 @@ def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = 
 def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
     """Print whether runs, as stream() returns them, wrote the same, and their milliseconds per token as the text grew.
 
-    A line shows medians over 32 tokens, and in its last column those of the first run over those of the last.
+    A line shows medians over (up to) 32 decoded tokens, and in its last column those of the first run over those of
+    the last; the last line is the median over all decoded tokens.
     """
     texts = [ids for ids, _ in runs.values()]
     same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
-    print(f"\nSame tokens: {same} ({', '.join(str(len(ids)) for ids in texts)})\n")
-    print(f"text length   ms per token: {'   '.join(runs)}   ratio")
-    for end in range(33, min(map(len, texts)) + 1, 32):
-        medians = [statistics.median(ms[end - 32 : end]) for _, ms in runs.values()]
+    print(f"\nSame tokens: {same} ({', '.join(str(len(ids)) for ids in texts)})")
+    n = min(map(len, texts))
+    if n < 2:
+        return
+    print(f"\ntext length   ms per token: {'   '.join(runs)}   ratio")
+    spans = [(start, min(start + 32, n), str(n_prompt + min(start + 32, n))) for start in range(1, n, 32)]
+    for start, end, label in [*spans, (1, n, "all")]:
+        medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
         cells = "   ".join(f"{ms:{len(name)}.2f}" for name, ms in zip(runs, medians, strict=True))
-        print(f"{n_prompt + end:11}   {'':13} {cells}   {medians[0] / medians[-1]:5.1f}")
+        print(f"{label:>11}   {'':13} {cells}   {medians[0] / medians[-1]:5.1f}")
 
 
 def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -400,6 +406,17 @@ def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def temperature(text: str) -> float:
+    """Argument type: 0, or a finite number that one can divide by."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not (value == 0 or 1e-6 <= value < float("inf")):
+        raise argparse.ArgumentTypeError(f"must be 0, or a number of at least 1e-6, got {text!r}")
+    return value
 
 
 def nonempty(text: str) -> str:

@@ -19,7 +19,7 @@ from load_gpt2_weights import CommandLine
 
 def speed() -> str:
     """The table of benchmarks/speed.json."""
-    record = json.loads((ROOT / "benchmarks" / "speed.json").read_text())
+    record = json.loads((ROOT / "benchmarks" / "speed.json").read_text(encoding="utf-8"))
     lines = [
         f"GPT-2 124M geometry, fp32, batch 1, {record['threads']} CPU thread(s), medians of runs in turn"
         f" (`{record['command']}`):",
@@ -42,7 +42,7 @@ def speed() -> str:
 
 def pocket() -> str:
     """The table of pocket/teacher/figures.json."""
-    figures = json.loads((ROOT / "pocket" / "teacher" / "figures.json").read_text())
+    figures = json.loads((ROOT / "pocket" / "teacher" / "figures.json").read_text(encoding="utf-8"))
     return "\n".join(
         [
             "| figure | value |",
@@ -79,7 +79,8 @@ def main() -> None:
     cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
     with cli.parse():
         readme = ROOT / "README.md"
-        readme.write_text(with_blocks(readme.read_text(), {"speed": speed(), "pocket": pocket(), "demo": demo()}))
+        blocks = {"speed": speed(), "pocket": pocket(), "demo": demo()}
+        readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), blocks), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def main() -> None:
     cli = CommandLine(__doc__, example="python benchmarks/%(prog)s --threads 2")
     cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
     cli.add_argument("--repeats", type=whole_number(1), default=7, metavar="N", help="turns of each contender")
-    cli.add_argument("--prompt-tokens", type=whole_number(1, 1024), default=1000, metavar="N", help="for the prefill")
+    cli.add_argument("--prompt-tokens", type=whole_number(1, 1000), default=1000, metavar="N", help="for the prefill")
     cli.add_argument(
         "--context", type=whole_number(1, 900), default=100, metavar="N", help="cached tokens, for decoding"
     )
@@ -118,7 +118,7 @@ def measure(args: argparse.Namespace) -> None:
         contenders["transformers, DynamicCache"] = transformers_dynamic(config)
     if args.llms_from_scratch:
         contenders["LLMs-from-scratch, concat cache"] = llms_from_scratch(config, args.llms_from_scratch)
-    prompt = torch.randint(config.vocab_size, (1, args.prompt_tokens))
+    prompt = torch.randint(config.vocab_size, (1, max(args.prompt_tokens, args.context)))
 
     first: dict[str, list[float]] = {name: [] for name in contenders}
     each: dict[str, list[float]] = {name: [] for name in contenders}
@@ -126,7 +126,7 @@ def measure(args: argparse.Namespace) -> None:
     for turn in range(args.repeats + 1):  # the first is a warm-up
         bandwidth.append(read_bandwidth())
         for name, contender in contenders.items():
-            stream = contender(prompt)
+            stream = contender(prompt[:, : args.prompt_tokens])
             first[name].append(milliseconds(lambda s=stream: next(s)))
             stream = contender(prompt[:, : args.context])
             next(stream)
@@ -135,7 +135,8 @@ def measure(args: argparse.Namespace) -> None:
             for times in (*first.values(), *each.values()):
                 times.clear()
 
-    weights = sum(p.nbytes for p in GPT(config).parameters())
+    with torch.device("meta"):
+        weights = sum(p.nbytes for p in GPT(config).parameters())
     roofline = weights / statistics.median(bandwidth)
     print(
         f"{weights / 1e6:.0f} MB of weights, read at {statistics.median(bandwidth) / 1e6:.1f} GB/s: "
@@ -150,7 +151,8 @@ def measure(args: argparse.Namespace) -> None:
         print(f"{name:32}{ttft:12.0f}{token:10.1f}{1000 / token:10.1f}{roofline / token:13.2f}{base / token:17.2f}")
     if args.out:
         record = {
-            "command": f"python benchmarks/speed.py --threads {args.threads} --context {args.context}",
+            "command": f"python benchmarks/speed.py --threads {args.threads} --context {args.context}"
+            + (" --llms-from-scratch FOLDER" if args.llms_from_scratch else ""),
             "threads": args.threads,
             "prompt_tokens": args.prompt_tokens,
             "context": args.context,

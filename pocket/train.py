@@ -28,7 +28,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils import tqdm  # comes with it: one package less to require
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -472,7 +472,9 @@ def export(model: GPT, folder: Path) -> None:
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
     tensors = {f"transformer.{name}": p.detach().half().contiguous().cpu() for name, p in model.named_parameters()}
-    write_atomically(folder / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
+    write_atomically(
+        folder / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    )
     write_atomically(folder / "model.safetensors", lambda file: save_file(tensors, file, metadata={"format": "pt"}))
 
 
@@ -558,7 +560,7 @@ def main() -> None:
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
     with cli.parse() as args:
         if args.what == "tokenizer":
-            train_tokenizer(TOKENIZER, documents=20_000)
+            train_tokenizer(args.out / "tokenizer.tiktoken", documents=20_000)
             return
         model, losses = train(TEACHER, args.run, args.stop_at)
         if rank() == 0 and len(losses) == sum(p.steps for p in TEACHER.phases):
@@ -580,7 +582,8 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         raise ValueError(f"the model is not kept, because these don't hold: {'; '.join(failed)}")
     plot_losses(recipe, losses, folder / "loss.png")
     write_atomically(folder / "figures.json", lambda file: file.write_text(json.dumps(figures, indent=2) + "\n"))
-    write_atomically(folder / "README.md", lambda file: file.write_text(card(recipe, model, figures, tokenizer)))
+    text = card(recipe, model, figures, tokenizer)
+    write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
     export(model, folder)
 
 

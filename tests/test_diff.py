@@ -54,7 +54,7 @@ def test_the_first_file_has_no_marks() -> None:
 @pytest.mark.parametrize("name", ["gpt_baseline.py", "gpt_kv_cache.py"])
 def test_a_file_fits_in_the_head_and_stands_alone(name: str) -> None:
     text = (ROOT / name).read_text()
-    assert len(code_lines(text)) <= 210
+    assert len(code_lines(text)) <= 212
     imported = {
         module
         for node in ast.parse(text).body

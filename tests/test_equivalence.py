@@ -15,7 +15,7 @@ from gpt_kv_cache import KVCache
 
 # Largest difference of logits, relative to their largest size: sums are taken in another order when a text is fed in
 # other chunks, so the last bits differ. fp32 has 24 of them, fp16 11 and bf16 8.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 def random_geometry(rng: random.Random) -> dict[str, int]:
@@ -31,14 +31,24 @@ def random_geometry(rng: random.Random) -> dict[str, int]:
     }
 
 
+def randomize(model: torch.nn.Module) -> None:
+    """Weights so large that attention is sharp and text varied, or mistakes would not show."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.1 if name.startswith("w") else 0.5)
+        elif name.endswith("bias"):
+            parameter.data.normal_(std=0.02)
+        else:
+            parameter.data.normal_(mean=1.0, std=0.1)
+
+
 def model_pair(
     seed: int, dtype: torch.dtype = torch.float32, **geometry: int
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The same random weights in both files' models; large ones, so that attention is sharp and mistakes show."""
+    """The same random weights in both files' models."""
     torch.manual_seed(seed)
     baseline = gpt_baseline.GPT(gpt_baseline.GPTConfig(**geometry)).eval()
-    for parameter in baseline.parameters():
-        parameter.data.normal_(std=0.4 if parameter.dim() > 1 else 0.2)
+    randomize(baseline)
     cached = gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**geometry)).eval()
     cached.load_state_dict(baseline.state_dict())
     return baseline.to(dtype), cached.to(dtype)
@@ -127,7 +137,7 @@ def rounding_error(model: torch.nn.Module, ids: Tensor) -> float:
     return ((model(ids).double() - exact).abs().max() / exact.abs().max()).item()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12])  # 4 writes one token only
 def test_equivalence_of_greedy_text_past_the_context(seed: int) -> None:
     rng = random.Random(seed)
     geometry = random_geometry(rng)
@@ -137,7 +147,7 @@ def test_equivalence_of_greedy_text_past_the_context(seed: int) -> None:
     n = 3 * geometry["n_ctx"]
     expected = torch.cat(list(gpt_baseline.generate(baseline, ids, n)), dim=1)
     got = torch.cat(list(gpt_kv_cache.generate(cached, ids, n)), dim=1)
-    assert expected.shape == (ids.size(0), n)
+    assert expected.shape == (ids.size(0), n) and len(expected.unique()) >= 5
     assert torch.equal(got, expected)
 
 
@@ -169,8 +179,28 @@ def test_equivalence_from_a_warm_cache_and_only_new_tokens_are_read() -> None:
     fed.clear()
     warm = torch.cat(list(gpt_kv_cache.generate(model, ids, 10, cache=cache)), dim=1)
     assert fed == [5] + [1] * 9
-    assert torch.equal(warm, cold)
+    assert torch.equal(warm, cold) and len(cold.unique()) >= 4
     assert len(cache) == 29  # all but the last token
+    empty = KVCache()
+    assert torch.equal(torch.cat(list(gpt_kv_cache.generate(model, ids, 10, cache=empty)), dim=1), cold)
+    assert len(empty) == 29  # the caller's cache is the one that is filled
+
+
+def test_past_the_context_half_of_it_is_read_again_and_then_token_by_token() -> None:
+    baseline, model = model_pair(0, vocab_size=50, n_ctx=16, n_layer=2, n_head=2, n_embd=16)
+    ids = torch.randint(50, (1, 10))
+    fed, projected = [], []
+    for m in (baseline, model):
+        m.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].size(1)))
+        m.ln_f.register_forward_pre_hook(lambda module, inputs: projected.append(inputs[0].size(1)))
+    cache = KVCache()
+    list(gpt_kv_cache.generate(model, ids, 24, cache=cache))
+    assert fed == [10] + [1] * 6 + [9] + [1] * 7 + [9] + [1] * 7 + [9]
+    assert len(cache) == 9 and cache.next_pos == 9  # the caller's cache begins anew
+    fed.clear()
+    list(gpt_baseline.generate(baseline, ids, 24))
+    assert fed == [*range(10, 17), *range(9, 17), *range(9, 17), 9]
+    assert set(projected) == {1}  # logits of the last position only
 
 
 def test_equivalence_of_a_warm_cache_when_the_prompt_is_past_the_context() -> None:
@@ -194,15 +224,56 @@ def test_context_forgets_its_oldest_half_when_full(module) -> None:
 
 @pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
 def test_stop_id_ends_each_row_and_then_the_batch(module) -> None:
-    model = model_of(module, 3, vocab_size=12, n_ctx=32, n_layer=2, n_head=2, n_embd=16)
-    ids = torch.tensor([[1, 2], [3, 4]])
-    free = torch.cat(list(module.generate(model, ids, 30)), dim=1)
-    stop = int(free[0, 4])
-    stopped = torch.cat(list(module.generate(model, ids, 30, stop_id=stop)), dim=1)
-    for row, free_row in zip(stopped.tolist(), free.tolist(), strict=True):
-        end = row.index(stop) if stop in row else len(row)
-        assert row[:end] == free_row[:end] and set(row[end:]) <= {stop}
-    assert all(stop in row for row in stopped.tolist()) or stopped.size(1) == 30
+    for seed in range(100):  # to a model of which both rows come to one token, and vary before and after it
+        model = model_of(module, seed, vocab_size=12, n_ctx=64, n_layer=2, n_head=2, n_embd=16)
+        ids = torch.tensor([[1, 2], [3, 4]])
+        free = torch.cat(list(module.generate(model, ids, 40)), dim=1).tolist()
+        both = [token for token in set(free[0]) & set(free[1]) if free[0].index(token) != free[1].index(token)]
+        if both and all(len(set(row)) > 4 for row in free):
+            break
+    stop = max(both, key=lambda token: min(row.index(token) for row in free))
+    ends = [row.index(stop) for row in free]
+    stopped = torch.cat(list(module.generate(model, ids, 40, stop_id=stop)), dim=1).tolist()
+    assert 0 < min(ends) < max(ends) and len(stopped[0]) == max(ends) + 1
+    for row, free_row, end in zip(stopped, free, ends, strict=True):
+        assert row == free_row[:end] + [stop] * (max(ends) + 1 - end)
+
+
+@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
+def test_sampling_follows_the_softmax_of_the_best_k(module) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).repeat(20_000, 1)
+
+    def frequencies(temperature: float, top_k: int | None) -> Tensor:
+        drawn = module.sample(logits, temperature, top_k, torch.Generator().manual_seed(0))
+        return torch.bincount(drawn[:, 0], minlength=4) / len(drawn)
+
+    for temperature in (0.5, 1.0, 3.0):
+        expected = torch.softmax(logits[0] / temperature, dim=-1)
+        torch.testing.assert_close(frequencies(temperature, None), expected, atol=0.02, rtol=0)
+        torch.testing.assert_close(frequencies(temperature, 99), expected, atol=0.02, rtol=0)
+        best = torch.softmax(torch.tensor([-math.inf, 2.0, 1.0, -math.inf]) / temperature, dim=-1)
+        torch.testing.assert_close(frequencies(temperature, 2), best, atol=0.02, rtol=0)
+    for temperature, top_k in ((0.0, None), (1e-6, None), (1.0, 1)):
+        assert frequencies(temperature, top_k)[1] == 1
+
+
+@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
+def test_random_start_is_that_of_gpt2(module) -> None:
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(vocab_size=500, n_ctx=100, n_layer=8, n_head=2, n_embd=64))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == (1 if name.endswith("weight") else 0)).all()
+        else:
+            expected = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.05)
+
+
+def test_generating_leaves_no_gradients() -> None:
+    _, model = model_pair(0, vocab_size=50, n_ctx=16, n_layer=1, n_head=2, n_embd=16)
+    cache = KVCache()
+    tokens = list(gpt_kv_cache.generate(model, torch.zeros(1, 3, dtype=torch.long), 3, cache=cache))
+    assert len(tokens) == 3 and not cache.layers[0].requires_grad
 
 
 @pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
@@ -243,6 +314,9 @@ def test_geometry_that_can_not_be_is_refused(module, geometry: dict, words: list
 def test_dropout_acts_in_training_only_and_gradients_are_finite() -> None:
     config = gpt_baseline.GPTConfig(vocab_size=20, n_ctx=16, n_layer=2, n_head=2, n_embd=16, dropout=0.5)
     model = gpt_baseline.GPT(config)
+    q, k, v = torch.randn(3, 2, 2, 16, 8)
+    attend = model.h[0].attn
+    assert not torch.equal(attend(q, k, v, None), attend(q, k, v, None))  # on attention weights
     ids = torch.randint(20, (2, 16))
     assert not torch.equal(model(ids), model(ids))
     F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()

@@ -1,10 +1,13 @@
 """KVCache: what it holds, and that nothing that fails changes it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from tests.test_equivalence import randomize
 
 CONFIG = GPTConfig(vocab_size=50, n_ctx=24, n_layer=3, n_head=2, n_embd=20, head_dim=5)
 
@@ -13,8 +16,7 @@ CONFIG = GPTConfig(vocab_size=50, n_ctx=24, n_layer=3, n_head=2, n_embd=20, head
 def model() -> GPT:
     torch.manual_seed(0)
     model = GPT(CONFIG).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.4)
+    randomize(model)
     return model.requires_grad_(False)
 
 
@@ -117,9 +119,47 @@ def test_clone_is_independent(model: GPT, ids: Tensor) -> None:
     model(ids[:, :6], cache)
     copy = cache.clone()
     before = contents(cache)
+    assert same(contents(copy), before)
+    for tensor in (copy.pos, *copy.layers):
+        tensor.zero_()
+    assert same(contents(cache), before)
+    copy = cache.clone()
     model(ids[:, 6:], copy)
-    copy.layers[0].zero_()
     assert len(copy) == 12 and same(contents(cache), before)
+
+
+def test_clone_after_a_failed_pass_has_nothing_of_it(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    model(ids[:, :6], cache)
+    hook = model.h[2].register_forward_pre_hook(lambda module, inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids[:, 6:], cache)
+    hook.remove()
+    copy = cache.clone()
+    assert [kv.size(3) for kv in copy.layers] == [6, 6, 6] and "6, 5), " in str(cache).splitlines()[0]
+
+
+def test_a_cache_of_another_depth_is_refused(model: GPT, ids: Tensor) -> None:
+    cache = KVCache()
+    model(ids[:, :6], cache)
+    before = contents(cache)
+    for n_layer in (1, 5):
+        other = GPT(replace(CONFIG, n_layer=n_layer))
+        with pytest.raises(ValueError, match=f"3 layers .* {n_layer}"):
+            other(ids[:, 6:], cache)
+    assert same(contents(cache), before)
+
+
+def test_slots_may_stand_for_other_positions(model: GPT, ids: Tensor) -> None:
+    """A cache can be made of parts of another: positions, not slots, say what is seen and where text goes on."""
+    cache = KVCache()
+    model(ids, cache)
+    keep = [0, 5, 11]
+    part = KVCache([kv[..., keep, :] for kv in cache.layers], cache.pos[keep])
+    assert len(part) == 3 and part.next_pos == 12
+    assert [line.split() for line in str(part).splitlines()[2:]] == [["0", "0"], ["1", "5"], ["2", "11"]]
+    model(ids[:, :2], part)
+    assert part.pos.tolist() == [0, 5, 11, 12, 13]
 
 
 def test_two_caches_share_a_model(model: GPT, ids: Tensor) -> None:

@@ -770,3 +770,16 @@ def test_reader_that_leaves_early() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = [50.0] + [8.0] * 33 + [30.0], [9.0] + [2.0] * 33 + [3.0]  # a prefill, then 34 tokens
+    loader.compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
+    printed = capsys.readouterr().out
+    assert "Same tokens: yes (35, 35)" in printed
+    rows = [line.split() for line in printed.splitlines()[4:]]
+    assert rows == [["43", "8.00", "2.00", "4.0"], ["45", "19.00", "2.50", "7.6"], ["all", "8.00", "2.00", "4.0"]]
+    loader.compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
+    assert "Same tokens: NO (2, 2)" in capsys.readouterr().out
+    loader.compare(10, {"a": ([1], [1.0]), "b": ([1], [1.0])})
+    assert len(capsys.readouterr().out.splitlines()) == 2  # nothing was decoded

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import readme  # noqa: E402
 
@@ -30,6 +30,6 @@ def test_every_file_that_is_linked_or_run_exists() -> None:
 def test_diff_is_as_small_as_the_readme_says() -> None:
     import difflib
 
-    files = [(ROOT / name).read_text().splitlines() for name in ("gpt_baseline.py", "gpt_kv_cache.py")]
+    files = [(ROOT / name).read_text(encoding="utf-8").splitlines() for name in ("gpt_baseline.py", "gpt_kv_cache.py")]
     hunks = sum(line.startswith("@@") for line in difflib.unified_diff(*files, n=0))
     assert f"{hunks} hunks" in README

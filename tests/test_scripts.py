@@ -38,7 +38,7 @@ def test_default_run_writes_text_and_its_cost_from_any_folder(script: str, tmp_p
 
 def text_of(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 0, result.stderr
-    return result.stdout.split("\n\nprefill")[0]
+    return result.stdout.split("\n\n[prefill")[0]
 
 
 @pytest.mark.parametrize("options", [[], ["--temperature", "0.8", "--top-k", "20", "--seed", "5"]])
@@ -61,11 +61,11 @@ def test_seed_changes_what_is_drawn() -> None:
 def test_compare_shows_the_same_tokens_and_a_table_over_lengths() -> None:
     result = run("gpt_kv_cache.py", "--compare", "--max-new-tokens", "80")
     assert result.returncode == 0 and result.stderr == ""
-    assert "same tokens: True" in result.stdout
+    assert "Same tokens: yes" in result.stdout
     assert result.stdout.count("KV cache ") >= 2
-    rows = [line.split() for line in result.stdout.splitlines() if re.fullmatch(r"\s*\d+( +[\d.]+){3}", line)]
-    assert len(rows) >= 2
-    lengths = [int(row[0]) for row in rows]
+    rows = [line.split() for line in result.stdout.splitlines() if re.fullmatch(r"\s*(\d+|all)( +[\d.]+){3}", line)]
+    assert len(rows) >= 3 and rows[-1][0] == "all"
+    lengths = [int(row[0]) for row in rows[:-1]]
     assert lengths == sorted(set(lengths))
     for row in rows:
         assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), rel=0.1)
