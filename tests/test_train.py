@@ -22,7 +22,7 @@ TINY = Recipe(
         Phase(steps=3, documents=0, lists=4, context=32, lr=1e-3),
         Phase(steps=3, documents=3, lists=1, context=48, lr=1e-3),
         Phase(steps=3, documents=2, lists=1, context=64, lr=1e-3, answers=5.0),
-        Phase(steps=2, documents=2, lists=0, context=64, lr=5e-4),
+        Phase(steps=2, documents=1, lists=0, context=64, lr=5e-4, shuffled=1),
     ),
     documents=50,
     warmup=2,
@@ -81,6 +81,19 @@ def test_answers_weigh_what_the_phase_says() -> None:
     assert text.tokens.tolist() == [token for tokens in everything for token in tokens]  # cut by lines, or whole
 
 
+def test_shuffled_rows_keep_nothing_but_which_tokens_are_the_same() -> None:
+    text = train.Corpus(20, seed=0)
+    plain = Phase(steps=1, documents=4, lists=0, context=64, lr=0, answers=5.0)
+    rows, _ = text.batch(plain, torch.Generator().manual_seed(0))
+    half = replace(plain, documents=1, shuffled=3)
+    shuffled, weights = text.batch(half, torch.Generator().manual_seed(0))
+    assert torch.equal(shuffled[0], rows[0]) and (weights[1:] == 1).all()
+    for before, after in zip(rows[1:], shuffled[1:], strict=True):
+        assert torch.equal(before[:, None] == before, after[:, None] == after)
+        assert 0.2 < (before != after).float().mean() < 0.8
+    assert (rows[1:] == shuffled[1:]).sum(0).float().var() > 0  # not the same half in every row
+
+
 def test_lists_are_known_the_second_time_only() -> None:
     phase = Phase(steps=1, documents=0, lists=6, context=64, lr=0)
     rows, known = train.lists_batch(phase, 10_000, 0.7, torch.Generator().manual_seed(0))
@@ -111,13 +124,24 @@ def test_training_starts_from_an_induction_circuit() -> None:
     assert rank.float().median() < 50  # by chance: 768
 
 
-def test_learning_rate_rises_then_falls_and_each_step_has_its_phase() -> None:
-    rates = [train.learning_rate(train.TEACHER, step) for step in range(sum(p.steps for p in train.TEACHER.phases))]
-    lists = train.TEACHER.phases[0].steps
-    assert rates[0] < rates[99] == pytest.approx(5e-4) == pytest.approx(rates[lists - 1])
-    assert max(rates) == pytest.approx(1e-3, rel=0.01) and rates[-1] == pytest.approx(1e-4, rel=0.01)
-    with pytest.raises(ValueError, match="past the recipe's end"):
-        train.phase_at(train.TEACHER, len(rates))
+def test_learning_rate_rises_and_falls_in_every_course() -> None:
+    courses = replace(
+        TINY,
+        warmup=2,
+        phases=(
+            Phase(steps=4, documents=0, lists=1, context=8, lr=3.0),
+            Phase(steps=6, documents=1, lists=0, context=8, lr=2.0),
+            Phase(steps=6, documents=1, lists=0, context=16, lr=2.0),
+            Phase(steps=5, documents=1, lists=0, context=16, lr=1.0),
+        ),
+    )
+    rates = [train.learning_rate(courses, step) for step in range(21)]
+    assert rates[:4] == [1.5, 3.0, 3.0, 3.0]
+    assert rates[4] == 1.0 and rates[5] == max(rates[4:16]) and rates[5:16] == sorted(rates[5:16], reverse=True)
+    assert 0.2 < rates[15] < 0.25 and rates[16] == 0.5 and rates[17] == max(rates[16:])
+    for lookup in (train.phase_at, train.learning_rate):
+        with pytest.raises(ValueError, match="step 21 is past|past the recipe's end"):
+            lookup(courses, 21)
 
 
 def test_a_model_that_can_not_copy_fails_the_gates() -> None:
