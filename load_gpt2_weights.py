@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
-PROMPT = "Once there was"
+PROMPT = "Everyone in Tolben knew Halek and his sister Belessa."
 END_OF_TEXT = "<|endoftext|>"
 # Where GPT-2 cuts text before it merges bytes: the form with possessive quantifiers that tiktoken uses; same pieces.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
