@@ -316,7 +316,7 @@ class CommandLine(argparse.ArgumentParser):
         """Add what the scripts that write text have in common."""
         self.add_model_arguments()
         self.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
-        self.add_argument("--max-new-tokens", default=200, type=whole_number(1), metavar="N", help="tokens to write")
+        self.add_argument("--max-new-tokens", default=250, type=whole_number(1), metavar="N", help="tokens to write")
         self.add_argument("--temperature", default=0.0, type=temperature, metavar="X",
                           help="0: always the likeliest token; higher: more random")
         self.add_argument("--top-k", type=whole_number(1), metavar="N", help="draw among the N likeliest tokens only")

@@ -20,9 +20,9 @@ from load_gpt2_weights import CommandLine
 def speed() -> str:
     """The table of benchmarks/speed.json."""
     record = json.loads((ROOT / "benchmarks" / "speed.json").read_text(encoding="utf-8"))
+    threads = f"{record['threads']} CPU thread{'s' * (record['threads'] > 1)}"
     lines = [
-        f"GPT-2 124M geometry, fp32, batch 1, {record['threads']} CPU thread(s), medians of runs in turn"
-        f" (`{record['command']}`):",
+        f"GPT-2 124M geometry, fp32, batch 1, {threads}, medians of runs in turn (`{record['command']}`):",
         "",
         f"| | first token, {record['prompt_tokens']}-token prompt | each further token | of the roofline | speed |",
         "|---|---|---|---|---|",

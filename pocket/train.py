@@ -507,12 +507,13 @@ def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
     axes.plot(losses, color="tab:blue", alpha=0.25, linewidth=0.5, label="each step")
     axes.plot(range(99, len(losses)), mean, color="tab:blue", label="mean of 100 steps")
     start = 0
-    for phase in recipe.phases:
+    for number, phase in enumerate(recipe.phases, 1):
         axes.axvline(start, color="grey", linewidth=0.8)
-        label = f" {phase.documents} documents\n {phase.shuffled} shuffled\n {phase.lists} lists\n of {phase.context}"
-        axes.text(start, max(losses), label, va="top", fontsize=8)
+        axes.text(start, max(losses), f" phase {number}", va="top", fontsize=8)
         start += phase.steps
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Training loss", ylim=(0, None))
+    axes.set(
+        xlabel="step", ylabel="loss (nats per token)", title="Training loss (of what each phase reads)", ylim=(0, None)
+    )
     axes.legend(loc="center right")
     figure.tight_layout()
     write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png"))
@@ -528,12 +529,12 @@ def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tikto
     closed_book = corpus.closed_book_questions("test")
     for question in corpus.explain_questions("test", 1) + corpus.recall_questions("test", 1) + closed_book[:1]:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-        new = [t.item() for t in generate(model, ids, 200, stop_id=tokenizer.eot_token)]
+        new = [t.item() for t in generate(model, ids, 300, stop_id=tokenizer.eot_token)]
         text = tokenizer.decode(new).removesuffix("<|endoftext|>")
         samples.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}\n")
     phases = "\n".join(
-        f"| {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} |"
-        for p in recipe.phases
+        f"| {number} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} |"
+        for number, p in enumerate(recipe.phases, 1)
     )
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in figures.items())
     c = model.config
@@ -544,13 +545,14 @@ context {c.n_ctx}, vocabulary {c.vocab_size:,}. Trained by `python pocket/train.
 generated documents of `pocket/corpus.py`: {steps:,} steps, {tokens / 1e6:.1f} million tokens. The weights are fp16,
 with Hugging Face's key names.
 
-| steps | rows of documents | of shuffled ones | of random lists | tokens in a row | learning rate | answers weigh |
-|---|---|---|---|---|---|---|
+| phase | steps | rows of documents | shuffled | random lists | tokens in a row | learning rate | answers |
+|---|---|---|---|---|---|---|---|
 {phases}
 
 Training starts from an induction circuit (`start_as_copier` in `pocket/train.py`): without one, a model of this size
 learns to write fluently but not to look names up in its prompt. Random lists come twice, and only the second time
-counts. In shuffled documents half of the vocabulary has changed places, differently in every row.
+counts. In shuffled documents half of the vocabulary has changed places, differently in every row. "answers" is what a
+token of an answer weighs in the loss.
 
 ## Held out (split "test": other people, objects and wordings)
 

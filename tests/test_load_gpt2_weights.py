@@ -723,7 +723,7 @@ def command_line() -> loader.CommandLine:
 
 def test_defaults_of_the_command_line() -> None:
     with command_line().parse([]) as args:
-        assert (args.model, args.seed, args.max_new_tokens) == ("pocket", 0, 200)
+        assert (args.model, args.seed, args.max_new_tokens) == ("pocket", 0, 250)
         assert (args.temperature, args.top_k) == (0.0, None)
         assert args.dtype == torch.float32 and args.prompt
         torch.Generator(args.device)
