@@ -533,8 +533,8 @@ def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tikto
         text = tokenizer.decode(new).removesuffix("<|endoftext|>")
         samples.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}\n")
     phases = "\n".join(
-        f"| {number} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} |"
-        for number, p in enumerate(recipe.phases, 1)
+        f"| {i} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} |"
+        for i, p in enumerate(recipe.phases, 1)
     )
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in figures.items())
     c = model.config
