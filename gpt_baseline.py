@@ -179,7 +179,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0, top_k: int | None = None,
              stop_id: int | None = None, generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known.
@@ -222,6 +222,9 @@ def main() -> None:
         tokenizer = load_tokenizer(args.model)
         ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
 
+        if ids.size(1) > model.config.n_ctx:
+            print(f"[of the prompt's {ids.size(1)} tokens, the context of {model.config.n_ctx} holds only the last]")
+
         def run(generate: Callable, **more: object) -> tuple[list[int], list[float]]:
             print(f"\n{args.prompt}", end="", flush=True)
             options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}
@@ -229,7 +232,7 @@ def main() -> None:
             tokens = generate(model, ids, args.max_new_tokens, generator=generator, **options, **more)
             return stream(tokens, tokenizer, **more)
 
-        with torch.inference_mode():
+        with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         run(generate)
 

@@ -66,8 +66,7 @@ class KVCache:  # NEW
     """Keys, values and positions of the tokens that a model has read; it grows with every token.
 
     A forward pass appends layer by layer and commits at its end, so that one that fails changes nothing.
-    One model can serve any number of caches; a new text is a new cache. What generate() has filled, PyTorch allows
-    to be changed in place in inference mode only, or after clone().
+    One model can serve any number of caches; a new text is a new cache.
     """
 
     def __init__(self, layers: list[Tensor] | None = None, pos: Tensor | None = None) -> None:  # NEW
@@ -78,7 +77,7 @@ class KVCache:  # NEW
         """Return a layer's keys, values (B, H, S, D) and positions (S,), those of the new tokens (T) at their end."""
         kv = torch.stack([k, v])  # NEW  (2, B, H, T, D)
         if len(self):  # NEW
-            kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
+            kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW  not what a failed pass left
             pos = torch.cat([self.pos, pos])  # NEW
         self.layers[layer : layer + 1] = [kv]  # NEW  replaces the layer's entry, or is the first
         return kv[0], kv[1], pos  # NEW
@@ -98,7 +97,7 @@ class KVCache:  # NEW
         layers = [kv[..., : len(self), :].to(device, dtype, copy=True) for kv in self.layers]  # NEW
         return KVCache(layers, self.pos.to(device, copy=True))  # NEW
 
-    clone = to  # NEW
+    clone = to  # NEW  with no argument
 
     @property  # NEW
     def next_pos(self) -> int:  # NEW
@@ -113,15 +112,16 @@ class KVCache:  # NEW
     def __len__(self) -> int:  # NEW
         return len(self.pos)  # NEW
 
-    def table(self, tokens: list[str] | None = None) -> str:  # NEW
+    def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # NEW
         """Return the geometry and a line a slot: its position and, if tokens (S) are given, its token."""
         shape = (len(self.layers), *self.layers[0][..., : len(self), :].shape) if len(self) else "empty"  # NEW
-        rows = [f"{s:6}{p:10}  {repr(tokens[s]) if tokens else ''}" for s, p in enumerate(self.pos.tolist())]  # NEW
+        shown = [*map(repr, tokens), *[""] * len(self)]  # NEW
+        rows = [f"{s:6}{p:10}  {shown[s]}" for s, p in enumerate(self.pos.tolist())]  # NEW
         rows[8:-8] = ["   ..."] if len(rows) > 16 else rows[8:-8]  # NEW
         head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes\n  slot  position  token"  # NEW
         return "\n".join([head, *rows])  # NEW
 
-    __str__ = table  # NEW
+    __str__ = __repr__ = table  # NEW
 
 
 class Attention(nn.Module):
@@ -248,7 +248,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0, top_k: int | None = None,
              stop_id: int | None = None, generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
@@ -257,6 +257,8 @@ def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float
     stop_id goes on producing it; when all have, generation ends. Raises ValueError, at the first token, if ids is
     empty or no longer than the cache, or an option is out of range."""
     cache, anchor = KVCache() if cache is None else cache, 0  # NEW  anchor: where in ids the cached text begins
+    if 0 < len(cache) >= ids.size(1):  # NEW
+        raise ValueError(f"ids, {ids.size(1)} tokens, must be longer than the {len(cache)} of them in the cache")  # NEW
     check_options(ids, max_new_tokens, temperature, top_k)
     done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
     for _ in range(max_new_tokens):
@@ -298,6 +300,9 @@ def main() -> None:
         tokenizer = load_tokenizer(args.model)
         ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
 
+        if ids.size(1) > model.config.n_ctx:
+            print(f"[of the prompt's {ids.size(1)} tokens, the context of {model.config.n_ctx} holds only the last]")
+
         def run(generate: Callable, **more: object) -> tuple[list[int], list[float]]:
             print(f"\n{args.prompt}", end="", flush=True)
             options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}
@@ -305,7 +310,7 @@ def main() -> None:
             tokens = generate(model, ids, args.max_new_tokens, generator=generator, **options, **more)
             return stream(tokens, tokenizer, **more)
 
-        with torch.inference_mode():
+        with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.compare:  # NEW
             from gpt_baseline import generate as generate_uncached  # NEW

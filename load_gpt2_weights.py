@@ -68,7 +68,8 @@ PUBLIC = {
 # What torch.load raises on damaged files, found by damaging them at random, and (UnpicklingError) if they hold code.
 UNREADABLE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, struct.error, LookupError, ValueError,
               TypeError, AttributeError, AssertionError)
-NAMES = ", ".join([*POCKET, *PUBLIC]) + ", or a folder"
+TRAINED = [name for name, folder in POCKET.items() if (HERE / "pocket" / folder).is_dir()]
+NAMES = ", ".join([*TRAINED, *PUBLIC]) + ", or a folder"
 # What config.json may say about the things that our model has only one way of doing.
 SUPPORTED = {
     "model_type": ("gpt2",),
@@ -129,8 +130,10 @@ def find_file(name_or_path: str, filename: str) -> Path:
         return download(PUBLIC[name_or_path], filename)
     if name_or_path not in POCKET and not folder.is_dir():
         raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}")
+    if name_or_path in POCKET and not folder.is_dir():
+        raise FileNotFoundError(f"the model {name_or_path} is not trained yet: there is no folder {folder}")
     if not (folder / filename).is_file():
-        raise FileNotFoundError(f"there is no {filename} in {folder}")
+        raise FileNotFoundError(f"there is no {filename} in {folder}: a model's folder holds config.json and weights")
     return folder / filename
 
 
@@ -310,7 +313,9 @@ class CommandLine(argparse.ArgumentParser):
                           help="where to compute; auto: cuda if there is one, else mps, else cpu")
         self.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
                           help="number format of weights and activations")
-        self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="of the random draws")
+        self.add_argument("--threads", type=whole_number(1), metavar="N",
+                          help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice")
+        self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="of random draws")
 
     def add_generation_arguments(self) -> None:
         """Add what the scripts that write text have in common."""
@@ -333,6 +338,7 @@ class CommandLine(argparse.ArgumentParser):
             if not present[args.device]:
                 self.error(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
             args.dtype = getattr(torch, args.dtype)
+            torch.set_num_threads(args.threads or (1 if args.model in POCKET else torch.get_num_threads()))
             torch.manual_seed(args.seed)
         try:
             yield args
@@ -427,7 +433,7 @@ def nonempty(text: str) -> str:
 
 
 def main() -> None:
-    from gpt_kv_cache import GPT, generate
+    from gpt_kv_cache import GPT, KVCache, generate
 
     cli = CommandLine(__doc__, example="python %(prog)s gpt2 --verify")
     cli.add_model_arguments("model")
@@ -445,14 +451,15 @@ def main() -> None:
               f"{config.n_embd}, context {config.n_ctx}, vocabulary {config.vocab_size}\n{count:,} parameters, "
               f"{str(args.dtype).removeprefix('torch.')}, {count * args.dtype.itemsize:,} bytes on {args.device}\n")
 
-        def continuation(prompt: str, n_tokens: int) -> Iterator[torch.Tensor]:
+        def continuation(prompt: str, n_tokens: int, cache: KVCache | None = None) -> Iterator[torch.Tensor]:
             ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=args.device)
-            return generate(model, ids, n_tokens, stop_id=tokenizer.eot_token)
+            return generate(model, ids, n_tokens, stop_id=tokenizer.eot_token, cache=cache)
 
         # DialoGPT answers once a turn has ended.
         prompt = f"Does money buy happiness?{END_OF_TEXT}" if "DialoGPT" in args.model else PROMPT
         print(prompt, end="", flush=True)
-        stream(continuation(prompt, 40), tokenizer)
+        cache = KVCache()
+        stream(continuation(prompt, 40, cache), tokenizer, cache)
         different = 0
         for entry in expected:
             n_tokens = len(tokenizer.encode(entry["continuation"], allowed_special="all"))

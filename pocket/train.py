@@ -509,7 +509,7 @@ def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
     start = 0
     for number, phase in enumerate(recipe.phases, 1):
         axes.axvline(start, color="grey", linewidth=0.8)
-        axes.text(start, max(losses), f" phase {number}", va="top", fontsize=8)
+        axes.text(start, max(losses), f" {number}", va="top", fontsize=8)
         start += phase.steps
     axes.set(
         xlabel="step", ylabel="loss (nats per token)", title="Training loss (of what each phase reads)", ylim=(0, None)
@@ -527,10 +527,13 @@ def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tikto
     parameters = sum(p.numel() for p in model.parameters())
     samples = []
     closed_book = corpus.closed_book_questions("test")
-    for question in corpus.explain_questions("test", 1) + corpus.recall_questions("test", 1) + closed_book[:1]:
+    explained = corpus.explain_questions("test", 1)
+    for question in explained + corpus.recall_questions("test", 4)[::3] + closed_book[:1]:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
         new = [t.item() for t in generate(model, ids, 300, stop_id=tokenizer.eot_token)]
         text = tokenizer.decode(new).removesuffix("<|endoftext|>")
+        if question not in explained:
+            text = text.partition("\n")[0]  # the answer to a short question ends with its line
         samples.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}\n")
     phases = "\n".join(
         f"| {i} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} |"
@@ -570,7 +573,9 @@ token of an answer weighs in the loss.
 ## What it writes (greedy, in brackets)
 
 {chr(10).join(samples)}
-![Training loss](loss.png)
+![Training loss, by phase](loss.png)
+
+From phase 4 on the loss is higher because shuffled documents are read too, and answers weigh more in it.
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "# NEW"
 # from, to, hunks at most, changed lines of code at most (of which the cache's class is about half)
-LECTURES = [("gpt_baseline.py", "gpt_kv_cache.py", 10, 65)]
+LECTURES = [("gpt_baseline.py", "gpt_kv_cache.py", 10, 67)]
 
 
 def code_lines(text: str) -> set[int]:
@@ -54,7 +54,7 @@ def test_the_first_file_has_no_marks() -> None:
 @pytest.mark.parametrize("name", ["gpt_baseline.py", "gpt_kv_cache.py"])
 def test_a_file_fits_in_the_head_and_stands_alone(name: str) -> None:
     text = (ROOT / name).read_text()
-    assert len(code_lines(text)) <= 212
+    assert len(code_lines(text)) <= 216
     imported = {
         module
         for node in ast.parse(text).body
