@@ -8,8 +8,8 @@ The finding behind the recipe: a GPT-2 this small, with random learned positions
 ten million tokens. It writes fluent text whose names have nothing to do with the prompt, so that nothing could be
 learned from its KV cache. Hence start_as_copier(); hence rows of random lists: when training went on with documents
 only, the model unlearned copying (14 nats per token of a repeated random list, after 3 million tokens of documents);
-and hence rows of shuffled vocabulary, in which only the prompt helps: they took the share of early facts that are
-answered right late from 17% to 47%, with answers weighing more (steps 5,300 to 6,800).
+and hence rows of shuffled vocabulary, in which only the prompt helps: with answers weighing more, they took the share
+of early facts that are answered right late from 17% (step 5,300) to 48% (7,900) and 54% (9,900).
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ TEACHER = Recipe(
         Phase(steps=2200, documents=4, lists=1, context=512, lr=1e-3),
         Phase(steps=1500, documents=3, lists=0, context=512, lr=6e-4, shuffled=2, answers=8.0),
         Phase(steps=1100, documents=3, lists=1, context=512, lr=5e-4, shuffled=2, answers=8.0),
+        Phase(steps=2000, documents=3, lists=1, context=512, lr=6e-4, shuffled=2, answers=8.0),
     ),
     documents=60_000,
 )
