@@ -72,7 +72,7 @@ TRAINED = [name for name, folder in POCKET.items() if (HERE / "pocket" / folder)
 NAMES = ", ".join([*TRAINED, *PUBLIC]) + ", or a folder"
 # What config.json may say about the things that our model has only one way of doing.
 SUPPORTED = {
-    "model_type": ("gpt2",),
+    "model_type": ("gpt2", "bct"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -86,10 +86,8 @@ def load_model(name_or_path: str, *, model_class: type[nn.Module], device: torch
                dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a model_class with the weights of a known name or of a folder in Hugging Face format, in eval mode.
 
-    Every tensor must have its parameter, of the same shape, and every parameter its tensor. Those whose name ends
-    in one of model_class.optional_parameters, if it has that attribute, keep their initial value where the file
-    lacks them. The class may have no buffers. Memory: about one copy of the weights, since files are mapped and
-    copied tensor by tensor.
+    Every tensor must have its parameter, of the same shape, and every parameter its tensor. The class may have no
+    buffers. Memory: about one copy of the weights, since files are mapped and copied tensor by tensor.
     Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
     """
     config_path = find_file(name_or_path, "config.json")
@@ -98,9 +96,7 @@ def load_model(name_or_path: str, *, model_class: type[nn.Module], device: torch
     with torch.device("meta"):  # shapes and strides without memory
         model = model_class(config)
     parameters = dict(model.named_parameters())
-    optional = tuple(getattr(model_class, "optional_parameters", ()))
-    missing = [name for name in parameters if name not in tensors]
-    wrong = [f"{name} is missing" for name in missing if not name.endswith(optional)]
+    wrong = [f"{name} is missing" for name in parameters if name not in tensors]
     wrong += [f"{name} is unexpected" for name in tensors if name not in parameters]
     for name, tensor in tensors.items():
         if name in parameters and tensor.shape != parameters[name].shape:
@@ -111,12 +107,9 @@ def load_model(name_or_path: str, *, model_class: type[nn.Module], device: torch
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ValueError(f"the weights of {name_or_path} don't fit its config.json: {'; '.join(wrong[:8])}{more}")
     model = model.to(dtype).to_empty(device=device)  # keeps the strides: wte stays column-first
-    if missing:
-        model.init_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name in tensors:
-                parameter.copy_(tensors.pop(name))  # pop: a tensor that isn't mapped is freed at once
+            parameter.copy_(tensors.pop(name))  # pop: a tensor that isn't mapped is freed at once
     return model.eval()
 
 
@@ -185,6 +178,8 @@ def read_config(path: Path, config_class: type) -> Any:
     if absent := [key for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd") if config.get(key) is None]:
         raise ValueError(f"{path} lacks {', '.join(absent)}")
     names = [field.name for field in fields(config_class) if field.name != "dropout"]
+    if config.get("slots") and "slots" not in names:
+        raise ValueError(f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.py can read it")
     given = {name: config[name] for name in names if config.get(name) is not None}
     for name in {"vocab_size", "n_ctx", "n_layer", "n_head", "n_embd", "head_dim", "n_inner"} & given.keys():
         if type(given[name]) is not int:
@@ -433,7 +428,8 @@ def nonempty(text: str) -> str:
 
 
 def main() -> None:
-    from gpt_kv_cache import GPT, KVCache, generate
+    import gpt_bounded_cache
+    import gpt_kv_cache
 
     cli = CommandLine(__doc__, example="python %(prog)s gpt2 --verify")
     cli.add_model_arguments("model")
@@ -444,21 +440,25 @@ def main() -> None:
         if args.verify and not expected:
             known = ", ".join(sorted({entry["model"] for entry in published}))
             raise ValueError(f"no published continuation of {args.model} to compare with; there are some of {known}")
-        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        is_bct = bool(read_json(find_file(args.model, "config.json")).get("slots"))
+        module, new_cache = gpt_kv_cache, gpt_kv_cache.KVCache
+        if is_bct:
+            module, new_cache = gpt_bounded_cache, gpt_bounded_cache.BoundedMemory
+        model = load_model(args.model, model_class=module.GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         config, count = model.config, sum(parameter.numel() for parameter in model.parameters())
         print(f"{args.model}: {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, width "
               f"{config.n_embd}, context {config.n_ctx}, vocabulary {config.vocab_size}\n{count:,} parameters, "
               f"{str(args.dtype).removeprefix('torch.')}, {count * args.dtype.itemsize:,} bytes on {args.device}\n")
 
-        def continuation(prompt: str, n_tokens: int, cache: KVCache | None = None) -> Iterator[torch.Tensor]:
+        def continuation(prompt: str, n_tokens: int, cache: Any = None) -> Iterator[torch.Tensor]:
             ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=args.device)
-            return generate(model, ids, n_tokens, stop_id=tokenizer.eot_token, cache=cache)
+            return module.generate(model, ids, n_tokens, stop_id=tokenizer.eot_token, cache=cache)
 
         # DialoGPT answers once a turn has ended.
         prompt = f"Does money buy happiness?{END_OF_TEXT}" if "DialoGPT" in args.model else PROMPT
         print(prompt, end="", flush=True)
-        cache = KVCache()
+        cache = new_cache()
         stream(continuation(prompt, 40, cache), tokenizer, cache)
         different = 0
         for entry in expected:

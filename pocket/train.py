@@ -3,6 +3,9 @@
   python pocket/train.py tokenizer                           a byte-level BPE of the corpus
   python pocket/train.py teacher                             the model itself: an interrupted run goes on
   torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
+  python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
+  torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
+  python pocket/train.py ablation                            which parts of BCT do what, by short runs of each
 
 The finding behind the recipe: a GPT-2 this small, with random learned positions, forms no induction head within
 ten million tokens. It writes fluent text whose names have nothing to do with the prompt, so that nothing could be
@@ -20,8 +23,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -36,8 +39,9 @@ from torch import Tensor, nn
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 
+import gpt_bounded_cache as bounded
 from gpt_baseline import GPT, GPTConfig, generate
-from load_gpt2_weights import CommandLine, read_tokenizer, whole_number
+from load_gpt2_weights import CommandLine, load_model, load_tokenizer, read_tokenizer, whole_number
 from pocket import corpus
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
@@ -73,6 +77,21 @@ class Recipe:
     warmup: int = 100
 
 
+@dataclass(frozen=True)
+class Distillation(Recipe):
+    """Fine-tuning of a trained model with a bounded memory, on what it predicted itself when it saw everything.
+
+    config is that of the new model. Every second step reads on after another text, so that the memory isn't empty and
+    the positions are those of a long text.
+    """
+
+    init: str = "pocket"  # the model that it begins as and learns from
+    text: str | None = None  # a file to train on instead of the corpus
+    clusters: bool = True  # W_wq begins as W_k, and the write addresses as k-means of keys; else both are small noise
+    window: int = 0  # instead of slots: a sliding window of so many tokens
+    new_rate: float = 5.0  # what the learning rate of the memory's own parameters is multiplied by
+
+
 TEACHER = Recipe(
     config=GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=6, n_head=6, n_embd=192),
     phases=(
@@ -85,6 +104,19 @@ TEACHER = Recipe(
     ),
     documents=60_000,
 )
+MEMORY = {"slots": 24, "recent": 8}
+STEPS = {"bct": 4_000, "ablation": 110}
+
+
+def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
+    """The recipe that gives a trained model of this geometry a bounded memory."""
+    geometry = {name: getattr(config, name) for name in GPTConfig.__dataclass_fields__}
+    memory = {name: options.pop(name) for name in bounded.GPTConfig.__dataclass_fields__ if name in options}
+    phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=6e-4, shuffled=1, answers=8.0)
+    if config.vocab_size != VOCABULARY:  # other texts have no answers, and other models have not learned from shuffling
+        phase = replace(phase, documents=4, shuffled=0, answers=1.0)
+    new = bounded.GPTConfig(**geometry | memory)
+    return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
 
 
 # --- Tokenizer ------------------------------------------------------------------------------------------------------
@@ -191,6 +223,55 @@ def start_as_copier(model: GPT) -> None:
     attention.c_proj.weight[:n, content] = 1.5 * project.t()
 
 
+@torch.no_grad()
+def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
+    """Return k centres (k, D) of points (N, D) by Lloyd's algorithm; a centre that loses its points becomes another."""
+    centres = points[torch.randperm(len(points), generator=generator)[:k]]
+    for _ in range(rounds):
+        nearest = torch.cdist(points, centres).argmin(dim=1)
+        for i in range(k):
+            mine = points[nearest == i]
+            other = points[torch.randint(len(points), (1,), generator=generator)]
+            centres[i] = (mine if len(mine) else other).mean(dim=0)
+    return centres
+
+
+@torch.no_grad()
+def start_memory(model: bounded.GPT, ids: Tensor, generator: torch.Generator) -> None:
+    """Let writing begin with sense: a token is written to the slots whose address is nearest to its key.
+
+    W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
+    of the texts ids (B, T). Small random addresses would make all slots the same mean.
+    """
+    plain = bounded.GPT(replace(model.config, slots=0, recent=0)).to(ids.device).eval()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    inputs: list[Tensor] = []
+    for block in plain.h:
+        block.ln_1.register_forward_hook(lambda module, args, output: inputs.append(output))
+    plain(ids)
+    width = model.config.n_head * model.config.head_dim
+    for block, x in zip(model.h, inputs, strict=True):
+        block.memory.c_query.weight.copy_(block.attn.c_attn.weight[:, width : 2 * width])
+        block.memory.c_query.bias.copy_(block.attn.c_attn.bias[width : 2 * width])
+        keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
+        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:3000]]
+        centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
+        block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
+
+
+def start(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
+    """Return the model as training begins, and the teacher that it learns from, if any."""
+    torch.manual_seed(recipe.seed)
+    if not isinstance(recipe, Distillation):
+        model = GPT(recipe.config)
+        start_as_copier(model)
+        return model.to(device).train(), None
+    teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
+    model = bounded.GPT(recipe.config).to(device)
+    model.load_state_dict(teacher.state_dict(), strict=False)
+    return model.train(), teacher
+
+
 # --- Batches: a pure function of (recipe, step), so that a run can be resumed and shared out ------------------------
 
 
@@ -226,15 +307,20 @@ def lists_batch(phase: Phase, vocabulary: int, progress: float, generator: torch
 class Corpus:
     """The tokens of the training documents, <|endoftext|> after each; where each document starts; what is an answer."""
 
-    def __init__(self, documents: int, seed: int) -> None:
-        tokenizer = read_tokenizer(TOKENIZER)
+    def __init__(self, documents: int, seed: int, tokenizer: tiktoken.Encoding | None = None,
+                 file: str | None = None) -> None:  # fmt: skip
+        tokenizer = tokenizer or read_tokenizer(TOKENIZER)
+        self.vocabulary = tokenizer.n_vocab
         tokens: list[int] = []
         starts: list[int] = []
         is_answer: list[bool] = []
-        texts = corpus.documents("train", documents, seed)
-        for document in tqdm(texts, total=documents, desc="corpus", disable=rank() > 0):
+        texts: Iterable[str] = (document.text for document in corpus.documents("train", documents, seed))
+        if file is not None:
+            texts = [text for text in Path(file).read_text(encoding="utf-8").split("<|endoftext|>") if text.strip()]
+            documents = len(texts)
+        for text in tqdm(texts, total=documents, desc="corpus", disable=rank() > 0):
             starts.append(len(tokens))
-            for line in document.text.splitlines(keepends=True):  # no token spans two lines
+            for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
                 question, answer, rest = line.partition("Answer:")
                 head, tail = tokenizer.encode_ordinary(question + answer), tokenizer.encode_ordinary(rest)
                 tokens += head + tail
@@ -251,13 +337,15 @@ class Corpus:
         names and things is of no use there, only what the row itself says.
         """
         first = self.starts[self.starts < len(self.tokens) - phase.context]
+        if not len(first):
+            raise ValueError(f"the text has {len(self.tokens)} tokens, and a row of {phase.context} doesn't fit in it")
         start = first[torch.randint(len(first), (phase.documents + phase.shuffled,), generator=generator)]
         places = start[:, None] + torch.arange(phase.context + 1)
         rows, weights = self.tokens[places], torch.where(self.is_answer[places[:, 1:]], phase.answers, 1.0)
         weights[phase.documents :] = 1.0
         for row in rows[phase.documents :]:
-            moved = torch.rand(VOCABULARY, generator=generator).lt(0.5).nonzero()[:, 0]
-            place = torch.arange(VOCABULARY)
+            moved = torch.rand(self.vocabulary, generator=generator).lt(0.5).nonzero()[:, 0]
+            place = torch.arange(self.vocabulary)
             place[moved] = moved[torch.randperm(len(moved), generator=generator)]
             row.copy_(place[row])
         return rows, weights
@@ -294,8 +382,10 @@ def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
     raise ValueError(f"step {step} is past the recipe's end")
 
 
-def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device) -> Tensor:
-    """Return this process's part of the step's mean loss (nats per token), from its share of the rows."""
+def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device,
+            teacher: nn.Module | None = None) -> Tensor:  # fmt: skip
+    """Return this process's part of the step's mean loss (nats per token), from its share of the rows: of the next
+    token or, where there is a teacher, of what it predicts (the divergence from it)."""
     phase, progress = phase_at(recipe, step)
     generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
     longest = 1.0 if phase.documents else progress
@@ -304,10 +394,36 @@ def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: t
         rows, weights = (torch.cat(pair) for pair in zip(text.batch(phase, generator), (rows, weights), strict=True))
     weights = weights * world_size() / weights.sum()  # gradients are averaged over processes: the mean over all rows
     rows, weights = rows[rank() :: world_size()].to(device), weights[rank() :: world_size()].to(device)
+    if teacher is not None:
+        nats = divergence(recipe, step, model, teacher, rows[:, :-1], generator)
+        return (nats * weights).sum()
     with torch.autocast(device.type, torch.bfloat16):
         logits = model(rows[:, :-1])
     nats = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
     return (nats * weights.flatten()).sum()
+
+
+def divergence(recipe: Distillation, step: int, model: nn.Module, teacher: nn.Module, rows: Tensor,
+               generator: torch.Generator) -> Tensor:  # fmt: skip
+    """Return KL(teacher || model) in nats at every token of rows (B, T). In every second step the model has first read
+    a part of the next row, without a gradient; the teacher never has."""
+    cache = bounded.BoundedMemory() if recipe.config.slots else bounded.SlidingWindowCache(recipe.window)
+    with torch.autocast(rows.device.type, torch.bfloat16):
+        expected = teacher(rows)
+        if recipe.config.slots and step % 2:
+            before = int(torch.randint(1, rows.size(1), (1,), generator=generator))
+            with torch.no_grad():
+                model(rows.roll(1, dims=0)[:, -before:], cache)
+        got = model(rows, cache)
+    expected, got = expected.float().log_softmax(-1), got.float().log_softmax(-1)
+    return F.kl_div(got, expected, log_target=True, reduction="none").sum(-1)
+
+
+def text_of(recipe: Recipe) -> Corpus:
+    """Return the text that a recipe trains on, in the tokens of its model."""
+    if not isinstance(recipe, Distillation):
+        return Corpus(recipe.documents, recipe.seed)
+    return Corpus(recipe.documents, recipe.seed, load_tokenizer(recipe.init), recipe.text)
 
 
 def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
@@ -321,13 +437,17 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     if (rows := min(phase.rows for phase in recipe.phases)) < world_size():
         raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(recipe.seed)
-    model = GPT(recipe.config)
-    start_as_copier(model)
-    model.to(device).train()
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
+    model, teacher = start(recipe, device)
+    text = text_of(recipe)
+    if isinstance(recipe, Distillation) and recipe.config.slots and recipe.clusters:
+        generator = torch.Generator().manual_seed(recipe.seed)
+        sample = replace(recipe.phases[0], documents=16, shuffled=0)
+        start_memory(model, text.batch(sample, generator)[0][:, :-1].to(device), generator)
+    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and ".memory." not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() == 1 and ".memory." not in name]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if new := [p for name, p in model.named_parameters() if ".memory." in name]:
+        groups.append({"params": new, "weight_decay": 0.0, "factor": recipe.new_rate})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
     identity = repr(recipe)
@@ -347,13 +467,12 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             write_atomically(run / "last.pt", lambda file: torch.save(state, file))
 
     steps = min(stop_at or sys.maxsize, sum(p.steps for p in recipe.phases))
-    text = Corpus(recipe.documents, recipe.seed)
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
         while (step := len(losses)) < steps:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(recipe, step)
-            loss = loss_at(recipe, step, parallel, text, device)
+                group["lr"] = learning_rate(recipe, step) * group.get("factor", 1.0)
+            loss = loss_at(recipe, step, parallel, text, device, teacher)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -489,6 +608,9 @@ def export(model: GPT, folder: Path) -> None:
     }  # fmt: skip
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
+    if isinstance(c, bounded.GPTConfig) and c.slots:
+        config |= {name: getattr(c, name) for name in ("slots", "recent", "rule", "step", "forget", "learned_start")}
+        config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
     tensors = {f"transformer.{name}": p.detach().half().contiguous().cpu() for name, p in model.named_parameters()}
     write_atomically(
         folder / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -582,18 +704,37 @@ From phase 4 on the loss is higher because shuffled documents are read too, and 
 
 def main() -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    cli.add_argument("what", choices=("tokenizer", "teacher"), help="what to train")
-    cli.add_argument("--out", type=Path, default=HERE / "teacher", metavar="FOLDER", help="where the result goes")
-    cli.add_argument("--run", type=Path, default=HERE.parent / "runs" / "teacher", metavar="FOLDER",
-                     help="where the state is kept from which an interrupted run goes on")  # fmt: skip
+    cli.add_argument("what", choices=("tokenizer", "teacher", "bct", "ablation"), help="what to train")
+    cli.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes; default: its folder in pocket")
+    cli.add_argument("--run", type=Path, metavar="FOLDER",
+                     help="where the state is kept from which an interrupted run goes on; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
+    cli.add_argument("--init", default="pocket", metavar="NAME", help="bct: the model that gets a bounded memory")
+    cli.add_argument("--text", metavar="FILE", help="bct: UTF-8 text to train on, with <|endoftext|> between texts; "
+                     "default: the pocket corpus")  # fmt: skip
+    cli.add_argument("--steps", type=whole_number(1), metavar="N", help="bct and ablation: steps of training; default: "
+                     f"{STEPS['bct']:,} and {STEPS['ablation']}")  # fmt: skip
+    cli.add_argument("--slots", default=MEMORY["slots"], type=whole_number(1), metavar="M", help="bct: slots of a head")
+    cli.add_argument("--recent", default=MEMORY["recent"], type=whole_number(0), metavar="R",
+                     help="bct: tokens kept exactly beside the slots")  # fmt: skip
     with cli.parse() as args:
+        out = args.out or HERE / {"bct": "bct", "ablation": "bct"}.get(args.what, "teacher")
+        run = args.run or HERE.parent / "runs" / args.what
+        steps = args.steps or STEPS.get(args.what)
         if args.what == "tokenizer":
-            train_tokenizer(args.out / "tokenizer.tiktoken", documents=20_000)
-            return
-        model, losses = train(TEACHER, args.run, args.stop_at)
-        if rank() == 0 and len(losses) == sum(p.steps for p in TEACHER.phases):
-            finish(TEACHER, model.cpu(), losses, args.out)
+            train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
+        elif args.what == "ablation":
+            ablation(steps, run, out / "ablation.json")
+        elif args.what == "bct":
+            config = load_model(args.init, model_class=GPT).config
+            recipe = distillation(args.init, config, steps, slots=args.slots, recent=args.recent, text=args.text)
+            model, losses = train(recipe, run, args.stop_at)
+            if rank() == 0 and len(losses) == steps:
+                finish_memory(recipe, model.cpu(), losses, out)
+        else:
+            model, losses = train(TEACHER, run, args.stop_at)
+            if rank() == 0 and len(losses) == sum(p.steps for p in TEACHER.phases):
+                finish(TEACHER, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -614,6 +755,116 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     text = card(recipe, model, figures, tokenizer)
     write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
     export(model, folder)
+
+
+class Windowed(nn.Module):
+    """A trained model that sees only a sliding window of its text, and the first `sinks` tokens."""
+
+    def __init__(self, model: bounded.GPT, window: int, sinks: int = 0) -> None:
+        super().__init__()
+        self.model, self.window, self.sinks = model, window, sinks
+        self.config, self.wte = model.config, model.wte
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids, bounded.SlidingWindowCache(self.window, self.sinks))
+
+
+def window_of_equal_bytes(config: bounded.GPTConfig) -> int:
+    """Return how many tokens' keys and values take at least the bytes of a BCT's memory."""
+    D, M = config.head_dim, config.slots
+    return math.ceil((M * (2 * D + 1) + config.recent * (2 * D + 2 + M)) / (2 * D))
+
+
+def finish_memory(recipe: Distillation, model: bounded.GPT, losses: list[float], folder: Path) -> None:
+    """Measure a BCT as it will be shipped, in fp16, beside the model that it comes from; write it and its card.
+
+    Raises ValueError, and writes nothing, if it is no better than a sliding window of equal bytes. A model whose
+    tokens aren't those of the corpus is only written.
+    """
+    model = model.half().float()
+    if recipe.config.vocab_size == VOCABULARY:
+        tokenizer, window = read_tokenizer(TOKENIZER), window_of_equal_bytes(recipe.config)
+        plain = load_model(recipe.init, model_class=bounded.GPT)
+        figures = {
+            "bct": evaluate(model, tokenizer),
+            "full": evaluate(plain, tokenizer),
+            "window": evaluate(Windowed(plain, window), tokenizer) | {"tokens": window},
+            "sinks": evaluate(Windowed(plain, window - 4, 4), tokenizer) | {"tokens": window},
+        }
+        print(json.dumps(figures, indent=2))
+        if any(figures["bct"][name] >= figures["window"][name] for name in ("perplexity", "recall_nats")):
+            raise ValueError(f"the model is not kept, since a sliding window of {window} tokens is better")
+        write_atomically(folder / "figures.json", lambda file: file.write_text(json.dumps(figures, indent=2) + "\n"))
+        text = memory_card(recipe, model, figures)
+        write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+    plot_losses(recipe, losses, folder / "loss.png")
+    export(model, folder)
+
+
+def memory_card(recipe: Distillation, model: bounded.GPT, figures: dict[str, dict[str, float]]) -> str:
+    """Return the model card of a BCT: what it is, how it was trained, and what its memory costs in quality."""
+    c, phase = model.config, recipe.phases[0]
+    new = sum(p.numel() for name, p in model.named_parameters() if ".memory." in name)
+    names = {"full": "full attention", "bct": "BCT", "window": "sliding window", "sinks": "4 sinks + window"}
+    rows = "\n".join(
+        f"| {name} | {figures[key]['perplexity']:.3f} | {figures[key]['recall_nats']:.2f} | "
+        f"{figures[key]['recall_share']:.1%} | {figures[key]['name_nats']:.3f} | {figures[key]['closed_book_share']:.1%} |"
+        for key, name in names.items()
+    )
+    return f"""# pocket/bct
+
+`{recipe.init}` with BCT's bounded memory: per head {c.slots} slots and the {c.recent} most recent tokens, whatever the length of the
+text. {sum(p.numel() for p in model.parameters()):,} parameters, {new:,} of them new. Fine-tuned by `python pocket/train.py bct` on what the
+model predicts itself when it sees everything: {phase.steps:,} steps, {phase.steps * phase.rows * phase.context / 1e6:.1f} million tokens. The weights are fp16.
+A plain GPT-2 can't load it: `gpt_bounded_cache.GPT` can.
+
+## Held out (split "test"), at equal bytes of memory
+
+| memory | perplexity | early facts asked late: nats | right | a new name, later mentions: nats | world's facts: right |
+|---|---|---|---|---|---|
+{rows}
+
+The sliding windows are of {figures['window']['tokens']} tokens (of which 4 sinks) and run on `{recipe.init}` as it is, without fine-tuning;
+[`ablation.json`](ablation.json) has a fine-tuned one. All figures are those of [pocket/teacher](../teacher/README.md).
+
+![Training loss](loss.png)
+
+The loss is the divergence from what the model predicts with full attention.
+"""
+
+
+ABLATION = (
+    # what changes against the row before, options of distillation()
+    ("the paper's rule", {"slots": 32, "rule": "sum", "step": False, "forget": False, "clusters": False}),
+    ("+ a step size for each token", {"slots": 32, "rule": "sum", "forget": False, "clusters": False}),
+    ("a slot is the mean, and counts by its mass", {"slots": 32, "forget": False, "clusters": False}),
+    ("+ addresses by k-means of keys", {"slots": 32, "forget": False}),
+    ("+ forgetting", {"slots": 32}),
+    ("+ the last 8 tokens kept exactly, 24 slots", MEMORY),
+    ("+ learned start of the slots", MEMORY | {"learned_start": True}),
+    ("sliding window of equal bytes, fine-tuned the same", {"window": 36}),
+)
+
+
+def ablation(steps: int, run: Path, path: Path) -> None:
+    """Train every row of ABLATION for a few steps from the teacher and write their figures on the split "valid"."""
+    tokenizer = read_tokenizer(TOKENIZER)
+    plain = load_model("pocket", model_class=bounded.GPT)
+    rows = [("full attention", 0, plain), ("sliding window of 36 tokens, as it is", 0, Windowed(plain, 36)),
+            ("4 sinks + 32 tokens, as it is", 0, Windowed(plain, 32, 4))]  # fmt: skip
+    documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("valid", 300)]
+    results = []
+    for name, row_steps, model in [*rows, *((name, steps, options) for name, options in ABLATION)]:
+        if isinstance(model, dict):
+            recipe = distillation("pocket", plain.config, steps, **model)
+            model, _ = train(recipe, run / re.sub(r"\W+", "-", name).strip("-"))
+            model = Windowed(model, recipe.window) if recipe.window else model
+        nats, share = answers(model, tokenizer, corpus.recall_questions("valid", 300))
+        perplexity = math.exp(continuation_loss(model, tokenizer, documents)[0])
+        results.append({"name": name, "steps": row_steps, "perplexity": perplexity, "recall_nats": nats,
+                        "recall_share": share})  # fmt: skip
+        print(json.dumps(results[-1]))
+    write_atomically(path, lambda file: file.write_text(json.dumps(results, indent=2) + "\n"))
 
 
 if __name__ == "__main__":

@@ -218,30 +218,6 @@ def test_dropout_of_the_config_is_not_taken_over(tmp_path: Path) -> None:
     assert loader.load_model(write(tmp_path, random_tensors(), config), model_class=GPT).config.dropout == 0.0
 
 
-class GPTWithGate(GPT):
-    optional_parameters = (".gate",)
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
-        self.h[1].gate = torch.nn.Parameter(torch.empty(3))
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        super().init_weights()
-        if hasattr(self.h[1], "gate"):
-            torch.nn.init.constant_(self.h[1].gate, 0.5)
-
-
-def test_optional_parameters_keep_their_start_only_where_the_file_lacks_them(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    model = loader.load_model(write(tmp_path / "public", tensors), model_class=GPTWithGate)
-    assert_loaded(model, tensors | {"h.1.gate": torch.full((3,), 0.5)})
-    tensors["h.1.gate"] = torch.tensor([1.0, 2.0, 3.0])
-    assert_loaded(loader.load_model(write(tmp_path / "own", tensors), model_class=GPTWithGate), tensors)
-    with pytest.raises(ValueError, match=r"h\.1\.gate is unexpected"):
-        loader.load_model(str(tmp_path / "own"), model_class=GPT)
-
-
 PEAK_MEMORY = """
 import sys, threading, torch
 from gpt_kv_cache import GPT

@@ -1,0 +1,373 @@
+"""What a bounded cache costs and saves: bytes, time and quality of the memories of gpt_bounded_cache.py, side by side.
+
+`python gpt_bounded_cache.py` runs report() after its text. The window, the sinks and BCT are given the same bytes;
+"full" is a window of n_ctx, and beside it stands the growing cache of gpt_kv_cache.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.utils import tqdm
+from torch import Tensor, nn
+
+import gpt_bounded_cache as bounded
+import gpt_kv_cache as growing
+from gpt_bounded_cache import SlidingWindowCache
+from load_gpt2_weights import load_model, load_tokenizer
+from pocket import corpus
+from pocket.train import answers, write_atomically
+
+SINKS = 4
+COLORS = {"growing": "grey", "full": "black", "window": "tab:orange", "sinks": "tab:green", "bct": "tab:blue"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One way of remembering: a label, a model, what makes a cache, and what writes with it."""
+
+    label: str
+    model: nn.Module
+    new_cache: Callable[[], growing.KVCache]
+    generate: Callable[..., Iterator[Tensor]] = bounded.generate
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of ids (B, T), read with this memory."""
+        return self.model(ids, self.new_cache())
+
+
+def memories_of(name: str, n: int, device: str, dtype: torch.dtype) -> dict[str, Memory]:
+    """Return the memories that a model can have: full, window and sinks of n tokens, and bct for pocket; or bct only,
+    for a BCT. Raises ValueError if n is too small."""
+    model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
+    bct = model if model.config.slots else None
+    if name == "pocket":
+        bct = load_model("pocket-bct", model_class=bounded.GPT, device=device, dtype=dtype)
+    memories = {}
+    if not model.config.slots:
+        n_ctx = model.config.n_ctx
+        if n <= SINKS:
+            raise ValueError(f"{n} slots are too few, with {SINKS} of them for sinks")
+        memories["full"] = Memory(f"full, {n_ctx} slots", model, lambda: SlidingWindowCache(n_ctx))
+        memories["window"] = Memory(f"window of {n}", model, lambda: SlidingWindowCache(n))
+        memories["sinks"] = Memory(f"{SINKS} sinks + window of {n - SINKS}", model,
+                                   lambda: SlidingWindowCache(n - SINKS, SINKS))  # fmt: skip
+    if bct:
+        label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
+        memories["bct"] = Memory(label, bct, bounded.BoundedMemory)
+    return memories
+
+
+def growing_cache(name: str, device: str, dtype: torch.dtype) -> Memory:
+    """Return what they are compared with: the cache of gpt_kv_cache.py."""
+    model = load_model(name, model_class=growing.GPT, device=device, dtype=dtype)
+    return Memory("growing cache", model, growing.KVCache, growing.generate)
+
+
+# --- Bytes and time -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Growth:
+    """What writing every token took: milliseconds, and bytes of cache after it."""
+
+    ms: list[float]
+    nbytes: list[int]
+
+
+def growth(memories: dict[str, Memory], prompt: Tensor, tokens: int) -> dict[str, Growth]:
+    """Let all memories write `tokens` tokens after the prompt (1, T), one each in turn."""
+    result = {key: Growth([], []) for key in memories}
+    writing = {}
+    for key, memory in memories.items():
+        cache = memory.new_cache()
+        writing[key] = cache, memory.generate(memory.model, prompt, tokens, cache=cache)
+    for _ in tqdm(range(tokens), desc="bytes and time", leave=False):
+        for key, (cache, generation) in writing.items():
+            started = time.perf_counter()
+            next(generation).item()  # waits for the device
+            result[key].ms.append(1000 * (time.perf_counter() - started))
+            result[key].nbytes.append(cache.nbytes)
+    return result
+
+
+def around(values: list[float], i: int, width: int = 32) -> list[float]:
+    """Return the last `width` values up to index i."""
+    return values[max(0, i + 1 - width) : i + 1]
+
+
+# --- Quality --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
+    """Return the nats (B, T - 1) of all tokens of ids (B, T) but the first, read as generate() reads: any length."""
+    model, cache, n_ctx = memory.model, memory.new_cache(), memory.model.config.n_ctx
+    losses, start, read = [], 0, 0  # start: where the context begins
+    while read < ids.size(1) - 1:
+        end = min(read + chunk, ids.size(1) - 1)
+        if not model.config.slots:
+            if read - start == n_ctx:  # the context is full: forget its oldest half, read the rest again
+                start = bounded.context_start(read + 1, n_ctx)
+                cache.truncate(0)
+                model(ids[:, start:read], cache, last_only=True)
+            end = min(end, start + n_ctx)
+        logits = model(ids[:, read:end], cache).float()  # (B, T, V)
+        losses.append(F.cross_entropy(logits.transpose(1, 2), ids[:, read + 1 : end + 1], reduction="none"))
+        read = end
+    return torch.cat(losses, dim=1)
+
+
+@torch.no_grad()
+def document_losses(memory: Memory, documents: list[list[int]]) -> list[list[float]]:
+    """Return the nats of each document's tokens but the first, each read from its own beginning."""
+    losses = []
+    for start in range(0, len(documents), 16):
+        batch = documents[start : start + 16]
+        rows = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long, device=memory.model.wte.weight.device)
+        for row, tokens in zip(rows, batch, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+        nats = F.cross_entropy(memory(rows[:, :-1]).float().transpose(1, 2), rows[:, 1:], reduction="none").tolist()
+        losses += [row[: len(tokens) - 1] for row, tokens in zip(nats, batch, strict=True)]
+    return losses
+
+
+def explanations(memory: Memory, tokenizer: Any, questions: list[corpus.Question], tokens: int = 220) -> list[str]:
+    """Return the greedy answers to questions, written as one batch: the prompts are padded on the left."""
+    prompts = [tokenizer.encode_ordinary(question.prompt) for question in questions]
+    pad = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    rows = [[tokenizer.eot_token] * n + prompt for n, prompt in zip(pad, prompts, strict=True)]
+    ids = torch.tensor(rows, device=memory.model.wte.weight.device)
+    cache = memory.new_cache()
+    cache.pad = pad
+    new = memory.generate(memory.model, ids, tokens, stop_id=tokenizer.eot_token, cache=cache)
+    rows = torch.cat(list(new), dim=1).tolist()
+    return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip() for row in rows]
+
+
+def bleu(texts: list[str], references: list[str]) -> float:
+    """Return the corpus BLEU-4 in percent, with one reference each; words and punctuation marks are the tokens.
+
+    Source: Papineni et al. 2002, "BLEU: a Method for Automatic Evaluation of Machine Translation", section 2.3.
+    """
+    matches, totals, length, reference_length = [0] * 4, [0] * 4, 0, 0
+    for text, reference in zip(texts, references, strict=True):
+        words, expected = (re.findall(r"\w+|[^\w\s]", t) for t in (text, reference))
+        length, reference_length = length + len(words), reference_length + len(expected)
+        for n in range(1, 5):
+            grams, known = (Counter(zip(*(w[i:] for i in range(n)), strict=False)) for w in (words, expected))
+            matches[n - 1] += (grams & known).total()
+            totals[n - 1] += grams.total()
+    if not all(matches):
+        return 0.0
+    brevity = min(0.0, 1 - reference_length / length)
+    return 100 * math.exp(brevity + sum(math.log(m / t) for m, t in zip(matches, totals, strict=True)) / 4)
+
+
+def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
+    """Measure held-out text (split "test"): figures of each memory, and its mean nats at every token of long texts."""
+    tokens = [tokenizer.encode_ordinary(d.text) + [tokenizer.eot_token] for d in corpus.documents("test", 100)]
+    device = next(iter(memories.values())).model.wte.weight.device
+    width = 4 * next(iter(memories.values())).model.config.n_ctx + 1
+    long = [t for d in corpus.documents("test", 12 * width // 180, seed=1) for t in
+            [*tokenizer.encode_ordinary(d.text), tokenizer.eot_token]]  # fmt: skip
+    streams = torch.tensor(long[: 12 * width], device=device).view(12, width)
+    recall, explain = corpus.recall_questions("test", 150), corpus.explain_questions("test", 32)
+    figures, by_distance = {}, {}
+    for key, memory in tqdm(memories.items(), desc="quality", leave=False):
+        by_distance[key] = stream_losses(memory, streams).mean(dim=0).cpu()
+        nats = [n for document in document_losses(memory, tokens) for n in document]
+        recall_nats, recall_share = answers(Reader(memory), tokenizer, recall)
+        figures[key] = {
+            "perplexity": math.exp(sum(nats) / len(nats)),
+            "perplexity_of_long_texts": by_distance[key].mean().exp().item(),
+            "recall_nats": recall_nats,
+            "recall_share": recall_share,
+            "bleu": bleu(explanations(memory, tokenizer, explain), [question.answer for question in explain]),
+        }
+    return figures, by_distance
+
+
+class Reader(nn.Module):
+    """A memory in the form of a model."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory, self.wte, self.config = memory, memory.model.wte, memory.model.config
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.memory(ids)
+
+
+# --- The report -----------------------------------------------------------------------------------------------------
+
+
+def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tensor, folder: str) -> None:
+    """Measure the memories of a model; print the tables and the verdicts; write CSV, figures and summary.json."""
+    out, memories, tokenizer = Path(folder), memories_of(name, slots, device, dtype), load_tokenizer(name)
+    n_ctx = next(iter(memories.values())).model.config.n_ctx
+    compared = memories
+    if "full" in memories:
+        memories = {"growing": growing_cache(name, device, dtype)} | memories
+    prompt = prompt[:, : n_ctx // 2]
+    length = 4 * n_ctx - prompt.size(1)
+    grown = growth(memories, prompt, length)
+    marks = [n for n in (2**i for i in range(6, 40)) if prompt.size(1) < n <= 4 * n_ctx]
+
+    print(f"\nBytes of cache and ms per token (medians of 32) when so many tokens have been processed; n_ctx = {n_ctx}\n")
+    print(f"{'tokens':>24}" + "".join(f"{n:>18,}" for n in marks))
+    rows = []
+    for key, memory in memories.items():
+        at = [n - prompt.size(1) - 1 for n in marks]
+        nbytes = [max(around(grown[key].nbytes, i)) for i in at]
+        ms = [statistics.median(around(grown[key].ms, i)) for i in at]
+        rows += [[memory.label, n, b, m] for n, b, m in zip(marks, nbytes, ms, strict=True)]
+        print(f"{memory.label:>24}" + "".join(f"{b:>11,}{m:>7.2f}" for b, m in zip(nbytes, ms, strict=True)))
+    print("\nAt n_ctx tokens all but BCT forget the older half and read the rest again; with that, the mean per token is")
+    print("; ".join(f"{memory.label} {statistics.mean(grown[key].ms):.2f} ms" for key, memory in memories.items()) + ".")
+    summary: dict[str, Any] = {"model": name, "n_ctx": n_ctx, "tokens": length, "memories": {}}
+    for key, memory in memories.items():
+        summary["memories"][key] = {
+            "label": memory.label,
+            "bytes": {str(n): b for label, n, b, _ in rows if label == memory.label},
+            "ms_per_token": {str(n): m for label, n, _, m in rows if label == memory.label},
+            "mean_ms_per_token": statistics.mean(grown[key].ms),
+        }
+    by_distance: dict[str, Tensor] = {}
+    if name == "pocket":
+        figures, by_distance = quality(compared, tokenizer)
+        print_quality(compared, figures, by_distance)
+        for key, values in figures.items():
+            summary["memories"][key] |= values
+        summary["claims"] = claims(summary["memories"], marks, n_ctx)
+        print("\nWhat the paper claims (Yi et al. 2024, section 4.3):")
+        for claim in summary["claims"]:
+            print(f"  {claim['claim']}: {claim['verdict']}, {claim['figures']}")
+    else:
+        print("\nQuality is measured on the texts of pocket only.")
+    out.mkdir(parents=True, exist_ok=True)
+    write_csv(out / "growth.csv", ["memory", "tokens", "cache_bytes", "ms_per_token"], rows)
+    write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n"))
+    draw(memories, grown, by_distance, prompt.size(1), n_ctx, out)
+    print(f"\nWritten to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+def spans_of(length: int, n_ctx: int) -> list[tuple[int, int]]:
+    """Return spans of distance from the start: doubling up to n_ctx, then n_ctx wide."""
+    ends = [n_ctx >> i for i in range(4, -1, -1)] + list(range(2 * n_ctx, length + 1, n_ctx))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def print_quality(memories: dict[str, Memory], figures: dict[str, dict[str, float]],
+                  by_distance: dict[str, Tensor]) -> None:  # fmt: skip
+    """Print perplexity by distance from the start of long texts, and the figures of single documents."""
+    n_ctx = next(iter(memories.values())).model.config.n_ctx
+    spans = spans_of(len(next(iter(by_distance.values()))), n_ctx)
+    print("\nPerplexity of long texts (held-out documents in a row) by distance from the start, in tokens\n")
+    print(" " * 24 + "".join(f"{f'{a}-{b}':>11}" for a, b in spans))
+    for key, memory in memories.items():
+        cells = (by_distance[key][a:b].mean().exp().item() for a, b in spans)
+        print(f"{memory.label:>24}" + "".join(f"{value:>11.2f}" for value in cells))
+    print("\nSingle documents: perplexity; facts stated early, asked late: nats, and right; BLEU of explanations\n")
+    for key, memory in memories.items():
+        f = figures[key]
+        print(f"{memory.label:>24}{f['perplexity']:>11.3f}{f['recall_nats']:>11.2f}{f['recall_share']:>11.1%}"
+              f"{f['bleu']:>11.1f}")  # fmt: skip
+
+
+def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) -> list[dict[str, str]]:
+    """Return the paper's claims, each with its verdict and the figures behind it."""
+    bct, everything, window = memories["bct"], memories["full"], memories["window"]
+    grown = memories["growing"]["bytes"][str(n_ctx)]
+    early, late = (statistics.median(bct["ms_per_token"][str(n)] for n in half) for half in (marks[:2], marks[-2:]))
+    worse = {name: 1 - bct[name] / everything[name] for name in ("bleu",)}
+    perplexity = bct["perplexity"] / everything["perplexity"] - 1
+
+    def verdict(holds: bool) -> str:
+        return "HOLDS" if holds else "DOES NOT HOLD"
+
+    return [
+        {
+            "claim": "memory stays constant",
+            "verdict": verdict(len(set(bct["bytes"].values())) == 1),
+            "figures": f"{bct['bytes'][str(marks[0])]:,} bytes after {marks[0]} tokens and "
+            f"{bct['bytes'][str(marks[-1])]:,} after {marks[-1]:,}; the growing cache has {grown:,} after {n_ctx}",
+        },
+        {
+            "claim": "time per token stays constant",
+            "verdict": verdict(abs(late / early - 1) < 0.15),
+            "figures": f"{early:.2f} ms at first, {late:.2f} at last (within 15%: noise)",
+        },
+        {
+            "claim": "quality within 3%, in BLEU",
+            "verdict": verdict(worse["bleu"] < 0.03),
+            "figures": f"{bct['bleu']:.1f} against {everything['bleu']:.1f} with full attention, {-worse['bleu']:+.1%} "
+            f"(the window: {window['bleu']:.1f})",
+        },
+        {
+            "claim": "quality within 3%, in perplexity",
+            "verdict": verdict(perplexity < 0.03),
+            "figures": f"{bct['perplexity']:.3f} against {everything['perplexity']:.3f}, {perplexity:+.1%} "
+            f"(the window: {window['perplexity']:.3f})",
+        },
+    ]
+
+
+def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
+    """Write a table with a header line."""
+
+    def write(file: Path) -> None:
+        with file.open("w", newline="", encoding="utf-8") as handle:
+            csv.writer(handle).writerows([header, *rows])
+
+    write_atomically(path, write)
+
+
+def draw(memories: dict[str, Memory], grown: dict[str, Growth], by_distance: dict[str, Tensor], prompt: int,
+         n_ctx: int, out: Path) -> None:  # fmt: skip
+    """Draw bytes and time against tokens processed and, where it was measured, perplexity by distance."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def plot(name: str, title: str, ylabel: str, curves: dict[str, tuple[list[float], list[float]]], log: bool) -> None:
+        figure, axes = plt.subplots(figsize=(8, 4.5))
+        for key, (x, y) in curves.items():
+            dashed = "--" if key == "growing" else "-"
+            axes.plot(x, y, dashed, color=COLORS[key], label=memories[key].label, linewidth=1.5)
+        for n in range(n_ctx, 4 * n_ctx, n_ctx):
+            axes.axvline(n, color="lightgrey", linewidth=0.6, zorder=0)
+        axes.set(xlabel="tokens processed (grey: multiples of n_ctx)", ylabel=ylabel, title=title)
+        axes.set_yscale("log") if log else axes.set_ylim(0, None)
+        axes.legend(fontsize=8)
+        figure.tight_layout()
+        write_atomically(out / name, lambda file: figure.savefig(file, dpi=120, format="png"))
+        plt.close(figure)
+
+    steps = range(prompt + 1, prompt + 1 + len(next(iter(grown.values())).ms))
+    kib = {key: (list(steps), [b / 1024 for b in g.nbytes]) for key, g in grown.items()}
+    plot("bytes.png", "Size of the cache", "KiB (logarithmic)", kib, log=True)
+    ms = {key: (list(steps), [statistics.median(around(g.ms, i)) for i in range(len(g.ms))]) for key, g in grown.items()}
+    plot("speed.png", "Time per token, median of 32 (reading again at the end of the context not shown)", "ms", ms,
+         log=False)  # fmt: skip
+    if by_distance:
+        curves = {}
+        for key, nats in by_distance.items():
+            spans = spans_of(len(nats), n_ctx)
+            spans = [(a, min(a + 64, b)) for start, end in spans for a, b in [(start, end)] for a in range(a, b, 64)]
+            curves[key] = ([(a + b) / 2 for a, b in spans], [nats[a:b].mean().exp().item() for a, b in spans])
+        plot("perplexity.png", "Perplexity by distance from the start (means of 64 tokens, 12 texts)", "perplexity",
+             curves, log=True)  # fmt: skip
