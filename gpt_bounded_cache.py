@@ -146,7 +146,7 @@ def visible(k_pos: Tensor, pos: Tensor, cache: KVCache | None) -> Tensor:  # RIN
     if cache is not None:  # RING
         first = torch.tensor(cache.pad, device=pos.device)[:, None, None, None]  # PAD  where each row's text begins
         seen = seen & ((k_pos > pos - cache.window) | (k_pos < first + cache.sinks))  # RING
-        seen = seen & (k_pos >= first) | (k_pos == pos)  # PAD  padding sees itself: softmax needs something to weigh
+        seen = seen & (k_pos >= first)  # PAD
     return seen  # RING
 
 
@@ -356,7 +356,7 @@ class WriteMemory(nn.Module):  # BCT
         self.c_query = Conv1D(config.n_embd, H * D)  # BCT  W_wq
         self.addresses = nn.Parameter(torch.empty(H, M, D))  # BCT  MK
         self.c_gate = Conv1D(config.n_embd, 2 * H)  # BCT  step size, then what is kept of the slots: before the sigmoid
-        self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None  # BCT  MV_0
+        self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None  # BCT  MV_0 and log mass
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, memory: BoundedMemory,  # BCT
                 layer: int) -> Tensor:  # BCT
@@ -370,8 +370,10 @@ class WriteMemory(nn.Module):  # BCT
         w = w * step.sigmoid() if self.config.step else w  # BCT
         log_keep = real * F.logsigmoid(keep) * self.config.forget  # BCT
         new = torch.cat([k, v, real, log_keep, w], dim=-1).float()  # BCT  (B, H, T, 2D + 2 + M)
-        slots = new.new_zeros(H, M, 2 * D + 1) if self.start is None else self.start.float()  # BCT
-        slots = slots.expand(B, H, M, 2 * D + 1)  # BCT
+        slots = new.new_zeros(B, H, M, 2 * D + 1)  # BCT
+        if self.start is not None:  # BCT
+            kv, mass = self.start.float().split([2 * D, 1], dim=-1)  # BCT
+            slots = slots + torch.cat([kv * mass.exp(), mass.exp()], dim=-1)  # BCT
         recent = new.new_zeros(B, H, self.config.recent, new.size(3))  # BCT
         if len(memory):  # BCT
             slots, recent = memory.layers[layer]  # BCT
@@ -379,7 +381,7 @@ class WriteMemory(nn.Module):  # BCT
         for part, tokens in zip(q.float().split(self.chunk, dim=2), new.split(self.chunk, dim=2), strict=True):  # BCT
             y, slots, recent = self.read_then_write(part, slots, torch.cat([recent, tokens], dim=2))  # BCT
             read.append(y)  # BCT
-        memory.fed[layer:] = [(slots, recent)]  # BCT
+        memory.fed[layer:] = [(slots, recent.clone())]  # BCT  a slice would keep all of its chunk in memory
         return torch.cat(read, dim=2).to(x.dtype)  # BCT
 
     def read_then_write(self, q: Tensor, slots: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # BCT

@@ -1,0 +1,604 @@
+"""The caches that don't grow: the window is exact under any feeding, BCT computes the same in parallel and in turn."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpt_bounded_cache as bounded
+import gpt_kv_cache
+from gpt_bounded_cache import GPT, BoundedMemory, GPTConfig, KVCache, SlidingWindowCache, WriteMemory, generate
+from tests.test_equivalence import TOLERANCE, assert_close, feed_in_chunks, random_geometry, randomize
+
+SMALL = GPTConfig(vocab_size=50, n_ctx=24, n_layer=3, n_head=2, n_embd=20, head_dim=5)
+BCT = replace(SMALL, slots=4, recent=3)
+
+
+def model_of(config: GPTConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT:
+    torch.manual_seed(seed)
+    model = GPT(config).eval()
+    randomize(model)
+    return model.to(dtype).requires_grad_(False)
+
+
+def ids_of(*shape: int, seed: int = 1, vocab_size: int = 50) -> Tensor:
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def banded(model: GPT, ids: Tensor, window: int, sinks: int) -> Tensor:
+    """The logits of one pass without any cache, in which a token sees the last `window` and the first `sinks`."""
+    place = torch.arange(ids.size(1))
+    mask = (place <= place[:, None]) & ((place > place[:, None] - window) | (place < sinks))
+    x = model.wte(ids) + model.wpe(place)
+    for block in model.h:
+        x = x + block.attn(*block.attn.project(block.ln_1(x)), mask)
+        x = x + block.mlp(block.ln_2(x))
+    return model.head(x)
+
+
+def greedy_banded(model: GPT, ids: Tensor, n: int, window: int, sinks: int) -> Tensor:
+    for _ in range(n):
+        start = bounded.context_start(ids.size(1), model.config.n_ctx)
+        ids = torch.cat([ids, banded(model, ids[:, start:], window, sinks)[:, -1:].argmax(-1)], dim=1)
+    return ids[:, -n:]
+
+
+def padded(rows: list[Tensor]) -> tuple[Tensor, list[int]]:
+    """Rows (T_b,) of different lengths as one batch, with noise for padding, and by how much each is padded."""
+    length = max(map(len, rows))
+    pad = [length - len(row) for row in rows]
+    return torch.stack([torch.cat([ids_of(n, seed=n), row]) for n, row in zip(pad, rows, strict=True)]), pad
+
+
+# --- The window -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_equivalence_of_a_window_under_any_chunking(seed: int) -> None:
+    rng = random.Random(seed)
+    geometry = random_geometry(rng)
+    model = model_of(GPTConfig(**geometry), seed)
+    n_ctx = geometry["n_ctx"]
+    window, sinks = rng.randint(1, rng.choice([3, 8, n_ctx + 3])), rng.choice([0, 0, 1, 4])
+    ids = ids_of(rng.randint(1, 4), rng.randint(1, n_ctx), seed=seed, vocab_size=geometry["vocab_size"])
+    cuts = [rng.randint(1, ids.size(1)) for _ in range(rng.choice([0, 1, 3, 50]))]
+    cache = SlidingWindowCache(window, sinks)
+    assert_close(feed_in_chunks(model, ids, cuts, cache), banded(model, ids, window, sinks), torch.float32)
+    held = {*range(min(sinks, ids.size(1))), *range(max(0, ids.size(1) - window), ids.size(1))}
+    assert len(cache) == ids.size(1) and set(cache.pos.tolist()) >= held
+    assert len(cache.pos) == min(ids.size(1), window + sinks) == len(set(cache.pos.tolist()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_equivalence_of_a_window_in_half_precision(dtype: torch.dtype) -> None:
+    model, ids = model_of(SMALL, dtype=dtype), ids_of(2, 24)
+    cache = SlidingWindowCache(7, 2)
+    got = feed_in_chunks(model, ids, [3, 4, 15, 23], cache)
+    assert got.dtype == dtype and cache.layers[0].dtype == dtype
+    exact, expected = banded(model_of(SMALL), ids, 7, 2), banded(model, ids, 7, 2)
+    rounding = ((expected.double() - exact.double()).abs().max() / exact.abs().max()).item()
+    difference = ((got.double() - expected.double()).abs().max() / expected.abs().max()).item()
+    assert difference < 3 * max(TOLERANCE[dtype], rounding)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_equivalence_of_windowed_text_past_the_context(seed: int) -> None:
+    rng = random.Random(seed)
+    geometry = random_geometry(rng)
+    model = model_of(GPTConfig(**geometry), seed)
+    window, sinks = rng.randint(2, geometry["n_ctx"]), rng.choice([0, 3])
+    ids = ids_of(2, rng.randint(1, 2 * geometry["n_ctx"]), seed=seed, vocab_size=geometry["vocab_size"])
+    n = 2 * geometry["n_ctx"]
+    got = torch.cat(list(generate(model, ids, n, cache=SlidingWindowCache(window, sinks))), dim=1)
+    assert torch.equal(got, greedy_banded(model, ids, n, window, sinks))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equivalence_of_a_window_of_the_context_with_the_growing_cache(seed: int) -> None:
+    rng = random.Random(seed)
+    geometry = random_geometry(rng)
+    old = gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**geometry)).eval()
+    model = model_of(GPTConfig(**geometry), seed)
+    old.load_state_dict(model.state_dict())
+    ids = ids_of(3, rng.randint(1, 2 * geometry["n_ctx"]), seed=seed, vocab_size=geometry["vocab_size"])
+    n = 3 * geometry["n_ctx"]
+    expected = torch.cat(list(gpt_kv_cache.generate(old, ids, n)), dim=1)
+    for cache in (SlidingWindowCache(geometry["n_ctx"]), SlidingWindowCache(5 * geometry["n_ctx"], 2), KVCache(), None):
+        assert torch.equal(torch.cat(list(generate(model, ids, n, cache=cache)), dim=1), expected)
+
+
+def test_a_window_is_exact_where_eviction_before_attention_is_not() -> None:
+    """A chunk longer than what is left of the window: its first token still sees tokens that its last one evicts."""
+    model, ids = model_of(SMALL), ids_of(1, 12)
+    cache = SlidingWindowCache(4)
+    model(ids[:, :4], cache)
+    assert_close(model(ids[:, 4:12], cache), banded(model, ids, 4, 0)[:, 4:], torch.float32)
+
+
+# --- Batches of prompts of different lengths ------------------------------------------------------------------------
+
+
+def caches_for(config: GPTConfig, rng: random.Random) -> list[KVCache]:
+    if config.slots:
+        return [BoundedMemory()]
+    return [KVCache(), SlidingWindowCache(config.n_ctx), SlidingWindowCache(rng.randint(1, 9)), SlidingWindowCache(4, 3)]
+
+
+@pytest.mark.parametrize("config", [SMALL, BCT, replace(BCT, recent=0)])
+@pytest.mark.parametrize("seed", range(8))
+def test_equivalence_of_padded_rows_with_each_row_alone(config: GPTConfig, seed: int) -> None:
+    rng = random.Random(seed)
+    model = model_of(config, seed)
+    rows = [ids_of(rng.randint(1, 24), seed=10 * seed + i) for i in range(4)]
+    ids, pad = padded(rows)
+    for cache in caches_for(config, rng):
+        single = cache.clone()
+        cache.pad = pad
+        logits = feed_in_chunks(model, ids, [rng.randint(1, ids.size(1)) for _ in range(3)], cache)
+        for row, got, n in zip(rows, logits, pad, strict=True):
+            assert_close(got[None, n:], model(row[None], single.clone()), torch.float32)
+
+
+@pytest.mark.parametrize("config", [SMALL, BCT])
+@pytest.mark.parametrize("seed", range(4))
+def test_equivalence_of_padded_text_with_each_row_alone_past_the_context(config: GPTConfig, seed: int) -> None:
+    rng = random.Random(seed)
+    model = model_of(config, seed)
+    rows = [ids_of(rng.randint(1, 40), seed=10 * seed + i) for i in range(4)]
+    ids, pad = padded(rows)
+    for cache in caches_for(config, rng):
+        single = cache.clone()
+        cache.pad = pad
+        texts = torch.cat(list(generate(model, ids, 60, cache=cache)), dim=1)
+        assert len(texts.unique()) > 4
+        for row, text in zip(rows, texts, strict=True):
+            alone = torch.cat(list(generate(model, row[None], 60, cache=single.clone())), dim=1)
+            assert torch.equal(text, alone[0])
+
+
+def test_padding_for_another_number_of_rows_is_refused() -> None:
+    cache = SlidingWindowCache(8)
+    cache.pad = [0, 1, 2]
+    with pytest.raises(ValueError, match="3 rows, but 2"):
+        model_of(SMALL)(ids_of(2, 5), cache)
+    assert len(cache) == 0
+
+
+# --- BCT ------------------------------------------------------------------------------------------------------------
+
+
+def recurrence(model: GPT, ids: Tensor) -> Tensor:
+    """BCT by its definition, in float64, a token and a head at a time: Yi et al. 2024, section 3.2, and our additions."""
+    c, D = model.config, model.config.head_dim
+    p = {name: value.double() for name, value in model.state_dict().items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p[f"{name}.bias"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    half = c.n_ctx // 2
+    place = torch.tensor([t if t < half else half + (t - half) % (c.n_ctx - half) for t in range(ids.size(1))])
+    x = p["wte.weight"][ids[0]] + p["wpe.weight"][place]
+    for layer in range(c.n_layer):
+        name = f"h.{layer}"
+        h = norm(x, f"{name}.ln_1")
+        q, k, v = linear(h, f"{name}.attn.c_attn").split(c.n_head * D, dim=-1)
+        wq, gates = linear(h, f"{name}.memory.c_query"), linear(h, f"{name}.memory.c_gate")
+        heads = []
+        for head in range(c.n_head):
+            part = slice(head * D, (head + 1) * D)
+            MK = p[f"{name}.memory.addresses"][head]
+            MV, mass = torch.zeros(c.slots, 2 * D, dtype=torch.double), torch.zeros(c.slots, dtype=torch.double)
+            if c.learned_start:
+                MV, log_mass = p[f"{name}.memory.start"][head].split([2 * D, 1], dim=1)
+                MV, mass = MV * log_mass.exp(), log_mass[:, 0].exp()
+            out = []
+            for t in range(ids.size(1)):
+                j = t - c.recent  # the token that is too old now
+                if j >= 0:
+                    ww = torch.softmax(wq[j, part] @ MK.T, dim=-1)
+                    eta = torch.sigmoid(gates[j, head]) if c.step else 1.0
+                    keep = torch.sigmoid(gates[j, c.n_head + head]) if c.forget else 1.0
+                    MV = keep * MV + eta * torch.outer(ww, torch.cat([k[j, part], v[j, part]]))
+                    mass = keep * mass + eta * ww
+                keys, values, weight = MV[:, :D], MV[:, D:], torch.ones(c.slots, dtype=torch.double)
+                if c.rule == "mean":
+                    keys, values, weight = keys / (mass + 1e-300)[:, None], values / (mass + 1e-300)[:, None], mass
+                near = range(max(0, j + 1), t + 1) if c.recent else range(0)
+                keys = torch.cat([keys, k[list(near), part]])
+                values = torch.cat([values, v[list(near), part]])
+                weight = torch.cat([weight, torch.ones(len(near), dtype=torch.double)])
+                share = weight * torch.exp(keys @ q[t, part] / math.sqrt(D))
+                out.append(share @ values / share.sum())
+            heads.append(torch.stack(out))
+        x = x + linear(torch.cat(heads, dim=-1), f"{name}.attn.c_proj")
+        x = x + linear(F.gelu(linear(norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc"), approximate="tanh"), f"{name}.mlp.c_proj")
+    return (norm(x, "ln_f") @ p["wte.weight"].T)[None]
+
+
+VARIANTS = [
+    BCT,
+    replace(BCT, recent=0),
+    replace(BCT, recent=0, rule="sum", step=False, forget=False),  # the paper's
+    replace(BCT, recent=0, rule="sum", forget=False),
+    replace(BCT, slots=1, recent=9),
+    replace(BCT, learned_start=True),
+    replace(BCT, step=False),
+    replace(BCT, recent=0, forget=False, learned_start=True),
+]
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_identity_of_the_parallel_form_with_the_recurrence(config: GPTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of(config), ids_of(1, 70)  # past n_ctx = 24
+    expected = recurrence(model, ids)
+    for chunk in (1, 7, 64, 1000):
+        monkeypatch.setattr(WriteMemory, "chunk", chunk)
+        assert_close(model(ids), expected, torch.float32)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_equivalence_of_bct_under_any_chunking(config: GPTConfig, seed: int) -> None:
+    rng = random.Random(seed)
+    model, ids = model_of(config, seed), ids_of(3, rng.randint(30, 90), seed=seed)
+    cache = BoundedMemory()
+    cuts = [rng.randint(1, ids.size(1)) for _ in range(rng.choice([1, 4, 200]))]
+    assert_close(feed_in_chunks(model, ids, cuts, cache), model(ids), torch.float32)
+    assert len(cache) == ids.size(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def tokens_of(k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """What read_then_write() takes: keys, values, that they are real, no forgetting, write weights."""
+    ones = torch.ones_like(k[..., :1])
+    return torch.cat([k, v, ones, 0 * ones, w], dim=-1)
+
+
+def test_identity_of_one_hot_writes_to_enough_slots_with_full_attention() -> None:
+    q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
+    memory = WriteMemory(replace(BCT, recent=0))
+    one_hot = torch.eye(25)[:20].expand(2, 3, 20, 25)  # five slots are never written, and are not there
+    y, slots, _ = memory.read_then_write(q, torch.zeros(2, 3, 25, 17), tokens_of(k, v, one_hot))
+    torch.testing.assert_close(y, attend(q, k, v, torch.ones(20, 20).tril().bool()))
+    torch.testing.assert_close(slots[:, :, :20], tokens_of(k, v, one_hot)[..., :17])
+
+
+def test_identity_of_one_hot_writes_over_the_oldest_with_a_sliding_window() -> None:
+    q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
+    memory, slots, read = WriteMemory(replace(BCT, recent=0)), torch.zeros(2, 3, 6, 17), []
+    for t in range(20):
+        slots = slots.clone()
+        slots[:, :, t % 6] = 0
+        now = slice(t, t + 1)
+        write = torch.eye(6)[t % 6].expand(2, 3, 1, 6)
+        y, slots, _ = memory.read_then_write(q[:, :, now], slots, tokens_of(k[:, :, now], v[:, :, now], write))
+        read.append(y)
+    place = torch.arange(20)
+    window = (place <= place[:, None]) & (place > place[:, None] - 6)
+    torch.testing.assert_close(torch.cat(read, dim=2), attend(q, k, v, window))
+
+
+@pytest.mark.parametrize("recent", [1, 6, 30])
+def test_identity_of_recent_tokens_without_writes_with_a_sliding_window(recent: int) -> None:
+    model, plain = model_of(replace(BCT, recent=recent)), model_of(SMALL)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    for block in model.h:
+        block.memory.c_gate.weight.zero_()
+        block.memory.c_gate.bias[: SMALL.n_head] = -200  # steps of size 0
+    ids = ids_of(2, 24)
+    assert_close(model(ids), banded(plain, ids, recent, 0), torch.float32)
+
+
+def test_identity_of_slots_of_one_token_each_is_lost_by_the_papers_rule() -> None:
+    """Unwritten slots of the sum score 0 and take their share: without a mask, the plain rule isn't attention."""
+    q, k, v = torch.randn(3, 1, 1, 10, 8, generator=torch.Generator().manual_seed(0))
+    memory = WriteMemory(replace(BCT, recent=0, rule="sum"))
+    tokens = tokens_of(k, v, torch.eye(10)[None, None])
+    y, _, _ = memory.read_then_write(q, torch.zeros(1, 1, 10, 17), tokens)
+    exact = attend(q, k, v, torch.ones(10, 10).tril().bool())
+    assert (y - exact)[:, :, :-1].abs().max() > 0.1
+    torch.testing.assert_close(y[:, :, -1], exact[:, :, -1])  # all are written
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum"])
+def test_gradients_of_the_parallel_form_are_right(rule: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 4, 3, generator=generator, dtype=torch.double)
+    memory = WriteMemory(replace(BCT, recent=2, rule=rule, head_dim=3))
+    slots = torch.rand(1, 2, 3, 7, generator=generator, dtype=torch.double) + 0.1
+    w = torch.rand(1, 2, 6, 3, generator=generator, dtype=torch.double).softmax(-1)
+    log_keep = -torch.rand(1, 2, 6, 1, generator=generator, dtype=torch.double)
+    kv = torch.randn(1, 2, 6, 6, generator=generator, dtype=torch.double)
+    inputs = [x.requires_grad_() for x in (q, slots, kv, log_keep, w)]
+
+    def function(q: Tensor, slots: Tensor, kv: Tensor, log_keep: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return memory.read_then_write(q, slots, torch.cat([kv, torch.ones_like(log_keep), log_keep, w], dim=-1))
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_gradients_reach_every_parameter_and_are_finite() -> None:
+    torch.manual_seed(0)
+    model = GPT(replace(BCT, learned_start=True))
+    randomize(model)
+    F.cross_entropy(model(ids_of(2, 90)).flatten(0, 1), ids_of(180)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name
+
+
+def test_nearly_empty_slots_have_finite_gradients() -> None:
+    """A write weight near 0 makes a slot of next to no mass: dividing by it must not blow up."""
+    model = model_of(replace(BCT, recent=8, slots=24)).requires_grad_(True)
+    for block in model.h:
+        block.memory.addresses.data *= 40
+    F.cross_entropy(model(ids_of(2, 90)).flatten(0, 1), ids_of(180)).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bct_runs_in_half_precision_with_a_memory_in_float32(dtype: torch.dtype) -> None:
+    model, cache, ids = model_of(BCT, dtype=dtype), BoundedMemory(), ids_of(2, 70)
+    logits = feed_in_chunks(model, ids, [5, 6, 40], cache)
+    assert logits.dtype == dtype and all(x.dtype == torch.float32 for state in cache.layers for x in state)
+    exact = model_of(BCT)(ids)
+    assert ((logits.float() - exact).abs().max() / exact.abs().max()) < 0.2
+
+
+def test_bct_goes_on_past_the_context_without_reading_again() -> None:
+    model, cache, fed = model_of(BCT), BoundedMemory(), []
+    model.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].size(1)))
+    ids = ids_of(1, 30)  # longer than n_ctx = 24 already
+    new = torch.cat(list(generate(model, ids, 100, cache=cache)), dim=1)
+    assert fed == [30] + [1] * 99 and len(cache) == 129
+    assert torch.equal(new, torch.cat(list(generate(model, ids, 100)), dim=1))
+    text = torch.cat([ids, new], dim=1)
+    assert torch.equal(model(text[:, :-1])[:, 29:].argmax(-1), new)
+
+
+def test_positions_of_bct_cycle_through_the_upper_half() -> None:
+    model = model_of(BCT)
+    seen: list[Tensor] = []
+    model.wpe.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0]))
+    model(ids_of(1, 60))
+    assert seen[0].tolist() == [*range(24), *range(12, 24), *range(12, 24), *range(12, 24)]
+
+
+def test_a_bct_with_enough_recent_tokens_is_the_plain_model() -> None:
+    model, plain = model_of(replace(BCT, recent=24)), model_of(SMALL)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    ids = ids_of(2, 24)
+    assert_close(model(ids), plain(ids), torch.float32)
+
+
+# --- Both as objects ------------------------------------------------------------------------------------------------
+
+KINDS = [(SMALL, lambda: SlidingWindowCache(5, 2)), (SMALL, lambda: SlidingWindowCache(24)), (BCT, BoundedMemory)]
+
+
+def tensors_of(cache: KVCache) -> list[Tensor]:
+    return [cache.pos, *(x for state in cache.layers for x in (state if isinstance(state, tuple) else [state]))]
+
+
+def snapshot(cache: KVCache) -> list[Tensor]:
+    return [x.clone() for x in tensors_of(cache)] if len(cache) else []
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(("config", "new_cache"), KINDS)
+@pytest.mark.parametrize("held", [0, 3, 11])
+def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(config: GPTConfig, new_cache, held: int) -> None:
+    model, ids = model_of(config), ids_of(2, 20)
+
+    def fail(module: torch.nn.Module, inputs: tuple) -> None:
+        raise KeyboardInterrupt
+
+    expected = feed_in_chunks(model, ids, [held] if held else [], new_cache())[:, held:]
+    for part in ("drop", *(f"h.{i}{p}" for i in range(3) for p in ("", ".ln_1", ".attn.c_proj", ".mlp")), "ln_f"):
+        cache = new_cache()
+        if held:
+            model(ids[:, :held], cache)
+        before, bytes_before = snapshot(cache), cache.nbytes
+        hook = model.get_submodule(part).register_forward_pre_hook(fail)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, held : held + 7], cache)
+        hook.remove()
+        assert same(snapshot(cache), before) and cache.nbytes == bytes_before and len(cache) == held
+        assert_close(model(ids[:, held:], cache), expected, torch.float32)
+
+
+@pytest.mark.parametrize(("config", "new_cache"), KINDS)
+def test_two_caches_on_one_model_do_not_meet(config: GPTConfig, new_cache) -> None:
+    model, a, b = model_of(config), ids_of(1, 20, seed=1), ids_of(2, 20, seed=2)
+    expected = [feed_in_chunks(model, ids, [9], new_cache()) for ids in (a, b)]
+    caches = [new_cache(), new_cache()]
+    first = [model(ids[:, :9], cache) for ids, cache in zip((a, b), caches, strict=True)]
+    second = [model(ids[:, 9:], cache) for ids, cache in zip((a, b), caches, strict=True)]
+    for got, rest, whole in zip(first, second, expected, strict=True):
+        assert_close(torch.cat([got, rest], dim=1), whole, torch.float32)
+
+
+@pytest.mark.parametrize(("config", "new_cache"), KINDS)
+def test_clone_is_independent(config: GPTConfig, new_cache) -> None:
+    model, ids, cache = model_of(config), ids_of(2, 20), new_cache()
+    model(ids[:, :12], cache)
+    copy, before = cache.clone(), snapshot(cache)
+    assert type(copy) is type(cache) and same(snapshot(copy), before) and len(copy) == 12
+    expected = model(ids[:, 12:], cache)
+    assert same(snapshot(copy), before)
+    assert torch.equal(model(ids[:, 12:], copy), expected)
+    for tensor in tensors_of(copy):
+        tensor.zero_()
+    pairs = zip(tensors_of(copy), tensors_of(cache), strict=True)
+    assert not any(x.data_ptr() == y.data_ptr() for x, y in pairs if x.numel())
+
+
+def allocated(cache: KVCache) -> int:
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(cache)[1:]}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (2, 4), (5, 0)])
+def test_bytes_of_a_window_are_those_of_the_formula_and_stay(window: int, sinks: int, dtype: torch.dtype) -> None:
+    model, cache = model_of(replace(SMALL, n_ctx=60), dtype=dtype), SlidingWindowCache(window, sinks)
+    formula = 2 * SMALL.n_layer * 3 * SMALL.n_head * (window + sinks) * SMALL.head_dim * dtype.itemsize
+    model(ids_of(3, 1), cache)
+    assert cache.nbytes == allocated(cache) == formula
+    addresses = [kv.data_ptr() for kv in cache.layers]
+    for _ in range(10 * window):
+        model(ids_of(3, 1), cache)
+    assert cache.nbytes == allocated(cache) == formula
+    assert [kv.data_ptr() for kv in cache.layers] == addresses  # allocated once
+
+
+@pytest.mark.parametrize("recent", [0, 3])
+def test_bytes_of_bct_are_those_of_the_formula_and_stay(recent: int) -> None:
+    model, cache, D = model_of(replace(BCT, recent=recent)), BoundedMemory(), BCT.head_dim
+    formula = 4 * BCT.n_layer * 3 * BCT.n_head * (4 * (2 * D + 1) + recent * (2 * D + 2 + 4))
+    for n in (1, 1, 50, 1, 1, 1, 200):
+        model(ids_of(3, n), cache)
+        assert cache.nbytes == formula
+        used = sum(x.numel() * x.element_size() for state in cache.layers for x in state)
+        assert used == formula
+
+
+def test_memory_held_by_bct_does_not_depend_on_the_chunk() -> None:
+    """The recent tokens are a part of what was read: the rest of it must not stay in memory with them."""
+    model, cache = model_of(BCT), BoundedMemory()
+    model(ids_of(1, 500), cache)
+    assert allocated(cache) == cache.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_window_of_another_dtype_is_refused_and_one_that_is_moved_goes_on(dtype: torch.dtype) -> None:
+    model, ids, cache = model_of(SMALL), ids_of(2, 12), SlidingWindowCache(5)
+    model(ids[:, :8], cache)
+    before = snapshot(cache)
+    other = model_of(SMALL, dtype=dtype)
+    with pytest.raises(ValueError, match=r"float32.*(bfloat16|float64)"):
+        other(ids[:, 8:], cache)
+    assert same(snapshot(cache), before) and len(cache) == 8
+    moved = cache.to(dtype=dtype)
+    assert moved.layers[0].dtype == dtype
+    tolerance = {torch.float64: 1e-4, torch.bfloat16: 0.2}[dtype]
+    exact = banded(model, ids, 5, 0)[:, 8:]
+    assert (other(ids[:, 8:], moved).double() - exact.double()).abs().max() / exact.abs().max() < tolerance
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_window_of_another_batch_is_refused_and_unchanged(batch: int) -> None:
+    model, cache = model_of(SMALL), SlidingWindowCache(5)
+    model(ids_of(2, 8), cache)
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match=rf"\[2, 2, 5.*\[{batch}, 2, 5"):
+        model(ids_of(batch, 3), cache)
+    assert same(snapshot(cache), before)
+
+
+@pytest.mark.parametrize(("config", "new_cache"), KINDS)
+def test_a_cache_of_another_depth_is_refused(config: GPTConfig, new_cache) -> None:
+    cache = new_cache()
+    model_of(config)(ids_of(1, 8), cache)
+    with pytest.raises(ValueError, match=r"3 layers .* 2"):
+        model_of(replace(config, n_layer=2))(ids_of(1, 3), cache)
+
+
+def test_a_cache_of_the_wrong_kind_is_refused() -> None:
+    for model, cache in [(model_of(SMALL), BoundedMemory()), (model_of(BCT), SlidingWindowCache(5)),
+                         (model_of(BCT), KVCache())]:  # fmt: skip
+        with pytest.raises(ValueError, match=rf"[04] slots.*{type(cache).__name__}"):
+            model(ids_of(1, 3), cache)
+
+
+def test_more_tokens_than_the_context_are_refused_by_a_window_too() -> None:
+    model, cache = model_of(SMALL), SlidingWindowCache(5)
+    model(ids_of(1, 20), cache)
+    before = snapshot(cache)
+    for n in (5, 0):
+        with pytest.raises(ValueError, match=rf"{n} tokens after 20\b.*24"):
+            model(ids_of(1, n), cache)
+    assert same(snapshot(cache), before)
+
+
+def test_truncate_goes_back_only_to_what_is_still_there() -> None:
+    model, ids, cache = model_of(SMALL), ids_of(2, 20), SlidingWindowCache(9, 2)
+    model(ids[:, :10], cache)
+    cache.truncate(6)
+    assert len(cache) == 6
+    assert_close(model(ids[:, 6:], cache), banded(model, ids, 9, 2)[:, 6:], torch.float32)
+    for n in (21, 19, -1):
+        with pytest.raises(ValueError, match=rf"first {n}: 11 are left of 20"):
+            cache.truncate(n)
+    cache.truncate(20)
+    assert len(cache) == 20
+    cache.truncate(0)
+    assert len(cache) == cache.nbytes == 0
+    model(ids[:1], cache)  # an emptied cache takes any batch
+
+
+def test_bct_can_only_be_emptied() -> None:
+    model, cache = model_of(BCT), BoundedMemory()
+    model(ids_of(1, 9), cache)
+    with pytest.raises(ValueError, match="8 tokens of 9"):
+        cache.truncate(8)
+    cache.truncate(9)
+    assert len(cache) == 9
+    cache.truncate(0)
+    assert len(cache) == cache.nbytes == 0
+    model(ids_of(4, 9), cache)
+
+
+def test_printing_shows_slots_positions_and_tokens() -> None:
+    model, cache = model_of(SMALL), SlidingWindowCache(4, 2)
+    model(ids_of(1, 9), cache)
+    lines = [line.split() for line in str(cache).splitlines()[2:]]
+    assert lines == [["0", "0"], ["1", "1"], ["2", "6"], ["3", "7"], ["4", "8"], ["5", "5"]]
+    memory = BoundedMemory()
+    model_of(BCT)(ids_of(1, 9), memory)
+    assert repr(memory) == f"BCT memory of 3 layers after 9 tokens: {memory.nbytes:,} bytes"
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (-3, 1), (4, -1)])
+def test_windows_that_can_not_be_are_refused(window: int, sinks: int) -> None:
+    with pytest.raises(ValueError, match=rf"window of {window} and {sinks} sinks.* 1 and 0"):
+        SlidingWindowCache(window, sinks)
+
+
+@pytest.mark.parametrize("options", [{"slots": -1}, {"recent": -2}, {"rule": "max"}])
+def test_geometry_of_bct_that_can_not_be_is_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        replace(BCT, **options)
+
+
+def test_new_parameters_start_sane() -> None:
+    model = GPT(BCT)
+    for block in model.h:
+        assert (block.memory.c_gate.bias == 4).all() and (block.memory.c_query.bias == 0).all()
+    assert model(ids_of(1, 60)).isfinite().all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("config", "new_cache"), KINDS)
+def test_equivalence_on_a_gpu(config: GPTConfig, new_cache) -> None:
+    model, ids = model_of(config), ids_of(2, 24)
+    expected = feed_in_chunks(model, ids, [3, 4, 20], new_cache())
+    cache = new_cache()
+    got = feed_in_chunks(model.to("cuda"), ids.to("cuda"), [7, 9], cache)
+    assert_close(got.cpu(), expected, torch.float32)
+    if not config.slots:
+        with pytest.raises(ValueError, match=r"cuda.*cpu"):
+            model_of(config)(ids[:, :1], cache)

@@ -1,0 +1,86 @@
+"""The suite kills every one-line bug of tests/mutants: a mutant that survives is a test that is missing."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PATCHES = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
+SUITES = {
+    "gpt_baseline": ["test_equivalence.py"],
+    "gpt_kv_cache": ["test_equivalence.py", "test_kv_cache.py"],
+    "gpt_bounded_cache": ["test_bounded_cache.py"],
+}
+
+
+def mutated(patch: Path) -> tuple[str, str]:
+    """Return the name of the module that a patch changes, and its text after that. Raises ValueError if it is stale."""
+    lines = patch.read_text(encoding="utf-8").splitlines()
+    name = next(line for line in lines if line.startswith("--- ")).removeprefix("--- ").strip()
+    body = lines[next(i for i, line in enumerate(lines) if line.startswith("@@")) + 1 :]
+    old = "".join(f"{line[1:]}\n" for line in body if line[:1] in " -")
+    new = "".join(f"{line[1:]}\n" for line in body if line[:1] in " +")
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        raise ValueError(f"{patch.name} doesn't fit {name}: what it replaces is there {text.count(old)} times")
+    return Path(name).stem, text.replace(old, new)
+
+
+def run_all(patches: list[Path]) -> dict[str, int]:
+    """Return pytest's exit status for each patch: a forked process tests a module of the patched text.
+
+    Forked, since to import PyTorch takes longer than to kill a mutant.
+    """
+    statuses = {}
+    for patch in patches:
+        pid = os.fork()
+        if pid == 0:
+            module, text = mutated(patch)
+            spec = importlib.util.spec_from_loader(module, loader=None)
+            sys.modules[module] = importlib.util.module_from_spec(spec)
+            exec(compile(text, f"{patch.name}", "exec"), sys.modules[module].__dict__)
+            tests = [str(ROOT / "tests" / name) for name in SUITES[module]]
+            os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *tests]))
+        statuses[patch.stem] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return statuses
+
+
+def test_there_are_mutants_of_every_file() -> None:
+    assert len(PATCHES) >= 14
+    modules = [mutated(patch)[0] for patch in PATCHES]
+    assert set(modules) == set(SUITES)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_suite_kills_every_mutant(tmp_path: Path) -> None:
+    halves = [PATCHES[::2], PATCHES[1::2]]
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / f"{i}.json"), *map(str, half)],
+            cwd=ROOT, stdout=(tmp_path / f"{i}.log").open("w"), stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        for i, half in enumerate(halves)
+    ]
+    for process in running:
+        assert process.wait(timeout=600) == 0
+    statuses = {}
+    for i in range(len(halves)):
+        statuses |= json.loads((tmp_path / f"{i}.json").read_text())
+    assert len(statuses) == len(PATCHES)
+    assert [name for name, status in statuses.items() if status == 0] == []  # survivors
+    assert {name: status for name, status in statuses.items() if status != 1} == {}  # 1: tests failed, not: didn't run
+
+
+if __name__ == "__main__":  # in a process of its own, which has not computed yet and can fork
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    torch.set_num_threads(1)
+    result, *paths = map(Path, sys.argv[1:])
+    result.write_text(json.dumps(run_all(paths)))
