@@ -340,8 +340,7 @@ class WriteMemory(nn.Module):  # BCT
     written to the slots, weighted by how well it fits their learned addresses.
 
     A slot of the rule "mean" is read as if the mean of what is in it were there as many times as its mass says. So a
-    slot that holds one token is that token, and an empty one is not there. A chunk of one token is the recurrence of
-    the paper; a longer one gives the same by two masked products, without a copy of the slots for every token.
+    slot that holds one token is that token, and an empty one is not there.
 
     Source: Yi et al. 2024, section 3.2: wq = W_wq x, ww = softmax(wq MK^T), MV = MV' + ww^T wv, with wv = [k; v].
     Ours: the mass, the recent tokens, and the gates. Its nearest kin are ABC (Peng et al. 2022) and Gated Slot
@@ -356,7 +355,7 @@ class WriteMemory(nn.Module):  # BCT
         self.c_query = Conv1D(config.n_embd, H * D)  # BCT  W_wq
         self.addresses = nn.Parameter(torch.empty(H, M, D))  # BCT  MK
         self.c_gate = Conv1D(config.n_embd, 2 * H)  # BCT  step size, then what is kept of the slots: before the sigmoid
-        self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None  # BCT  MV_0 and log mass
+        self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None  # BCT  MV_0
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, memory: BoundedMemory,  # BCT
                 layer: int) -> Tensor:  # BCT
@@ -365,29 +364,44 @@ class WriteMemory(nn.Module):  # BCT
         first = torch.tensor(memory.pad, device=pos.device)[:, None]  # BCT  (B, 1) or (1, 1)
         real = (pos >= first).float()[:, None, :, None].expand(B, H, T, 1)  # BCT  padding weighs nothing
         query = self.c_query(x).view(B, T, H, D).transpose(1, 2)  # BCT
-        w = real * (query @ self.addresses.mT).float().softmax(dim=-1)  # BCT  (B, H, T, M)
+        w = (query @ self.addresses.mT).softmax(dim=-1)  # BCT  (B, H, T, M)
         step, keep = self.c_gate(x).float().view(B, T, 2, H).permute(2, 0, 3, 1)[..., None]  # BCT  (B, H, T, 1) each
         w = w * step.sigmoid() if self.config.step else w  # BCT
-        log_keep = real * F.logsigmoid(keep) * self.config.forget  # BCT
-        new = torch.cat([k, v, real, log_keep, w], dim=-1).float()  # BCT  (B, H, T, 2D + 2 + M)
+        log_keep = F.logsigmoid(keep) * self.config.forget  # BCT
+        new = real * torch.cat([k, v, torch.ones_like(real), log_keep, w], dim=-1)  # BCT  (B, H, T, 2D + 2 + M)
         slots = new.new_zeros(B, H, M, 2 * D + 1)  # BCT
         if self.start is not None:  # BCT
-            kv, mass = self.start.float().split([2 * D, 1], dim=-1)  # BCT
-            slots = slots + torch.cat([kv * mass.exp(), mass.exp()], dim=-1)  # BCT
+            kv, log_mass = self.start.float().split([2 * D, 1], dim=-1)  # BCT
+            slots = slots + torch.cat([kv * log_mass.exp(), log_mass.exp()], dim=-1)  # BCT
         recent = new.new_zeros(B, H, self.config.recent, new.size(3))  # BCT
         if len(memory):  # BCT
             slots, recent = memory.layers[layer]  # BCT
         read = []  # BCT
         for part, tokens in zip(q.float().split(self.chunk, dim=2), new.split(self.chunk, dim=2), strict=True):  # BCT
-            y, slots, recent = self.read_then_write(part, slots, torch.cat([recent, tokens], dim=2))  # BCT
+            form = self.recurrent if part.size(2) == 1 else self.parallel  # BCT
+            y, slots, recent = form(part, slots, torch.cat([recent, tokens], dim=2))  # BCT
             read.append(y)  # BCT
         memory.fed[layer:] = [(slots, recent.clone())]  # BCT  a slice would keep all of its chunk in memory
         return torch.cat(read, dim=2).to(x.dtype)  # BCT
 
-    def read_then_write(self, q: Tensor, slots: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # BCT
-        """Return what q (B, H, T, D) reads, the slots (B, H, M, 2D + 1) after T more writes, and the R recent tokens.
+    def recurrent(self, q: Tensor, slots: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # BCT
+        """Return what a query q (B, H, 1, D) reads, the slots (B, H, M, 2D + 1), and the R recent tokens.
 
-        tokens (B, H, R + T, 2D + 2 + M) are the recent and the new ones: while the T queries come, the first T leave.
+        tokens (B, H, R + 1, 2D + 2 + M) are the recent ones and the new one; the oldest of them is written.
+        """
+        D, oldest, recent = q.size(3), tokens[:, :, :1], tokens[:, :, 1:]  # BCT
+        keep, w = oldest[..., 2 * D + 1 : 2 * D + 2].exp(), oldest[..., 2 * D + 2 :]  # BCT  (B, H, 1, 1), (B, H, 1, M)
+        slots = keep * slots + w.mT @ oldest[..., : 2 * D + 1]  # BCT  MV = MV' + ww^T wv
+        k, v, mass = torch.cat([slots, recent[..., : 2 * D + 1]], dim=2).split([D, D, 1], dim=-1)  # BCT
+        if self.config.rule == "sum":  # BCT
+            mass = torch.cat([torch.ones_like(slots[..., :1]), recent[..., 2 * D : 2 * D + 1]], dim=2)  # BCT
+        size, times = mass.clamp_min(1e-6), mass.clamp_min(1e-30).log().mT  # BCT  a recent token is a slot of mass 1
+        return F.scaled_dot_product_attention(q, k / size, v / size, attn_mask=times), slots, recent  # BCT
+
+    def parallel(self, q: Tensor, slots: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # BCT
+        """Return the same for T queries q (B, H, T, D): by two masked products, without copies of the slots.
+
+        tokens (B, H, R + T, 2D + 2 + M): while the T queries come, the first T of them leave and are written.
         """
         D, T = q.size(3), q.size(2)  # BCT
         k, v, real, log_keep, w = tokens.split([D, D, 1, 1, tokens.size(3) - 2 * D - 2], dim=-1)  # BCT
@@ -589,7 +603,8 @@ def main() -> None:
         if not args.text_only:  # RING
             from benchmarks.memory import report  # RING
 
-            report(args.model.removesuffix("-bct"), args.slots, args.device, args.dtype, ids, args.out)  # RING
+            name = "pocket" if args.model == "pocket-bct" else args.model  # RING
+            report(name, args.slots, args.device, args.dtype, ids, args.out)  # RING
 
 
 if __name__ == "__main__":

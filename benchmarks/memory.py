@@ -31,6 +31,8 @@ from pocket import corpus
 from pocket.train import answers, write_atomically
 
 SINKS = 4
+CONTEXTS = 4  # how many times n_ctx tokens are written, and read
+DOCUMENTS, STREAMS, RECALLS, EXPLANATIONS = 150, 24, 150, 32  # how many texts quality is measured on
 COLORS = {"growing": "grey", "full": "black", "window": "tab:orange", "sinks": "tab:green", "bct": "tab:blue"}
 
 
@@ -178,13 +180,18 @@ def bleu(texts: list[str], references: list[str]) -> float:
 
 def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
     """Measure held-out text (split "test"): figures of each memory, and its mean nats at every token of long texts."""
-    tokens = [tokenizer.encode_ordinary(d.text) + [tokenizer.eot_token] for d in corpus.documents("test", 100)]
+    tokens = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents("test", DOCUMENTS)]
     device = next(iter(memories.values())).model.wte.weight.device
-    width = 4 * next(iter(memories.values())).model.config.n_ctx + 1
-    long = [t for d in corpus.documents("test", 12 * width // 180, seed=1) for t in
-            [*tokenizer.encode_ordinary(d.text), tokenizer.eot_token]]  # fmt: skip
-    streams = torch.tensor(long[: 12 * width], device=device).view(12, width)
-    recall, explain = corpus.recall_questions("test", 150), corpus.explain_questions("test", 32)
+    width = CONTEXTS * next(iter(memories.values())).model.config.n_ctx + 1
+    rows: list[list[int]] = []
+    for row in range(STREAMS):  # each of its own documents, from the beginning of one on
+        rows.append([])
+        for i in range(width):
+            if len(rows[-1]) < width:
+                document = corpus.document("test", 1000 * row + i, seed=1)
+                rows[-1] += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
+    streams = torch.tensor([row[:width] for row in rows], device=device)
+    recall, explain = corpus.recall_questions("test", RECALLS), corpus.explain_questions("test", EXPLANATIONS)
     figures, by_distance = {}, {}
     for key, memory in tqdm(memories.items(), desc="quality", leave=False):
         by_distance[key] = stream_losses(memory, streams).mean(dim=0).cpu()
@@ -222,11 +229,11 @@ def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tenso
     if "full" in memories:
         memories = {"growing": growing_cache(name, device, dtype)} | memories
     prompt = prompt[:, : n_ctx // 2]
-    length = 4 * n_ctx - prompt.size(1)
+    length = CONTEXTS * n_ctx - prompt.size(1)
     grown = growth(memories, prompt, length)
-    marks = [n for n in (2**i for i in range(6, 40)) if prompt.size(1) < n <= 4 * n_ctx]
+    marks = [n for n in (2**i for i in range(6, 40)) if prompt.size(1) < n <= CONTEXTS * n_ctx]
 
-    print(f"\nBytes of cache and ms per token (medians of 32) when so many tokens have been processed; n_ctx = {n_ctx}\n")
+    print(f"\nBytes of cache and ms per token (medians of 32) after so many tokens; n_ctx = {n_ctx}\n")
     print(f"{'tokens':>24}" + "".join(f"{n:>18,}" for n in marks))
     rows = []
     for key, memory in memories.items():
@@ -235,8 +242,8 @@ def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tenso
         ms = [statistics.median(around(grown[key].ms, i)) for i in at]
         rows += [[memory.label, n, b, m] for n, b, m in zip(marks, nbytes, ms, strict=True)]
         print(f"{memory.label:>24}" + "".join(f"{b:>11,}{m:>7.2f}" for b, m in zip(nbytes, ms, strict=True)))
-    print("\nAt n_ctx tokens all but BCT forget the older half and read the rest again; with that, the mean per token is")
-    print("; ".join(f"{memory.label} {statistics.mean(grown[key].ms):.2f} ms" for key, memory in memories.items()) + ".")
+    print("\nWhen all positions are used up, all but BCT forget the older half and read the rest again. Means with that:")
+    print("; ".join(f"{memory.label} {statistics.mean(grown[key].ms):.2f} ms" for key, memory in memories.items()))
     summary: dict[str, Any] = {"model": name, "n_ctx": n_ctx, "tokens": length, "memories": {}}
     for key, memory in memories.items():
         summary["memories"][key] = {
@@ -292,7 +299,7 @@ def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) ->
     bct, everything, window = memories["bct"], memories["full"], memories["window"]
     grown = memories["growing"]["bytes"][str(n_ctx)]
     early, late = (statistics.median(bct["ms_per_token"][str(n)] for n in half) for half in (marks[:2], marks[-2:]))
-    worse = {name: 1 - bct[name] / everything[name] for name in ("bleu",)}
+    lost = 1 - bct["bleu"] / everything["bleu"]
     perplexity = bct["perplexity"] / everything["perplexity"] - 1
 
     def verdict(holds: bool) -> str:
@@ -303,7 +310,7 @@ def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) ->
             "claim": "memory stays constant",
             "verdict": verdict(len(set(bct["bytes"].values())) == 1),
             "figures": f"{bct['bytes'][str(marks[0])]:,} bytes after {marks[0]} tokens and "
-            f"{bct['bytes'][str(marks[-1])]:,} after {marks[-1]:,}; the growing cache has {grown:,} after {n_ctx}",
+            f"{bct['bytes'][str(marks[-1])]:,} after {marks[-1]:,}; the growing cache: {grown:,} after {n_ctx}",
         },
         {
             "claim": "time per token stays constant",
@@ -312,8 +319,8 @@ def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) ->
         },
         {
             "claim": "quality within 3%, in BLEU",
-            "verdict": verdict(worse["bleu"] < 0.03),
-            "figures": f"{bct['bleu']:.1f} against {everything['bleu']:.1f} with full attention, {-worse['bleu']:+.1%} "
+            "verdict": verdict(lost < 0.03),
+            "figures": f"{bct['bleu']:.1f} against {everything['bleu']:.1f} with full attention, {-lost:+.1%} "
             f"(the window: {window['bleu']:.1f})",
         },
         {
@@ -343,15 +350,15 @@ def draw(memories: dict[str, Memory], grown: dict[str, Growth], by_distance: dic
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    def plot(name: str, title: str, ylabel: str, curves: dict[str, tuple[list[float], list[float]]], log: bool) -> None:
+    def plot(name: str, title: str, ylabel: str, curves: dict[str, tuple[list[float], list[float]]]) -> None:
         figure, axes = plt.subplots(figsize=(8, 4.5))
         for key, (x, y) in curves.items():
             dashed = "--" if key == "growing" else "-"
             axes.plot(x, y, dashed, color=COLORS[key], label=memories[key].label, linewidth=1.5)
-        for n in range(n_ctx, 4 * n_ctx, n_ctx):
+        for n in range(n_ctx, CONTEXTS * n_ctx, n_ctx):
             axes.axvline(n, color="lightgrey", linewidth=0.6, zorder=0)
         axes.set(xlabel="tokens processed (grey: multiples of n_ctx)", ylabel=ylabel, title=title)
-        axes.set_yscale("log") if log else axes.set_ylim(0, None)
+        axes.set_ylim(0, None)
         axes.legend(fontsize=8)
         figure.tight_layout()
         write_atomically(out / name, lambda file: figure.savefig(file, dpi=120, format="png"))
@@ -359,15 +366,16 @@ def draw(memories: dict[str, Memory], grown: dict[str, Growth], by_distance: dic
 
     steps = range(prompt + 1, prompt + 1 + len(next(iter(grown.values())).ms))
     kib = {key: (list(steps), [b / 1024 for b in g.nbytes]) for key, g in grown.items()}
-    plot("bytes.png", "Size of the cache", "KiB (logarithmic)", kib, log=True)
-    ms = {key: (list(steps), [statistics.median(around(g.ms, i)) for i in range(len(g.ms))]) for key, g in grown.items()}
-    plot("speed.png", "Time per token, median of 32 (reading again at the end of the context not shown)", "ms", ms,
-         log=False)  # fmt: skip
+    plot("bytes.png", "Size of the cache", "KiB", kib)
+    ms = {}
+    for key, g in grown.items():
+        ends = range(31, len(g.ms), 32)
+        ms[key] = [steps[i] for i in ends], [statistics.median(around(g.ms, i)) for i in ends]
+    plot("speed.png", "Time per token: medians of 32, without the reading again of a full context", "ms", ms)
     if by_distance:
         curves = {}
         for key, nats in by_distance.items():
-            spans = spans_of(len(nats), n_ctx)
-            spans = [(a, min(a + 64, b)) for start, end in spans for a, b in [(start, end)] for a in range(a, b, 64)]
-            curves[key] = ([(a + b) / 2 for a, b in spans], [nats[a:b].mean().exp().item() for a, b in spans])
-        plot("perplexity.png", "Perplexity by distance from the start (means of 64 tokens, 12 texts)", "perplexity",
-             curves, log=True)  # fmt: skip
+            starts = range(0, len(nats), n_ctx // 4)
+            y = [nats[a : a + n_ctx // 4].mean().exp().item() for a in starts]
+            curves[key] = [a + n_ctx / 8 for a in starts], y
+        plot("perplexity.png", f"Perplexity by distance from the start ({STREAMS} long texts)", "perplexity", curves)

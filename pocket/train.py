@@ -5,6 +5,7 @@
   torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
+  python pocket/train.py window                              what it is compared with: a sliding window of equal bytes
   python pocket/train.py ablation                            which parts of BCT do what, by short runs of each
 
 The finding behind the recipe: a GPT-2 this small, with random learned positions, forms no induction head within
@@ -105,17 +106,16 @@ TEACHER = Recipe(
     documents=60_000,
 )
 MEMORY = {"slots": 24, "recent": 8}
-STEPS = {"bct": 4_000, "ablation": 110}
+STEPS = {"bct": 4_000, "window": 4_000, "ablation": 110}
 
 
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
     """The recipe that gives a trained model of this geometry a bounded memory."""
-    geometry = {name: getattr(config, name) for name in GPTConfig.__dataclass_fields__}
-    memory = {name: options.pop(name) for name in bounded.GPTConfig.__dataclass_fields__ if name in options}
+    memory = {name: options.pop(name) for name in vars(bounded.GPTConfig()) if name in options}
     phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=6e-4, shuffled=1, answers=8.0)
     if config.vocab_size != VOCABULARY:  # other texts have no answers, and other models have not learned from shuffling
         phase = replace(phase, documents=4, shuffled=0, answers=1.0)
-    new = bounded.GPTConfig(**geometry | memory)
+    new = bounded.GPTConfig(**vars(config) | memory)
     return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
 
 
@@ -704,10 +704,11 @@ From phase 4 on the loss is higher because shuffled documents are read too, and 
 
 def main() -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    cli.add_argument("what", choices=("tokenizer", "teacher", "bct", "ablation"), help="what to train")
+    what = ("tokenizer", "teacher", "bct", "window", "ablation")
+    cli.add_argument("what", choices=what, help="what to train")
     cli.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes; default: its folder in pocket")
     cli.add_argument("--run", type=Path, metavar="FOLDER",
-                     help="where the state is kept from which an interrupted run goes on; default: runs/WHAT")  # fmt: skip
+                     help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
     cli.add_argument("--init", default="pocket", metavar="NAME", help="bct: the model that gets a bounded memory")
     cli.add_argument("--text", metavar="FILE", help="bct: UTF-8 text to train on, with <|endoftext|> between texts; "
@@ -718,13 +719,22 @@ def main() -> None:
     cli.add_argument("--recent", default=MEMORY["recent"], type=whole_number(0), metavar="R",
                      help="bct: tokens kept exactly beside the slots")  # fmt: skip
     with cli.parse() as args:
-        out = args.out or HERE / {"bct": "bct", "ablation": "bct"}.get(args.what, "teacher")
+        out = args.out or HERE / ("teacher" if args.what in ("tokenizer", "teacher") else "bct")
         run = args.run or HERE.parent / "runs" / args.what
         steps = args.steps or STEPS.get(args.what)
         if args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":
             ablation(steps, run, out / "ablation.json")
+        elif args.what == "window":
+            config = load_model("pocket", model_class=GPT).config
+            window = window_of_equal_bytes(bounded.GPTConfig(**vars(config) | MEMORY))
+            recipe = distillation("pocket", config, steps, window=window)
+            model, losses = train(recipe, run, args.stop_at)
+            if rank() == 0 and len(losses) == steps:
+                figures = evaluate(Windowed(model.cpu(), window), read_tokenizer(TOKENIZER)) | {"tokens": window}
+                text = json.dumps(figures, indent=2) + "\n"
+                write_atomically(out / "window.json", lambda file: file.write_text(text))
         elif args.what == "bct":
             config = load_model(args.init, model_class=GPT).config
             recipe = distillation(args.init, config, steps, slots=args.slots, recent=args.recent, text=args.text)
@@ -805,31 +815,37 @@ def memory_card(recipe: Distillation, model: bounded.GPT, figures: dict[str, dic
     """Return the model card of a BCT: what it is, how it was trained, and what its memory costs in quality."""
     c, phase = model.config, recipe.phases[0]
     new = sum(p.numel() for name, p in model.named_parameters() if ".memory." in name)
-    names = {"full": "full attention", "bct": "BCT", "window": "sliding window", "sinks": "4 sinks + window"}
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = phase.steps * phase.rows * phase.context / 1e6
+    window = figures["window"]["tokens"]
+    names = {"full": "full attention", "bct": "BCT", "window": f"sliding window of {window}",
+             "sinks": f"4 sinks + window of {window - 4}"}  # fmt: skip
+    columns = ("perplexity", "recall_nats", "recall_share", "name_nats", "closed_book_share", "list_second_nats")
     rows = "\n".join(
-        f"| {name} | {figures[key]['perplexity']:.3f} | {figures[key]['recall_nats']:.2f} | "
-        f"{figures[key]['recall_share']:.1%} | {figures[key]['name_nats']:.3f} | {figures[key]['closed_book_share']:.1%} |"
+        f"| {name} | " + " | ".join(f"{figures[key][column]:.3f}" for column in columns) + " |"
         for key, name in names.items()
     )
     return f"""# pocket/bct
 
-`{recipe.init}` with BCT's bounded memory: per head {c.slots} slots and the {c.recent} most recent tokens, whatever the length of the
-text. {sum(p.numel() for p in model.parameters()):,} parameters, {new:,} of them new. Fine-tuned by `python pocket/train.py bct` on what the
-model predicts itself when it sees everything: {phase.steps:,} steps, {phase.steps * phase.rows * phase.context / 1e6:.1f} million tokens. The weights are fp16.
-A plain GPT-2 can't load it: `gpt_bounded_cache.GPT` can.
+`{recipe.init}` with BCT's bounded memory: each head has {c.slots} slots and the {c.recent} most recent tokens, however
+long the text is. {parameters:,} parameters, {new:,} of them new. `python pocket/train.py bct` fine-tuned it on
+what `{recipe.init}` predicts when it sees everything: {phase.steps:,} steps, {tokens:.1f} million tokens. The weights are
+fp16. A plain GPT-2 can't load it; `gpt_bounded_cache.GPT` can.
 
 ## Held out (split "test"), at equal bytes of memory
 
-| memory | perplexity | early facts asked late: nats | right | a new name, later mentions: nats | world's facts: right |
-|---|---|---|---|---|---|
+| memory | {" | ".join(columns)} |
+|---|{"---|" * len(columns)}
 {rows}
 
-The sliding windows are of {figures['window']['tokens']} tokens (of which 4 sinks) and run on `{recipe.init}` as it is, without fine-tuning;
-[`ablation.json`](ablation.json) has a fine-tuned one. All figures are those of [pocket/teacher](../teacher/README.md).
+The figures are explained on the card of [pocket/teacher](../teacher/README.md). The windows run on `{recipe.init}` as
+it is. [`window.json`](window.json) has the figures of the sliding window after the same fine-tuning (made by
+`python pocket/train.py window`), [`ablation.json`](ablation.json) what each part of BCT brings in a short one, on the
+split "valid" (`python pocket/train.py ablation`).
 
 ![Training loss](loss.png)
 
-The loss is the divergence from what the model predicts with full attention.
+The loss is the divergence from the prediction with full attention; tokens of answers weigh {phase.answers:g} times.
 """
 
 

@@ -125,7 +125,8 @@ def test_a_window_is_exact_where_eviction_before_attention_is_not() -> None:
 def caches_for(config: GPTConfig, rng: random.Random) -> list[KVCache]:
     if config.slots:
         return [BoundedMemory()]
-    return [KVCache(), SlidingWindowCache(config.n_ctx), SlidingWindowCache(rng.randint(1, 9)), SlidingWindowCache(4, 3)]
+    windows = [SlidingWindowCache(config.n_ctx), SlidingWindowCache(rng.randint(1, 9)), SlidingWindowCache(4, 3)]
+    return [KVCache(), *windows]
 
 
 @pytest.mark.parametrize("config", [SMALL, BCT, replace(BCT, recent=0)])
@@ -172,7 +173,7 @@ def test_padding_for_another_number_of_rows_is_refused() -> None:
 
 
 def recurrence(model: GPT, ids: Tensor) -> Tensor:
-    """BCT by its definition, in float64, a token and a head at a time: Yi et al. 2024, section 3.2, and our additions."""
+    """BCT by its definition (Yi et al. 2024, section 3.2) and our additions, in float64, a token and a head at a time."""
     c, D = model.config, model.config.head_dim
     p = {name: value.double() for name, value in model.state_dict().items()}
 
@@ -218,7 +219,8 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
                 out.append(share @ values / share.sum())
             heads.append(torch.stack(out))
         x = x + linear(torch.cat(heads, dim=-1), f"{name}.attn.c_proj")
-        x = x + linear(F.gelu(linear(norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc"), approximate="tanh"), f"{name}.mlp.c_proj")
+        y = F.gelu(linear(norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc"), approximate="tanh")
+        x = x + linear(y, f"{name}.mlp.c_proj")
     return (norm(x, "ln_f") @ p["wte.weight"].T)[None]
 
 
@@ -259,7 +261,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def tokens_of(k: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """What read_then_write() takes: keys, values, that they are real, no forgetting, write weights."""
+    """What the two forms take: keys, values, that they are real, no forgetting, write weights."""
     ones = torch.ones_like(k[..., :1])
     return torch.cat([k, v, ones, 0 * ones, w], dim=-1)
 
@@ -268,7 +270,7 @@ def test_identity_of_one_hot_writes_to_enough_slots_with_full_attention() -> Non
     q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
     memory = WriteMemory(replace(BCT, recent=0))
     one_hot = torch.eye(25)[:20].expand(2, 3, 20, 25)  # five slots are never written, and are not there
-    y, slots, _ = memory.read_then_write(q, torch.zeros(2, 3, 25, 17), tokens_of(k, v, one_hot))
+    y, slots, _ = memory.parallel(q, torch.zeros(2, 3, 25, 17), tokens_of(k, v, one_hot))
     torch.testing.assert_close(y, attend(q, k, v, torch.ones(20, 20).tril().bool()))
     torch.testing.assert_close(slots[:, :, :20], tokens_of(k, v, one_hot)[..., :17])
 
@@ -281,7 +283,7 @@ def test_identity_of_one_hot_writes_over_the_oldest_with_a_sliding_window() -> N
         slots[:, :, t % 6] = 0
         now = slice(t, t + 1)
         write = torch.eye(6)[t % 6].expand(2, 3, 1, 6)
-        y, slots, _ = memory.read_then_write(q[:, :, now], slots, tokens_of(k[:, :, now], v[:, :, now], write))
+        y, slots, _ = memory.recurrent(q[:, :, now], slots, tokens_of(k[:, :, now], v[:, :, now], write))
         read.append(y)
     place = torch.arange(20)
     window = (place <= place[:, None]) & (place > place[:, None] - 6)
@@ -304,7 +306,7 @@ def test_identity_of_slots_of_one_token_each_is_lost_by_the_papers_rule() -> Non
     q, k, v = torch.randn(3, 1, 1, 10, 8, generator=torch.Generator().manual_seed(0))
     memory = WriteMemory(replace(BCT, recent=0, rule="sum"))
     tokens = tokens_of(k, v, torch.eye(10)[None, None])
-    y, _, _ = memory.read_then_write(q, torch.zeros(1, 1, 10, 17), tokens)
+    y, _, _ = memory.parallel(q, torch.zeros(1, 1, 10, 17), tokens)
     exact = attend(q, k, v, torch.ones(10, 10).tril().bool())
     assert (y - exact)[:, :, :-1].abs().max() > 0.1
     torch.testing.assert_close(y[:, :, -1], exact[:, :, -1])  # all are written
@@ -313,7 +315,7 @@ def test_identity_of_slots_of_one_token_each_is_lost_by_the_papers_rule() -> Non
 @pytest.mark.parametrize("rule", ["mean", "sum"])
 def test_gradients_of_the_parallel_form_are_right(rule: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 4, 3, generator=generator, dtype=torch.double)
+    q = torch.randn(1, 2, 4, 3, generator=generator, dtype=torch.double)
     memory = WriteMemory(replace(BCT, recent=2, rule=rule, head_dim=3))
     slots = torch.rand(1, 2, 3, 7, generator=generator, dtype=torch.double) + 0.1
     w = torch.rand(1, 2, 6, 3, generator=generator, dtype=torch.double).softmax(-1)
@@ -322,7 +324,7 @@ def test_gradients_of_the_parallel_form_are_right(rule: str) -> None:
     inputs = [x.requires_grad_() for x in (q, slots, kv, log_keep, w)]
 
     def function(q: Tensor, slots: Tensor, kv: Tensor, log_keep: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        return memory.read_then_write(q, slots, torch.cat([kv, torch.ones_like(log_keep), log_keep, w], dim=-1))
+        return memory.parallel(q, slots, torch.cat([kv, torch.ones_like(log_keep), log_keep, w], dim=-1))
 
     assert torch.autograd.gradcheck(function, inputs)
 
