@@ -242,7 +242,7 @@ def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tenso
         ms = [statistics.median(around(grown[key].ms, i)) for i in at]
         rows += [[memory.label, n, b, m] for n, b, m in zip(marks, nbytes, ms, strict=True)]
         print(f"{memory.label:>24}" + "".join(f"{b:>11,}{m:>7.2f}" for b, m in zip(nbytes, ms, strict=True)))
-    print("\nWhen all positions are used up, all but BCT forget the older half and read the rest again. Means with that:")
+    print("\nWhen all positions are used up, all but BCT forget the older half and read the rest again. Means of all:")
     print("; ".join(f"{memory.label} {statistics.mean(grown[key].ms):.2f} ms" for key, memory in memories.items()))
     summary: dict[str, Any] = {"model": name, "n_ctx": n_ctx, "tokens": length, "memories": {}}
     for key, memory in memories.items():
@@ -261,14 +261,18 @@ def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tenso
         summary["claims"] = claims(summary["memories"], marks, n_ctx)
         print("\nWhat the paper claims (Yi et al. 2024, section 4.3):")
         for claim in summary["claims"]:
-            print(f"  {claim['claim']}: {claim['verdict']}, {claim['figures']}")
+            print(f"  {claim['claim']}: {claim['verdict']} ({claim['figures']})")
     else:
         print("\nQuality is measured on the texts of pocket only.")
     out.mkdir(parents=True, exist_ok=True)
     write_csv(out / "growth.csv", ["memory", "tokens", "cache_bytes", "ms_per_token"], rows)
+    if by_distance:
+        rows = [[compared[key].label, a, b, nats[a:b].mean().exp().item()] for key, nats in by_distance.items()
+                for a, b in spans_of(len(nats), n_ctx)]  # fmt: skip
+        write_csv(out / "perplexity.csv", ["memory", "from_token", "to_token", "perplexity"], rows)
     write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n"))
     draw(memories, grown, by_distance, prompt.size(1), n_ctx, out)
-    print(f"\nWritten to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    print(f"\nWritten to {out}")
 
 
 def spans_of(length: int, n_ctx: int) -> list[tuple[int, int]]:
@@ -315,19 +319,19 @@ def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) ->
         {
             "claim": "time per token stays constant",
             "verdict": verdict(abs(late / early - 1) < 0.15),
-            "figures": f"{early:.2f} ms at first, {late:.2f} at last (within 15%: noise)",
+            "figures": f"{early:.2f} ms at first, {late:.2f} at last; 15% are taken for noise",
         },
         {
             "claim": "quality within 3%, in BLEU",
             "verdict": verdict(lost < 0.03),
             "figures": f"{bct['bleu']:.1f} against {everything['bleu']:.1f} with full attention, {-lost:+.1%} "
-            f"(the window: {window['bleu']:.1f})",
+            f"; the window {window['bleu']:.1f}",
         },
         {
             "claim": "quality within 3%, in perplexity",
             "verdict": verdict(perplexity < 0.03),
             "figures": f"{bct['perplexity']:.3f} against {everything['perplexity']:.3f}, {perplexity:+.1%} "
-            f"(the window: {window['perplexity']:.3f})",
+            f"; the window {window['perplexity']:.3f}",
         },
     ]
 

@@ -5,7 +5,6 @@
   torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
-  python pocket/train.py window                              what it is compared with: a sliding window of equal bytes
   python pocket/train.py ablation                            which parts of BCT do what, by short runs of each
 
 The finding behind the recipe: a GPT-2 this small, with random learned positions, forms no induction head within
@@ -23,6 +22,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 
 import gpt_bounded_cache as bounded
 from gpt_baseline import GPT, GPTConfig, generate
-from load_gpt2_weights import CommandLine, load_model, load_tokenizer, read_tokenizer, whole_number
+from load_gpt2_weights import POCKET, CommandLine, find_file, load_model, load_tokenizer, read_tokenizer, whole_number
 from pocket import corpus
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
@@ -106,14 +106,14 @@ TEACHER = Recipe(
     documents=60_000,
 )
 MEMORY = {"slots": 24, "recent": 8}
-STEPS = {"bct": 4_000, "window": 4_000, "ablation": 110}
+STEPS = {"bct": 4_000, "ablation": 110}
 
 
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
     """The recipe that gives a trained model of this geometry a bounded memory."""
     memory = {name: options.pop(name) for name in vars(bounded.GPTConfig()) if name in options}
     phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=6e-4, shuffled=1, answers=8.0)
-    if config.vocab_size != VOCABULARY:  # other texts have no answers, and other models have not learned from shuffling
+    if options.get("text"):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
         phase = replace(phase, documents=4, shuffled=0, answers=1.0)
     new = bounded.GPTConfig(**vars(config) | memory)
     return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
@@ -619,16 +619,17 @@ def export(model: GPT, folder: Path) -> None:
 
 
 def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
-    """Draw the loss of every step (faint) and its running mean over 100 steps."""
+    """Draw the loss of every step (faint) and its running mean over 100 steps, or all if they are fewer."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4))
-    mean = torch.tensor(losses).unfold(0, 100, 1).mean(1)
+    n = min(100, len(losses))
+    mean = torch.tensor(losses).unfold(0, n, 1).mean(1)
     axes.plot(losses, color="tab:blue", alpha=0.25, linewidth=0.5, label="each step")
-    axes.plot(range(99, len(losses)), mean, color="tab:blue", label="mean of 100 steps")
+    axes.plot(range(n - 1, len(losses)), mean, color="tab:blue", label=f"mean of {n} steps")
     start = 0
     for number, phase in enumerate(recipe.phases, 1):
         axes.axvline(start, color="grey", linewidth=0.8)
@@ -704,10 +705,10 @@ From phase 4 on the loss is higher because shuffled documents are read too, and 
 
 def main() -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    what = ("tokenizer", "teacher", "bct", "window", "ablation")
+    what = ("tokenizer", "teacher", "bct", "ablation")
     cli.add_argument("what", choices=what, help="what to train")
     cli.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes; default: its folder in pocket")
-    cli.add_argument("--run", type=Path, metavar="FOLDER",
+    cli.add_argument("--state", type=Path, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
     cli.add_argument("--init", default="pocket", metavar="NAME", help="bct: the model that gets a bounded memory")
@@ -720,21 +721,12 @@ def main() -> None:
                      help="bct: tokens kept exactly beside the slots")  # fmt: skip
     with cli.parse() as args:
         out = args.out or HERE / ("teacher" if args.what in ("tokenizer", "teacher") else "bct")
-        run = args.run or HERE.parent / "runs" / args.what
+        run = args.state or HERE.parent / "runs" / args.what
         steps = args.steps or STEPS.get(args.what)
         if args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":
             ablation(steps, run, out / "ablation.json")
-        elif args.what == "window":
-            config = load_model("pocket", model_class=GPT).config
-            window = window_of_equal_bytes(bounded.GPTConfig(**vars(config) | MEMORY))
-            recipe = distillation("pocket", config, steps, window=window)
-            model, losses = train(recipe, run, args.stop_at)
-            if rank() == 0 and len(losses) == steps:
-                figures = evaluate(Windowed(model.cpu(), window), read_tokenizer(TOKENIZER)) | {"tokens": window}
-                text = json.dumps(figures, indent=2) + "\n"
-                write_atomically(out / "window.json", lambda file: file.write_text(text))
         elif args.what == "bct":
             config = load_model(args.init, model_class=GPT).config
             recipe = distillation(args.init, config, steps, slots=args.slots, recent=args.recent, text=args.text)
@@ -788,12 +780,12 @@ def window_of_equal_bytes(config: bounded.GPTConfig) -> int:
 def finish_memory(recipe: Distillation, model: bounded.GPT, losses: list[float], folder: Path) -> None:
     """Measure a BCT as it will be shipped, in fp16, beside the model that it comes from; write it and its card.
 
-    Raises ValueError, and writes nothing, if it is no better than a sliding window of equal bytes. A model whose
-    tokens aren't those of the corpus is only written.
+    Raises ValueError, and writes nothing, if it is no better than a sliding window of equal bytes. A model that was
+    trained on another text than the corpus is not measured.
     """
     model = model.half().float()
-    if recipe.config.vocab_size == VOCABULARY:
-        tokenizer, window = read_tokenizer(TOKENIZER), window_of_equal_bytes(recipe.config)
+    if recipe.text is None:
+        tokenizer, window = load_tokenizer(recipe.init), window_of_equal_bytes(recipe.config)
         plain = load_model(recipe.init, model_class=bounded.GPT)
         figures = {
             "bct": evaluate(model, tokenizer),
@@ -808,6 +800,9 @@ def finish_memory(recipe: Distillation, model: bounded.GPT, losses: list[float],
         text = memory_card(recipe, model, figures)
         write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
     plot_losses(recipe, losses, folder / "loss.png")
+    own_tokenizer = find_file(recipe.init, "config.json").with_name("tokenizer.tiktoken")
+    if own_tokenizer.is_file() and recipe.init not in POCKET:
+        write_atomically(folder / own_tokenizer.name, lambda file: shutil.copyfile(own_tokenizer, file))
     export(model, folder)
 
 
@@ -829,8 +824,8 @@ def memory_card(recipe: Distillation, model: bounded.GPT, figures: dict[str, dic
 
 `{recipe.init}` with BCT's bounded memory: each head has {c.slots} slots and the {c.recent} most recent tokens, however
 long the text is. {parameters:,} parameters, {new:,} of them new. `python pocket/train.py bct` fine-tuned it on
-what `{recipe.init}` predicts when it sees everything: {phase.steps:,} steps, {tokens:.1f} million tokens. The weights are
-fp16. A plain GPT-2 can't load it; `gpt_bounded_cache.GPT` can.
+what `{recipe.init}` predicts when it sees everything: {phase.steps:,} steps, {tokens:.1f} million tokens. The weights
+are fp16. A plain GPT-2 can't load it; `gpt_bounded_cache.GPT` can.
 
 ## Held out (split "test"), at equal bytes of memory
 
@@ -839,9 +834,8 @@ fp16. A plain GPT-2 can't load it; `gpt_bounded_cache.GPT` can.
 {rows}
 
 The figures are explained on the card of [pocket/teacher](../teacher/README.md). The windows run on `{recipe.init}` as
-it is. [`window.json`](window.json) has the figures of the sliding window after the same fine-tuning (made by
-`python pocket/train.py window`), [`ablation.json`](ablation.json) what each part of BCT brings in a short one, on the
-split "valid" (`python pocket/train.py ablation`).
+it is. What each part of BCT brings in a short fine-tuning, and what that does for a sliding window, is in
+[`ablation.json`](ablation.json) (split "valid"; `python pocket/train.py ablation`).
 
 ![Training loss](loss.png)
 
@@ -850,7 +844,7 @@ The loss is the divergence from the prediction with full attention; tokens of an
 
 
 ABLATION = (
-    # what changes against the row before, options of distillation()
+    # what it is, options of distillation(); longer: times the steps
     ("the paper's rule", {"slots": 32, "rule": "sum", "step": False, "forget": False, "clusters": False}),
     ("+ a step size for each token", {"slots": 32, "rule": "sum", "forget": False, "clusters": False}),
     ("a slot is the mean, and counts by its mass", {"slots": 32, "forget": False, "clusters": False}),
@@ -859,6 +853,8 @@ ABLATION = (
     ("+ the last 8 tokens kept exactly, 24 slots", MEMORY),
     ("+ learned start of the slots", MEMORY | {"learned_start": True}),
     ("sliding window of equal bytes, fine-tuned the same", {"window": 36}),
+    ("24 slots and the last 8 tokens, four times as long", MEMORY | {"longer": 4}),
+    ("sliding window of equal bytes, four times as long", {"window": 36, "longer": 4}),
 )
 
 
@@ -870,9 +866,10 @@ def ablation(steps: int, run: Path, path: Path) -> None:
             ("4 sinks + 32 tokens, as it is", 0, Windowed(plain, 32, 4))]  # fmt: skip
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("valid", 300)]
     results = []
-    for name, row_steps, model in [*rows, *((name, steps, options) for name, options in ABLATION)]:
+    for name, row_steps, model in [*rows, *((name, steps * o.get("longer", 1), o) for name, o in ABLATION)]:
         if isinstance(model, dict):
-            recipe = distillation("pocket", plain.config, steps, **model)
+            options = {key: value for key, value in model.items() if key != "longer"}
+            recipe = distillation("pocket", plain.config, row_steps, **options)
             model, _ = train(recipe, run / re.sub(r"\W+", "-", name).strip("-"))
             model = Windowed(model, recipe.window) if recipe.window else model
         nats, share = answers(model, tokenizer, corpus.recall_questions("valid", 300))

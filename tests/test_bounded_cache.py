@@ -173,7 +173,7 @@ def test_padding_for_another_number_of_rows_is_refused() -> None:
 
 
 def recurrence(model: GPT, ids: Tensor) -> Tensor:
-    """BCT by its definition (Yi et al. 2024, section 3.2) and our additions, in float64, a token and a head at a time."""
+    """BCT by its definition (Yi et al. 2024, section 3.2) and our additions: float64, a token and a head at a time."""
     c, D = model.config, model.config.head_dim
     p = {name: value.double() for name, value in model.state_dict().items()}
 

@@ -14,6 +14,7 @@ from gpt_baseline import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer, read_tokenizer
 from pocket import corpus, train
 from pocket.train import Phase, Recipe
+from tests.test_equivalence import randomize
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = Recipe(
@@ -59,6 +60,104 @@ def test_two_processes_compute_the_losses_of_one(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=tmp_path)
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses == pytest.approx(expected, rel=2e-3)  # bf16 products of half a batch each
+
+
+PLAIN = GPTConfig(vocab_size=train.VOCABULARY, n_ctx=32, n_layer=2, n_head=2, n_embd=24, head_dim=8)
+MEMORY = {"slots": 5, "recent": 3}
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> str:
+    """A folder with a small random model and the tokenizer of pocket."""
+    torch.manual_seed(0)
+    model = GPT(PLAIN)
+    randomize(model)
+    train.export(model, tmp_path / "teacher")
+    (tmp_path / "teacher" / "tokenizer.tiktoken").write_bytes(train.TOKENIZER.read_bytes())
+    return str(tmp_path / "teacher")
+
+
+def test_a_distillation_goes_on_to_the_same_end_and_learns(teacher: str, tmp_path: Path) -> None:
+    recipe = replace(train.distillation(teacher, PLAIN, 40, **MEMORY), documents=60, warmup=5)
+    whole_model, whole = train.train(recipe, tmp_path / "whole")
+    train.train(recipe, tmp_path / "parts", stop_at=7)
+    model, losses = train.train(recipe, tmp_path / "parts")
+    assert losses == whole and len(losses) == 40
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole_model.parameters(), strict=True))
+    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
+    plain = load_model(teacher, model_class=GPT)
+    assert not torch.equal(model.h[0].attn.c_attn.weight, plain.h[0].attn.c_attn.weight)  # all of it is tuned
+
+
+def test_a_distillation_starts_as_its_teacher_with_addresses_near_its_keys(teacher: str) -> None:
+    recipe = replace(train.distillation(teacher, PLAIN, 3, slots=5, recent=32), documents=20)
+    model, plain = train.start(recipe, torch.device("cpu"))
+    ids = torch.randint(train.VOCABULARY, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():  # as long as no token leaves the recent ones
+        torch.testing.assert_close(model(ids), plain(ids), atol=1e-4, rtol=1e-4)
+    train.start_memory(model, ids, torch.Generator().manual_seed(0))
+    for block in model.h:
+        keys = block.attn.c_attn.weight[:, 16:32]
+        assert torch.equal(block.memory.c_query.weight, keys)
+        assert len(block.memory.addresses.flatten(0, 1).unique(dim=0)) == 10
+
+
+def test_k_means_finds_the_clusters() -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
+    points = centres.repeat_interleave(50, dim=0) + 0.1 * torch.randn(200, 2, generator=generator)
+    found = train.k_means(points[torch.randperm(200, generator=generator)], 4, torch.Generator().manual_seed(4))
+    assert torch.cdist(centres, found).min(dim=1).values.max() < 0.1
+
+
+def test_what_a_distillation_loses_is_the_divergence_from_the_teacher(teacher: str) -> None:
+    recipe = replace(train.distillation(teacher, PLAIN, 3, window=32), documents=20)
+    model, plain = train.start(recipe, torch.device("cpu"))
+    rows = torch.randint(train.VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(0))
+    same = train.divergence(recipe, 0, model, plain, rows, torch.Generator())
+    assert same.shape == (2, 32) and same.abs().max() < 1e-2  # a window of the context sees everything; bf16
+    other = train.divergence(replace(recipe, window=2), 0, model, plain, rows, torch.Generator())
+    assert other[:, :2].abs().max() < 1e-2 < other[:, 2:].mean()
+
+
+def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
+    recipe = replace(train.distillation(teacher, PLAIN, 3, **MEMORY), documents=20)
+    model, plain = train.start(recipe, torch.device("cpu"))
+    rows = torch.randint(train.VOCABULARY, (3, 32), generator=torch.Generator().manual_seed(0))
+    read: list[tuple[int, bool]] = []
+    model.register_forward_pre_hook(lambda module, inputs: read.append((inputs[0].size(1), torch.is_grad_enabled())))
+    for step in range(2):
+        train.divergence(recipe, step, model, plain, rows, torch.Generator().manual_seed(1))
+    assert read[0] == read[2] == (32, True) and len(read) == 3
+    assert 1 <= read[1][0] < 32 and not read[1][1]
+
+
+def test_the_command_fine_tunes_any_model_on_any_text_also_under_torchrun(teacher: str, tmp_path: Path) -> None:
+    """What one runs on GPT-2's own weights: --init gpt2 --text FILE."""
+    from gpt_bounded_cache import GPT as BoundedGPT
+
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join(d.text for d in corpus.documents("train", 20)))
+    script = [str(ROOT / "pocket" / "train.py"), "bct", "--init", teacher, "--text", str(tmp_path / "text.txt")]
+    script += ["--steps", "4", "--slots", "5", "--recent", "3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, command in (("one", [sys.executable, *script]), ("two", [*torchrun, *script])):
+        folders = ["--out", str(tmp_path / name), "--state", str(tmp_path / f"run-{name}")]
+        subprocess.run([*command, *folders], check=True, timeout=300, capture_output=True, cwd=tmp_path)
+        files = ["config.json", "loss.png", "model.safetensors", "tokenizer.tiktoken"]
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == files
+        model = load_model(str(tmp_path / name), model_class=BoundedGPT)
+        assert (model.config.slots, model.config.recent) == (5, 3)
+        assert load_tokenizer(str(tmp_path / name)).n_vocab == train.VOCABULARY
+    losses = [torch.load(tmp_path / f"run-{name}" / "last.pt")["losses"] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)  # bf16; and the parts of a text that come before differ
+
+
+def test_a_text_that_is_too_short_is_refused_in_one_sentence(teacher: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Too short.")
+    command = [sys.executable, str(ROOT / "pocket" / "train.py"), "bct", "--init", teacher, "--text", "text.txt"]
+    run = subprocess.run([*command, "--out", "x", "--state", "y"], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 2 and "Traceback" not in run.stderr and "32" in run.stderr
+    assert not (tmp_path / "x").exists()
 
 
 def test_more_processes_than_rows_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

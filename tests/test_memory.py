@@ -1,0 +1,136 @@
+"""benchmarks/memory.py measures what it says: BLEU, losses of long texts, bytes; and its report writes its files."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gpt_bounded_cache as bounded
+import gpt_kv_cache
+from benchmarks import memory
+from gpt_bounded_cache import GPT, BoundedMemory, GPTConfig, SlidingWindowCache
+from load_gpt2_weights import load_tokenizer
+from pocket import corpus, train
+from tests.test_bounded_cache import BCT, SMALL, banded, ids_of, model_of
+
+SENTENCES = [document.text.partition(".")[0] for document in corpus.documents("train", 12)]
+
+
+def test_bleu_is_that_of_sacrebleu() -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    words = [" ".join(memory.re.findall(r"\w+|[^\w\s]", sentence)) for sentence in SENTENCES]
+    texts = [f"{a} {b[: len(b) // 2]}" for a, b in zip(words, words[1:] + words[:1], strict=True)]
+    for got, references in [(texts, words), (words, texts), (words, words)]:
+        expected = sacrebleu.corpus_bleu(got, [references], tokenize="none", smooth_method="none").score
+        assert memory.bleu(got, references) == pytest.approx(expected)
+
+
+def test_bleu_of_nothing_in_common_is_0() -> None:
+    assert memory.bleu(["a b c d e"], ["v w x y z"]) == 0.0
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(24, 0), (5, 0), (4, 2)])
+def test_losses_of_long_texts_are_those_of_what_generate_sees(window: int, sinks: int) -> None:
+    model, ids = model_of(SMALL), ids_of(2, 60)
+    one = memory.Memory("", model, lambda: SlidingWindowCache(window, sinks))
+    got = memory.stream_losses(one, ids, chunk=7)
+    assert got.shape == (2, 59)
+    for t in range(59):
+        start = bounded.context_start(t + 1, 24)
+        logits = banded(model, ids[:, start : t + 1], window, sinks)[:, -1]
+        torch.testing.assert_close(got[:, t], F.cross_entropy(logits, ids[:, t + 1], reduction="none"))
+
+
+def test_losses_of_long_texts_of_a_bct_are_those_of_one_pass() -> None:
+    model, ids = model_of(BCT), ids_of(2, 60)
+    got = memory.stream_losses(memory.Memory("", model, BoundedMemory), ids, chunk=7)
+    expected = F.cross_entropy(model(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_losses_of_documents_do_not_depend_on_their_neighbours() -> None:
+    one = memory.Memory("", model_of(BCT), BoundedMemory)
+    documents = [ids_of(n, seed=n).tolist() for n in (5, 23, 9)]
+    together = memory.document_losses(one, documents)
+    for document, losses in zip(documents, together, strict=True):
+        assert losses == pytest.approx(memory.document_losses(one, [document])[0], abs=1e-4)
+
+
+def test_growth_counts_every_token() -> None:
+    plain = model_of(SMALL)
+    geometry = {name: getattr(SMALL, name) for name in vars(gpt_kv_cache.GPTConfig())}
+    old = gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**geometry))
+    old.load_state_dict(plain.state_dict())
+    memories = {
+        "growing": memory.Memory("", old.eval(), gpt_kv_cache.KVCache, gpt_kv_cache.generate),
+        "window": memory.Memory("", plain, lambda: SlidingWindowCache(5)),
+        "bct": memory.Memory("", model_of(BCT), BoundedMemory),
+    }
+    grown = memory.growth(memories, ids_of(1, 4), 30)
+    per_token = 2 * 3 * 2 * 5 * 4
+    assert grown["growing"].nbytes[:20] == [per_token * n for n in range(4, 24)]
+    assert grown["growing"].nbytes[21] == per_token * 13  # half of the context was forgotten, and a token read
+    assert set(grown["window"].nbytes) == {5 * per_token} and len(set(grown["bct"].nbytes)) == 1
+    assert all(len(g.ms) == 30 and min(g.ms) > 0 for g in grown.values())
+
+
+def test_a_window_of_equal_bytes_takes_the_bytes_of_the_bct() -> None:
+    config = memory.load_model("pocket-bct", model_class=GPT).config
+    n = train.window_of_equal_bytes(config)
+    model, bct = GPT(GPTConfig(**{**vars(config), "slots": 0, "recent": 0})).eval(), GPT(config).eval()
+    window, slots, ids = SlidingWindowCache(n), BoundedMemory(), ids_of(1, 9)
+    with torch.no_grad():
+        model(ids, window)
+        bct(ids, slots)
+    assert 0 <= window.nbytes - slots.nbytes < window.nbytes / n
+    assert n == 36  # what --slots says
+
+
+def test_explanations_in_one_batch_are_those_of_each_prompt_alone() -> None:
+    memories, tokenizer = memory.memories_of("pocket", 36, "cpu", torch.float32), load_tokenizer("pocket")
+    questions = corpus.explain_questions("valid", 3)
+    for key in ("window", "bct"):
+        together = memory.explanations(memories[key], tokenizer, questions, tokens=25)
+        assert together == [memory.explanations(memories[key], tokenizer, [q], tokens=25)[0] for q in questions]
+
+
+def test_the_report_says_and_writes_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    sizes = {"CONTEXTS": 2, "DOCUMENTS": 4, "STREAMS": 2, "RECALLS": 6, "EXPLANATIONS": 2}
+    for name, value in sizes.items():
+        monkeypatch.setattr(memory, name, value)
+    prompt = torch.tensor([load_tokenizer("pocket").encode_ordinary("Notes:")])
+    memory.report("pocket", 36, "cpu", torch.float32, prompt, str(tmp_path / "new" / "folder"))
+    printed, out = capsys.readouterr().out, tmp_path / "new" / "folder"
+    names = {"bytes.png", "growth.csv", "perplexity.csv", "perplexity.png", "speed.png", "summary.json"}
+    assert {path.name for path in out.iterdir()} == names
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary["memories"]) == {"growing", "full", "window", "sinks", "bct"}
+    assert len(summary["claims"]) == 4 and all(claim["figures"] in printed for claim in summary["claims"])
+    assert summary["claims"][0]["verdict"] == "HOLDS"
+    for row in summary["memories"].values():
+        assert set(row["bytes"]) == {"64", "128", "256", "512", "1024"} and row["label"] in printed
+        assert math.isfinite(row["mean_ms_per_token"])
+    growing = list(summary["memories"]["growing"]["bytes"].values())
+    assert growing[:4] == sorted(set(growing[:4]))
+    with (out / "growth.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 25 and {row["tokens"] for row in rows} == {"64", "128", "256", "512", "1024"}
+    with (out / "perplexity.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["memory"].startswith("BCT")]
+    spans = [(row["from_token"], row["to_token"]) for row in rows]
+    assert spans[0] == ("0", "32") and spans[-1] == ("512", "1024")
+
+
+def test_a_bct_elsewhere_is_measured_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(memory, "CONTEXTS", 3)
+    train.export(GPT(GPTConfig(**vars(BCT))), tmp_path / "model")
+    monkeypatch.setattr(memory, "load_tokenizer", lambda name: None)
+    memory.report(str(tmp_path / "model"), 36, "cpu", torch.float32, ids_of(1, 4), str(tmp_path / "out"))
+    assert "pocket only" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["memories"]) == ["bct"]
