@@ -1,7 +1,8 @@
 """Write the figures in README.md anew, from the recorded results and from a run of the demo.
 
 Blocks between <!-- name --> and <!-- /name --> are replaced: `speed` from benchmarks/speed.json, `pocket` from
-pocket/teacher/figures.json, `demo` by running `gpt_kv_cache.py --compare`.
+pocket/teacher/figures.json, `memory` from benchmarks/bounded/summary.json, `ablation` from pocket/bct/ablation.json,
+`demo` by running `gpt_kv_cache.py --compare`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,45 @@ def pocket() -> str:
     )
 
 
+def memory() -> str:
+    """The tables of benchmarks/bounded/summary.json, and the paper's claims with their verdicts."""
+    record = json.loads((ROOT / "benchmarks" / "bounded" / "summary.json").read_text(encoding="utf-8"))
+    memories, n_ctx = record["memories"], record["n_ctx"]
+    marks = ["64", str(n_ctx), str(4 * n_ctx)]
+    after = " | ".join(f"after {int(n):,} tokens" for n in marks)
+    lines = [f"| bytes of cache; ms per token | {after} |", "|---|---|---|---|"]
+    for row in memories.values():
+        cells = (f"{row['bytes'][n]:,}; {row['ms_per_token'][n]:.2f}" for n in marks)
+        lines.append(f"| {row['label']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| quality, held out | perplexity | of long texts | early facts asked late: nats | right | BLEU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in memories.values():
+        if "bleu" in row:
+            lines.append(
+                f"| {row['label']} | {row['perplexity']:.2f} | {row['perplexity_of_long_texts']:.2f} "
+                f"| {row['recall_nats']:.2f} | {row['recall_share']:.1%} | {row['bleu']:.1f} |"
+            )
+    lines += ["", "| the paper's claim | verdict | |", "|---|---|---|"]
+    lines += [f"| {claim['claim']} | {claim['verdict']} | {claim['figures']} |" for claim in record["claims"]]
+    return "\n".join(lines)
+
+
+def ablation() -> str:
+    """The table of pocket/bct/ablation.json."""
+    rows = json.loads((ROOT / "pocket" / "bct" / "ablation.json").read_text(encoding="utf-8"))
+    lines = ["| after so many steps of fine-tuning | steps | perplexity | early facts asked late: nats | right |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        lines.append(
+            f"| {row['name']} | {row['steps']} | {row['perplexity']:.2f} | {row['recall_nats']:.2f} "
+            f"| {row['recall_share']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
 def demo() -> str:
     """What the README's first command prints."""
     command = [sys.executable, "gpt_kv_cache.py", "--compare"]
@@ -79,7 +119,7 @@ def main() -> None:
     cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
     with cli.parse():
         readme = ROOT / "README.md"
-        blocks = {"speed": speed(), "pocket": pocket(), "demo": demo()}
+        blocks = {"speed": speed(), "pocket": pocket(), "memory": memory(), "ablation": ablation(), "demo": demo()}
         readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), blocks), encoding="utf-8")
 
 

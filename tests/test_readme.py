@@ -1,6 +1,7 @@
 """README.md tells the truth: its two commands, its map and its figures."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +19,14 @@ def test_the_first_code_block_is_two_commands() -> None:
 
 
 def test_figures_are_those_that_were_recorded() -> None:
-    assert readme.with_blocks(README, {"speed": readme.speed(), "pocket": readme.pocket()}) == README
+    blocks = {name: getattr(readme, name)() for name in ("speed", "pocket", "memory", "ablation")}
+    assert readme.with_blocks(README, blocks) == README
+
+
+def test_the_python_examples_run_one_after_the_other() -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stderr == "" and "slot  position  token" in run.stdout
 
 
 def test_every_file_that_is_linked_or_run_exists() -> None:
@@ -30,6 +38,13 @@ def test_every_file_that_is_linked_or_run_exists() -> None:
 def test_diff_is_as_small_as_the_readme_says() -> None:
     import difflib
 
-    files = [(ROOT / name).read_text(encoding="utf-8").splitlines() for name in ("gpt_baseline.py", "gpt_kv_cache.py")]
-    hunks = sum(line.startswith("@@") for line in difflib.unified_diff(*files, n=0))
+    names = ("gpt_baseline.py", "gpt_kv_cache.py", "gpt_bounded_cache.py")
+    files = [(ROOT / name).read_text(encoding="utf-8").splitlines() for name in names]
+    hunks = sum(line.startswith("@@") for line in difflib.unified_diff(*files[:2], n=0))
     assert f"{hunks} hunks" in README
+    hunks = "\n".join(difflib.unified_diff(*files[1:], n=0)).split("\n@@")[1:]
+    assert f"{sum('# RING' in hunk for hunk in hunks)} of its hunks" in README
+
+
+def test_the_number_of_mutants_is_right() -> None:
+    assert f"{len(list((ROOT / 'tests' / 'mutants').glob('*.patch')))} one-line bugs" in README

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline.py", "gpt_kv_cache.py"]
-SCRIPTS = [*GPT_FILES, "load_gpt2_weights.py", "pocket/corpus.py", "pocket/train.py", "benchmarks/speed.py"]
+BOUNDED = "gpt_bounded_cache.py"
+SCRIPTS = [*GPT_FILES, BOUNDED, "load_gpt2_weights.py", "pocket/corpus.py", "pocket/train.py", "benchmarks/speed.py"]
 
 
 def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -49,6 +50,56 @@ def test_both_files_write_the_same(options: list[str]) -> None:
         == text_of(run("gpt_kv_cache.py", *words))
         == text_of(run("gpt_kv_cache.py", *words))
     )
+
+
+@pytest.mark.parametrize("memory", ["full", "window", "sinks", "bct"])
+def test_every_memory_writes_text_and_says_its_bytes(memory: str, tmp_path: Path) -> None:
+    result = run(BOUNDED, "--memory", memory, "--text-only", "--max-new-tokens", "60", cwd=tmp_path)
+    assert len(text_of(result).split()) > 30 and result.stderr == ""
+    held = {"full": 2 * 6 * 6 * 32 * 4 * 512, "bct": 6 * 6 * 4 * (24 * 65 + 8 * 90)}
+    nbytes = held.get(memory, 2 * 6 * 6 * 32 * 4 * 36)
+    assert f"KV cache {nbytes:,} bytes" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+    if memory == "full":
+        assert text_of(result) == text_of(run("gpt_kv_cache.py", "--max-new-tokens", "60"))
+
+
+def test_slots_are_those_of_the_window() -> None:
+    words = ["--text-only", "--max-new-tokens", "10"]
+    for memory in ("window", "sinks"):
+        result = run(BOUNDED, "--memory", memory, "--slots", "100", *words)
+        assert f"KV cache {2 * 6 * 6 * 32 * 4 * 100:,} bytes" in result.stdout
+    tall = run(BOUNDED, "--memory", "window", "--slots", "512", *words)
+    assert text_of(tall) == text_of(run("gpt_kv_cache.py", "--max-new-tokens", "10"))
+
+
+def test_bct_goes_on_past_the_context_and_another_model_has_no_slots() -> None:
+    result = run(BOUNDED, "--text-only", "--max-new-tokens", "20", "--prompt", "Notes: " * 300)
+    assert result.returncode == 0 and "holds only" not in result.stdout
+    result = run(BOUNDED, "--memory", "window", "--text-only", "--max-new-tokens", "5", "--prompt", "Notes: " * 300)
+    assert result.returncode == 0 and "context of 512 holds only the last" in result.stdout
+    result = run("load_gpt2_weights.py", "pocket-bct")
+    assert result.returncode == 0 and "KV cache 328,320 bytes" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "culprits"),
+    [
+        (["--memory", "all"], ["all", "window"]),
+        (["--slots", "0", "--memory", "window"], ["window of 0"]),
+        (["--slots", "4", "--memory", "sinks"], ["window of 0", "4 sinks"]),
+        (["--slots", "many"], ["many"]),
+        (["--model", "pocket-bct", "--memory", "window"], ["pocket-bct", "24 slots", "window"]),
+        (["--model", "pocket/teacher", "--memory", "bct"], ["pocket/teacher", "0 slots", "bct"]),
+        (["--model", "gpt5"], ["gpt5", "pocket"]),
+        (["--prompt", ""], ["prompt"]),
+    ],
+)
+def test_bad_memories_get_one_sentence_and_exit_status_2(words: list[str], culprits: list[str]) -> None:
+    result = run(BOUNDED, *words)
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1 and "Traceback" not in result.stderr
+    assert all(culprit in result.stderr for culprit in culprits), result.stderr
 
 
 def test_seed_changes_what_is_drawn() -> None:
