@@ -14,7 +14,7 @@ Cache Capacity" (BCT).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence  # PAD
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +83,13 @@ class KVCache:  # NEW
     """
 
     window, sinks = math.inf, 0  # RING  how many of the last and of the first tokens are seen
-    pad = (0,)  # PAD  by how many tokens each row is padded on the left (B), or the same for all
+    pad: Sequence[int] = (0,)  # PAD  by how many tokens each row of ids is padded on the left (B)
+    moved: Sequence[int] | None = None  # PAD  where the rows begin in what is cached, once a part of ids is forgotten
+
+    def first(self, device: torch.device) -> Tensor | int:  # PAD
+        """Return where each row begins in what is cached (B, 1, 1, 1), or 0 if none is padded."""
+        starts = self.moved or self.pad  # PAD
+        return torch.tensor(starts, device=device)[:, None, None, None] if any(starts) else 0  # PAD
     def __init__(self, layers: list[Tensor] | None = None, pos: Tensor | None = None) -> None:  # NEW
         self.layers = layers or []  # NEW  each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(0, dtype=torch.long) if pos is None else pos  # NEW  (S,), where each token was read
@@ -106,11 +112,14 @@ class KVCache:  # NEW
         if not 0 <= n <= len(self):  # NEW
             raise ValueError(f"can't keep {n} tokens of {len(self)}")  # NEW
         self.layers, self.pos = [kv[..., :n, :].clone() for kv in self.layers if n], self.pos[:n].clone()  # NEW
+        self.pad, self.moved = (self.pad, self.moved) if n else ((0,), None)  # PAD
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KVCache:  # NEW
         """Return a copy, on another device or in another dtype if given; it shares no memory with this cache."""
         layers = [kv[..., : len(self), :].to(device, dtype, copy=True) for kv in self.layers]  # NEW
-        return KVCache(layers, self.pos.to(device, copy=True))  # NEW
+        other = KVCache(layers, self.pos.to(device, copy=True))  # PAD
+        other.pad, other.moved = self.pad, self.moved  # PAD
+        return other  # PAD
 
     clone = to  # NEW  with no argument
 
@@ -128,10 +137,10 @@ class KVCache:  # NEW
         return len(self.pos)  # NEW
 
     def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # NEW
-        """Return the geometry and a line a slot: its position and, if tokens (S) are given, its token."""
+        """Return the geometry and a line a slot: its position and, if the text's tokens are given, its token."""
         shape = (len(self.layers), *self.layers[0][..., : len(self), :].shape) if len(self) else "empty"  # NEW
-        shown = [*map(repr, tokens), *[""] * len(self)]  # NEW
-        rows = [f"{s:6}{p:10}  {shown[s]}" for s, p in enumerate(self.pos.tolist())]  # NEW
+        shown = dict(enumerate(map(repr, tokens)))  # NEW
+        rows = [f"{s:6}{p:10}  {shown.get(p, '')}" for s, p in enumerate(self.pos.tolist())]  # NEW
         rows[8:-8] = ["   ..."] if len(rows) > 16 else rows[8:-8]  # NEW
         head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes\n  slot  position  token"  # NEW
         return "\n".join([head, *rows])  # NEW
@@ -144,8 +153,9 @@ def visible(k_pos: Tensor, pos: Tensor, cache: KVCache | None) -> Tensor:  # RIN
     pos = pos[:, None]  # RING
     seen = k_pos <= pos  # RING  causal: look up to one's own position
     if cache is not None:  # RING
-        first = torch.tensor(cache.pad, device=pos.device)[:, None, None, None]  # PAD  where each row's text begins
-        seen = seen & ((k_pos > pos - cache.window) | (k_pos < first + cache.sinks))  # RING
+        first = cache.first(pos.device)  # PAD
+        if cache.window < math.inf:  # RING
+            seen = seen & ((k_pos > pos - cache.window) | (k_pos < first + cache.sinks))  # RING
         seen = seen & (k_pos >= first)  # PAD
     return seen  # RING
 
@@ -154,7 +164,8 @@ class SlidingWindowCache(KVCache):  # RING
     """The last `window` tokens and the first `sinks`, in memory that is allocated once; older ones are overwritten.
 
     With a window of n_ctx it is a preallocated cache that forgets nothing. len() counts the tokens read; S is at most
-    sinks + W. Raises ValueError if there is no window or fewer than no sinks.
+    sinks + W, and the widest padding if there are sinks. What is written carries no gradient.
+    Raises ValueError if there is no window or fewer than no sinks.
 
     Source: Raschka 2025, tips 1 and 2; Xiao et al. 2023 (sinks).
     """
@@ -167,16 +178,16 @@ class SlidingWindowCache(KVCache):  # RING
         self.fed: list[Tensor] = []  # RING  each layer's new tokens (2, B, H, T, D), until they are committed
 
     @property  # RING
-    def first(self) -> int:  # PAD
+    def lasting(self) -> int:  # RING
         """Number of tokens that are never overwritten, so that every row has its sinks, however it is padded."""
-        return self.sinks + max(self.pad) * (self.sinks > 0)  # PAD
+        return self.sinks + max(self.moved or self.pad) * (self.sinks > 0)  # PAD
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # RING
         """Return a layer's keys, values (B, H, S + T, D) and positions (S + T,): what is held, then the new tokens.
         Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
         kv = torch.stack([k, v])  # RING  (2, B, H, T, D)
         if not len(self):  # RING
-            self.layers[layer:] = [kv.new_zeros(*kv.shape[:3], self.first + self.window, kv.size(4))]  # RING
+            self.layers[layer:] = [kv.new_zeros(*kv.shape[:3], self.lasting + self.window, kv.size(4))]  # RING
         held = self.layers[layer][..., : len(self.pos), :]  # RING  the rest is empty, as long as the window isn't full
         have, want = ([*x.shape[1:3], x.size(4), x.dtype, x.device] for x in (held, kv))  # RING
         if have != want:  # RING
@@ -187,13 +198,13 @@ class SlidingWindowCache(KVCache):  # RING
 
     def commit(self, pos: Tensor) -> None:  # RING
         """Write the tokens at positions pos (T,) to their slots: over the oldest ones, once the window is full."""
-        kept = ((pos < self.first) | (pos > pos[-1] - self.window)).nonzero()[:, 0]  # RING  (N,)
+        kept = ((pos < self.lasting) | (pos > pos[-1] - self.window)).nonzero()[:, 0]  # RING  (N,)
         p = pos[kept]  # RING
-        slot = torch.where(p < self.first, p, self.first + (p - self.first) % self.window)  # RING  (N,)
+        slot = torch.where(p < self.lasting, p, self.lasting + (p - self.lasting) % self.window)  # RING  (N,)
         for held, new in zip(self.layers, self.fed, strict=True):  # RING
             held[..., slot, :] = new[..., kept, :]  # RING
         self.n_read += len(pos)  # RING
-        more = min(len(self), self.first + self.window) - len(self.pos)  # RING  slots that were empty
+        more = min(len(self), self.lasting + self.window) - len(self.pos)  # RING  slots that were empty
         self.pos = torch.cat([self.pos.to(pos.device), pos.new_empty(more)])  # RING
         self.pos[slot] = p  # RING
         self.fed = []  # RING
@@ -205,13 +216,14 @@ class SlidingWindowCache(KVCache):  # RING
             raise ValueError(f"can't go back to the first {n}: {held}")  # RING
         if n < len(self):  # RING
             self.pos, self.n_read, self.layers = self.pos[:n].clone(), n, self.layers if n else []  # RING
+        self.pad, self.moved = (self.pad, self.moved) if n else ((0,), None)  # PAD
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KVCache:  # RING
         """Return a copy, on another device or in another dtype if given; it shares no memory with this cache."""
         other = SlidingWindowCache(self.window, self.sinks)  # RING
         other.layers = [kv.to(device, dtype, copy=True) for kv in self.layers if len(self)]  # RING
         other.pos, other.n_read = self.pos.to(device, copy=True), self.n_read  # RING
-        other.pad = self.pad  # PAD
+        other.pad, other.moved = self.pad, self.moved  # PAD
         return other  # RING
 
     clone = to  # RING  with no argument
@@ -223,7 +235,7 @@ class SlidingWindowCache(KVCache):  # RING
 
     @property  # RING
     def nbytes(self) -> int:  # RING
-        """Bytes of all slots, the same from the first token on: 2 * L * B * H * (sinks + W) * D * bytes per number."""
+        """Bytes of all slots, from the first token on: 2 * L * B * H * (sinks + W) * D * bytes per number."""
         return sum(kv.nbytes for kv in self.layers if len(self))  # RING
 
     def __len__(self) -> int:  # RING
@@ -252,12 +264,13 @@ class BoundedMemory(KVCache):  # BCT
         if n not in (0, len(self)):  # BCT
             raise ValueError(f"can't keep {n} tokens of {len(self)}: slots can only be emptied")  # BCT
         self.n_read, self.layers = n, self.layers if n else []  # BCT
+        self.pad, self.moved = (self.pad, self.moved) if n else ((0,), None)  # BCT
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KVCache:  # BCT
         """Return a copy, on another device if given; it shares no memory with this one. dtype stays float32."""
         other = BoundedMemory()  # BCT
         other.layers = [tuple(x.to(device, copy=True) for x in state) for state in self.layers]  # BCT
-        other.n_read, other.pad = self.n_read, self.pad  # BCT
+        other.n_read, other.pad, other.moved = self.n_read, self.pad, self.moved  # BCT
         return other  # BCT
 
     clone = to  # BCT  with no argument
@@ -275,10 +288,11 @@ class BoundedMemory(KVCache):  # BCT
     def __len__(self) -> int:  # BCT
         return self.n_read  # BCT
 
-    def __repr__(self) -> str:  # BCT
+    def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # BCT
+        """Return one line: no slot stands for a token."""
         return f"BCT memory of {len(self.layers)} layers after {len(self)} tokens: {self.nbytes:,} bytes"  # BCT
 
-    __str__ = __repr__  # BCT
+    __str__ = __repr__ = table  # BCT
 
 
 class Attention(nn.Module):
@@ -342,7 +356,8 @@ class WriteMemory(nn.Module):  # BCT
     A slot of the rule "mean" is read as if the mean of what is in it were there as many times as its mass says. So a
     slot that holds one token is that token, and an empty one is not there.
 
-    Source: Yi et al. 2024, section 3.2: wq = W_wq x, ww = softmax(wq MK^T), MV = MV' + ww^T wv, with wv = [k; v].
+    Source: Yi et al. 2024, section 3.2: wq = W_wq x, ww = softmax(wq MK^T), MV = MV' + ww^T wv, with wv = [k; v]. The
+    paper's pseudocode doesn't write its first token; its text and figure write every one, and so do we.
     Ours: the mass, the recent tokens, and the gates. Its nearest kin are ABC (Peng et al. 2022) and Gated Slot
     Attention (Zhang et al. 2024).
     """
@@ -361,20 +376,23 @@ class WriteMemory(nn.Module):  # BCT
                 layer: int) -> Tensor:  # BCT
         """Return (B, H, T, D): what q reads; x (B, T, C), with keys k and values v (B, H, T, D), is written."""
         (B, H, T, D), M = q.shape, self.config.slots  # BCT
-        first = torch.tensor(memory.pad, device=pos.device)[:, None]  # BCT  (B, 1) or (1, 1)
-        real = (pos >= first).float()[:, None, :, None].expand(B, H, T, 1)  # BCT  padding weighs nothing
+        real = (pos >= memory.first(pos.device)).float().reshape(-1, 1, T, 1).expand(B, H, T, 1)  # BCT  not padding
         query = self.c_query(x).view(B, T, H, D).transpose(1, 2)  # BCT
         w = (query @ self.addresses.mT).softmax(dim=-1)  # BCT  (B, H, T, M)
         step, keep = self.c_gate(x).float().view(B, T, 2, H).permute(2, 0, 3, 1)[..., None]  # BCT  (B, H, T, 1) each
         w = w * step.sigmoid() if self.config.step else w  # BCT
         log_keep = F.logsigmoid(keep) * self.config.forget  # BCT
-        new = real * torch.cat([k, v, torch.ones_like(real), log_keep, w], dim=-1)  # BCT  (B, H, T, 2D + 2 + M)
+        new = real * torch.cat([k, v, torch.ones_like(real), log_keep, w], dim=-1).float()  # BCT  (B, H, T, 2D + 2 + M)
         slots = new.new_zeros(B, H, M, 2 * D + 1)  # BCT
         if self.start is not None:  # BCT
             kv, log_mass = self.start.float().split([2 * D, 1], dim=-1)  # BCT
             slots = slots + torch.cat([kv * log_mass.exp(), log_mass.exp()], dim=-1)  # BCT
         recent = new.new_zeros(B, H, self.config.recent, new.size(3))  # BCT
         if len(memory):  # BCT
+            both = memory.layers[layer], (slots, recent)  # BCT
+            have, want = ([[*x.shape, x.device] for x in state] for state in both)  # BCT
+            if have != want:  # BCT
+                raise ValueError(f"a memory of slots and recent tokens {have} can't serve {want}")  # BCT
             slots, recent = memory.layers[layer]  # BCT
         read = []  # BCT
         for part, tokens in zip(q.float().split(self.chunk, dim=2), new.split(self.chunk, dim=2), strict=True):  # BCT
@@ -395,7 +413,8 @@ class WriteMemory(nn.Module):  # BCT
         k, v, mass = torch.cat([slots, recent[..., : 2 * D + 1]], dim=2).split([D, D, 1], dim=-1)  # BCT
         if self.config.rule == "sum":  # BCT
             mass = torch.cat([torch.ones_like(slots[..., :1]), recent[..., 2 * D : 2 * D + 1]], dim=2)  # BCT
-        size, times = mass.clamp_min(1e-6), mass.clamp_min(1e-30).log().mT  # BCT  a recent token is a slot of mass 1
+        times = mass.clamp_min(1e-30).log().masked_fill(mass == 0, -1e9).mT  # BCT  a recent token is a slot of mass 1
+        size = mass.clamp_min(1e-6)  # BCT  so that nearly empty slots fade, instead of blowing up rounding errors
         return F.scaled_dot_product_attention(q, k / size, v / size, attn_mask=times), slots, recent  # BCT
 
     def parallel(self, q: Tensor, slots: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # BCT
@@ -415,9 +434,9 @@ class WriteMemory(nn.Module):  # BCT
         mass = kept * slots[..., -1:].mT + since @ w  # BCT  (B, H, T, M)
         if self.config.rule == "sum":  # BCT
             mass = torch.ones_like(mass)  # BCT
-        size = mass.clamp_min(1e-6)  # BCT  so that nearly empty slots fade, instead of blowing up rounding errors
+        times, size = mass.clamp_min(1e-30).log().masked_fill(mass == 0, -1e9), mass.clamp_min(1e-6)  # BCT
         near = scores.masked_fill(~recent | (real.mT == 0), -math.inf)  # BCT
-        far = far / size / math.sqrt(D) + mass.clamp_min(1e-30).log()  # BCT  as many times as the slot has mass
+        far = far / size / math.sqrt(D) + times  # BCT  as many times as the slot has mass
         p = torch.cat([far, near / math.sqrt(D)], dim=-1).softmax(dim=-1)  # BCT
         far, near = p[..., : w.size(3)] / size, p[..., w.size(3) :]  # BCT
         y = (near + since * (far @ w.mT)) @ v + kept * (far @ slots[..., D : 2 * D])  # BCT  (B, H, T, D)
@@ -480,10 +499,10 @@ class GPT(nn.Module):
         if not 1 <= T <= (math.inf if self.config.slots else self.config.n_ctx - start):  # BCT
             raise ValueError(f"{T} tokens after {start}: must be at least 1 and end within n_ctx = {self.config.n_ctx}")
         pos = torch.arange(start, start + T, device=ids.device)  # (T,)
-        first = torch.tensor((0,) if cache is None else cache.pad, device=ids.device)[:, None]  # PAD
-        if len(first) not in (1, len(ids)):  # PAD
-            raise ValueError(f"padding for {len(first)} rows, but {len(ids)} in the batch")  # PAD
-        place = (pos - first).clamp_min(0)  # PAD  (B, T) or (1, T), counted from where the text begins
+        if cache is not None and (min(cache.pad) < 0 or len(cache.pad) not in (1, len(ids))):  # PAD
+            raise ValueError(f"padding {[*cache.pad]}: must be at least 0, for each of {len(ids)} rows")  # PAD
+        first = 0 if cache is None else cache.first(ids.device)  # PAD
+        place = (pos - first).clamp_min(0).reshape(-1, T)  # PAD  (B, T) or (1, T), counted from where the text begins
         # The positions of a BCT don't end at n_ctx: they go through the upper half of the learned ones again and again.
         half = self.config.n_ctx // 2  # BCT
         place = torch.where(place < half, place, half + (place - half) % (self.config.n_ctx - half))  # BCT
@@ -532,7 +551,9 @@ def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float
     if cache is None and model.config.slots:  # BCT
         cache = BoundedMemory()  # BCT  goes on past the context, instead of beginning anew
     cache, anchor = KVCache() if cache is None else cache, 0  # NEW  anchor: where in ids the cached text begins
-    pad = starts = list(cache.pad)  # PAD  where in ids each row's text begins, and what of it is still in the context
+    pad = starts = list(cache.pad)  # PAD  where in ids each row begins, and where what is still in its context
+    if min(pad) != 0 or max(pad) >= ids.size(1):  # PAD
+        raise ValueError(f"padding {pad}: must be 0 for the longest row, and less than {ids.size(1)} for all")  # PAD
     if 0 < len(cache) >= ids.size(1):  # NEW
         raise ValueError(f"ids, {ids.size(1)} tokens, must be longer than the {len(cache)} of them in the cache")  # NEW
     check_options(ids, max_new_tokens, temperature, top_k)
@@ -542,7 +563,7 @@ def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float
         if kept != starts and not model.config.slots:  # BCT  the context is full: read again what is kept
             cache.truncate(0)  # NEW
             starts, anchor = kept, min(kept)  # PAD
-            cache.pad = [start - anchor for start in starts]  # PAD
+            cache.pad, cache.moved = pad, [start - anchor for start in starts]  # PAD
         logits = model(ids[:, anchor + len(cache) :], cache, last_only=True)[:, -1]  # PAD  (B, V)
         next_id = sample(logits, temperature, top_k, generator)  # (B, 1)
         if stop_id is not None:
@@ -567,22 +588,24 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 
 
 def main() -> None:
-    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream
+    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream, whole_number  # RING
 
     cli = CommandLine(__doc__, example='python %(prog)s --prompt "Notes:" --temperature 0.8')
     cli.add_generation_arguments()
-    cli.add_argument("--memory", default="bct", choices=("full", "window", "sinks", "bct"), help="what writes")  # RING
-    cli.add_argument("--slots", default=36, type=int, metavar="M",  # RING
-                     help="tokens that window and sinks (4 of them) hold; 36 take the bytes of pocket-bct")  # RING
+    cli.add_argument("--memory", choices=("full", "window", "sinks", "bct"),  # RING
+                     help="what writes; default: bct for pocket and models with slots, else window")  # RING
+    cli.add_argument("--slots", default=36, type=whole_number(5), metavar="M",  # RING
+                     help="tokens that window and sinks (4 of them) hold; 36 are as large as pocket-bct")  # RING
     cli.add_argument("--text-only", action="store_true", help="write the text, and measure nothing")  # RING
     cli.add_argument("--out", default="results/bounded", metavar="FOLDER", help="where tables and figures go")  # RING
     with cli.parse() as args:
-        if args.memory == "bct" and args.model == "pocket":  # BCT
+        if args.model == "pocket" and args.memory in (None, "bct"):  # BCT
             args.model = "pocket-bct"  # BCT
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
 
+        args.memory = args.memory or ("bct" if model.config.slots else "window")  # BCT
         if (args.memory == "bct") != (model.config.slots > 0):  # BCT
             raise ValueError(f"{args.model} has {model.config.slots} slots: --memory can't be {args.memory}")  # BCT
         if ids.size(1) > model.config.n_ctx and args.memory != "bct":  # BCT
@@ -598,7 +621,7 @@ def main() -> None:
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         sinks = 4 if args.memory == "sinks" else 0  # RING
-        window = model.config.n_ctx if args.memory == "full" else args.slots - sinks  # RING
+        window = model.config.n_ctx if args.memory == "full" else min(args.slots, model.config.n_ctx) - sinks  # RING
         run(generate, cache=BoundedMemory() if args.memory == "bct" else SlidingWindowCache(window, sinks))  # BCT
         if not args.text_only:  # RING
             from benchmarks.memory import report  # RING

@@ -113,10 +113,10 @@ class KVCache:  # NEW
         return len(self.pos)  # NEW
 
     def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # NEW
-        """Return the geometry and a line a slot: its position and, if tokens (S) are given, its token."""
+        """Return the geometry and a line a slot: its position and, if the text's tokens are given, its token."""
         shape = (len(self.layers), *self.layers[0][..., : len(self), :].shape) if len(self) else "empty"  # NEW
-        shown = [*map(repr, tokens), *[""] * len(self)]  # NEW
-        rows = [f"{s:6}{p:10}  {shown[s]}" for s, p in enumerate(self.pos.tolist())]  # NEW
+        shown = dict(enumerate(map(repr, tokens)))  # NEW
+        rows = [f"{s:6}{p:10}  {shown.get(p, '')}" for s, p in enumerate(self.pos.tolist())]  # NEW
         rows[8:-8] = ["   ..."] if len(rows) > 16 else rows[8:-8]  # NEW
         head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes\n  slot  position  token"  # NEW
         return "\n".join([head, *rows])  # NEW

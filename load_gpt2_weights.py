@@ -177,13 +177,15 @@ def read_config(path: Path, config_class: type) -> Any:
         config["n_ctx"] = config["n_positions"]
     if absent := [key for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd") if config.get(key) is None]:
         raise ValueError(f"{path} lacks {', '.join(absent)}")
-    names = [field.name for field in fields(config_class) if field.name != "dropout"]
+    kinds = {field.name: int if field.default is None else type(field.default) for field in fields(config_class)}
+    names = [name for name in kinds if name != "dropout"]
     if config.get("slots") and "slots" not in names:
         raise ValueError(f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.py can read it")
     given = {name: config[name] for name in names if config.get(name) is not None}
-    for name in {"vocab_size", "n_ctx", "n_layer", "n_head", "n_embd", "head_dim", "n_inner"} & given.keys():
-        if type(given[name]) is not int:
-            raise ValueError(f"{path}: {name} must be a whole number, got {given[name]!r}")
+    for name, value in given.items():
+        if type(value) is not kinds[name]:
+            kind = {int: "a whole number", bool: "true or false", str: "a text"}[kinds[name]]
+            raise ValueError(f"{path}: {name} must be {kind}, got {value!r}")
     return config_class(**given)
 
 

@@ -1,14 +1,14 @@
 """What a bounded cache costs and saves: bytes, time and quality of the memories of gpt_bounded_cache.py, side by side.
 
-`python gpt_bounded_cache.py` runs report() after its text. The window, the sinks and BCT are given the same bytes;
-"full" is a window of n_ctx, and beside it stands the growing cache of gpt_kv_cache.py.
+`python gpt_bounded_cache.py` runs report() after its text. By default the window, the sinks and BCT have the same bytes
+(in float32, in which BCT always is); "full" is a window of n_ctx, beside the growing cache of gpt_kv_cache.py. BCT is
+fine-tuned and the others are not: for windows that are, see pocket/bct/ablation.json.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 import statistics
 import time
@@ -32,7 +32,7 @@ from pocket.train import answers, write_atomically
 
 SINKS = 4
 CONTEXTS = 4  # how many times n_ctx tokens are written, and read
-DOCUMENTS, STREAMS, RECALLS, EXPLANATIONS = 150, 24, 150, 32  # how many texts quality is measured on
+DOCUMENTS, STREAMS, RECALLS, EXPLANATIONS = 150, 24, 150, 96  # how many texts quality is measured on
 COLORS = {"growing": "grey", "full": "black", "window": "tab:orange", "sinks": "tab:green", "bct": "tab:blue"}
 
 
@@ -60,6 +60,7 @@ def memories_of(name: str, n: int, device: str, dtype: torch.dtype) -> dict[str,
     memories = {}
     if not model.config.slots:
         n_ctx = model.config.n_ctx
+        n = min(n, n_ctx)
         if n <= SINKS:
             raise ValueError(f"{n} slots are too few, with {SINKS} of them for sinks")
         memories["full"] = Memory(f"full, {n_ctx} slots", model, lambda: SlidingWindowCache(n_ctx))
@@ -159,23 +160,40 @@ def explanations(memory: Memory, tokenizer: Any, questions: list[corpus.Question
     return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip() for row in rows]
 
 
-def bleu(texts: list[str], references: list[str]) -> float:
-    """Return the corpus BLEU-4 in percent, with one reference each; words and punctuation marks are the tokens.
+def bleu_counts(text: str, reference: str) -> Tensor:
+    """Return what BLEU counts in a text (10,): n-grams that the reference has too and all n-grams, for n = 1 ... 4, the
+    length, and that of the reference; words and punctuation marks are the tokens."""
+    words, expected = (re.findall(r"\w+|[^\w\s]", t) for t in (text, reference))
+    matches, totals = [], []
+    for n in range(1, 5):
+        grams, known = (Counter(zip(*(w[i:] for i in range(n)), strict=False)) for w in (words, expected))
+        matches.append((grams & known).total())
+        totals.append(grams.total())
+    return torch.tensor([*matches, *totals, len(words), len(expected)], dtype=torch.double)
+
+
+def bleu(counts: Tensor) -> Tensor:
+    """Return the corpus BLEU-4 in percent (...,) of counts (..., texts, 10), with one reference a text.
 
     Source: Papineni et al. 2002, "BLEU: a Method for Automatic Evaluation of Machine Translation", section 2.3.
     """
-    matches, totals, length, reference_length = [0] * 4, [0] * 4, 0, 0
-    for text, reference in zip(texts, references, strict=True):
-        words, expected = (re.findall(r"\w+|[^\w\s]", t) for t in (text, reference))
-        length, reference_length = length + len(words), reference_length + len(expected)
-        for n in range(1, 5):
-            grams, known = (Counter(zip(*(w[i:] for i in range(n)), strict=False)) for w in (words, expected))
-            matches[n - 1] += (grams & known).total()
-            totals[n - 1] += grams.total()
-    if not all(matches):
-        return 0.0
-    brevity = min(0.0, 1 - reference_length / length)
-    return 100 * math.exp(brevity + sum(math.log(m / t) for m, t in zip(matches, totals, strict=True)) / 4)
+    matches, totals, lengths = counts.sum(dim=-2).split([4, 4, 2], dim=-1)
+    brevity = (1 - lengths[..., 1] / lengths[..., 0]).clamp_max(0)
+    return 100 * (brevity + (matches / totals).log().mean(dim=-1)).exp()
+
+
+def perplexity(counts: Tensor) -> Tensor:
+    """Return the perplexity (...,) of counts (..., texts, 2): nats and tokens of each text."""
+    nats, tokens = counts.sum(dim=-2).unbind(-1)
+    return (nats / tokens).exp()
+
+
+def change(figure: Callable[[Tensor], Tensor], counts: Tensor, base: Tensor) -> dict[str, float]:
+    """Return by which share a figure differs from that of base, and its 95% interval: both of the same texts, drawn
+    again 2,000 times (paired bootstrap)."""
+    drawn = torch.randint(len(counts), (2000, len(counts)), generator=torch.Generator().manual_seed(0))
+    ratios = (figure(counts[drawn]) / figure(base[drawn]) - 1).sort().values
+    return {"change": (figure(counts) / figure(base) - 1).item(), "low": ratios[50].item(), "high": ratios[1949].item()}
 
 
 def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
@@ -195,14 +213,22 @@ def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict
     figures, by_distance = {}, {}
     for key, memory in tqdm(memories.items(), desc="quality", leave=False):
         by_distance[key] = stream_losses(memory, streams).mean(dim=0).cpu()
-        nats = [n for document in document_losses(memory, tokens) for n in document]
+        losses = document_losses(memory, tokens)
+        nats = torch.tensor([[sum(document), len(document)] for document in losses], dtype=torch.double)
+        batches = [explain[i : i + 48] for i in range(0, len(explain), 48)]
+        texts = [text for batch in batches for text in explanations(memory, tokenizer, batch)]
+        grams = torch.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
         recall_nats, recall_share = answers(Reader(memory), tokenizer, recall)
+        if not figures:
+            full_nats, full_grams = nats, grams
         figures[key] = {
-            "perplexity": math.exp(sum(nats) / len(nats)),
+            "perplexity": perplexity(nats).item(),
             "perplexity_of_long_texts": by_distance[key].mean().exp().item(),
             "recall_nats": recall_nats,
             "recall_share": recall_share,
-            "bleu": bleu(explanations(memory, tokenizer, explain), [question.answer for question in explain]),
+            "bleu": bleu(grams).item(),
+            "perplexity_against_full": change(perplexity, nats, full_nats),
+            "bleu_against_full": change(bleu, grams, full_grams),
         }
     return figures, by_distance
 
@@ -229,16 +255,16 @@ def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tenso
     if "full" in memories:
         memories = {"growing": growing_cache(name, device, dtype)} | memories
     prompt = prompt[:, : n_ctx // 2]
-    length = CONTEXTS * n_ctx - prompt.size(1)
+    length = CONTEXTS * n_ctx - prompt.size(1) + 1  # the last token is written when all before it have been read
     grown = growth(memories, prompt, length)
-    marks = [n for n in (2**i for i in range(6, 40)) if prompt.size(1) < n <= CONTEXTS * n_ctx]
+    marks = [n for n in (2**i for i in range(6, 40)) if prompt.size(1) + 32 <= n <= CONTEXTS * n_ctx]
 
-    print(f"\nBytes of cache and ms per token (medians of 32) after so many tokens; n_ctx = {n_ctx}\n")
+    print(f"\nBytes of cache and ms per token (medians of 32) after so many tokens read; n_ctx = {n_ctx}\n")
     print(f"{'tokens':>24}" + "".join(f"{n:>18,}" for n in marks))
     rows = []
     for key, memory in memories.items():
-        at = [n - prompt.size(1) - 1 for n in marks]
-        nbytes = [max(around(grown[key].nbytes, i)) for i in at]
+        at = [n - prompt.size(1) for n in marks]
+        nbytes = [grown[key].nbytes[i] for i in at]
         ms = [statistics.median(around(grown[key].ms, i)) for i in at]
         rows += [[memory.label, n, b, m] for n, b, m in zip(marks, nbytes, ms, strict=True)]
         print(f"{memory.label:>24}" + "".join(f"{b:>11,}{m:>7.2f}" for b, m in zip(nbytes, ms, strict=True)))
@@ -303,11 +329,13 @@ def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) ->
     bct, everything, window = memories["bct"], memories["full"], memories["window"]
     grown = memories["growing"]["bytes"][str(n_ctx)]
     early, late = (statistics.median(bct["ms_per_token"][str(n)] for n in half) for half in (marks[:2], marks[-2:]))
-    lost = 1 - bct["bleu"] / everything["bleu"]
-    perplexity = bct["perplexity"] / everything["perplexity"] - 1
+    lost, worse = bct["bleu_against_full"], bct["perplexity_against_full"]
 
-    def verdict(holds: bool) -> str:
-        return "HOLDS" if holds else "DOES NOT HOLD"
+    def verdict(holds: bool, fails: bool = True) -> str:
+        return "HOLDS" if holds else "DOES NOT HOLD" if fails else "UNDECIDED"
+
+    def interval(c: dict[str, float]) -> str:
+        return f"{c['change']:+.1%}, 95% interval {c['low']:+.1%} to {c['high']:+.1%}"
 
     return [
         {
@@ -323,15 +351,15 @@ def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) ->
         },
         {
             "claim": "quality within 3%, in BLEU",
-            "verdict": verdict(lost < 0.03),
-            "figures": f"{bct['bleu']:.1f} against {everything['bleu']:.1f} with full attention, {-lost:+.1%} "
-            f"; the window {window['bleu']:.1f}",
+            "verdict": verdict(lost["low"] > -0.03, lost["high"] < -0.03),
+            "figures": f"{bct['bleu']:.1f} against {everything['bleu']:.1f} with full attention: {interval(lost)}; "
+            f"the window {window['bleu']:.1f}",
         },
         {
             "claim": "quality within 3%, in perplexity",
-            "verdict": verdict(perplexity < 0.03),
-            "figures": f"{bct['perplexity']:.3f} against {everything['perplexity']:.3f}, {perplexity:+.1%} "
-            f"; the window {window['perplexity']:.3f}",
+            "verdict": verdict(worse["high"] < 0.03, worse["low"] > 0.03),
+            "figures": f"{bct['perplexity']:.3f} against {everything['perplexity']:.3f}: {interval(worse)}; "
+            f"the window {window['perplexity']:.3f}",
         },
     ]
 

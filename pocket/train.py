@@ -114,7 +114,7 @@ def distillation(init: str, config: GPTConfig, steps: int, **options: object) ->
     memory = {name: options.pop(name) for name in vars(bounded.GPTConfig()) if name in options}
     phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=6e-4, shuffled=1, answers=8.0)
     if options.get("text"):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
-        phase = replace(phase, documents=4, shuffled=0, answers=1.0)
+        phase = replace(phase, documents=8, shuffled=0, answers=1.0)
     new = bounded.GPTConfig(**vars(config) | memory)
     return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
 
@@ -257,6 +257,8 @@ def start_memory(model: bounded.GPT, ids: Tensor, generator: torch.Generator) ->
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:3000]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
+        if block.memory.start is not None:
+            block.memory.start[..., -1] = -6  # the logarithm of a mass that hardly counts
 
 
 def start(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
@@ -393,9 +395,11 @@ def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: t
     if phase.documents:
         rows, weights = (torch.cat(pair) for pair in zip(text.batch(phase, generator), (rows, weights), strict=True))
     weights = weights * world_size() / weights.sum()  # gradients are averaged over processes: the mean over all rows
-    rows, weights = rows[rank() :: world_size()].to(device), weights[rank() :: world_size()].to(device)
+    mine = slice(rank(), None, world_size())
+    before, rows, weights = (x[mine].to(device) for x in (rows.roll(1, dims=0), rows, weights))
     if teacher is not None:
-        nats = divergence(recipe, step, model, teacher, rows[:, :-1], generator)
+        length = int(torch.randint(1, recipe.phases[0].context, (1,), generator=generator)) if step % 2 else 0
+        nats = divergence(recipe, model, teacher, rows[:, :-1], before[:, -1 - length : -1])
         return (nats * weights).sum()
     with torch.autocast(device.type, torch.bfloat16):
         logits = model(rows[:, :-1])
@@ -403,17 +407,15 @@ def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: t
     return (nats * weights.flatten()).sum()
 
 
-def divergence(recipe: Distillation, step: int, model: nn.Module, teacher: nn.Module, rows: Tensor,
-               generator: torch.Generator) -> Tensor:  # fmt: skip
-    """Return KL(teacher || model) in nats at every token of rows (B, T). In every second step the model has first read
-    a part of the next row, without a gradient; the teacher never has."""
+def divergence(recipe: Distillation, model: nn.Module, teacher: nn.Module, rows: Tensor, before: Tensor) -> Tensor:
+    """Return KL(teacher || model) in nats at every token of rows (B, T). A model with slots has first read other texts,
+    before (B, any), without a gradient; the teacher never has."""
     cache = bounded.BoundedMemory() if recipe.config.slots else bounded.SlidingWindowCache(recipe.window)
     with torch.autocast(rows.device.type, torch.bfloat16):
         expected = teacher(rows)
-        if recipe.config.slots and step % 2:
-            before = int(torch.randint(1, rows.size(1), (1,), generator=generator))
+        if recipe.config.slots and before.size(1):
             with torch.no_grad():
-                model(rows.roll(1, dims=0)[:, -before:], cache)
+                model(before, cache)
         got = model(rows, cache)
     expected, got = expected.float().log_softmax(-1), got.float().log_softmax(-1)
     return F.kl_div(got, expected, log_target=True, reduction="none").sum(-1)
@@ -723,6 +725,8 @@ def main() -> None:
         out = args.out or HERE / ("teacher" if args.what in ("tokenizer", "teacher") else "bct")
         run = args.state or HERE.parent / "runs" / args.what
         steps = args.steps or STEPS.get(args.what)
+        if args.out is None and (args.init != "pocket" or args.text or args.steps):
+            raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
         if args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -161,12 +162,38 @@ def test_equivalence_of_padded_text_with_each_row_alone_past_the_context(config:
             assert torch.equal(text, alone[0])
 
 
-def test_padding_for_another_number_of_rows_is_refused() -> None:
+@pytest.mark.parametrize("pad", [[0, 1, 2], [0, -1]])
+def test_padding_that_can_not_be_is_refused(pad: list[int]) -> None:
     cache = SlidingWindowCache(8)
-    cache.pad = [0, 1, 2]
-    with pytest.raises(ValueError, match="3 rows, but 2"):
+    cache.pad = pad
+    with pytest.raises(ValueError, match=rf"{re.escape(str(pad))}.* 0, for each of 2 rows"):
         model_of(SMALL)(ids_of(2, 5), cache)
     assert len(cache) == 0
+
+
+@pytest.mark.parametrize("pad", [[0, 5], [1, 2], [-1, 0]])
+def test_generate_refuses_padding_that_leaves_no_token_or_no_longest_row(pad: list[int]) -> None:
+    cache = SlidingWindowCache(8)
+    cache.pad = pad
+    with pytest.raises(ValueError, match=rf"{re.escape(str(pad))}.* 0 for the longest row, and less than 5"):
+        next(generate(model_of(SMALL), ids_of(2, 5), 3, cache=cache))
+
+
+@pytest.mark.parametrize("config", [SMALL, BCT])
+def test_a_padded_cache_can_be_used_again_after_the_context_was_full(config: GPTConfig) -> None:
+    model = model_of(config)
+    ids, pad = padded([ids_of(20), ids_of(9)])
+    for cache in caches_for(config, random.Random(0)):
+        fresh = cache.clone()
+        cache.pad = fresh.pad = pad
+        text = torch.cat([ids, *generate(model, ids, 30, cache=cache)], dim=1)
+        more = torch.cat(list(generate(model, text, 30, cache=cache)), dim=1)
+        assert torch.equal(more, torch.cat(list(generate(model, ids, 60, cache=fresh)), dim=1)[:, 30:])
+        cache.truncate(0)  # takes any batch, with any padding
+        unpadded = fresh.clone()
+        unpadded.truncate(0)
+        assert (*cache.pad,) == (0,) and cache.moved is None
+        assert torch.equal(model(ids, cache), model(ids, unpadded))
 
 
 # --- BCT ------------------------------------------------------------------------------------------------------------
@@ -384,11 +411,19 @@ def test_a_bct_with_enough_recent_tokens_is_the_plain_model() -> None:
 
 # --- Both as objects ------------------------------------------------------------------------------------------------
 
-KINDS = [(SMALL, lambda: SlidingWindowCache(5, 2)), (SMALL, lambda: SlidingWindowCache(24)), (BCT, BoundedMemory)]
+KINDS = [
+    (SMALL, lambda: SlidingWindowCache(5, 2)),
+    (SMALL, lambda: SlidingWindowCache(24)),
+    (SMALL, KVCache),
+    (BCT, BoundedMemory),
+]
 
 
 def tensors_of(cache: KVCache) -> list[Tensor]:
-    return [cache.pos, *(x for state in cache.layers for x in (state if isinstance(state, tuple) else [state]))]
+    states = [state if isinstance(state, tuple) else (state,) for state in cache.layers]
+    if type(cache) is KVCache:  # beyond its length there may be what a pass that failed has left
+        states = [(kv[..., : len(cache), :],) for (kv,) in states]
+    return [cache.pos, *(x for state in states for x in state)]
 
 
 def snapshot(cache: KVCache) -> list[Tensor]:
@@ -436,6 +471,7 @@ def test_two_caches_on_one_model_do_not_meet(config: GPTConfig, new_cache) -> No
 @pytest.mark.parametrize(("config", "new_cache"), KINDS)
 def test_clone_is_independent(config: GPTConfig, new_cache) -> None:
     model, ids, cache = model_of(config), ids_of(2, 20), new_cache()
+    cache.pad = [0, 3]
     model(ids[:, :12], cache)
     copy, before = cache.clone(), snapshot(cache)
     assert type(copy) is type(cache) and same(snapshot(copy), before) and len(copy) == 12
@@ -511,6 +547,39 @@ def test_a_window_of_another_batch_is_refused_and_unchanged(batch: int) -> None:
     assert same(snapshot(cache), before)
 
 
+def test_a_memory_of_another_shape_is_refused_and_unchanged() -> None:
+    cache = BoundedMemory()
+    model_of(BCT)(ids_of(2, 8), cache)
+    before = snapshot(cache)
+    others = [(BCT, 1), (replace(BCT, recent=5), 2), (replace(BCT, recent=0), 2), (replace(BCT, slots=9), 2)]
+    for other, batch in others:
+        with pytest.raises(ValueError, match=r"recent tokens \[\[2, 2, 4, 11.*\[\["):
+            model_of(other)(ids_of(batch, 3), cache)
+        assert same(snapshot(cache), before) and len(cache) == 8
+
+
+@pytest.mark.parametrize("form", ["recurrent", "parallel"])
+def test_an_empty_slot_is_not_there_whatever_the_scores_are(form: str) -> None:
+    """One recent token, to which the score is -100, and four slots that nothing was written to."""
+    memory = WriteMemory(replace(BCT, recent=1))
+    q, k = torch.full((1, 1, 1, 4), 10.0), torch.full((1, 1, 2, 4), -5.0)
+    tokens = tokens_of(k, torch.ones_like(k), torch.zeros(1, 1, 2, 4)) * torch.tensor([0.0, 1.0])[:, None]
+    y, _, _ = getattr(memory, form)(q, torch.zeros(1, 1, 4, 9), tokens)
+    torch.testing.assert_close(y, torch.ones_like(y))
+
+
+def test_a_window_cuts_gradients_between_passes_only() -> None:
+    model, cache = model_of(SMALL).requires_grad_(True), SlidingWindowCache(5)
+    model(ids_of(1, 8), cache)
+    assert not any(kv.requires_grad for kv in cache.layers)
+    model(ids_of(1, 8), cache).sum().backward()
+    assert model.h[0].attn.c_attn.weight.grad.abs().max() > 0
+
+
+def test_bct_in_double_precision_runs() -> None:
+    assert_close(model_of(BCT, dtype=torch.float64)(ids_of(1, 60)), model_of(BCT)(ids_of(1, 60)), torch.float32)
+
+
 @pytest.mark.parametrize(("config", "new_cache"), KINDS)
 def test_a_cache_of_another_depth_is_refused(config: GPTConfig, new_cache) -> None:
     cache = new_cache()
@@ -569,9 +638,12 @@ def test_printing_shows_slots_positions_and_tokens() -> None:
     model(ids_of(1, 9), cache)
     lines = [line.split() for line in str(cache).splitlines()[2:]]
     assert lines == [["0", "0"], ["1", "1"], ["2", "6"], ["3", "7"], ["4", "8"], ["5", "5"]]
+    tokens = [f"t{i}" for i in range(9)]
+    shown = [line.split()[-1] for line in cache.table(tokens).splitlines()[2:]]
+    assert shown == [f"'t{p}'" for p in (0, 1, 6, 7, 8, 5)]
     memory = BoundedMemory()
     model_of(BCT)(ids_of(1, 9), memory)
-    assert repr(memory) == f"BCT memory of 3 layers after 9 tokens: {memory.nbytes:,} bytes"
+    assert memory.table(tokens) == repr(memory) == f"BCT memory of 3 layers after 9 tokens: {memory.nbytes:,} bytes"
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(0, 0), (-3, 1), (4, -1)])

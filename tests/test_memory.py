@@ -26,11 +26,26 @@ def test_bleu_is_that_of_sacrebleu() -> None:
     texts = [f"{a} {b[: len(b) // 2]}" for a, b in zip(words, words[1:] + words[:1], strict=True)]
     for got, references in [(texts, words), (words, texts), (words, words)]:
         expected = sacrebleu.corpus_bleu(got, [references], tokenize="none", smooth_method="none").score
-        assert memory.bleu(got, references) == pytest.approx(expected)
+        counts = torch.stack([memory.bleu_counts(*pair) for pair in zip(got, references, strict=True)])
+        assert memory.bleu(counts).item() == pytest.approx(expected)
 
 
 def test_bleu_of_nothing_in_common_is_0() -> None:
-    assert memory.bleu(["a b c d e"], ["v w x y z"]) == 0.0
+    assert memory.bleu(memory.bleu_counts("a b c d e", "v w x y z")[None]).item() == 0.0
+
+
+def test_a_change_has_an_interval_that_is_as_wide_as_the_texts_differ() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.full((200, 1), 100.0, dtype=torch.double)
+    base = torch.cat([100 + 10 * torch.randn(200, 1, generator=generator), tokens], dim=1)
+    same = memory.change(memory.perplexity, base, base)
+    assert same == {"change": 0, "low": 0, "high": 0}
+    shifted = memory.change(memory.perplexity, base + torch.tensor([10.0, 0.0]), base)
+    assert shifted["low"] == pytest.approx(shifted["high"]) == pytest.approx(math.exp(0.1) - 1)  # paired
+    noise = torch.cat([10 * torch.randn(200, 1, generator=generator), 0 * tokens], dim=1)
+    noisy = memory.change(memory.perplexity, base + noise, base)
+    assert noisy["low"] < noisy["change"] < noisy["high"]
+    assert noisy["high"] - noisy["low"] == pytest.approx(4 * 0.1 / 200**0.5, rel=0.3)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(24, 0), (5, 0), (4, 2)])
@@ -116,8 +131,8 @@ def test_the_report_says_and_writes_what_it_measured(
     for row in summary["memories"].values():
         assert set(row["bytes"]) == {"64", "128", "256", "512", "1024"} and row["label"] in printed
         assert math.isfinite(row["mean_ms_per_token"])
-    growing = list(summary["memories"]["growing"]["bytes"].values())
-    assert growing[:4] == sorted(set(growing[:4]))
+    growing = summary["memories"]["growing"]["bytes"]
+    assert [growing[n] for n in ("64", "256", "512")] == [2 * 6 * 6 * 32 * 4 * n for n in (64, 256, 512)]
     with (out / "growth.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 25 and {row["tokens"] for row in rows} == {"64", "128", "256", "512", "1024"}
