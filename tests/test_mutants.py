@@ -17,7 +17,7 @@ SUITES = {
     "gpt_bounded_cache": ["test_bounded_cache.py"],
 }
 # Which tests of these are enough, by the beginning of the mutant's name: to be quick.
-ENOUGH = {"bct": "bct or recurrence or BoundedMemory or padded", "pad": "padded"}
+ENOUGH = {"bct": "bct or recurrence or BoundedMemory or padded or slot or memory", "pad": "pad or clone"}
 
 
 def mutated(patch: Path) -> tuple[str, str]:
