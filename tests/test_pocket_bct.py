@@ -1,7 +1,6 @@
 """pocket/bct: the teacher with a bounded memory, better than a sliding window of the same bytes."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,5 +89,5 @@ def test_card_is_that_of_the_figures() -> None:
 def test_recipe_is_the_one_of_the_card() -> None:
     plain = load_model("pocket", model_class=train.GPT).config
     recipe = train.distillation("pocket", plain, train.STEPS["bct"], **train.MEMORY)
-    assert recipe.config == load_model("pocket-bct", model_class=GPT).config == replace(recipe.config)
+    assert recipe.config == load_model("pocket-bct", model_class=GPT).config
     assert f"{recipe.phases[0].steps:,} steps" in (FOLDER / "README.md").read_text()
