@@ -90,6 +90,7 @@ class KVCache:  # NEW
         """Return where each row begins in what is cached (B, 1, 1, 1), or 0 if none is padded."""
         starts = self.moved or self.pad  # PAD
         return torch.tensor(starts, device=device)[:, None, None, None] if any(starts) else 0  # PAD
+
     def __init__(self, layers: list[Tensor] | None = None, pos: Tensor | None = None) -> None:  # NEW
         self.layers = layers or []  # NEW  each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(0, dtype=torch.long) if pos is None else pos  # NEW  (S,), where each token was read
@@ -594,8 +595,8 @@ def main() -> None:
     cli.add_generation_arguments()
     cli.add_argument("--memory", choices=("full", "window", "sinks", "bct"),  # RING
                      help="what writes; default: bct for pocket and models with slots, else window")  # RING
-    cli.add_argument("--slots", default=36, type=whole_number(5), metavar="M",  # RING
-                     help="tokens that window and sinks (4 of them) hold; 36 are as large as pocket-bct")  # RING
+    cli.add_argument("--slots", type=whole_number(5), metavar="M",  # RING
+                     help="tokens held, of sinks 4 of them the text's first; default: 36, pocket-bct's bytes")  # RING
     cli.add_argument("--text-only", action="store_true", help="write the text, and measure nothing")  # RING
     cli.add_argument("--out", default="results/bounded", metavar="FOLDER", help="where tables and figures go")  # RING
     with cli.parse() as args:
@@ -607,7 +608,11 @@ def main() -> None:
 
         args.memory = args.memory or ("bct" if model.config.slots else "window")  # BCT
         if (args.memory == "bct") != (model.config.slots > 0):  # BCT
-            raise ValueError(f"{args.model} has {model.config.slots} slots: --memory can't be {args.memory}")  # BCT
+            raise ValueError(f"{args.model} has {model.config.slots} slots: --memory can't be {args.memory}; "  # BCT
+                             "it can be bct for pocket-bct, and any for pocket")  # BCT
+        if args.slots and (args.memory in ("full", "bct") or args.slots > model.config.n_ctx):  # RING
+            raise ValueError(f"--slots {args.slots} is for window and sinks, with up to {model.config.n_ctx}")  # RING
+        args.slots = args.slots or min(36, model.config.n_ctx)  # RING
         if ids.size(1) > model.config.n_ctx and args.memory != "bct":  # BCT
             print(f"[of the prompt's {ids.size(1)} tokens, the context of {model.config.n_ctx} holds only the last]")
 
@@ -621,7 +626,7 @@ def main() -> None:
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         sinks = 4 if args.memory == "sinks" else 0  # RING
-        window = model.config.n_ctx if args.memory == "full" else min(args.slots, model.config.n_ctx) - sinks  # RING
+        window = model.config.n_ctx if args.memory == "full" else args.slots - sinks  # RING
         run(generate, cache=BoundedMemory() if args.memory == "bct" else SlidingWindowCache(window, sinks))  # BCT
         if not args.text_only:  # RING
             from benchmarks.memory import report  # RING

@@ -253,7 +253,8 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     if name_or_path not in PUBLIC:
         config_path = find_file(name_or_path, "config.json")
         vocab_size = read_json(config_path).get("vocab_size")
-        folders = [config_path.parent] + [HERE / "pocket" / "teacher"] * (name_or_path in POCKET)
+        shipped = config_path.resolve().parent.parent == HERE / "pocket"  # those share one tokenizer
+        folders = [config_path.parent] + [HERE / "pocket" / "teacher"] * shipped
         for folder in folders:
             if (folder / "tokenizer.tiktoken").is_file():
                 tokenizer = read_tokenizer(folder / "tokenizer.tiktoken")

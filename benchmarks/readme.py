@@ -80,6 +80,18 @@ def memory() -> str:
                 f"| {row['label']} | {row['perplexity']:.2f} | {row['perplexity_of_long_texts']:.2f} "
                 f"| {row['recall_nats']:.2f} | {row['recall_share']:.1%} | {row['bleu']:.1f} |"
             )
+    n = record["texts"]
+    lists = json.loads((ROOT / "pocket" / "bct" / "figures.json").read_text(encoding="utf-8"))
+    again = [lists[name]["list_second_nats"] for name in ("bct", "full", "window")]
+    ms = [memories[name]["mean_ms_per_token"] for name in ("bct", "growing")]
+    lines += [
+        "",
+        f"Perplexity is that of {n['documents']} documents and of {n['long_texts']} texts of {4 * n_ctx:,} tokens; "
+        f"{n['facts']} facts are asked; BLEU compares {n['explanations']} explanations with the corpus's own.",
+        f"Not in the table: BCT hardly copies a list (its second time costs {again[0]:.2f} nats per token; with full "
+        f"attention {again[1]:.2f}, with the window {again[2]:.2f}), and takes {ms[0]:.1f} ms per token, the growing "
+        f"cache {ms[1]:.1f}: at these lengths attention is cheap.",
+    ]
     lines += ["", "| the paper's claim | verdict | |", "|---|---|---|"]
     lines += [f"| {claim['claim']} | {claim['verdict']} | {claim['figures']} |" for claim in record["claims"]]
     return "\n".join(lines)

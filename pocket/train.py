@@ -42,7 +42,7 @@ sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 
 import gpt_bounded_cache as bounded
 from gpt_baseline import GPT, GPTConfig, generate
-from load_gpt2_weights import POCKET, CommandLine, find_file, load_model, load_tokenizer, read_tokenizer, whole_number
+from load_gpt2_weights import CommandLine, find_file, load_model, load_tokenizer, read_tokenizer, whole_number
 from pocket import corpus
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
@@ -255,6 +255,8 @@ def start_memory(model: bounded.GPT, ids: Tensor, generator: torch.Generator) ->
         block.memory.c_query.bias.copy_(block.attn.c_attn.bias[width : 2 * width])
         keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:3000]]
+        if model.config.slots > keys.size(1):
+            raise ValueError(f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as")
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
         if block.memory.start is not None:
@@ -318,7 +320,11 @@ class Corpus:
         is_answer: list[bool] = []
         texts: Iterable[str] = (document.text for document in corpus.documents("train", documents, seed))
         if file is not None:
-            texts = [text for text in Path(file).read_text(encoding="utf-8").split("<|endoftext|>") if text.strip()]
+            try:
+                text = Path(file).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not a UTF-8 text: {error}") from error
+            texts = [text for text in text.split("<|endoftext|>") if text.strip()]
             documents = len(texts)
         for text in tqdm(texts, total=documents, desc="corpus", disable=rank() > 0):
             starts.append(len(tokens))
@@ -724,8 +730,8 @@ def main() -> None:
     with cli.parse() as args:
         out = args.out or HERE / ("teacher" if args.what in ("tokenizer", "teacher") else "bct")
         run = args.state or HERE.parent / "runs" / args.what
-        steps = args.steps or STEPS.get(args.what)
-        if args.out is None and (args.init != "pocket" or args.text or args.steps):
+        steps, memory = args.steps or STEPS.get(args.what), {"slots": args.slots, "recent": args.recent}
+        if args.out is None and (args.init != "pocket" or args.text or args.steps or memory != MEMORY):
             raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
         if args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
@@ -733,7 +739,7 @@ def main() -> None:
             ablation(steps, run, out / "ablation.json")
         elif args.what == "bct":
             config = load_model(args.init, model_class=GPT).config
-            recipe = distillation(args.init, config, steps, slots=args.slots, recent=args.recent, text=args.text)
+            recipe = distillation(args.init, config, steps, text=args.text, **memory)
             model, losses = train(recipe, run, args.stop_at)
             if rank() == 0 and len(losses) == steps:
                 finish_memory(recipe, model.cpu(), losses, out)
@@ -805,7 +811,7 @@ def finish_memory(recipe: Distillation, model: bounded.GPT, losses: list[float],
         write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
     plot_losses(recipe, losses, folder / "loss.png")
     own_tokenizer = find_file(recipe.init, "config.json").with_name("tokenizer.tiktoken")
-    if own_tokenizer.is_file() and recipe.init not in POCKET:
+    if own_tokenizer.is_file() and folder.resolve().parent != HERE:  # the shipped models share one
         write_atomically(folder / own_tokenizer.name, lambda file: shutil.copyfile(own_tokenizer, file))
     export(model, folder)
 
