@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import base64
 import codecs
+import csv
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -428,6 +429,24 @@ def nonempty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty, but the model needs at least one token to begin with")
     return text
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let write(file) make the file beside its place, then move it there: readers never see half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".tmp")
+    write(unfinished)
+    os.replace(unfinished, path)
+
+
+def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table with a header line."""
+
+    def write(file: Path) -> None:
+        with file.open("w", newline="", encoding="utf-8") as handle:
+            csv.writer(handle).writerows([header, *rows])
+
+    write_atomically(path, write)
 
 
 def main() -> None:

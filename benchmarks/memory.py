@@ -7,7 +7,6 @@ fine-tuned and the others are not: for windows that are, see pocket/bct/ablation
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import statistics
@@ -26,9 +25,9 @@ from torch import Tensor, nn
 import gpt_bounded_cache as bounded
 import gpt_kv_cache as growing
 from gpt_bounded_cache import SlidingWindowCache
-from load_gpt2_weights import load_model, load_tokenizer
+from load_gpt2_weights import load_model, load_tokenizer, write_atomically, write_csv
 from pocket import corpus
-from pocket.train import answers, write_atomically
+from pocket.train import answers
 
 SINKS = 4
 CONTEXTS = 4  # how many times n_ctx tokens are written, and read
@@ -370,16 +369,6 @@ def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) ->
             f"the window {window['perplexity']:.3f}",
         },
     ]
-
-
-def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
-    """Write a table with a header line."""
-
-    def write(file: Path) -> None:
-        with file.open("w", newline="", encoding="utf-8") as handle:
-            csv.writer(handle).writerows([header, *rows])
-
-    write_atomically(path, write)
 
 
 def draw(memories: dict[str, Memory], grown: dict[str, Growth], by_distance: dict[str, Tensor], prompt: int,

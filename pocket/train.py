@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -42,7 +42,15 @@ sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 
 import gpt_bounded_cache as bounded
 from gpt_baseline import GPT, GPTConfig, generate
-from load_gpt2_weights import CommandLine, find_file, load_model, load_tokenizer, read_tokenizer, whole_number
+from load_gpt2_weights import (
+    CommandLine,
+    find_file,
+    load_model,
+    load_tokenizer,
+    read_tokenizer,
+    whole_number,
+    write_atomically,
+)
 from pocket import corpus
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
@@ -594,14 +602,6 @@ def failed_gates(figures: dict[str, float]) -> list[str]:
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let write(file) make the file beside its place, then move it there: readers never see half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    write(unfinished)
-    os.replace(unfinished, path)
 
 
 def export(model: GPT, folder: Path) -> None:

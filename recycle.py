@@ -1,0 +1,585 @@
+"""KV caches that outlive their prompt: what a new prompt shares with an earlier one is not read again.
+`recycle.py` rebuilds the KV recycling paper's experiment; `law` measures when reuse pays, `replay TRACE.jsonl` runs the
+store over a trace of requests, `chat` is a conversation in which every turn reuses the cache of all before it.
+
+The keys and values of a token depend on the tokens up to it and on nothing else. So those of a common prefix are valid
+in every text that begins with it: they are kept in a tree of token ids, on disk or in memory, and the longest stored
+prefix of a prompt is found by walking down that tree.
+
+Shapes: L layers, H heads, D head size, S tokens of a cache, n tokens of a node.
+
+Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs"; the tree is that of
+Zheng et al. 2024, "SGLang: Efficient Execution of Structured Language Model Programs", section 3 (RadixAttention).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+import time
+import warnings
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import tiktoken
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gpt_kv_cache import GPT, GPTConfig, KVCache, context_start, generate
+from load_gpt2_weights import END_OF_TEXT
+
+DATA = Path(__file__).resolve().parent / "data"
+ABANDONED = 60.0  # seconds after which a file that no tree can reach, or that was never finished, is deleted
+
+
+class Node:
+    """A run of tokens in a RadixTree: what follows its parent's."""
+
+    def __init__(self, ids: tuple[int, ...], parent: Node | None) -> None:
+        self.ids, self.parent = ids, parent
+        self.children: dict[int, Node] = {}  # by their first token
+        self.start: int = parent.end if parent else 0
+        self.name, self.nbytes = "", 0  # where a Store keeps its keys and values, and their size
+
+    @property
+    def end(self) -> int:
+        """How many tokens there are from the root to the end of this run."""
+        return self.start + len(self.ids)
+
+
+class RadixTree:
+    """Token sequences in which a common prefix is held once; it knows what was used longest ago.
+
+    `order` holds all nodes, from the least to the most recently used. Every use() puts a path at its end, from the leaf
+    up: so a node always comes after its descendants, and the first of all is the end of the sequence that nobody has
+    asked for longest.
+    """
+
+    def __init__(self) -> None:
+        self.root = Node((), None)
+        self.order: OrderedDict[Node, None] = OrderedDict()
+
+    def match(self, ids: Sequence[int]) -> list[tuple[Node, int]]:
+        """Return the nodes along ids, and how many tokens of each agree: all of them, but for the last node."""
+        ids, at, path = tuple(ids), 0, []
+        node = self.root.children.get(ids[0]) if ids else None
+        while node is not None:
+            shared = common_prefix(node.ids, ids[at : at + len(node.ids)])
+            path.append((node, shared))
+            at += shared
+            node = node.children.get(ids[at]) if shared == len(node.ids) and at < len(ids) else None
+        return path
+
+    def insert(self, ids: Sequence[int]) -> list[Node]:
+        """Add ids, as used now; return the nodes that lead to their end.
+
+        A node in whose middle ids branch off is split: it keeps its end, and a new node takes its beginning.
+        """
+        path = self.match(ids)
+        nodes = [node for node, _ in path]
+        at = sum(shared for _, shared in path)
+        if path and at < len(ids) and path[-1][1] < len(nodes[-1].ids):
+            nodes[-1] = self.split(*path[-1])
+        if at < len(ids):
+            nodes.append(self.add(nodes[-1] if nodes else self.root, tuple(ids[at:])))
+        self.use(nodes)
+        return nodes
+
+    def add(self, parent: Node, ids: tuple[int, ...]) -> Node:
+        """Add a node after parent, as if it had never been used."""
+        node = parent.children[ids[0]] = Node(ids, parent)
+        self.order[node] = None
+        self.order.move_to_end(node, last=False)
+        return node
+
+    def split(self, node: Node, n: int) -> Node:
+        """Give the first n tokens of node to a new parent of it, and return that."""
+        upper = self.add(node.parent, node.ids[:n])  # takes node's place among the children
+        node.ids, node.start, node.parent = node.ids[n:], node.start + n, upper
+        upper.children[node.ids[0]] = node
+        self.use(self.path(upper))
+        return upper
+
+    def path(self, node: Node) -> list[Node]:
+        """Return the nodes from the first token to the end of node."""
+        nodes = []
+        while node is not self.root:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def use(self, nodes: Iterable[Node]) -> None:
+        """Count a path from the root as used now."""
+        for node in reversed(list(nodes)):
+            self.order.move_to_end(node)
+
+    def oldest(self, excess: int) -> tuple[Node, int]:
+        """Return the end of the sequence used longest ago, and how many of its tokens to keep if excess tokens have to
+        go: less than half of them, since cutting a node's end off means writing its beginning anew."""
+        leaf = next(iter(self.order))
+        return leaf, max(0, len(leaf.ids) - max(excess, (len(leaf.ids) + 1) // 2))
+
+    def remove(self, node: Node) -> list[Node]:
+        """Take node and all that follows it out of the tree; return them."""
+        node.parent.children.pop(node.ids[0])
+        gone = [node]
+        for one in gone:
+            gone += one.children.values()
+            del self.order[one]
+        return gone
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    if a == b:
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Store:
+    """KV caches of one model by the tokens they were computed from, in a folder that outlives the process or in memory.
+
+    Any number of processes may use a folder at once, and be killed at any moment. A file holds the keys and values of a
+    node: kv (L, 2, H, n, D), ids (n,), and as metadata the model's fingerprint, a digest of all tokens before the node,
+    and a checksum over all of these. It is written beside its place, then moved there and never changed, and everything
+    in it is verified before use: what is damaged, or isn't what it should be, is deleted with a warning, and the model
+    reads those tokens again. A checksum finds accidents, not what somebody forges.
+
+    capacity: bytes in all, by deleting the ends of what was used longest ago; other processes may exceed it for as long
+    as it takes until this one writes again. device and dtype are the model's. Not for several threads at once.
+    """
+
+    def __init__(self, model: GPT, folder: Path | str | None = None, capacity: float = float("inf")) -> None:
+        if capacity <= 0:
+            raise ValueError(f"the capacity must be more than 0 bytes, got {capacity}")
+        self.config, self.dtype, self.device = model.config, model.wte.weight.dtype, model.wte.weight.device
+        c = self.config
+        self.token_bytes = 2 * c.n_layer * c.n_head * c.head_dim * self.dtype.itemsize
+        self.fingerprint, self.capacity, self.nbytes = fingerprint(model), capacity, 0
+        self.tree = RadixTree()
+        self.nodes: dict[str, Node] = {}  # by the names of their files
+        self.memory: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}  # instead of files, if there is no folder
+        self.folder = None if folder is None else Path(folder) / self.fingerprint[:16]  # other models have their own
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.refresh()
+
+    def get(self, ids: Sequence[int]) -> KVCache:
+        """Return a new cache of the longest stored prefix of ids, but never of all: one token has to be fed to get
+        logits. The cache is empty if nothing is stored."""
+        self.refresh()
+        path = self.tree.match(ids[:-1])
+        pages = []
+        for node, shared in path:
+            page = self.load(node, ids)
+            if isinstance(page, str):
+                self.refuse(node, page)
+                break
+            pages.append(page[..., :shared, :])
+        if not pages:
+            return KVCache()
+        path = path[: len(pages)]
+        self.tree.use(node for node, _ in path)
+        for node, _ in reversed(path):
+            if self.folder:
+                with suppress(OSError):  # another process may have deleted it by now
+                    os.utime(self.folder / node.name)  # how recently it was used, for other processes and later ones
+        # One page is used where it is mapped: KVCache copies what it appends to, and changes nothing in place.
+        layers = pages[0] if len(pages) == 1 else [torch.cat(layer, dim=2) for layer in zip(*pages, strict=True)]
+        layers = [layer[:, None].to(self.device) for layer in layers]  # (2, 1, H, S, D)
+        return KVCache(layers, torch.arange(layers[0].size(3), device=self.device))
+
+    def put(self, ids: Sequence[int], cache: KVCache) -> int:
+        """Keep what cache has read of ids, as far as it isn't stored yet; return how many bytes were written.
+
+        A full disk is a warning. Raises ValueError if cache is not that of the first tokens of a single text.
+        """
+        n = len(cache)
+        if n > len(ids) or cache.pos.tolist() != list(range(n)) or (n and cache.layers[0].size(1) != 1):
+            raise ValueError(f"the cache, {n} tokens, must be that of the first tokens of ids, {len(ids)}, in one row")
+        self.refresh()
+        ids, written, rest = tuple(ids[:n]), 0, None
+        path = self.tree.match(ids)
+        if path and sum(shared for _, shared in path) < n and path[-1][1] < len(path[-1][0].ids):
+            node, shared = path[-1]  # insert() will split it: its second half goes to a file of its own
+            rest = self.load(node, ids)
+            if isinstance(rest, str):
+                self.refuse(node, rest)
+        try:
+            for new in self.tree.insert(ids):
+                if not new.name:
+                    layers = [layer[:, 0, :, new.start : new.end].to("cpu") for layer in cache.layers]
+                    written += self.write(new, ids, torch.stack(layers))
+            if isinstance(rest, Tensor):
+                written += self.write(node, ids, rest[..., shared:, :])
+        except (OSError, SafetensorError) as error:
+            warnings.warn(f"can't store a KV cache: {error}", stacklevel=2)
+            self.tree, self.nodes, self.nbytes = RadixTree(), {}, 0
+            self.refresh()  # what is there is what counts
+        self.evict()
+        return written
+
+    def evict(self) -> None:
+        """Delete ends of what was used longest ago until all fits in the capacity."""
+        while self.nbytes > self.capacity:
+            leaf, keep = self.tree.oldest(math.ceil((self.nbytes - self.capacity) / self.token_bytes))
+            ids = [i for node in self.tree.path(leaf) for i in node.ids]
+            kv = self.load(leaf, ids) if keep else ""
+            if isinstance(kv, Tensor):
+                self.write(self.tree.split(leaf, keep), ids, kv[..., :keep, :])
+            self.discard(leaf)
+
+    def load(self, node: Node, ids: Sequence[int]) -> Tensor | str:
+        """Return the page (L, 2, H, n, D) of a node of the text ids, or what is wrong with it: "" if it is gone."""
+        shape = (self.config.n_layer, 2, self.config.n_head, len(node.ids), self.config.head_dim)
+        try:
+            metadata, tensors = self.memory[node.name] if self.folder is None else read_page(self.folder / node.name)
+        except FileNotFoundError:
+            return ""
+        except UNREADABLE as error:
+            return f"it can't be read ({error})"
+        kv, own, prefix = tensors["kv"], tensors["ids"], digest(ids[: node.start])
+        if metadata.get("fingerprint") != self.fingerprint:
+            return "it belongs to another model"
+        if metadata.get("prefix") != prefix or own.tolist() != list(node.ids):
+            return "it holds other tokens"
+        if kv.dtype != self.dtype or kv.shape != shape:
+            return f"it holds {kv.dtype} {tuple(kv.shape)} instead of {self.dtype} {shape}"
+        if metadata.get("checksum") != checksum(self.fingerprint, prefix, own, kv):
+            return "its checksum is wrong"
+        return kv
+
+    def write(self, node: Node, ids: Sequence[int], kv: Tensor) -> int:
+        """Keep kv (L, 2, H, n, D) as the page of a node of the text ids; return its bytes."""
+        prefix, own = digest(ids[: node.start]), torch.tensor(node.ids)
+        name = f"{prefix}-{digest((*ids[: node.start], *node.ids))}.safetensors"
+        tensors = {"kv": kv.contiguous(), "ids": own}
+        metadata = {"fingerprint": self.fingerprint, "prefix": prefix}
+        metadata["checksum"] = checksum(self.fingerprint, prefix, own, tensors["kv"])
+        if self.folder is None:
+            self.memory[name], nbytes = (metadata, tensors), kv.nbytes
+        else:
+            unfinished = self.folder / f"{name}.{uuid4().hex}.tmp"
+            try:
+                save_file(tensors, unfinished, metadata)
+                nbytes = unfinished.stat().st_size
+                os.replace(unfinished, self.folder / name)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        if node.name:  # it was split
+            self.delete(node)
+        self.keep(node, name, nbytes)
+        return nbytes
+
+    def keep(self, node: Node, name: str, nbytes: int) -> None:
+        """Note where the page of a node is."""
+        node.name, node.nbytes, self.nodes[name] = name, nbytes, node
+        self.nbytes += nbytes
+
+    def delete(self, node: Node) -> None:
+        """Delete the page of a node, which stays in the tree."""
+        self.nbytes -= node.nbytes
+        del self.nodes[node.name]
+        if self.folder is None:
+            del self.memory[node.name]
+        else:
+            with suppress(FileNotFoundError):  # another process was faster
+                (self.folder / node.name).unlink()
+
+    def discard(self, node: Node) -> None:
+        """Delete the page of a node, and take it and all that follows it out of the tree."""
+        for one in reversed(self.tree.remove(node)):  # from the ends: whoever is killed here leaves nothing behind
+            self.delete(one)
+
+    def refuse(self, node: Node, reason: str) -> None:
+        """Discard a page that can't be used, with a warning unless it is gone."""
+        if reason:
+            warnings.warn(f"not used, and deleted: the stored KV cache {node.name}, since {reason}", stacklevel=3)
+        self.discard(node)
+
+    def refresh(self) -> None:
+        """Take note of what other processes, or earlier ones, have written and deleted."""
+        if self.folder is None:
+            return
+        names = {entry.name for entry in os.scandir(self.folder)}
+        for name in self.nodes.keys() - names:
+            if name in self.nodes:  # still
+                for gone in self.tree.remove(self.nodes[name]):  # what followed it may have a new place
+                    del self.nodes[gone.name]
+                    self.nbytes -= gone.nbytes
+        waiting: dict[str, list[tuple[str, tuple[int, ...], os.stat_result]]] = {}  # by the digest of what is before
+        for name in names - self.nodes.keys():
+            prefix, _, end = name.partition("-")
+            if not end.endswith((".safetensors", ".tmp")):
+                continue  # not ours
+            try:
+                stat = (self.folder / name).stat()
+                ids = () if name.endswith(".tmp") else tuple(read_page(self.folder / name)[1]["ids"].tolist())
+            except FileNotFoundError:
+                continue
+            except UNREADABLE as error:
+                warnings.warn(f"deleted: the stored KV cache {name}, since it can't be read ({error})", stacklevel=3)
+                (self.folder / name).unlink(missing_ok=True)
+                continue
+            waiting.setdefault(prefix, []).append((name, ids, stat))
+        parents = [(digest(()), self.tree.root), *((name[33:65], node) for name, node in self.nodes.items())]
+        found = []
+        for end, parent in parents:
+            for name, ids, stat in waiting.pop(end, []):
+                if ids and ids[0] not in parent.children:
+                    node = self.tree.add(parent, ids)
+                    self.keep(node, name, stat.st_size)
+                    parents.append((name[33:65], node))
+                    found.append((stat.st_mtime_ns, node))
+                else:
+                    waiting.setdefault("", []).append((name, ids, stat))
+        for _, node in sorted(found, key=lambda one: one[0]):
+            self.tree.use(self.tree.path(node))
+        for name, _, stat in (one for ones in waiting.values() for one in ones):
+            if time.time() - stat.st_mtime > ABANDONED:
+                (self.folder / name).unlink(missing_ok=True)
+
+
+# What safetensors raises on damaged files, found by damaging them at random.
+UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)
+
+
+def read_page(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata and the tensors kv and ids of a file; the tensors are mapped, not read."""
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in ("kv", "ids")}
+
+
+def fingerprint(model: GPT) -> str:
+    """Return a SHA-256 of all that keys and values depend on: geometry, number format and every weight of a model."""
+    sha = hashlib.sha256(f"KV pages, version 1; {model.config}".encode())
+    for name, parameter in model.named_parameters():
+        sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        sha.update(raw(parameter.detach().cpu()))
+    return sha.hexdigest()
+
+
+def digest(ids: Iterable[int]) -> str:
+    """Return 128 bits, in hexadecimal, that identify a sequence of tokens."""
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
+
+
+def checksum(fingerprint: str, prefix: str, ids: Tensor, kv: Tensor) -> str:
+    """Return the CRC-32 of a page: of its texts, its tokens, and the CRC-32 of every layer."""
+    if kv.nbytes < 2**22:
+        layers = array("Q", (zlib.crc32(raw(layer)) for layer in kv))
+    else:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib leaves Python, so that the layers run side by side
+            layers = array("Q", pool.map(lambda layer: zlib.crc32(raw(layer)), kv))
+    return f"{zlib.crc32(layers, zlib.crc32(raw(ids), zlib.crc32((fingerprint + prefix).encode()))):08x}"
+
+
+def raw(tensor: Tensor) -> np.ndarray:
+    """Return the bytes of a tensor on the CPU."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def read_all(model: GPT, ids: Sequence[int]) -> KVCache:
+    """Return the cache of a text after one forward pass."""
+    cache = KVCache()
+    with torch.no_grad():
+        model(torch.tensor([ids], device=model.wte.weight.device), cache, last_only=True)
+    return cache
+
+
+def recycle(model: GPT, store: Store, ids: Tensor, max_new_tokens: int, **options: object) -> Iterator[Tensor]:
+    """Yield what generate() yields after ids (1, T), but read only what the store doesn't hold, and leave what was read
+    there: the tokens are those of a cold run, up to what rounding does to a tie. Raises ValueError as generate() does.
+    """
+    n_ctx = model.config.n_ctx
+    if ids.size(0) != 1:
+        raise ValueError(f"ids must be one row, got {ids.size(0)}")
+    ids = ids[:, context_start(ids.size(1), n_ctx) :]  # the rest would be forgotten anyway
+    text = ids[0].tolist()
+    cache = store.get(text)
+    try:
+        for token in generate(model, ids, max_new_tokens, cache=cache, **options):
+            text.append(int(token))
+            yield token
+    finally:  # also if nobody wants the rest; the last token has not been read
+        store.put(text[context_start(len(text) - 1, n_ctx) :], cache)
+
+
+@torch.no_grad()
+def generate_as_published(model: GPT, new: Tensor, cache: KVCache, max_new_tokens: int,
+                          stop_id: int | None = None) -> Iterator[Tensor]:  # fmt: skip
+    """Yield what the paper's call writes, `model.generate(input_ids=new, past_key_values=cache)` (transformers 4.45.2).
+
+    Given a cache, that generate() takes input_ids for the whole text. Of T new tokens (1, T) after k cached ones it
+    drops the first k, or all but the last if T is no more than k; and it counts positions from the first new token on.
+    So the model sees a text with a hole, at positions it has used before. For comparison only: changes the cache.
+    """
+    k, T = len(cache), new.size(1)
+    fed = new[:, k:] if k < T else new[:, -1:]
+    start = T - fed.size(1)  # position of the first token fed
+    cache.pos = torch.arange(start - k, start, device=new.device)  # what is cached is seen, wherever it was read
+    for _ in range(max_new_tokens):
+        fed = model(fed, cache, last_only=True)[:, -1].argmax(dim=-1, keepdim=True)
+        yield fed
+        if int(fed) == stop_id:
+            return
+
+
+class TokenEncoder:
+    """Texts as unit vectors, without another model: the mean of their tokens' embeddings, less that of all tokens."""
+
+    def __init__(self, model: GPT, tokenizer: tiktoken.Encoding) -> None:
+        table = model.wte.weight.detach().float().cpu().numpy()
+        self.table, self.tokenizer = table - table.mean(axis=0), tokenizer
+
+    def __call__(self, texts: list[str]) -> np.ndarray:
+        """Return the embeddings (N, C) of N texts; an empty text is 0."""
+        tokens = [self.tokenizer.encode(text, allowed_special="all") for text in texts]
+        means = np.stack([self.table[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
+        return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+
+
+def load_encoder(name: str, model: GPT, tokenizer: tiktoken.Encoding) -> Callable[[list[str]], np.ndarray]:
+    """Return what turns N texts into unit vectors (N, C): "tokens", or a model of sentence-transformers.
+
+    Raises ValueError if that package is missing, OSError if the model can't be had.
+    """
+    if name == "tokens":
+        return TokenEncoder(model, tokenizer)
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing") from error
+    encoder = SentenceTransformer(name, device=str(model.wte.weight.device))
+    return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
+
+
+def nearest(stored: np.ndarray, queries: np.ndarray) -> list[int]:
+    """Return for each of the queries (Q, C) the index of the stored vector (N, C) with the largest dot product; by
+    faiss where it is installed."""
+    try:
+        import faiss
+    except ImportError:
+        return (queries @ stored.T).argmax(axis=1).tolist()
+    index = faiss.IndexFlatIP(stored.shape[1])
+    index.add(np.ascontiguousarray(stored, dtype=np.float32))
+    return index.search(np.ascontiguousarray(queries, dtype=np.float32), 1)[1][:, 0].tolist()
+
+
+def ask(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines that aren't empty, with a prompt if someone is typing."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    print(prompt, end="", flush=True)
+    for line in lines:
+        if line.strip():
+            yield line
+        print(prompt, end="", flush=True)
+
+
+def chat(model: GPT, tokenizer: tiktoken.Encoding, store: Store, lines: Iterable[str], max_new_tokens: int,
+         dialogue: bool) -> None:  # fmt: skip
+    """Answer line by line, every turn on the stored cache of all turns before it, and print what that saved.
+
+    dialogue: turns end with <|endoftext|>, as DialoGPT's do; else they are "Question: ...", "Answer: ...", a line each.
+    """
+    n_ctx = model.config.n_ctx
+    turns: list[list[int]] = []
+    read_all(model, [tokenizer.eot_token])  # a process's first pass is slow
+    for line in lines:
+        said = line.strip() + END_OF_TEXT if dialogue else f"Question: {line.strip()}\nAnswer:"
+        turn = tokenizer.encode(said, allowed_special={END_OF_TEXT})
+        if len(turn) + max_new_tokens > n_ctx // 2:
+            print(f"[{len(turn)} tokens and an answer of {max_new_tokens} don't fit in half the context, {n_ctx // 2}]")
+            continue
+        before = len(turns)
+        if sum(map(len, turns)) + len(turn) + max_new_tokens > n_ctx:
+            while sum(map(len, turns)) + len(turn) > n_ctx // 2:
+                del turns[0]
+            print(f"[the context of {n_ctx} tokens is full: the oldest {before - len(turns)} turns are forgotten, and "
+                  "what is left moves to other positions and is read again]")  # fmt: skip
+        ids = [*(i for turn in turns for i in turn), *turn]
+        started = time.perf_counter()
+        cache = store.get(ids)
+        reused, reply, first = len(cache), [], 0.0
+        fed = torch.tensor([ids], device=store.device)
+        for token in generate(model, fed, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache):
+            reply.append(int(token))
+            first = first or time.perf_counter() - started
+            if reply[-1] == tokenizer.eot_token or (not dialogue and "\n" in tokenizer.decode(reply[-1:])):
+                break
+        print(tokenizer.decode(reply).replace(END_OF_TEXT, "").strip())
+        store.put([*ids, *reply], cache)
+        turns.append(turn + reply)
+        started = time.perf_counter()
+        read_all(model, ids)
+        cold = time.perf_counter() - started
+        print(f"[reused {reused} of {len(ids)} tokens: first token after {1000 * first:.1f} ms; without reuse "
+              f"{1000 * cold:.1f} ms]\n")  # fmt: skip
+
+
+def main() -> None:
+    from benchmarks import recycling
+    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, whole_number
+
+    cli = CommandLine(__doc__, example="python %(prog)s chat")
+    cli.add_argument("what", nargs="?", default="run", choices=("run", "law", "replay", "chat"),
+                     help="run: the paper's experiment; law: when reuse pays, with a --model, else at GPT-2 124M's "
+                     "geometry with random weights; replay: hit rates of a trace; chat: a conversation")
+    cli.add_argument("trace", nargs="?", metavar="TRACE",
+                     help="replay: requests as JSON, one a line, with input_length and hash_ids, the prefix-chained "
+                     "ids of their blocks of 512 tokens")
+    cli.add_model_arguments()
+    cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="run, chat: to write")
+    cli.add_argument("--prompts", nargs=2, metavar=("STORE.csv", "TEST.csv"),
+                     help="run: what to store and what to test, in the column prompt; default: those in data, for "
+                     "pocket its own")
+    cli.add_argument("--encoder", default="tokens", metavar="NAME",
+                     help="run: what finds the nearest prompt: tokens, the model's own embeddings, or a model of "
+                     "sentence-transformers, say all-MiniLM-L6-v2")
+    cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="run, law: times are medians of N")
+    cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N",
+                     help="replay: capacities, in blocks of 512 tokens; default: 500, doubled again and again")
+    cli.add_argument("--store", default="results/recycle/store", metavar="FOLDER", help="chat: where caches are kept")
+    cli.add_argument("--capacity", type=whole_number(1), default=10**9, metavar="BYTES", help="chat: of them at most")
+    cli.add_argument("--out", default="results/recycle", metavar="FOLDER", help="where tables and figures go")
+    with cli.parse() as args:
+        warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
+        out, dialogue = Path(args.out), "DialoGPT" in args.model
+        if (args.what == "replay") != (args.trace is not None):
+            raise ValueError("replay needs a TRACE, and nothing else takes one")
+        if args.what == "replay":
+            recycling.replay(Path(args.trace), args.blocks, out)
+            return
+        if args.what == "law":
+            random = args.model == "pocket"  # times don't depend on what the weights are
+            torch.set_num_threads(args.threads or os.cpu_count() or 1)
+            model = (GPT(GPTConfig()).to(args.device, args.dtype).eval() if random else
+                     load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip
+            recycling.report_law(model, args.repeats, out)
+            return
+        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        tokenizer = load_tokenizer(args.model)
+        if args.what == "chat":
+            store = Store(model, args.store, args.capacity)
+            chat(model, tokenizer, store, ask(sys.stdin), args.max_new_tokens, dialogue)
+            return
+        prefix = "pocket_" if args.model == "pocket" else ""
+        prompts = args.prompts or [DATA / f"{prefix}{kind}_prompts.csv" for kind in ("cache", "test")]
+        recycling.report(model, tokenizer, load_encoder(args.encoder, model, tokenizer), [*map(Path, prompts)],
+                         args.max_new_tokens, args.repeats, END_OF_TEXT if dialogue else "",
+                         {"model": args.model, "encoder": args.encoder}, out)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
