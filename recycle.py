@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -40,6 +41,7 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
 
 DATA = Path(__file__).resolve().parent / "data"
+OURS = re.compile(r"(?P<prefix>[0-9a-f]{32})-[0-9a-f]{32}\.safetensors(?P<unfinished>\..*\.tmp)?")  # a Store's files
 ABANDONED = 60.0  # seconds after which a file that no tree can reach, or that was never finished, is deleted
 
 
@@ -238,7 +240,8 @@ class Store:
             kv = self.load(leaf, ids) if keep else ""
             if isinstance(kv, Tensor):
                 self.write(self.tree.split(leaf, keep), ids, kv[..., :keep, :])
-            self.discard(leaf)
+            self.delete(leaf.name)
+            self.forget(leaf)
 
     def load(self, node: Node, ids: Sequence[int]) -> Tensor | str:
         """Return the page (L, 2, H, n, D) of a node of the text ids, or what is wrong with it: "" if it is gone."""
@@ -263,7 +266,7 @@ class Store:
     def write(self, node: Node, ids: Sequence[int], kv: Tensor) -> int:
         """Keep kv (L, 2, H, n, D) as the page of a node of the text ids; return its bytes."""
         prefix, own = digest(ids[: node.start]), torch.tensor(node.ids)
-        name = f"{prefix}-{digest((*ids[: node.start], *node.ids))}.safetensors"
+        name = page_name(ids[: node.start], node.ids)
         tensors = {"kv": kv.contiguous(), "ids": own}
         metadata = {"fingerprint": self.fingerprint, "prefix": prefix}
         metadata["checksum"] = checksum(self.fingerprint, prefix, own, tensors["kv"])
@@ -278,7 +281,9 @@ class Store:
             finally:
                 unfinished.unlink(missing_ok=True)
         if node.name:  # it was split
-            self.delete(node)
+            del self.nodes[node.name]
+            self.nbytes -= node.nbytes
+            self.delete(node.name)
         self.keep(node, name, nbytes)
         return nbytes
 
@@ -287,26 +292,31 @@ class Store:
         node.name, node.nbytes, self.nodes[name] = name, nbytes, node
         self.nbytes += nbytes
 
-    def delete(self, node: Node) -> None:
-        """Delete the page of a node, which stays in the tree."""
-        self.nbytes -= node.nbytes
-        del self.nodes[node.name]
-        if self.folder is None:
-            del self.memory[node.name]
-        else:
+    def delete(self, name: str) -> None:
+        """Delete a page."""
+        self.memory.pop(name, None)
+        if self.folder:
             with suppress(FileNotFoundError):  # another process was faster
-                (self.folder / node.name).unlink()
+                (self.folder / name).unlink()
 
-    def discard(self, node: Node) -> None:
-        """Delete the page of a node, and take it and all that follows it out of the tree."""
-        for one in reversed(self.tree.remove(node)):  # from the ends: whoever is killed here leaves nothing behind
-            self.delete(one)
+    def forget(self, node: Node) -> None:
+        """Take a node and all that follows it out of the tree. What follows may be found again, when a file with the
+        same tokens up to there is found, or written."""
+        for one in self.tree.remove(node):
+            del self.nodes[one.name]
+            self.nbytes -= one.nbytes
+            self.memory.pop(one.name, None)
 
     def refuse(self, node: Node, reason: str) -> None:
-        """Discard a page that can't be used, with a warning unless it is gone."""
+        """Give up a node whose page can't be used, with a warning unless it is gone."""
+        self.reject(node.name, reason)
+        self.forget(node)
+
+    def reject(self, name: str, reason: str) -> None:
+        """Delete a page, and warn if there is a reason."""
         if reason:
-            warnings.warn(f"not used, and deleted: the stored KV cache {node.name}, since {reason}", stacklevel=3)
-        self.discard(node)
+            warnings.warn(f"the stored KV cache {name} is not used, and deleted: {reason}", stacklevel=2)
+        self.delete(name)
 
     def refresh(self) -> None:
         """Take note of what other processes, or earlier ones, have written and deleted."""
@@ -315,40 +325,38 @@ class Store:
         names = {entry.name for entry in os.scandir(self.folder)}
         for name in self.nodes.keys() - names:
             if name in self.nodes:  # still
-                for gone in self.tree.remove(self.nodes[name]):  # what followed it may have a new place
-                    del self.nodes[gone.name]
-                    self.nbytes -= gone.nbytes
-        waiting: dict[str, list[tuple[str, tuple[int, ...], os.stat_result]]] = {}  # by the digest of what is before
+                self.forget(self.nodes[name])
+        waiting: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # by the digest of what comes before their tokens
+        files: dict[str, os.stat_result] = {}
         for name in names - self.nodes.keys():
-            prefix, _, end = name.partition("-")
-            if not end.endswith((".safetensors", ".tmp")):
-                continue  # not ours
+            if not (ours := OURS.fullmatch(name)):
+                continue
             try:
-                stat = (self.folder / name).stat()
-                ids = () if name.endswith(".tmp") else tuple(read_page(self.folder / name)[1]["ids"].tolist())
-            except FileNotFoundError:
-                continue
+                files[name] = (self.folder / name).stat()
+                if not ours["unfinished"]:
+                    ids = tuple(read_page(self.folder / name)[1]["ids"].tolist())
+                    waiting.setdefault(ours["prefix"], []).append((name, ids))
+            except FileNotFoundError:  # another process was faster
+                files.pop(name, None)
             except UNREADABLE as error:
-                warnings.warn(f"deleted: the stored KV cache {name}, since it can't be read ({error})", stacklevel=3)
-                (self.folder / name).unlink(missing_ok=True)
-                continue
-            waiting.setdefault(prefix, []).append((name, ids, stat))
+                self.reject(name, f"it can't be read ({error})")
         parents = [(digest(()), self.tree.root), *((name[33:65], node) for name, node in self.nodes.items())]
         found = []
         for end, parent in parents:
-            for name, ids, stat in waiting.pop(end, []):
-                if ids and ids[0] not in parent.children:
-                    node = self.tree.add(parent, ids)
+            text = [i for node in self.tree.path(parent) for i in node.ids] if end in waiting else []
+            for name, ids in waiting.pop(end, []):
+                if not ids or name != page_name(text, ids):
+                    self.reject(name, "it holds other tokens")
+                elif ids[0] not in parent.children:  # else another process has written nearly the same at that moment
+                    stat, node = files.pop(name), self.tree.add(parent, ids)
                     self.keep(node, name, stat.st_size)
                     parents.append((name[33:65], node))
                     found.append((stat.st_mtime_ns, node))
-                else:
-                    waiting.setdefault("", []).append((name, ids, stat))
         for _, node in sorted(found, key=lambda one: one[0]):
             self.tree.use(self.tree.path(node))
-        for name, _, stat in (one for ones in waiting.values() for one in ones):
+        for name, stat in files.items():
             if time.time() - stat.st_mtime > ABANDONED:
-                (self.folder / name).unlink(missing_ok=True)
+                self.delete(name)
 
 
 # What safetensors raises on damaged files, found by damaging them at random.
@@ -357,8 +365,13 @@ UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, Type
 
 def read_page(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the metadata and the tensors kv and ids of a file; the tensors are mapped, not read."""
-    with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in ("kv", "ids")}
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in ("kv", "ids")}
+    except RuntimeError as error:
+        if path.exists():
+            raise
+        raise FileNotFoundError(path) from error  # get_tensor opens it a second time, and it was deleted in between
 
 
 def fingerprint(model: GPT) -> str:
@@ -373,6 +386,11 @@ def fingerprint(model: GPT) -> str:
 def digest(ids: Iterable[int]) -> str:
     """Return 128 bits, in hexadecimal, that identify a sequence of tokens."""
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
+
+
+def page_name(prefix: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the name of the file for ids after prefix: it says where it begins and where it ends."""
+    return f"{digest(prefix)}-{digest((*prefix, *ids))}.safetensors"
 
 
 def checksum(fingerprint: str, prefix: str, ids: Tensor, kv: Tensor) -> str:
@@ -578,7 +596,7 @@ def main() -> None:
         prompts = args.prompts or [DATA / f"{prefix}{kind}_prompts.csv" for kind in ("cache", "test")]
         recycling.report(model, tokenizer, load_encoder(args.encoder, model, tokenizer), [*map(Path, prompts)],
                          args.max_new_tokens, args.repeats, END_OF_TEXT if dialogue else "",
-                         {"model": args.model, "encoder": args.encoder}, out)  # fmt: skip
+                         {"model": args.model, "encoder": Path(args.encoder).name}, out)  # fmt: skip
 
 
 if __name__ == "__main__":

