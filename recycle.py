@@ -106,7 +106,7 @@ class RadixTree:
         return node
 
     def split(self, node: Node, n: int) -> Node:
-        """Give the first n tokens of node to a new parent of it, and return that."""
+        """Give the first n tokens of node to a new parent of it, and return that, as used now."""
         upper = self.add(node.parent, node.ids[:n])  # takes node's place among the children
         node.ids, node.start, node.parent = node.ids[n:], node.start + n, upper
         upper.children[node.ids[0]] = node
@@ -225,11 +225,11 @@ class Store:
                     written += self.write(new, ids, torch.stack(layers))
             if isinstance(rest, Tensor):
                 written += self.write(node, ids, rest[..., shared:, :])
+            self.evict()
         except (OSError, SafetensorError) as error:
             warnings.warn(f"can't store a KV cache: {error}", stacklevel=2)
             self.tree, self.nodes, self.nbytes = RadixTree(), {}, 0
             self.refresh()  # what is there is what counts
-        self.evict()
         return written
 
     def evict(self) -> None:
@@ -238,10 +238,11 @@ class Store:
             leaf, keep = self.tree.oldest(math.ceil((self.nbytes - self.capacity) / self.token_bytes))
             ids = [i for node in self.tree.path(leaf) for i in node.ids]
             kv = self.load(leaf, ids) if keep else ""
-            if isinstance(kv, Tensor):
-                self.write(self.tree.split(leaf, keep), ids, kv[..., :keep, :])
-            self.delete(leaf.name)
+            kept = kv[..., :keep, :].clone() if isinstance(kv, Tensor) else None
+            self.delete(leaf.name)  # first, since the disk may be full
             self.forget(leaf)
+            if kept is not None:
+                self.write(self.tree.add(leaf.parent, leaf.ids[:keep]), ids, kept)
 
     def load(self, node: Node, ids: Sequence[int]) -> Tensor | str:
         """Return the page (L, 2, H, n, D) of a node of the text ids, or what is wrong with it: "" if it is gone."""

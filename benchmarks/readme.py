@@ -2,11 +2,13 @@
 
 Blocks between <!-- name --> and <!-- /name --> are replaced: `speed` from benchmarks/speed.json, `pocket` from
 pocket/teacher/figures.json, `memory` from benchmarks/bounded/summary.json, `ablation` from pocket/bct/ablation.json,
+`recycling` and `replay` from benchmarks/recycling,
 `demo` by running `gpt_kv_cache.py --compare`.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import subprocess
@@ -14,6 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("memory", "warm disk", "cold disk")
 sys.path.insert(0, str(ROOT))
 from load_gpt2_weights import CommandLine
 
@@ -127,11 +130,77 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
     return text
 
 
+def recycling() -> str:
+    """The tables of benchmarks/recycling: the paper's experiment and claims, when reuse pays, and which index finds."""
+    folder = ROOT / "benchmarks" / "recycling"
+    record = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    law = json.loads((folder / "law.json").read_text(encoding="utf-8"))
+    rows, n = record["prompts"], len(record["prompts"])
+
+    def mean(name: str, key: str) -> float:
+        return sum(row[name][key] for row in rows) / n
+
+    lines = [
+        f"`{record['model']}`, {n} prompts of {min(row['tokens'] for row in rows)} to "
+        f"{max(row['tokens'] for row in rows)} tokens, {record['new_tokens']} new ones, encoder {record['encoder']}:",
+        "",
+        "| | first token | last token | the same answers | similarity to cold |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("cold", "recycled", "published"):
+        same = sum(row[name]["identical"] for row in rows)
+        lines.append(f"| {name} | {1e3 * mean(name, 'ttft_s'):.1f} ms | {1e3 * mean(name, 'latency_s'):.0f} ms "
+                     f"| {same} of {n} | {mean(name, 'similarity'):.2f} |")  # fmt: skip
+    lines += ["", "| the paper's claim | verdict | |", "|---|---|---|"]
+    lines += [f"| {claim['claim']} | {claim['verdict']} | {claim['figures']} |" for claim in record["claims"]]
+    lines += [
+        "",
+        f"When does reuse pay? {law['layers']} layers of width {law['width']} (GPT-2 124M), {law['threads']} CPU "
+        f"thread{'s' * (law['threads'] > 1)}, medians of {law['repeats']}; in brackets the time to restore the cache:",
+        "",
+        "| prompt, stored | first token: cold | from memory | warm disk | cold disk | saved (warm) | of 100 tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for c in law["cells"]:
+        if c["m"] in (128, 512, 1000) and round(c["k"] / c["m"], 1) in (0.5, 0.9):
+            cells = (f"{1e3 * c[s]['ttft']:.0f} ms ({1e3 * c[s]['restore']:.0f})" for s in SOURCES)
+            saved = 1 - c["warm disk"]["ratio"]
+            whole = saved * c["cold"] / (c["cold"] + 99 * law["decode"][str(c["m"])])
+            lines.append(f"| {c['m']:,}, {c['k']} | {1e3 * c['cold']:.0f} ms | {' | '.join(cells)} "
+                         f"| {saved:.0%} | {whole:.0%} |")  # fmt: skip
+    lines += [
+        "",
+        f"Which index finds the stored prefix (means of {next(iter(record['indices'].values()))['queries']} queries)?",
+        "",
+        "| queries | tokens found by the tree | by the nearest embedding | if that must be a full prefix | misses |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, c in record["indices"].items():
+        lines.append(f"| {kind} | {c['tree']:.0f} | {c['nearest']:.0f} | {c['full_prefix']:.0f} | {c['missed']:.0%} |")
+    return "\n".join(lines)
+
+
+def replay() -> str:
+    """The hit rates of benchmarks/recycling/replay_*.csv, side by side."""
+    tables = {}
+    for path in sorted((ROOT / "benchmarks" / "recycling").glob("replay_*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            tables[path.stem.removeprefix("replay_")] = {row["capacity_blocks"]: row for row in csv.DictReader(file)}
+    capacities = sorted({int(c) for table in tables.values() for c in table if c != "no limit"})
+    lines = ["| capacity, blocks of 512 tokens | " + " | ".join(tables) + " |", "|---|" + "---|" * len(tables)]
+    for capacity in [*map(str, capacities), "no limit"]:
+        cells = (f"{float(t[capacity]['token_hit_rate']):.1%}" if capacity in t else "" for t in tables.values())
+        label = f"{int(capacity):,}" if capacity.isdecimal() else capacity
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
     with cli.parse():
         readme = ROOT / "README.md"
-        blocks = {"speed": speed(), "pocket": pocket(), "memory": memory(), "ablation": ablation(), "demo": demo()}
+        blocks = {"speed": speed(), "pocket": pocket(), "memory": memory(), "ablation": ablation(),
+                  "recycling": recycling(), "replay": replay(), "demo": demo()}  # fmt: skip
         readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), blocks), encoding="utf-8")
 
 

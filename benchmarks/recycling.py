@@ -332,8 +332,9 @@ def drop_from_memory(folder: Path) -> bool:
 def law(model: GPT, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
     """Measure the time to the first token of prompts of m tokens, cold and with k of them stored, by where they are.
 
-    Returns seconds: cells, one for each m and k, with cold and, for each of SOURCES, restore and ttft; decode, of a
-    token after m; and crossover, by source, the smallest k that pays for a prompt of k tokens and one more.
+    Returns seconds: cells, one for each m and k, with cold and, for each of SOURCES, restore, ttft, and the median
+    ratio of ttft to the cold run of the same turn; decode, of a token after m; and crossover, by source, the smallest k
+    that pays for a prompt of k tokens and one more.
     """
     device = model.wte.weight.device
     generator = torch.Generator().manual_seed(0)
@@ -368,11 +369,14 @@ def law(model: GPT, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
             for store in (stores["memory"], stores["warm disk"]):
                 for node in list(store.tree.root.children.values()):
                     store.refuse(node, "")
-            result: dict[str, Any] = {"m": m, "k": k, "cold": statistics.median(ttft for _, ttft in taken.pop("cold"))}
+            cold = [ttft for _, ttft in taken.pop("cold")]
+            result: dict[str, Any] = {"m": m, "k": k, "cold": statistics.median(cold)}
             for source, pairs in taken.items():
                 if pairs:
                     restores, ttfts = zip(*pairs, strict=True)
-                    result[source] = {"restore": statistics.median(restores), "ttft": statistics.median(ttfts)}
+                    ratio = statistics.median(ttft / beside for ttft, beside in zip(ttfts, cold, strict=True))
+                    result[source] = {"restore": statistics.median(restores), "ttft": statistics.median(ttfts),
+                                      "ratio": ratio}  # fmt: skip
             return result
 
         grid = [(m, min(round(share * m), m - 1)) for m in lengths for share in SHARES]
@@ -387,7 +391,7 @@ def law(model: GPT, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
             decode[str(m)] = statistics.median(first_token(ids[:, : len(cache) + 1], cache) for _ in range(9))
     crossover = {}
     for source in SOURCES:
-        pays = [source in c and c[source]["ttft"] < c["cold"] for c in scan]
+        pays = [source in c and c[source]["ratio"] < 1 for c in scan]
         last_loss = max((i for i, p in enumerate(pays) if not p), default=-1)
         crossover[source] = scan[last_loss + 1]["k"] if last_loss + 1 < len(scan) else None
     return {"layers": model.config.n_layer, "width": model.config.n_embd, "threads": torch.get_num_threads(),
@@ -397,8 +401,7 @@ def law(model: GPT, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
 
 def end_to_end(c: dict[str, Any], source: str, decode: dict[str, float]) -> float:
     """Return the share of time saved from the prompt to the last of DECODED tokens."""
-    rest = (DECODED - 1) * decode[str(c["m"])]
-    return 1 - (c[source]["ttft"] + rest) / (c["cold"] + rest)
+    return (1 - c[source]["ratio"]) * c["cold"] / (c["cold"] + (DECODED - 1) * decode[str(c["m"])])
 
 
 def print_law(measured: dict[str, Any]) -> None:
@@ -411,7 +414,7 @@ def print_law(measured: dict[str, Any]) -> None:
     for c in measured["cells"]:
         print(f"{c['m']:>6}{c['k']:>8}{c['k'] / c['m']:>6.2f}{1e3 * c['cold']:>20.1f}"
               + "".join(f"{1e3 * c[s]['ttft']:>12.1f} ({1e3 * c[s]['restore']:>7.2f})" for s in sources)
-              + f"{c['warm disk']['ttft'] / c['cold']:>19.3f}{1 - c['warm disk']['ttft'] / c['cold']:>22.0%}"
+              + f"{c['warm disk']['ratio']:>19.3f}{1 - c['warm disk']['ratio']:>22.0%}"
               f"{end_to_end(c, 'warm disk', measured['decode']):>17.1%}")  # fmt: skip
     pays = (f"{measured['crossover'][source] or 'none measured'} ({source})" for source in sources)
     print("\nReuse pays from so many stored tokens on: " + ", ".join(pays))
@@ -473,10 +476,10 @@ def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, f
         held += len(request.blocks) - known
         while held > capacity:
             leaf, keep = tree.oldest(held - int(capacity))
-            if keep:
-                tree.split(leaf, keep)
-            held -= len(leaf.ids)
             tree.remove(leaf)
+            if keep:
+                tree.add(leaf.parent, leaf.ids[:keep])
+            held -= len(leaf.ids) - keep
         bar.update()
     blocks, tokens = (sum(sizes) for sizes in zip(*((len(r.blocks), r.tokens) for r in requests), strict=True))
     return {"blocks": hits / blocks, "tokens": found / tokens, "requests": whole / len(requests)}
@@ -500,7 +503,8 @@ def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
     for size, rate in rates.items():
         blocks = unique if size == float("inf") else int(size)
         label = "no limit" if size == float("inf") else f"{blocks:,}"
-        rows.append([label, blocks * BLOCK, blocks * BLOCK * LLAMA_70B / 1e9, *rate.values()])
+        capacity = "no limit" if size == float("inf") else blocks
+        rows.append([capacity, blocks * BLOCK, blocks * BLOCK * LLAMA_70B / 1e9, *rate.values()])
         print(f"{label:>17}{blocks * BLOCK:>14,}{rows[-1][2]:>13,.0f}{rate['blocks']:>19.1%}{rate['tokens']:>8.1%}"
               f"{rate['requests']:>14.1%}")  # fmt: skip
     print(f"\n{(time.perf_counter() - begun) / len(sizes):.1f} s per capacity. 70B: {LLAMA_70B:,} bytes a token (80 "
@@ -585,7 +589,7 @@ def draw_law(measured: dict[str, Any], out: Path) -> None:
         axes.axhline(0, color="black", linewidth=0.6)
 
     what = f"{measured['layers']} layers, width {measured['width']}, from the warm disk"
-    figure(out / "law_first_token.png", lambda axes: curves(axes, lambda c: 1 - c["warm disk"]["ttft"] / c["cold"]),
+    figure(out / "law_first_token.png", lambda axes: curves(axes, lambda c: 1 - c["warm disk"]["ratio"]),
            title=f"Time to the first token: {what}", xlabel="k / m", ylabel="% saved", xlim=(0, 1),
            ylim=(-60, 100))  # fmt: skip
     figure(out / "law_end_to_end.png",

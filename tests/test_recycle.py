@@ -681,11 +681,45 @@ def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> N
 
 
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path) -> None:
-    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 6
+    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 8
     questions = "".join(f"Which river does {town} stand on?\n" for town in towns) + "word " * 300 + "\n"
     result = run("chat", "--store", str(tmp_path), "--max-new-tokens", "30", text=questions)
     assert result.returncode == 0, result.stderr
     assert "context of 512 tokens is full" in result.stdout and "don't fit" in result.stdout
-    assert result.stdout.count("[reused") == 30 and "Tamble" in result.stdout
+    assert result.stdout.count("[reused") == 40 and "Tamble" in result.stdout
     reused = [int(n) for n in re.findall(r"reused (\d+) of", result.stdout)]
     assert max(reused) > 350 and min(reused[10:]) < 20, "what moves to other positions is read again"
+
+
+@pytest.fixture(scope="module")
+def dialogue_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder named and laid out as microsoft/DialoGPT-medium, of small geometry, as transformers writes it."""
+    transformers = pytest.importorskip("transformers")
+    import tiktoken
+
+    try:
+        tiktoken.get_encoding("gpt2")
+    except OSError:
+        pytest.skip("GPT-2's tokenizer is not in tiktoken's cache, and can't be downloaded")
+    folder = tmp_path_factory.mktemp("models") / "DialoGPT-tiny"
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=256, initializer_range=0.5)
+    transformers.GPT2LMHeadModel(config).half().save_pretrained(folder)
+    return folder
+
+
+def test_papers_prompts_on_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
+    result = run("--model", str(dialogue_model), "--max-new-tokens", "12", "--repeats", "1", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "summary.json").read_text())["prompts"]
+    assert len(rows) == 6 and sum(row["recycled"]["reused_tokens"] for row in rows) == 40, "as many as the paper has"
+    assert all(row["recycled"]["identical"] for row in rows)
+    assert [row["tokens"] for row in rows] == [14, 15, 11, 15, 16, 15], "a turn ends with <|endoftext|>"
+
+
+def test_chat_with_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
+    words = ("chat", "--model", str(dialogue_model), "--store", str(tmp_path), "--max-new-tokens", "5")
+    result = run(*words, text="Hello!\nHow are you?\n")
+    assert result.returncode == 0, result.stderr
+    reused = [int(n) for n in re.findall(r"reused (\d+) of", result.stdout)]
+    assert reused[0] == 0 and reused[1] >= 3 and "Question" not in result.stdout
