@@ -158,7 +158,7 @@ def recycling() -> str:
         f"When does reuse pay? {law['layers']} layers of width {law['width']} (GPT-2 124M), {law['threads']} CPU "
         f"thread{'s' * (law['threads'] > 1)}, medians of {law['repeats']}; in brackets the time to restore the cache:",
         "",
-        "| prompt, stored | first token: cold | from memory | warm disk | cold disk | saved (warm) | saved with 100 new tokens |",
+        "| prompt, stored | first token: cold | memory | warm disk | cold disk | saved (warm) | with 100 new tokens |",
         "|---|---|---|---|---|---|---|",
     ]
     for c in law["cells"]:

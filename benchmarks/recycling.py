@@ -210,7 +210,7 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         {
             "claim": "speed: 30-50% less latency",
             "verdict": verdict(statistics.mean(saved) >= 0.3),
-            "figures": f"{statistics.mean(saved):.1%} from end to end, {statistics.mean(first):.1%} to the first: "
+            "figures": f"{statistics.mean(saved):.1%} from end to end, {statistics.mean(first):.1%} to the first one: "
             "most of the time goes into writing, and so few tokens are read about as fast as they are restored",
         },
         {
