@@ -41,7 +41,7 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
 
 DATA = Path(__file__).resolve().parent / "data"
-OURS = re.compile(r"(?P<prefix>[0-9a-f]{32})-[0-9a-f]{32}\.safetensors(?P<unfinished>\..*\.tmp)?")  # a Store's files
+OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors(\..*\.tmp)?")  # a Store's files: from where to where
 ABANDONED = 60.0  # seconds after which a file that no tree can reach, or that was never finished, is deleted
 
 
@@ -52,7 +52,7 @@ class Node:
         self.ids, self.parent = ids, parent
         self.children: dict[int, Node] = {}  # by their first token
         self.start: int = parent.end if parent else 0
-        self.name, self.nbytes = "", 0  # where a Store keeps its keys and values, and their size
+        self.name, self.nbytes, self.used = "", 0, 0  # where a Store keeps its page, its bytes, and when it was used
 
     @property
     def end(self) -> int:
@@ -132,6 +132,11 @@ class RadixTree:
         leaf = next(iter(self.order))
         return leaf, max(0, len(leaf.ids) - max(excess, (len(leaf.ids) + 1) // 2))
 
+    def cut(self, leaf: Node, keep: int) -> Node | None:
+        """Replace a leaf by a node of its first tokens, of the same age, and return that; or by nothing."""
+        self.remove(leaf)
+        return self.add(leaf.parent, leaf.ids[:keep]) if keep else None
+
     def remove(self, node: Node) -> list[Node]:
         """Take node and all that follows it out of the tree; return them."""
         node.parent.children.pop(node.ids[0])
@@ -150,28 +155,31 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Store:
-    """KV caches of one model by the tokens they were computed from, in a folder that outlives the process or in memory.
+    """KV caches of a model by the tokens they were computed from, in a folder that outlives the process or in memory.
 
     Any number of processes may use a folder at once, and be killed at any moment. A file holds the keys and values of a
     node: kv (L, 2, H, n, D), ids (n,), and as metadata the model's fingerprint, a digest of all tokens before the node,
     and a checksum over all of these. It is written beside its place, then moved there and never changed, and everything
     in it is verified before use: what is damaged, or isn't what it should be, is deleted with a warning, and the model
-    reads those tokens again. A checksum finds accidents, not what somebody forges.
+    reads those tokens again. A checksum finds accidents, not what somebody forges; and as pages are mapped, nobody may
+    change or shorten a file in place while it is in use.
 
-    capacity: bytes in all, by deleting the ends of what was used longest ago; other processes may exceed it for as long
-    as it takes until this one writes again. device and dtype are the model's. Not for several threads at once.
+    capacity: bytes of this model's pages, kept by deleting the ends of what was used longest ago; others may exceed it
+    until this process writes again. The model's weights must stay as they are. Not for several threads at once.
     """
 
     def __init__(self, model: GPT, folder: Path | str | None = None, capacity: float = float("inf")) -> None:
         if capacity <= 0:
             raise ValueError(f"the capacity must be more than 0 bytes, got {capacity}")
-        self.config, self.dtype, self.device = model.config, model.wte.weight.dtype, model.wte.weight.device
-        c = self.config
+        self.model, c, self.dtype, self.device = model, model.config, model.wte.weight.dtype, model.wte.weight.device
+        self.fingerprint, self.weights = fingerprint(model), versions(model)
         self.token_bytes = 2 * c.n_layer * c.n_head * c.head_dim * self.dtype.itemsize
-        self.fingerprint, self.capacity, self.nbytes = fingerprint(model), capacity, 0
+        self.capacity, self.nbytes = capacity, 0
         self.tree = RadixTree()
         self.nodes: dict[str, Node] = {}  # by the names of their files
-        self.memory: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}  # instead of files, if there is no folder
+        self.memory: dict[str, tuple[dict[str, str], dict[str, Tensor]]] = {}  # instead of files, if there is no folder
+        self.ignored: set[str] = set()  # files that can neither be used nor deleted
+        self.scanned = -1  # when the folder had last changed when it was read
         self.folder = None if folder is None else Path(folder) / self.fingerprint[:16]  # other models have their own
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -179,24 +187,21 @@ class Store:
 
     def get(self, ids: Sequence[int]) -> KVCache:
         """Return a new cache of the longest stored prefix of ids, but never of all: one token has to be fed to get
-        logits. The cache is empty if nothing is stored."""
+        logits. The cache is empty if nothing is stored. Raises ValueError if the model's weights have changed."""
+        self.check_weights()
         self.refresh()
         path = self.tree.match(ids[:-1])
         pages = []
         for node, shared in path:
-            page = self.load(node, ids)
+            page = self.load(node.name, ids[: node.start], node.ids)
             if isinstance(page, str):
-                self.refuse(node, page)
+                self.reject(node.name, page)
+                self.forget(node)
                 break
             pages.append(page[..., :shared, :])
         if not pages:
             return KVCache()
-        path = path[: len(pages)]
-        self.tree.use(node for node, _ in path)
-        for node, _ in reversed(path):
-            if self.folder:
-                with suppress(OSError):  # another process may have deleted it by now
-                    os.utime(self.folder / node.name)  # how recently it was used, for other processes and later ones
+        self.use(node for node, _ in path[: len(pages)])
         # One page is used where it is mapped: KVCache copies what it appends to, and changes nothing in place.
         layers = pages[0] if len(pages) == 1 else [torch.cat(layer, dim=2) for layer in zip(*pages, strict=True)]
         layers = [layer[:, None].to(self.device) for layer in layers]  # (2, 1, H, S, D)
@@ -205,79 +210,118 @@ class Store:
     def put(self, ids: Sequence[int], cache: KVCache) -> int:
         """Keep what cache has read of ids, as far as it isn't stored yet; return how many bytes were written.
 
-        A full disk is a warning. Raises ValueError if cache is not that of the first tokens of a single text.
+        A full disk is a warning. Raises ValueError if cache is not that of the first tokens of a single text, read by
+        this model.
         """
         n = len(cache)
         if n > len(ids) or cache.pos.tolist() != list(range(n)) or (n and cache.layers[0].size(1) != 1):
             raise ValueError(f"the cache, {n} tokens, must be that of the first tokens of ids, {len(ids)}, in one row")
+        if n and (cache.layers[0].dtype != self.dtype or cache.nbytes != n * self.token_bytes):
+            raise ValueError(f"the cache, {cache.nbytes} bytes of {cache.layers[0].dtype}, is not one of this model, "
+                             f"{n * self.token_bytes} of {self.dtype}")  # fmt: skip
+        self.check_weights()
         self.refresh()
-        ids, written, rest = tuple(ids[:n]), 0, None
-        path = self.tree.match(ids)
-        if path and sum(shared for _, shared in path) < n and path[-1][1] < len(path[-1][0].ids):
-            node, shared = path[-1]  # insert() will split it: its second half goes to a file of its own
-            rest = self.load(node, ids)
-            if isinstance(rest, str):
-                self.refuse(node, rest)
+
+        def page(start: int, end: int) -> Tensor:
+            return torch.stack([layer[:, 0, :, start:end].to("cpu") for layer in cache.layers])
+
         try:
-            for new in self.tree.insert(ids):
-                if not new.name:
-                    layers = [layer[:, 0, :, new.start : new.end].to("cpu") for layer in cache.layers]
-                    written += self.write(new, ids, torch.stack(layers))
-            if isinstance(rest, Tensor):
-                written += self.write(node, ids, rest[..., shared:, :])
+            written = self.insert(tuple(ids[:n]), page)
             self.evict()
-        except (OSError, SafetensorError) as error:
+        except BaseException as error:  # also Ctrl-C: what the tree says must be what there is
+            self.reset()
+            if not isinstance(error, OSError | SafetensorError):
+                raise
             warnings.warn(f"can't store a KV cache: {error}", stacklevel=2)
-            self.tree, self.nodes, self.nbytes = RadixTree(), {}, 0
-            self.refresh()  # what is there is what counts
+            return 0
+        return written
+
+    def reset(self) -> None:
+        """Forget what is stored; refresh() finds again what is in the folder."""
+        self.tree, self.nodes, self.nbytes, self.scanned = RadixTree(), {}, 0, -1
+        self.memory.clear()
+
+    def check_weights(self) -> None:
+        """Raise ValueError if the weights are no longer those that the stored caches were computed with."""
+        if versions(self.model) != self.weights:
+            raise ValueError("the model's weights have changed since this store was opened: open a new one")
+
+    def insert(self, ids: tuple[int, ...], page: Callable[[int, int], Tensor]) -> int:
+        """Add ids to the tree and write what is new; page(start, end) gives their keys and values. Return the bytes.
+        What fails has to be followed by reset()."""
+        path, written, rest = self.tree.match(ids), 0, None
+        if path and sum(shared for _, shared in path) < len(ids) and path[-1][1] < len(path[-1][0].ids):
+            old, shared = path[-1]  # will be split: its second half goes to a file of its own
+            rest = self.load(old.name, ids[: old.start], old.ids)
+            if isinstance(rest, str):
+                self.reject(old.name, rest)
+                self.forget(old)
+        nodes = self.tree.insert(ids)
+        for node in nodes:
+            if not node.name:
+                written += self.write(node, ids[: node.start], page(node.start, node.end))
+        if isinstance(rest, Tensor):
+            written += self.write(old, ids[: old.start], rest[..., shared:, :])
+        self.use(nodes)
         return written
 
     def evict(self) -> None:
         """Delete ends of what was used longest ago until all fits in the capacity."""
         while self.nbytes > self.capacity:
             leaf, keep = self.tree.oldest(math.ceil((self.nbytes - self.capacity) / self.token_bytes))
-            ids = [i for node in self.tree.path(leaf) for i in node.ids]
-            kv = self.load(leaf, ids) if keep else ""
+            if self.folder:
+                with suppress(OSError):
+                    used = (self.folder / leaf.name).stat().st_mtime_ns
+                    if used > leaf.used:  # by another process
+                        leaf.used = used
+                        self.tree.use(self.tree.path(leaf))
+                        continue
+            prefix = tuple(i for node in self.tree.path(leaf.parent) for i in node.ids)
+            kv = self.load(leaf.name, prefix, leaf.ids) if keep else ""
             kept = kv[..., :keep, :].clone() if isinstance(kv, Tensor) else None
-            self.delete(leaf.name)  # first, since the disk may be full
-            self.forget(leaf)
-            if kept is not None:
-                self.write(self.tree.add(leaf.parent, leaf.ids[:keep]), ids, kept)
+            self.delete(leaf.name)  # before writing, since the disk may be full
+            del self.nodes[leaf.name]
+            self.nbytes -= leaf.nbytes
+            if beginning := self.tree.cut(leaf, keep if kept is not None else 0):
+                beginning.used = leaf.used
+                self.write(beginning, prefix, kept)
 
-    def load(self, node: Node, ids: Sequence[int]) -> Tensor | str:
-        """Return the page (L, 2, H, n, D) of a node of the text ids, or what is wrong with it: "" if it is gone."""
-        shape = (self.config.n_layer, 2, self.config.n_head, len(node.ids), self.config.head_dim)
+    def load(self, name: str, prefix: Sequence[int], ids: tuple[int, ...]) -> Tensor | str:
+        """Return the page (L, 2, H, n, D) of ids after prefix, or what is wrong with it: "" if it is gone."""
+        c = self.model.config
+        shape = (c.n_layer, 2, c.n_head, len(ids), c.head_dim)
         try:
-            metadata, tensors = self.memory[node.name] if self.folder is None else read_page(self.folder / node.name)
+            metadata, tensors = self.memory[name] if self.folder is None else read_page(self.folder / name)
         except FileNotFoundError:
             return ""
         except UNREADABLE as error:
             return f"it can't be read ({error})"
-        kv, own, prefix = tensors["kv"], tensors["ids"], digest(ids[: node.start])
+        kv, own, before = tensors["kv"], tensors["ids"], digest(prefix)
         if metadata.get("fingerprint") != self.fingerprint:
             return "it belongs to another model"
-        if metadata.get("prefix") != prefix or own.tolist() != list(node.ids):
+        if metadata.get("prefix") != before or own.tolist() != list(ids):
             return "it holds other tokens"
         if kv.dtype != self.dtype or kv.shape != shape:
             return f"it holds {kv.dtype} {tuple(kv.shape)} instead of {self.dtype} {shape}"
-        if metadata.get("checksum") != checksum(self.fingerprint, prefix, own, kv):
+        if metadata.get("checksum") != checksum(self.fingerprint, before, own, kv):
             return "its checksum is wrong"
         return kv
 
-    def write(self, node: Node, ids: Sequence[int], kv: Tensor) -> int:
-        """Keep kv (L, 2, H, n, D) as the page of a node of the text ids; return its bytes."""
-        prefix, own = digest(ids[: node.start]), torch.tensor(node.ids)
-        name = page_name(ids[: node.start], node.ids)
-        tensors = {"kv": kv.contiguous(), "ids": own}
-        metadata = {"fingerprint": self.fingerprint, "prefix": prefix}
-        metadata["checksum"] = checksum(self.fingerprint, prefix, own, tensors["kv"])
+    def write(self, node: Node, prefix: tuple[int, ...], kv: Tensor) -> int:
+        """Keep kv (L, 2, H, n, D) as the page of a node that follows prefix, for what it had; return its bytes."""
+        tensors = {"kv": kv.contiguous(), "ids": torch.tensor(node.ids)}
+        metadata = {"fingerprint": self.fingerprint, "prefix": digest(prefix)}
+        metadata["checksum"] = checksum(self.fingerprint, metadata["prefix"], tensors["ids"], tensors["kv"])
+        name, nbytes = page_name(prefix, node.ids), sum(tensor.nbytes for tensor in tensors.values())
         if self.folder is None:
-            self.memory[name], nbytes = (metadata, tensors), kv.nbytes
+            self.memory[name] = metadata, tensors
         else:
             unfinished = self.folder / f"{name}.{uuid4().hex}.tmp"
             try:
                 save_file(tensors, unfinished, metadata)
                 nbytes = unfinished.stat().st_size
+                node.used = node.used or time.time_ns()
+                os.utime(unfinished, ns=(node.used, node.used))
                 os.replace(unfinished, self.folder / name)
             finally:
                 unfinished.unlink(missing_ok=True)
@@ -293,12 +337,32 @@ class Store:
         node.name, node.nbytes, self.nodes[name] = name, nbytes, node
         self.nbytes += nbytes
 
+    def use(self, nodes: Iterable[Node]) -> None:
+        """Count a path as used now, for other processes and later ones too: the time of a file is that of its use."""
+        nodes, now = list(nodes), time.time_ns()
+        self.tree.use(nodes)
+        for node in nodes:
+            node.used = now
+            if self.folder:
+                with suppress(OSError):  # another process may have deleted it by now
+                    os.utime(self.folder / node.name, ns=(now, now))
+
     def delete(self, name: str) -> None:
-        """Delete a page."""
+        """Delete a page, or ignore it from now on if that isn't allowed."""
         self.memory.pop(name, None)
         if self.folder:
-            with suppress(FileNotFoundError):  # another process was faster
+            try:
                 (self.folder / name).unlink()
+            except FileNotFoundError:  # another process was faster
+                pass
+            except OSError:
+                self.ignored.add(name)
+
+    def reject(self, name: str, reason: str) -> None:
+        """Delete a page that can't be used, with a warning unless there is no reason: then it was gone."""
+        if reason:
+            warnings.warn(f"the stored KV cache {name} is not used, and deleted: {reason}", stacklevel=2)
+        self.delete(name)
 
     def forget(self, node: Node) -> None:
         """Take a node and all that follows it out of the tree. What follows may be found again, when a file with the
@@ -308,56 +372,80 @@ class Store:
             self.nbytes -= one.nbytes
             self.memory.pop(one.name, None)
 
-    def refuse(self, node: Node, reason: str) -> None:
-        """Give up a node whose page can't be used, with a warning unless it is gone."""
-        self.reject(node.name, reason)
-        self.forget(node)
-
-    def reject(self, name: str, reason: str) -> None:
-        """Delete a page, and warn if there is a reason."""
-        if reason:
-            warnings.warn(f"the stored KV cache {name} is not used, and deleted: {reason}", stacklevel=2)
-        self.delete(name)
+    def clear(self) -> None:
+        """Delete all that is stored for this model."""
+        self.refresh()
+        for name in list(self.nodes):
+            self.delete(name)
+        for node in list(self.tree.root.children.values()):
+            self.forget(node)
 
     def refresh(self) -> None:
         """Take note of what other processes, or earlier ones, have written and deleted."""
         if self.folder is None:
             return
-        names = {entry.name for entry in os.scandir(self.folder)}
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted all of it
+        changed = self.folder.stat().st_mtime_ns
+        if changed == self.scanned and time.time_ns() - changed > 10**9:
+            return  # nothing new; a second, since file times are coarse
+        self.scanned = changed
+        names = {entry.name for entry in os.scandir(self.folder) if OURS.fullmatch(entry.name)} - self.ignored
         for name in self.nodes.keys() - names:
             if name in self.nodes:  # still
                 self.forget(self.nodes[name])
         waiting: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # by the digest of what comes before their tokens
         files: dict[str, os.stat_result] = {}
-        for name in names - self.nodes.keys():
-            if not (ours := OURS.fullmatch(name)):
-                continue
+        for name in sorted(names - self.nodes.keys()):
             try:
                 files[name] = (self.folder / name).stat()
-                if not ours["unfinished"]:
-                    ids = tuple(read_page(self.folder / name)[1]["ids"].tolist())
-                    waiting.setdefault(ours["prefix"], []).append((name, ids))
+                if name.endswith(".safetensors"):
+                    waiting.setdefault(name[:32], []).append((name, ids_of(read_page(self.folder / name)[1])))
             except FileNotFoundError:  # another process was faster
                 files.pop(name, None)
             except UNREADABLE as error:
                 self.reject(name, f"it can't be read ({error})")
         parents = [(digest(()), self.tree.root), *((name[33:65], node) for name, node in self.nodes.items())]
-        found = []
+        found, doubles = [], []
         for end, parent in parents:
-            text = [i for node in self.tree.path(parent) for i in node.ids] if end in waiting else []
+            text = tuple(i for node in self.tree.path(parent) for i in node.ids) if end in waiting else ()
             for name, ids in waiting.pop(end, []):
-                if not ids or name != page_name(text, ids):
+                if name != page_name(text, ids):
                     self.reject(name, "it holds other tokens")
-                elif ids[0] not in parent.children:  # else another process has written nearly the same at that moment
+                elif ids[0] in parent.children:
+                    doubles.append((name, text, ids))
+                else:
                     stat, node = files.pop(name), self.tree.add(parent, ids)
+                    node.used = stat.st_mtime_ns
                     self.keep(node, name, stat.st_size)
                     parents.append((name[33:65], node))
-                    found.append((stat.st_mtime_ns, node))
-        for _, node in sorted(found, key=lambda one: one[0]):
+                    found.append(node)
+        for node in sorted(found, key=lambda node: node.used):
             self.tree.use(self.tree.path(node))
+        for name, text, ids in doubles:
+            self.adopt(name, text, ids)
         for name, stat in files.items():
-            if time.time() - stat.st_mtime > ABANDONED:
+            if abs(time.time() - stat.st_mtime) > ABANDONED:
                 self.delete(name)
+
+    def adopt(self, name: str, prefix: tuple[int, ...], ids: tuple[int, ...]) -> None:
+        """Bring a page into the tree whose beginning is there already: two processes wrote at once, or one was killed
+        while it split a node."""
+        kv = self.load(name, prefix, ids)
+        if isinstance(kv, str):
+            self.reject(name, kv)
+            return
+        n = len(prefix)
+        if sum(shared for _, shared in self.tree.match(prefix)) < n:
+            return  # what precedes it has just gone
+        try:
+            self.insert(prefix + ids, lambda start, end: kv[..., start - n : end - n, :])
+            if name not in self.nodes:
+                self.delete(name)
+        except BaseException as error:
+            self.reset()
+            if not isinstance(error, OSError | SafetensorError):  # a full disk: another time
+                raise
+        self.scanned = -1  # what follows it can be found now
 
 
 # What safetensors raises on damaged files, found by damaging them at random.
@@ -373,6 +461,19 @@ def read_page(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         if path.exists():
             raise
         raise FileNotFoundError(path) from error  # get_tensor opens it a second time, and it was deleted in between
+
+
+def ids_of(tensors: dict[str, Tensor]) -> tuple[int, ...]:
+    """Return the tokens of a page. Raises ValueError if they can't be tokens."""
+    ids = tensors["ids"]
+    if ids.dtype != torch.long or ids.dim() != 1 or not len(ids):
+        raise ValueError(f"{ids.dtype} {tuple(ids.shape)} instead of tokens")
+    return tuple(ids.tolist())
+
+
+def versions(model: GPT) -> list[tuple[int, int]]:
+    """Return what changes when a weight is replaced or changed in place."""
+    return [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
 
 
 def fingerprint(model: GPT) -> str:
@@ -417,18 +518,19 @@ def read_all(model: GPT, ids: Sequence[int]) -> KVCache:
     return cache
 
 
-def recycle(model: GPT, store: Store, ids: Tensor, max_new_tokens: int, **options: object) -> Iterator[Tensor]:
-    """Yield what generate() yields after ids (1, T), but read only what the store doesn't hold, and leave what was read
-    there: the tokens are those of a cold run, up to what rounding does to a tie. Raises ValueError as generate() does.
+def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -> Iterator[Tensor]:
+    """Yield what generate() yields after ids (1, T) with the store's model, but read only what the store doesn't hold,
+    and leave what was read there: the tokens are those of a cold run, up to what rounding does to a tie. Raises
+    ValueError as generate() does.
     """
-    n_ctx = model.config.n_ctx
+    n_ctx = store.model.config.n_ctx
     if ids.size(0) != 1:
         raise ValueError(f"ids must be one row, got {ids.size(0)}")
     ids = ids[:, context_start(ids.size(1), n_ctx) :]  # the rest would be forgotten anyway
     text = ids[0].tolist()
     cache = store.get(text)
     try:
-        for token in generate(model, ids, max_new_tokens, cache=cache, **options):
+        for token in generate(store.model, ids, max_new_tokens, cache=cache, **options):
             text.append(int(token))
             yield token
     finally:  # also if nobody wants the rest; the last token has not been read
@@ -506,13 +608,14 @@ def ask(lines: Iterable[str]) -> Iterator[str]:
         print(prompt, end="", flush=True)
 
 
-def chat(model: GPT, tokenizer: tiktoken.Encoding, store: Store, lines: Iterable[str], max_new_tokens: int,
+def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_new_tokens: int,
          dialogue: bool) -> None:  # fmt: skip
-    """Answer line by line, every turn on the stored cache of all turns before it, and print what that saved.
+    """Answer line by line, every turn on the stored cache of all turns before it, and print what that saved: to know,
+    the whole text is read once more after every answer.
 
     dialogue: turns end with <|endoftext|>, as DialoGPT's do; else they are "Question: ...", "Answer: ...", a line each.
     """
-    n_ctx = model.config.n_ctx
+    model, n_ctx = store.model, store.model.config.n_ctx
     turns: list[list[int]] = []
     read_all(model, [tokenizer.eot_token])  # a process's first pass is slow
     for line in lines:
@@ -539,12 +642,13 @@ def chat(model: GPT, tokenizer: tiktoken.Encoding, store: Store, lines: Iterable
                 break
         print(tokenizer.decode(reply).replace(END_OF_TEXT, "").strip())
         store.put([*ids, *reply], cache)
-        turns.append(turn + reply)
+        ending = [] if dialogue or not reply or "\n" in tokenizer.decode(reply[-1:]) else tokenizer.encode("\n")
+        turns.append(turn + reply + ending)  # an answer that was cut off ends its line
         started = time.perf_counter()
         read_all(model, ids)
         cold = time.perf_counter() - started
-        print(f"[reused {reused} of {len(ids)} tokens: first token after {1000 * first:.1f} ms; without reuse "
-              f"{1000 * cold:.1f} ms]\n")  # fmt: skip
+        print(f"[reused {reused} of {len(ids)} tokens, which saved {1000 * (cold - first):.1f} ms: first token after "
+              f"{1000 * first:.1f}, without reuse {1000 * cold:.1f}]\n")  # fmt: skip
 
 
 def main() -> None:
@@ -591,7 +695,7 @@ def main() -> None:
         tokenizer = load_tokenizer(args.model)
         if args.what == "chat":
             store = Store(model, args.store, args.capacity)
-            chat(model, tokenizer, store, ask(sys.stdin), args.max_new_tokens, dialogue)
+            chat(store, tokenizer, ask(sys.stdin), args.max_new_tokens, dialogue)
             return
         prefix = "pocket_" if args.model == "pocket" else ""
         prompts = args.prompts or [DATA / f"{prefix}{kind}_prompts.csv" for kind in ("cache", "test")]

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("memory", "warm disk", "cold disk")
 sys.path.insert(0, str(ROOT))
 from load_gpt2_weights import CommandLine
 
@@ -131,7 +130,7 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
 
 
 def recycling() -> str:
-    """The tables of benchmarks/recycling: the paper's experiment and claims, when reuse pays, and which index finds."""
+    """The tables of benchmarks/recycling: the paper's experiment and claims, when reuse pays, what finds prefixes."""
     folder = ROOT / "benchmarks" / "recycling"
     record = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     law = json.loads((folder / "law.json").read_text(encoding="utf-8"))
@@ -141,8 +140,9 @@ def recycling() -> str:
         return sum(row[name][key] for row in rows) / n
 
     lines = [
-        f"`{record['model']}`, {n} prompts of {min(row['tokens'] for row in rows)} to "
-        f"{max(row['tokens'] for row in rows)} tokens, {record['new_tokens']} new ones, encoder {record['encoder']}:",
+        f"`recycle.py --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of "
+        f"{min(row['tokens'] for row in rows)} to {max(row['tokens'] for row in rows)} tokens, {record['new_tokens']} "
+        "new ones:",
         "",
         "| | first token | last token | the same answers | similarity to cold |",
         "|---|---|---|---|---|",
@@ -158,17 +158,23 @@ def recycling() -> str:
         f"When does reuse pay? {law['layers']} layers of width {law['width']} (GPT-2 124M), {law['threads']} CPU "
         f"thread{'s' * (law['threads'] > 1)}, medians of {law['repeats']}; in brackets the time to restore the cache:",
         "",
-        "| prompt, stored | first token: cold | memory | warm disk | cold disk | saved (warm) | with 100 new tokens |",
+        "| prompt, stored | first token: cold | from memory | warm disk | cold disk | saved | saved with 100 tokens |",
         "|---|---|---|---|---|---|---|",
     ]
     for c in law["cells"]:
         if c["m"] in (128, 512, 1000) and round(c["k"] / c["m"], 1) in (0.5, 0.9):
-            cells = (f"{1e3 * c[s]['ttft']:.0f} ms ({1e3 * c[s]['restore']:.0f})" for s in SOURCES)
+            sources = ("memory", "warm disk", "cold disk")
+            cells = (f"{1e3 * c[s]['ttft']:.0f} ms ({1e3 * c[s]['restore']:.0f})" for s in sources)
             saved = 1 - c["warm disk"]["ratio"]
-            whole = saved * c["cold"] / (c["cold"] + 99 * law["decode"][str(c["m"])])
+            whole = [f"{a['saved']:.0%}" for a in law["answers"] if (a["m"], a["k"]) == (c["m"], c["k"])]
             lines.append(f"| {c['m']:,}, {c['k']} | {1e3 * c['cold']:.0f} ms | {' | '.join(cells)} "
-                         f"| {saved:.0%} | {whole:.0%} |")  # fmt: skip
+                         f"| {saved:.0%} | {''.join(whole)} |")  # fmt: skip
+    small, large = ({s: n for s, n in record["crossover"].items() if n} for record in (record["law"], law))
     lines += [
+        "",
+        "The last two columns are from the warm disk. If only one token is left to read, reuse pays from "
+        f"{small['warm disk']} stored tokens on for `{record['model']}`, and from {large['warm disk']} on for GPT-2 "
+        "124M; if more is left to read, from more on.",
         "",
         f"Which index finds the stored prefix (means of {next(iter(record['indices'].values()))['queries']} queries)?",
         "",
