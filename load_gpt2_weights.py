@@ -9,6 +9,7 @@ import argparse
 import base64
 import codecs
 import csv
+import hashlib
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import tiktoken
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -52,7 +54,7 @@ class Checkpoint(NamedTuple):
     weights: str = "model.safetensors"
 
 
-POCKET = {"pocket": "teacher", "pocket-student": "student", "pocket-bct": "bct"}  # folders in pocket/
+POCKET = {"pocket": "teacher", "pocket-student": "student", "pocket-bct": "bct", "pocket-rotary": "rotary"}  # folders
 PUBLIC = {
     "gpt2": Checkpoint("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "gpt2-medium": Checkpoint("openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
@@ -73,7 +75,7 @@ TRAINED = [name for name, folder in POCKET.items() if (HERE / "pocket" / folder)
 NAMES = ", ".join([*TRAINED, *PUBLIC]) + ", or a folder"
 # What config.json may say about the things that our model has only one way of doing.
 SUPPORTED = {
-    "model_type": ("gpt2", "bct"),
+    "model_type": ("gpt2", "bct", "rotary"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -182,6 +184,8 @@ def read_config(path: Path, config_class: type) -> Any:
     names = [name for name in kinds if name != "dropout"]
     if config.get("slots") and "slots" not in names:
         raise ValueError(f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.py can read it")
+    if bool(config.get("rotary")) != ("rotary" in names):
+        raise ValueError(f"{path}: only pocket/rope.py can read a model with rotary positions, and no other")
     given = {name: config[name] for name in names if config.get(name) is not None}
     for name, value in given.items():
         if type(value) is not kinds[name]:
@@ -288,6 +292,61 @@ def read_tokenizer(path: Path) -> tiktoken.Encoding:
         raise ValueError(f"{path} must hold every single byte, and every rank from 0 on once")
     return tiktoken.Encoding(name=path.parent.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
                              special_tokens={END_OF_TEXT: len(ranks)})
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a SHA-256 of all that keys and values depend on: geometry, number format and every weight of a model."""
+    sha = hashlib.sha256(f"KV pages, version 1; {model.config}".encode())
+    for name, parameter in model.named_parameters():
+        sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        sha.update(raw(parameter.detach().cpu()))
+    return sha.hexdigest()
+
+
+def raw(tensor: Tensor) -> np.ndarray:
+    """Return the bytes of a tensor on the CPU."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+class TokenEncoder:
+    """Texts as unit vectors, without another model: the mean of their tokens' embeddings, less that of all tokens."""
+
+    def __init__(self, model: nn.Module, tokenizer: tiktoken.Encoding) -> None:
+        table = model.wte.weight.detach().float().cpu().numpy()
+        self.table, self.tokenizer = table - table.mean(axis=0), tokenizer
+
+    def __call__(self, texts: list[str]) -> np.ndarray:
+        """Return the embeddings (N, C) of N texts; an empty text is 0."""
+        tokens = [self.tokenizer.encode(text, allowed_special="all") for text in texts]
+        means = np.stack([self.table[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
+        return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+
+
+def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> Callable[[list[str]], np.ndarray]:
+    """Return what turns N texts into unit vectors (N, C): "tokens", or a model of sentence-transformers.
+
+    Raises ValueError if that package is missing, OSError if the model can't be had.
+    """
+    if name == "tokens":
+        return TokenEncoder(model, tokenizer)
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing") from error
+    encoder = SentenceTransformer(name, device=str(model.wte.weight.device))
+    return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
+
+
+def nearest(stored: np.ndarray, queries: np.ndarray) -> list[int]:
+    """Return for each of the queries (Q, C) the index of the stored vector (N, C) with the largest dot product; by
+    faiss where it is installed."""
+    try:
+        import faiss
+    except ImportError:
+        return (queries @ stored.T).argmax(axis=1).tolist()
+    index = faiss.IndexFlatIP(stored.shape[1])
+    index.add(np.ascontiguousarray(stored, dtype=np.float32))
+    return index.search(np.ascontiguousarray(queries, dtype=np.float32), 1)[1][:, 0].tolist()
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -30,7 +30,6 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-import numpy as np
 import tiktoken
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, context_start, generate
-from load_gpt2_weights import END_OF_TEXT
+from load_gpt2_weights import END_OF_TEXT, fingerprint, load_encoder, raw
 
 DATA = Path(__file__).resolve().parent / "data"
 OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors(\..*\.tmp)?")  # a Store's files: from where to where
@@ -476,15 +475,6 @@ def versions(model: GPT) -> list[tuple[int, int]]:
     return [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
 
 
-def fingerprint(model: GPT) -> str:
-    """Return a SHA-256 of all that keys and values depend on: geometry, number format and every weight of a model."""
-    sha = hashlib.sha256(f"KV pages, version 1; {model.config}".encode())
-    for name, parameter in model.named_parameters():
-        sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        sha.update(raw(parameter.detach().cpu()))
-    return sha.hexdigest()
-
-
 def digest(ids: Iterable[int]) -> str:
     """Return 128 bits, in hexadecimal, that identify a sequence of tokens."""
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
@@ -503,11 +493,6 @@ def checksum(fingerprint: str, prefix: str, ids: Tensor, kv: Tensor) -> str:
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib leaves Python, so that the layers run side by side
             layers = array("Q", pool.map(lambda layer: zlib.crc32(raw(layer)), kv))
     return f"{zlib.crc32(layers, zlib.crc32(raw(ids), zlib.crc32((fingerprint + prefix).encode()))):08x}"
-
-
-def raw(tensor: Tensor) -> np.ndarray:
-    """Return the bytes of a tensor on the CPU."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def read_all(model: GPT, ids: Sequence[int]) -> KVCache:
@@ -555,47 +540,6 @@ def generate_as_published(model: GPT, new: Tensor, cache: KVCache, max_new_token
         yield fed
         if int(fed) == stop_id:
             return
-
-
-class TokenEncoder:
-    """Texts as unit vectors, without another model: the mean of their tokens' embeddings, less that of all tokens."""
-
-    def __init__(self, model: GPT, tokenizer: tiktoken.Encoding) -> None:
-        table = model.wte.weight.detach().float().cpu().numpy()
-        self.table, self.tokenizer = table - table.mean(axis=0), tokenizer
-
-    def __call__(self, texts: list[str]) -> np.ndarray:
-        """Return the embeddings (N, C) of N texts; an empty text is 0."""
-        tokens = [self.tokenizer.encode(text, allowed_special="all") for text in texts]
-        means = np.stack([self.table[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
-        return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
-
-
-def load_encoder(name: str, model: GPT, tokenizer: tiktoken.Encoding) -> Callable[[list[str]], np.ndarray]:
-    """Return what turns N texts into unit vectors (N, C): "tokens", or a model of sentence-transformers.
-
-    Raises ValueError if that package is missing, OSError if the model can't be had.
-    """
-    if name == "tokens":
-        return TokenEncoder(model, tokenizer)
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing") from error
-    encoder = SentenceTransformer(name, device=str(model.wte.weight.device))
-    return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
-
-
-def nearest(stored: np.ndarray, queries: np.ndarray) -> list[int]:
-    """Return for each of the queries (Q, C) the index of the stored vector (N, C) with the largest dot product; by
-    faiss where it is installed."""
-    try:
-        import faiss
-    except ImportError:
-        return (queries @ stored.T).argmax(axis=1).tolist()
-    index = faiss.IndexFlatIP(stored.shape[1])
-    index.add(np.ascontiguousarray(stored, dtype=np.float32))
-    return index.search(np.ascontiguousarray(queries, dtype=np.float32), 1)[1][:, 0].tolist()
 
 
 def ask(lines: Iterable[str]) -> Iterator[str]:

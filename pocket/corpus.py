@@ -1480,8 +1480,8 @@ def named(kind: str, name: str) -> str:
 # --- One function for each kind of document -------------------------------------------------------------
 
 
-def tell(pen: Pen, mute: bool) -> tuple[str, dict, list[str]]:
-    """A story's prose, its template values and its threads; if mute, the first thread is stated but never paid back."""
+def scene(pen: Pen) -> tuple[dict, list[str]]:
+    """What happens in a story: its template values and its threads."""
     a, b, c, d = pen.cast(4)
     obj, obj2 = pen.things(2)
     n1, n2 = pen.rng.sample(NUMBERS, 2)
@@ -1495,7 +1495,11 @@ def tell(pen: Pen, mute: bool) -> tuple[str, dict, list[str]]:
     fact = pen.fact("creature", creature, pen.pick(CREATURE_FACTS), f"the {creature}")
     v["creature_a"], v["they_said"] = f"a {creature}", pen.part(CREATURE_ASIDE, fact=fact, **v)
 
-    threads = pen.rng.sample(list(THREADS), pen.pick([2, 3, 3, 4]))
+    return v, pen.rng.sample(list(THREADS), pen.pick([2, 3, 3, 4]))
+
+
+def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
+    """A story in words; if mute, its first thread is stated but never paid back."""
     early = [pen.say(STATES[t], **v) for t in pen.rng.sample(threads, len(threads))]
     middle: list[str] = []
     while len(middle) < pen.pick([1, 1, 2, 2, 3]):
@@ -1505,7 +1509,13 @@ def tell(pen: Pen, mute: bool) -> tuple[str, dict, list[str]]:
     late = [pen.say(PAYS[t], **v) for t in THREADS if t in threads and not (mute and t == threads[0])]
     closing = [pen.say(ENDINGS, **v)]
     paragraphs = [[pen.say(OPENINGS, **v), *early], middle, [*late, *closing]]
-    return "\n".join(" ".join(p) for p in paragraphs), v, threads
+    return "\n".join(" ".join(p) for p in paragraphs)
+
+
+def tell(pen: Pen, mute: bool) -> tuple[str, dict, list[str]]:
+    """A story's prose, its template values and its threads."""
+    v, threads = scene(pen)
+    return prose_of(pen, v, threads, mute), v, threads
 
 
 def story(pen: Pen) -> str:
@@ -1628,9 +1638,10 @@ def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tupl
     return " ".join([opening, *(english(start + s) + "." for start, s in zip(starts, steps, strict=True)), closing])
 
 
-def plan(pen: Pen) -> tuple[str, str, str]:
-    """Notes on a device, a dish or a journey, the question to explain it, and the long answer that the notes imply."""
-    needed, points, banks = PLANS[pen.pick(list(PLANS))]
+def project(pen: Pen) -> tuple[str, dict, list[int]]:
+    """What a device, a dish or a journey is made of: its kind, its template values and the numbers of its points."""
+    kind = pen.pick(list(PLANS))
+    needed, points, _ = PLANS[kind]
     (a, c, d), (obj,), (town, town2) = pen.cast(3), pen.things(1), pen.towns(2)
     v: dict = {f"n{i}": n for i, n in enumerate(pen.rng.sample(NUMBERS, 5), 1)}
     v |= {name: pen.pick(words) for name, words in PLAN_WORDS.items()}
@@ -1639,7 +1650,13 @@ def plan(pen: Pen) -> tuple[str, str, str]:
 
     others = [i for i in range(len(points)) if i not in needed]
     kept = needed | set(pen.rng.sample(others, pen.pick([5, 6, 7]) - len(needed)))
-    chosen = [points[i] for i in sorted(kept)]
+    return kind, v, sorted(kept)
+
+
+def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str, str]:
+    """Notes on a project, the question to explain it, and the long answer that the notes imply."""
+    _, points, banks = PLANS[kind]
+    a, chosen = v["a"], [points[i] for i in kept]
     heads = pen.part(banks["head"], **v).split("|")
     notes = [pen.part((p[:2], p[:2]), **v) for p in chosen]
     split_at = pen.rng.randint(1, len(heads))
@@ -1650,6 +1667,11 @@ def plan(pen: Pen) -> tuple[str, str, str]:
              for i, p in enumerate(chosen)]
     answer = in_steps(pen, pen.say(banks["open"], **v), steps, pen.say(banks["close"], **v), pen.pick(ORDER_WORDS))
     return "Notes:\n" + "\n".join("- " + english(note) for note in notes), pen.say(banks["ask"], **v), answer
+
+
+def plan(pen: Pen) -> tuple[str, str, str]:
+    """Notes on a device, a dish or a journey, the question to explain it, and the long answer that the notes imply."""
+    return notes_of(pen, *project(pen))
 
 
 def explain(pen: Pen) -> str:
@@ -1770,6 +1792,55 @@ def explain_questions(split: str, n: int, seed: int = 0) -> list[Question]:
         notes, question, answer = plan(Pen(split, f"{seed}/{split}/explain/{i}"))
         questions.append(Question(f"explain:{split}:{seed}:{i}", 0, f"{notes}\n\nQuestion: {question}\nAnswer:", answer))
     return questions
+
+
+def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
+    """All wordings of each closed-book question that belongs to a split, after the same few questions with answers.
+
+    Facts are shared out among the splits: what is asked in one isn't asked in another.
+    """
+    asked = closed_book_questions(split)
+    names = sorted({q.family for q in closed_book_questions("train")})
+    Random("families").shuffle(names)
+    first = {q.family: q for q in reversed(closed_book_questions("train"))}
+    head = "\n".join(f"{first[name].prompt} {first[name].answer}" for name in names[:header])
+    rest = names[header:]
+    parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}[split]
+    return [[Question(f"quiz:{name}", q.paraphrase, f"{head}\n{q.prompt}", q.answer) for q in asked if q.family == name]
+            for name in parts]
+
+
+def story_families(split: str, n: int, tellings: int, seed: int = 0) -> list[list[Question]]:
+    """n stories, each told in several ways and each time with a question on the same early fact, in other words."""
+    families: list[list[Question]] = []
+    index = 0
+    while len(families) < n:
+        name = f"{seed}/{split}/retold/{index}"
+        v, threads = scene(Pen(split, name))
+        key, family = threads[0], []
+        for i in range(tellings):
+            pen = Pen(split, f"{name}/{i}")
+            text, asks = prose_of(pen, v, threads, mute=True), RECALLS[key][pen.side]
+            prompt = f"{text}\n\nQuestion: {english(asks[i % len(asks)].format(**v))}\nAnswer:"
+            family.append(Question(f"story:{split}:{seed}:{index}:{key}", i, prompt, THREADS[key].format(**v)))
+        if all(350 <= len(q.prompt) <= 1300 for q in family):
+            families.append(family)
+        index += 1
+    return families
+
+
+def notes_families(split: str, n: int, tellings: int, seed: int = 0) -> list[list[Question]]:
+    """n projects, each with several sets of notes, in other words and another order, and the question to explain it."""
+    families = []
+    for index in range(n):
+        name, family = f"{seed}/{split}/noted/{index}", []
+        made = project(Pen(split, name))
+        for i in range(tellings):
+            notes, question, answer = notes_of(Pen(split, f"{name}/{i}"), *made)
+            prompt = f"{notes}\n\nQuestion: {question}\nAnswer:"
+            family.append(Question(f"notes:{split}:{seed}:{index}", i, prompt, answer))
+        families.append(family)
+    return families
 
 
 def repeated_lists(split: str, n: int, seed: int = 0) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@
   torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
+  python pocket/train.py rotary                              the teacher with rotary positions, fine-tuned
   python pocket/train.py ablation                            which parts of BCT do what, by short runs of each
 
 The finding behind the recipe: a GPT-2 this small, with random learned positions, forms no induction head within
@@ -51,7 +52,7 @@ from load_gpt2_weights import (
     whole_number,
     write_atomically,
 )
-from pocket import corpus
+from pocket import corpus, rope
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
 VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
@@ -88,10 +89,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Distillation(Recipe):
-    """Fine-tuning of a trained model with a bounded memory, on what it predicted itself when it saw everything.
+    """Fine-tuning of a trained model with a bounded memory, or with rotary positions, on what it predicted itself
+    before it was changed.
 
-    config is that of the new model. Every second step reads on after another text, so that the memory isn't empty and
-    the positions are those of a long text.
+    config is that of the new model. With a memory every second step reads on after another text, so that the memory
+    isn't empty and the positions are those of a long text.
     """
 
     init: str = "pocket"  # the model that it begins as and learns from
@@ -99,6 +101,10 @@ class Distillation(Recipe):
     clusters: bool = True  # W_wq begins as W_k, and the write addresses as k-means of keys; else both are small noise
     window: int = 0  # instead of slots: a sliding window of so many tokens
     new_rate: float = 5.0  # what the learning rate of the memory's own parameters is multiplied by
+
+    @property
+    def slots(self) -> int:
+        return self.config.slots if isinstance(self.config, bounded.GPTConfig) else 0
 
 
 TEACHER = Recipe(
@@ -114,7 +120,7 @@ TEACHER = Recipe(
     documents=60_000,
 )
 MEMORY = {"slots": 24, "recent": 8}
-STEPS = {"bct": 4_000, "ablation": 110}
+STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500}
 
 
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
@@ -125,6 +131,12 @@ def distillation(init: str, config: GPTConfig, steps: int, **options: object) ->
         phase = replace(phase, documents=8, shuffled=0, answers=1.0)
     new = bounded.GPTConfig(**vars(config) | memory)
     return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
+
+
+def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
+    """The recipe that gives a trained model of this geometry rotary instead of learned positions."""
+    phase = Phase(steps=steps, documents=3, lists=1, context=config.n_ctx, lr=1e-3, shuffled=1, answers=8.0)
+    return Distillation(rope.GPTConfig(**vars(config)), (phase,), documents=60_000, weight_decay=0.0, init=init)
 
 
 # --- Tokenizer ------------------------------------------------------------------------------------------------------
@@ -232,6 +244,21 @@ def start_as_copier(model: GPT) -> None:
 
 
 @torch.no_grad()
+def start_looking_back(model: rope.GPT) -> None:
+    """Let heads 0 and 1 of layer 0 look one and two positions back, which they did by learned positions before: their
+    keys are all the same, and their queries are the same vector, turned back by as much."""
+    D, HD = model.config.head_dim, model.config.n_head * model.config.head_dim
+    attention = model.h[0].attn
+    towards = torch.where(torch.arange(D, device=attention.c_attn.bias.device) % (D // 2) < D // 4, 6.0, 0.0)
+    for head in (0, 1):  # the fast planes alone: they tell neighbours apart
+        for part in (0, HD):
+            attention.c_attn.weight[:, part + head * D :][:, :D] = 0
+        attention.c_attn.bias[HD + head * D :][:D] = towards
+        back = torch.tensor([-1 - head], device=towards.device)
+        attention.c_attn.bias[head * D :][:D] = rope.rotate(towards[None], back)[0]
+
+
+@torch.no_grad()
 def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
     """Return k centres (k, D) of points (N, D) by Lloyd's algorithm; a centre that loses its points becomes another."""
     centres = points[torch.randperm(len(points), generator=generator)[:k]]
@@ -279,8 +306,13 @@ def start(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module | 
         start_as_copier(model)
         return model.to(device).train(), None
     teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
-    model = bounded.GPT(recipe.config).to(device)
-    model.load_state_dict(teacher.state_dict(), strict=False)
+    if isinstance(recipe.config, rope.GPTConfig):
+        model = rope.GPT(recipe.config).to(device)
+        model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})
+        start_looking_back(model)
+    else:
+        model = bounded.GPT(recipe.config).to(device)
+        model.load_state_dict(teacher.state_dict(), strict=False)
     return model.train(), teacher
 
 
@@ -424,10 +456,12 @@ def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: t
 def divergence(recipe: Distillation, model: nn.Module, teacher: nn.Module, rows: Tensor, before: Tensor) -> Tensor:
     """Return KL(teacher || model) in nats at every token of rows (B, T). A model with slots has first read other texts,
     before (B, any), without a gradient; the teacher never has."""
-    cache = bounded.BoundedMemory() if recipe.config.slots else bounded.SlidingWindowCache(recipe.window)
+    cache = None
+    if recipe.slots or recipe.window:
+        cache = bounded.BoundedMemory() if recipe.slots else bounded.SlidingWindowCache(recipe.window)
     with torch.autocast(rows.device.type, torch.bfloat16):
         expected = teacher(rows)
-        if recipe.config.slots and before.size(1):
+        if recipe.slots and before.size(1):
             with torch.no_grad():
                 model(before, cache)
         got = model(rows, cache)
@@ -455,7 +489,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     model, teacher = start(recipe, device)
     text = text_of(recipe)
-    if isinstance(recipe, Distillation) and recipe.config.slots and recipe.clusters:
+    if isinstance(recipe, Distillation) and recipe.slots and recipe.clusters:
         generator = torch.Generator().manual_seed(recipe.seed)
         sample = replace(recipe.phases[0], documents=16, shuffled=0)
         start_memory(model, text.batch(sample, generator)[0][:, :-1].to(device), generator)
@@ -619,6 +653,8 @@ def export(model: GPT, folder: Path) -> None:
     if isinstance(c, bounded.GPTConfig) and c.slots:
         config |= {name: getattr(c, name) for name in ("slots", "recent", "rule", "step", "forget", "learned_start")}
         config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
+    if isinstance(c, rope.GPTConfig):
+        config |= {"model_type": "rotary", "rotary": True}
     tensors = {f"transformer.{name}": p.detach().half().contiguous().cpu() for name, p in model.named_parameters()}
     write_atomically(
         folder / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -713,22 +749,22 @@ From phase 4 on the loss is higher because shuffled documents are read too, and 
 
 def main() -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    what = ("tokenizer", "teacher", "bct", "ablation")
+    what = ("tokenizer", "teacher", "bct", "ablation", "rotary")
     cli.add_argument("what", choices=what, help="what to train")
     cli.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes; default: its folder in pocket")
     cli.add_argument("--state", type=Path, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
-    cli.add_argument("--init", default="pocket", metavar="NAME", help="bct: the model that gets a bounded memory")
+    cli.add_argument("--init", default="pocket", metavar="NAME", help="bct, rotary: the model to change")
     cli.add_argument("--text", metavar="FILE", help="bct: UTF-8 text to train on, with <|endoftext|> between texts; "
                      "default: the pocket corpus")  # fmt: skip
-    cli.add_argument("--steps", type=whole_number(1), metavar="N", help="bct and ablation: steps of training; default: "
-                     f"{STEPS['bct']:,} and {STEPS['ablation']}")  # fmt: skip
+    cli.add_argument("--steps", type=whole_number(1), metavar="N", help="bct, ablation, rotary: steps of training; "
+                     f"default: {STEPS['bct']:,}, {STEPS['ablation']}, {STEPS['rotary']:,}")  # fmt: skip
     cli.add_argument("--slots", default=MEMORY["slots"], type=whole_number(1), metavar="M", help="bct: slots of a head")
     cli.add_argument("--recent", default=MEMORY["recent"], type=whole_number(0), metavar="R",
                      help="bct: tokens kept exactly beside the slots")  # fmt: skip
     with cli.parse() as args:
-        out = args.out or HERE / ("teacher" if args.what in ("tokenizer", "teacher") else "bct")
+        out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(args.what, args.what)
         run = args.state or HERE.parent / "runs" / args.what
         steps, memory = args.steps or STEPS.get(args.what), {"slots": args.slots, "recent": args.recent}
         if args.out is None and (args.init != "pocket" or args.text or args.steps or memory != MEMORY):
@@ -743,6 +779,11 @@ def main() -> None:
             model, losses = train(recipe, run, args.stop_at)
             if rank() == 0 and len(losses) == steps:
                 finish_memory(recipe, model.cpu(), losses, out)
+        elif args.what == "rotary":
+            recipe = rotary_recipe(args.init, load_model(args.init, model_class=GPT).config, steps)
+            model, losses = train(recipe, run, args.stop_at)
+            if rank() == 0 and len(losses) == steps:
+                finish_rotary(recipe, model.cpu(), losses, out)
         else:
             model, losses = train(TEACHER, run, args.stop_at)
             if rank() == 0 and len(losses) == sum(p.steps for p in TEACHER.phases):
@@ -850,6 +891,52 @@ it is. What each part of BCT brings in a short fine-tuning, and what that does f
 ![Training loss](loss.png)
 
 The loss is the divergence from the prediction with full attention; tokens of answers weigh {phase.answers:g} times.
+"""
+
+
+def finish_rotary(recipe: Distillation, model: rope.GPT, losses: list[float], folder: Path) -> None:
+    """Measure a rotary model as it will be shipped, in fp16, beside the one that it comes from; write it and its card.
+
+    Raises ValueError, and writes nothing, if it knows the world or remembers its prompt much worse than that.
+    """
+    model, plain = model.half().float(), load_model(recipe.init, model_class=GPT)
+    tokenizer = load_tokenizer(recipe.init)
+    figures = {"learned": evaluate(plain, tokenizer), "rotary": evaluate(model, tokenizer)}
+    print(json.dumps(figures, indent=2))
+    learned, turned = figures.values()
+    if any(turned[name] < learned[name] - 0.15 for name in ("closed_book_share", "recall_share")):
+        raise ValueError("the model is not kept, since its answers are worse by more than 15 points")
+    write_atomically(folder / "figures.json", lambda file: file.write_text(json.dumps(figures, indent=2) + "\n"))
+    text = rotary_card(recipe, model, figures)
+    write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+    plot_losses(recipe, losses, folder / "loss.png")
+    export(model, folder)
+
+
+def rotary_card(recipe: Distillation, model: rope.GPT, figures: dict[str, dict[str, float]]) -> str:
+    """Return the model card of a rotary model."""
+    phase = recipe.phases[0]
+    rows = "\n".join(f"| {name} | {figures['learned'][name]:.4f} | {value:.4f} |"
+                     for name, value in figures["rotary"].items())  # fmt: skip
+    return f"""# pocket/rotary
+
+`{recipe.init}` with rotary instead of learned positions, for what depends on the kind of positions
+({sum(p.numel() for p in model.parameters() if p.requires_grad):,} parameters). `python pocket/train.py rotary`
+fine-tuned it on what `{recipe.init}` predicts: {phase.steps:,} steps,
+{phase.steps * phase.rows * phase.context / 1e6:.1f} million tokens. The weights are fp16. `pocket/rope.py` has its
+class; a plain GPT-2 can't load it.
+
+## Held out (split "test")
+
+| figure | `{recipe.init}` | rotary |
+|---|---|---|
+{rows}
+
+The figures are explained on the card of [pocket/teacher](../teacher/README.md).
+
+![Training loss](loss.png)
+
+The loss is the divergence from `{recipe.init}`; tokens of answers weigh {phase.answers:g} times.
 """
 
 
