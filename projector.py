@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +69,7 @@ class Layout:
 
 @dataclass
 class Reading:
-    """What one exact pass over a prompt leaves behind."""
+    """What one exact pass over a prompt leaves behind: float32, on the CPU, where all fits are made."""
 
     ids: list[int]
     kv: Tensor  # (L, 2, H, T, D)
@@ -91,8 +90,8 @@ def read(model: GPT, ids: Sequence[int], tail: int = 64) -> Reading:
     finally:
         for hook in hooks:
             hook.remove()
-    kv = torch.stack([layer[:, 0] for layer in cache.layers])
-    return Reading(list(ids), kv, torch.stack(queries), hidden[0], logits[0, -1])
+    parts = torch.stack([layer[:, 0] for layer in cache.layers]), torch.stack(queries), hidden[0], logits[0, -1]
+    return Reading(list(ids), *(part.float().cpu() for part in parts))
 
 
 # --- Ridge regression -----------------------------------------------------------------------------------------------
@@ -151,30 +150,33 @@ def turn(model: GPT, x: Tensor, by: Tensor) -> Tensor:
 
 
 def own_queries(model: GPT, reading: Reading, layout: Layout) -> Tensor:
-    """Return the queries (L, H, tail, D) of a prompt's tail, as seen from its first token. Raises ValueError if there
-    are fewer tokens than the tail has, or fewer queries than that were recorded."""
+    """Return the queries (L, H, tail, D) of a prompt's tail, as seen from its first token. Raises ValueError if fewer
+    were recorded."""
     if layout.tail > reading.q.size(-2):
         raise ValueError(f"a tail of {layout.tail} tokens needs as many queries, but {reading.q.size(-2)} are recorded")
-    by = torch.full((layout.tail,), layout.tail - len(reading.ids), device=reading.q.device)
-    return turn(model, reading.q[:, :, -layout.tail :], by)
+    q = reading.q[:, :, -layout.tail :]
+    return turn(model, q, torch.full((q.size(-2),), layout.tail - len(reading.ids)))
 
 
 def summarize(model: GPT, reading: Reading, layout: Layout, bank: Tensor | None = None) -> Summary:
     """Return the summary of a prompt under a layout, for its own queries and a bank (L, H, any, D) of others', such as
     own_queries() returns. Raises ValueError if the prompt is too short."""
-    T, bounds, device = len(reading.ids), layout.segments(len(reading.ids)), reading.kv.device
-    sizes = [end - start for start, end in pairwise(bounds)]
-    at = torch.arange(layout.prefix, T - layout.tail, device=device)  # (n,)
-    k, v = reading.kv[:, :, :, at[0] : at[-1] + 1].unbind(1)  # (L, H, n, D)
+    T = len(reading.ids)
+    bounds = torch.tensor(layout.segments(T))  # (m + 1,)
+    at = torch.arange(layout.prefix, T - layout.tail)  # (n,)
+    segment = torch.bucketize(at, bounds[1:], right=True)  # (n,), which slot a token goes to
+    k, v = reading.kv[:, :, :, layout.prefix : T - layout.tail].unbind(1)  # (L, H, n, D)
     q = own_queries(model, reading, layout)
     q = q if bank is None else torch.cat([q, bank], 2)  # (L, H, R, D)
     scores = q @ turn(model, k, at * 0 - (T - layout.tail)).mT / math.sqrt(k.size(-1))  # (L, H, R, n)
-    mass = torch.stack([part.logsumexp(-1) for part in scores.split(sizes, -1)], -1)
-    seen_at = at - (T - layout.tail)
-    if not layout.true_positions:  # the segments follow one another, and the tail follows them
-        seen_at = torch.arange(layout.m, device=device).repeat_interleave(torch.tensor(sizes, device=device)) - layout.m
+    member = torch.arange(layout.m)[:, None] == segment  # (m, n)
+    tokens = (bounds[:-1, None] + torch.arange(int(member.sum(1).max()))).clamp(max=int(at[-1]))  # (m, longest)
+    outside = tokens >= bounds[1:, None]  # the last column, for segments that are shorter than others
+    mass = scores[..., tokens - layout.prefix].masked_fill(outside, -math.inf).logsumexp(-1)
+    # By the proposal's rule the segments follow one another, and the tail follows them.
+    seen_at = at - (T - layout.tail) if layout.true_positions else segment - layout.m
     kv = torch.stack([turn(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
-    pooled = torch.stack([part.mean(-2) for part in kv.split(sizes, -2)], -2)
+    pooled = member.to(kv) / member.sum(1, keepdim=True) @ kv
     return Summary(pooled, q, mass, scores.softmax(-1) @ v, layout.tail)
 
 
@@ -187,7 +189,7 @@ def fit_slots(summary: Summary, penalty: float = 1e-3, bank: float = 0.1) -> Ten
     """
     (k, v), q = summary.pooled.double().unbind(1), summary.q.double() / math.sqrt(summary.q.size(-1))
     n = q.size(-2)
-    weigh = torch.ones(n, 1, dtype=q.dtype, device=q.device)
+    weigh = torch.ones(n, 1, dtype=q.dtype)
     weigh[summary.tail :] = math.sqrt(bank * summary.tail / max(1, n - summary.tail))
     k = k + ridge(weigh * q, weigh * (summary.mass - q @ k.mT), penalty).mT
     weights = (q @ k.mT).softmax(-1)  # (L, H, R, m)

@@ -201,12 +201,55 @@ def replay() -> str:
     return "\n".join(lines)
 
 
+def projection() -> str:
+    """The tables of benchmarks/projection: the falsification test, position rules, and what is worth its time."""
+    record = json.loads((ROOT / "benchmarks" / "projection" / "summary.json").read_text(encoding="utf-8"))
+    kinds = record["kinds"]
+    ways = list(next(iter(kinds.values()))["latency"])
+    shown = [way for way in ways if not way.startswith(("best", "cold"))]
+    lines = [
+        f"`projector.py --encoder {record['encoder']}` on `{record['model']}`, test prompts at least as similar to "
+        "a stored one as tau: how much sooner the first token comes, KL from the exact distribution in nats, and how "
+        "many prompts have at most 0.05 of it.",
+        "",
+        "| | " + " | ".join(f"{name}, {r['tokens']:.0f} tokens" for name, r in kinds.items()) + " |",
+        "|---|" + "---|" * len(kinds),
+    ]
+    for way in [*shown, None]:
+        cells = []
+        for r in kinds.values():
+            name = way or r["best"]
+            saved, row = r["latency"][name]["saved"], r["ways"].get(name, {}).get("retrieved")
+            cells.append(f"{saved:.0%}, {row['kl'][0]:.2f}, {row['good'][0]:.0%}" if row else f"{saved:.0%}, 0, 100%")
+        lines.append(f"| {way or 'the best of our own, chosen on validation'} | {' | '.join(cells)} |")
+    lines += ["", "| kind | as proposed | the best of our own | |", "|---|---|---|---|"]
+    for name, r in kinds.items():
+        ours = r["verdicts"]["best"]
+        failed = "; ".join(f"{p['what']}: {'yes' if p['holds'] else 'no'} ({p['figures']})" for p in ours["parts"])
+        lines.append(f"| {name} | {r['verdicts']['proposed']['verdict']} | {ours['verdict']}: "
+                     f"{r['best'].partition(': ')[2]} | {failed} |")  # fmt: skip
+    lines += [
+        "",
+        "KL, and how many have at most 0.05, on quiz questions whose relative is given, by where the tail is read:",
+        "",
+        "| positions of the model | slots | | right after the slots | where it is |",
+        "|---|---|---|---|---|",
+    ]
+    cells = {(r["model"], r["m"], r["way"], r["positions"]): f"{r['kl']:.2f}, {r['good']:.0%}"
+             for r in record["positions"]}  # fmt: skip
+    for model, m, way in dict.fromkeys(key[:3] for key in cells):
+        kind = "rotary" if "rotary" in model else "learned"
+        after, true = cells[model, m, way, "after the slots"], cells[model, m, way, "true"]
+        lines.append(f"| {kind} | {m} | {way} | {after} | {true} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
     with cli.parse():
         readme = ROOT / "README.md"
         blocks = {"speed": speed(), "pocket": pocket(), "memory": memory(), "ablation": ablation(),
-                  "recycling": recycling(), "replay": replay(), "demo": demo()}  # fmt: skip
+                  "recycling": recycling(), "replay": replay(), "projection": projection(), "demo": demo()}  # fmt: skip
         readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), blocks), encoding="utf-8")
 
 

@@ -918,13 +918,13 @@ def rotary_card(recipe: Distillation, model: rope.GPT, figures: dict[str, dict[s
     phase = recipe.phases[0]
     rows = "\n".join(f"| {name} | {figures['learned'][name]:.4f} | {value:.4f} |"
                      for name, value in figures["rotary"].items())  # fmt: skip
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    tokens = phase.steps * phase.rows * phase.context / 1e6
     return f"""# pocket/rotary
 
-`{recipe.init}` with rotary instead of learned positions, for what depends on the kind of positions
-({sum(p.numel() for p in model.parameters() if p.requires_grad):,} parameters). `python pocket/train.py rotary`
-fine-tuned it on what `{recipe.init}` predicts: {phase.steps:,} steps,
-{phase.steps * phase.rows * phase.context / 1e6:.1f} million tokens. The weights are fp16. `pocket/rope.py` has its
-class; a plain GPT-2 can't load it.
+`{recipe.init}` with rotary instead of learned positions, for what depends on the kind of positions: {parameters:,}
+parameters. `python pocket/train.py rotary` fine-tuned it on what `{recipe.init}` predicts: {phase.steps:,} steps,
+{tokens:.1f} million tokens. The weights are fp16. `pocket/rope.py` has its class; a plain GPT-2 can't load it.
 
 ## Held out (split "test")
 

@@ -629,8 +629,8 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
 
 def test_run_on_pairs_then_ask(tmp_path: Path) -> None:
     """The whole protocol, on a few pairs; then an answer from the library that it has kept."""
-    run = command("--model", "pocket", "--pairs", write_pairs(tmp_path / "pairs.csv", 40), "--repeats", 1, "--out",
-                  tmp_path / "out")  # fmt: skip
+    run = command("--model", ROOT / "pocket" / "teacher", "--pairs", write_pairs(tmp_path / "pairs.csv", 40),
+                  "--repeats", 1, "--out", tmp_path / "out")  # fmt: skip
     assert run.returncode == 0, run.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     record = summary["kinds"]["pairs"]

@@ -1,6 +1,7 @@
 """The recipe behind pocket/: resumable, the same under torchrun, and refusing to keep a model that can't copy."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gpt_baseline import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer, read_tokenizer
-from pocket import corpus, train
+from pocket import corpus, rope, train
 from pocket.train import Phase, Recipe
 from tests.test_equivalence import randomize
 
@@ -159,6 +160,32 @@ def test_the_command_fine_tunes_any_model_on_any_text_also_under_torchrun(teache
         assert load_tokenizer(str(tmp_path / name)).n_vocab == train.VOCABULARY
     losses = [torch.load(tmp_path / f"run-{name}" / "last.pt")["losses"] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # bf16
+
+
+def test_rotary_heads_begin_by_looking_one_and_two_positions_back(teacher: str, tmp_path: Path) -> None:
+    recipe = replace(train.rotary_recipe(teacher, PLAIN, 3), documents=20)
+    model, plain = train.start(recipe, torch.device("cpu"))
+    attention, pos = model.h[0].attn, torch.arange(20)
+    q, k, _ = attention.project(torch.randn(1, 20, model.config.n_embd))  # whatever the tokens are
+    for head in (0, 1):
+        scores = (rope.rotate(q[0, head], pos) @ rope.rotate(k[0, head], pos).T).tril()
+        assert scores[head + 1 :].argmax(dim=1).tolist() == list(range(20 - head - 1))
+    rows = torch.randint(train.VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(0))
+    assert train.divergence(recipe, model, plain, rows, rows[:, :0]).mean() > 1e-2
+    _, losses = train.train(recipe, tmp_path)
+    assert len(losses) == 3 and losses[2] < 2 * losses[0]
+    assert not model.wpe.weight.any() and not model.wpe.weight.requires_grad
+
+
+def test_the_shipped_rotary_model_is_that_of_its_card() -> None:
+    folder = ROOT / "pocket" / "rotary"
+    figures = json.loads((folder / "figures.json").read_text())
+    model, card = load_model("pocket-rotary", model_class=rope.GPT), (folder / "README.md").read_text()
+    recipe = train.rotary_recipe("pocket", load_model("pocket", model_class=GPT).config, train.STEPS["rotary"])
+    assert model.config == recipe.config and train.rotary_card(recipe, model, figures) == card
+    documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 300)]
+    nats, _ = train.continuation_loss(model, load_tokenizer("pocket-rotary"), documents)
+    assert math.exp(nats) == pytest.approx(figures["rotary"]["perplexity"], rel=1e-3)
 
 
 def test_a_text_that_is_too_short_is_refused_in_one_sentence(teacher: str, tmp_path: Path) -> None:
