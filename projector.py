@@ -40,8 +40,7 @@ from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import END_OF_TEXT, fingerprint, raw, write_atomically
 from pocket import rope
 
-PROJECTOR = ("mean", "scale", "offset", "weight")
-PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # for cross-validation; relative to a feature's mean square
+PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # for cross-validation
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,8 @@ class Compressor:
 
     It is fitted as fit_slots() is, but what is added to the means is linear in the prompt's pooled cache x (F,): to
     the keys of slot j, A_j x, and to its values, B_j x. Features of that ridge are products, of a query's or of a
-    weight's entries with those of x; hence the Gram matrix of N prompts is a product of two small ones.
+    weight's entries with those of x; hence the Gram matrix of N prompts is a product of two small ones. The penalty is
+    in units of its mean diagonal.
     """
 
     def __init__(self, summaries: Sequence[Summary], penalty: float) -> None:
@@ -265,7 +265,8 @@ def per_head(slots: Tensor) -> Tensor:
 
 
 class Projector:
-    """A linear map a head from the slots of a stored prompt to those of a similar one, fitted on pairs.
+    """A linear map a head from the slots of a stored prompt to those of a similar one, fitted on pairs. It knows
+    nothing of the new prompt, so that slots can be mapped when they are stored.
 
     As proposed, a large penalty pulls towards the mean of all targets; with `change`, what is fitted is the difference
     of the two, and a large penalty pulls towards the source.
@@ -345,21 +346,22 @@ class PairEncoder:
 
 
 class Library:
-    """Stored prompts: their slots, their embeddings, and what makes slots for a new prompt of them.
+    """Stored prompts, with their embeddings and the slots that a similar prompt starts from.
 
     start() gives a cache that stands for all of a new prompt but its tail, or None where the prompt has to be read:
     nothing similar enough is stored, its names aren't those of what is, or what is stored is damaged.
     """
 
     def __init__(self, model: GPT, layout: Layout, encoder: Callable[[list[str]], np.ndarray], texts: Sequence[str],
-                 slots: Tensor, *, prefix: Reading | None = None, projector: Projector | None = None,
-                 threshold: float = -1.0, guard: bool = False, skip: int = 0) -> None:  # fmt: skip
-        """slots (N, L, 2, H, m, D) of the N texts; prefix: the reading of the layout's shared prefix, if it has one;
-        skip: so many characters are the same in all texts, and don't count for similarity."""
+                 slots: Tensor, *, prefix: Reading | None = None, threshold: float = -1.0, guard: bool = False,
+                 skip: int = 0) -> None:  # fmt: skip
+        """slots (N, L, 2, H, m, D) of the N texts, projected or not; prefix: the reading of the layout's shared prefix,
+        if it has one; threshold: the least similarity; guard: names have to agree, too; skip: so many characters are
+        the same in all texts, and don't count for similarity."""
         if len(texts) != len(slots) or layout.prefix != (len(prefix.ids) if prefix else 0):
             raise ValueError(f"{len(texts)} texts, slots of {len(slots)}, a prefix of {layout.prefix}: don't match")
         self.model, self.layout, self.encoder, self.texts, self.slots = model, layout, encoder, list(texts), slots
-        self.prefix, self.projector, self.threshold, self.guard, self.skip = prefix, projector, threshold, guard, skip
+        self.prefix, self.threshold, self.guard, self.skip = prefix, threshold, guard, skip
         self.embeddings = encoder([text[skip:] for text in self.texts]) if self.texts else np.zeros((0, 1))
         self.checksums = [crc(entry) for entry in slots]
         self.names = {name for text in self.texts for name in inner_names(text)}
@@ -388,7 +390,7 @@ class Library:
         """Return a cache in place of all but the last `tail` tokens of ids, which are those of text, or None."""
         layout, P = self.layout, self.layout.prefix
         found, similarity = self.find(text)
-        if found < 0 or similarity < self.threshold or len(ids) - P - layout.tail < 1:
+        if found < 0 or similarity < self.threshold or len(ids) - P - layout.tail < layout.m:
             return None
         if self.prefix and list(ids[:P]) != self.prefix.ids:
             return None
@@ -396,8 +398,6 @@ class Library:
         if crc(slots) != self.checksums[found]:
             warnings.warn(f"the slots of stored prompt {found} are damaged: reading the new one instead", stacklevel=2)
             return None
-        if self.projector:
-            slots = self.projector(slots[None])[0]
         return cache_of(self.model, slots, layout.start(len(ids)), self.prefix)
 
     def save(self, folder: Path, encoder: str) -> None:
@@ -407,17 +407,15 @@ class Library:
             tensors |= {"encoder.mean": self.encoder.mean, "encoder.weight": self.encoder.weight}
         if self.prefix:
             tensors["prefix"] = self.prefix.kv
-        if self.projector:
-            tensors |= {f"projector.{name}": getattr(self.projector, name) for name in PROJECTOR}
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         about = {
             "fingerprint": fingerprint(self.model), "layout": asdict(self.layout), "threshold": self.threshold,
             "guard": self.guard, "skip": self.skip, "encoder": encoder,
             "tokens": list(self.encoder.column) if isinstance(self.encoder, PairEncoder) else [],
             "prefix": self.prefix.ids if self.prefix else [], "texts": self.texts, "checksums": self.checksums,
-            "change": bool(self.projector and self.projector.change),
             "others": {name: crc(tensor) for name, tensor in tensors.items() if name != "slots"},
         }  # fmt: skip
+        about["checksum"] = zlib.crc32(json.dumps(about).encode())
         write_atomically(folder / "library.safetensors", lambda file: save_file(tensors, file))
         write_atomically(folder / "library.json", lambda file: file.write_text(json.dumps(about), encoding="utf-8"))
 
@@ -426,39 +424,34 @@ class Library:
              load_encoder: Callable[[str], Callable[[list[str]], np.ndarray]]) -> Library:  # fmt: skip
         """Return the library in a folder; one that is damaged is a warning, and comes back empty: all starts are cold.
 
-        Raises FileNotFoundError if there is none, ValueError if it was made with another model.
+        Raises FileNotFoundError if there is none, ValueError if it was made with another model or needs an encoder that
+        can't be had.
         """
         try:
             about = json.loads((folder / "library.json").read_text(encoding="utf-8"))
-            if about["fingerprint"] != fingerprint(model):
-                raise OtherModel(f"the library in {folder} was made with another model: make it again")
+            if about.pop("checksum") != zlib.crc32(json.dumps(about).encode()):
+                raise ValueError("library.json has changed")
             with safe_open(folder / "library.safetensors", framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if damaged := [name for name, value in about["others"].items() if crc(tensors[name]) != value]:
-                raise ValueError(f"{', '.join(damaged)} changed")
-            encoder = (PairEncoder(tokenizer, about["tokens"], tensors["encoder.mean"], tensors["encoder.weight"])
-                       if about["encoder"] == "pairs" else load_encoder(about["encoder"]))  # fmt: skip
-            projector = prefix = None
-            if "projector.weight" in tensors:
-                projector = Projector.__new__(Projector)
-                vars(projector).update({name: tensors[f"projector.{name}"] for name in PROJECTOR})
-                projector.change = about["change"]
-            if about["prefix"]:
-                nothing = torch.empty(0)
-                prefix = Reading(about["prefix"], tensors["prefix"], nothing, nothing, nothing)
-            library = cls(model, Layout(**about["layout"]), encoder, about["texts"], tensors["slots"], prefix=prefix,
-                          projector=projector, **{k: about[k] for k in ("threshold", "guard", "skip")})  # fmt: skip
-            library.checksums = about["checksums"]
-            return library
-        except (FileNotFoundError, OtherModel):
+            if changed := [name for name, value in about["others"].items() if crc(tensors[name]) != value]:
+                raise ValueError(f"{', '.join(changed)} in library.safetensors has changed")
+            if len(tensors["slots"]) != len(about["checksums"]):
+                raise ValueError(f"{len(tensors['slots'])} slots instead of {len(about['checksums'])}")
+        except FileNotFoundError:
             raise
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(f"the library in {folder} is damaged ({error}): every start is cold", stacklevel=2)
             return cls(model, Layout(1), lambda texts: np.zeros((len(texts), 1)), [], torch.empty(0))
-
-
-class OtherModel(ValueError):
-    """A library of another model."""
+        if about["fingerprint"] != fingerprint(model):
+            raise ValueError(f"the library in {folder} was made with another model: make it again")
+        encoder = (PairEncoder(tokenizer, about["tokens"], tensors["encoder.mean"], tensors["encoder.weight"])
+                   if about["encoder"] == "pairs" else load_encoder(about["encoder"]))  # fmt: skip
+        nothing = torch.empty(0)
+        prefix = Reading(about["prefix"], tensors["prefix"], *[nothing] * 3) if about["prefix"] else None
+        library = cls(model, Layout(**about["layout"]), encoder, about["texts"], tensors["slots"], prefix=prefix,
+                      **{name: about[name] for name in ("threshold", "guard", "skip")})  # fmt: skip
+        library.checksums = about["checksums"]
+        return library
 
 
 def cache_of(model: GPT, slots: Tensor, start: int, prefix: Reading | None = None) -> KVCache:
@@ -504,9 +497,10 @@ def generate_warm(model: GPT, ids: Tensor, warm: KVCache, tail: int, max_new_tok
         stand_in = torch.cat([ids.new_zeros(1, slots), ids[:, T - tail :]], 1)  # the first are never read
         for token in generate(model, stand_in, emit, stop_id=stop_id, cache=warm, **options):
             emitted.append(token)
-            future = future or pool.submit(read_exactly, model, ids)
+            if emit < max_new_tokens:
+                future = future or pool.submit(read_exactly, model, ids)
             yield token
-            if future.done():
+            if future and future.done():
                 break
         if len(emitted) == max_new_tokens or int(emitted[-1]) == stop_id:
             return
@@ -554,12 +548,14 @@ def ask(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_token
     after the first token, and cold, and print both with their times."""
     head, end = template(library.texts) if library.texts else ("", "")
     text = f"{head}{line.strip()}{end}"
+    if not library.texts:
+        print("[no prompt is stored: the text is read as it is]")
     ids = tokenizer.encode(text, allowed_special="all")
     fed = torch.tensor([ids], device=library.model.wte.weight.device)
     answers = {}
     for name in ("warm-up", "warm", "cold"):  # a process's first pass is slow
         started, written, first = time.perf_counter(), [], 0.0
-        warm = library.start(text, ids) if name == "warm" else None
+        warm = library.start(text, ids) if name != "cold" else None
         if name == "warm" and warm is None:
             continue
         options = {"stop_id": tokenizer.eot_token}
@@ -571,25 +567,27 @@ def ask(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_token
             if "\n" in written[-1]:
                 break
         answers[name] = (written[:1], "".join(written).replace(END_OF_TEXT, "").strip(), 1000 * first)
-    if "warm" not in answers:
-        print("[nothing similar enough is stored: the prompt was read]")
+    if library.texts and "warm" not in answers:
+        print("[nothing similar enough is stored: the prompt is read]")
     for name in ("warm", "cold"):
         if name in answers:
             token, answer, ms = answers[name]
-            print(f"{name}: first token {token[0]!r} after {ms:.1f} ms, then the exact cache: {answer}")
+            print(f"{name}: first token {token[0]!r} after {ms:.1f} ms"
+                  f"{', then from the exact cache' * (name == 'warm')}: {answer}")  # fmt: skip
 
 
 def main() -> None:
     from benchmarks import projection
-    from load_gpt2_weights import CommandLine, load_encoder, load_model, load_tokenizer, whole_number
+    from load_gpt2_weights import CommandLine, load_encoder, load_model, load_tokenizer, nonempty, whole_number
 
     cli = CommandLine(__doc__, example='python %(prog)s ask "Which wood lies near Tolben?"')
     cli.add_argument("what", nargs="?", default="run", choices=("run", "ask"),
                      help="run: the falsification test; ask: answer QUESTION from the library that run has kept")
-    cli.add_argument("question", nargs="?", metavar="QUESTION", help="ask: put where stored prompts differ")
+    cli.add_argument("question", nargs="?", type=nonempty, metavar="QUESTION",
+                     help="ask: put where stored prompts differ")
     cli.add_model_arguments()
-    cli.add_argument("--kinds", nargs="+", default=list(projection.KINDS), choices=projection.KINDS, metavar="KIND",
-                     help=f"run: which prompts of the pocket world, of {', '.join(projection.KINDS)}")
+    cli.add_argument("--kinds", nargs="+", choices=projection.KINDS, metavar="KIND",
+                     help=f"run: which prompts of the pocket world; default: {', '.join(projection.KINDS)}")
     cli.add_argument("--pairs", metavar="FILE",
                      help="run: pairs of similar prompts instead, for any model: CSV with the columns source, target "
                      "and, if there is one, answer")
@@ -604,9 +602,12 @@ def main() -> None:
         warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
-        if args.pairs is None and args.model != "pocket" and args.what == "run":
+        if args.pairs and args.kinds:
+            raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
+        if args.what == "run" and not args.pairs and args.model not in ("pocket", "pocket-rotary"):
             raise ValueError(f"{args.model} doesn't know the pocket world: give it --pairs FILE")
-        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        model_class = rope.GPT if args.model == "pocket-rotary" else GPT
+        model = load_model(args.model, model_class=model_class, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "ask":
             folder = Path(args.library)
@@ -615,9 +616,9 @@ def main() -> None:
             library = Library.load(model, tokenizer, folder, lambda name: load_encoder(name, model, tokenizer))
             ask(library, tokenizer, args.question, args.max_new_tokens)
             return
-        kinds = ({Path(args.pairs).stem: projection.read_pairs(Path(args.pairs))} if args.pairs else
-                 {kind: projection.pocket_families(kind) for kind in args.kinds})  # fmt: skip
-        projection.report(model, tokenizer, kinds, args.encoder, args.repeats, args.model, Path(args.out))
+        kinds = ({Path(args.pairs).stem: projection.read_pairs(Path(args.pairs), args.seed)} if args.pairs else
+                 {kind: projection.pocket_families(kind, args.seed) for kind in args.kinds or projection.KINDS})
+        projection.report(model, tokenizer, kinds, args.encoder, args.repeats, args.model, args.seed, Path(args.out))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import csv
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -48,7 +49,7 @@ PROPOSED = Layout(m=8, true_positions=False)  # the least of its 8 to 32 slots
 SLOTS = (1, 2, 4, 8, 16, 32)
 HEADER = 20  # questions before the question, in long prompts
 CONTINUATION = 32  # tokens of text after the prompt, for the change of perplexity
-GOOD_KL, GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.05, 0.80, 0.01, 0.35  # the proposal's thresholds
+GOOD_KL, GOOD_PERPLEXITY, GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.05, 0.05, 0.80, 0.01, 0.35  # the thresholds
 STYLES = ("o-", "s--", "^-.", "D:")  # of lines, readable without colour
 SAMPLES = {"prompts": 300, "pairs": 500, "bank": 40, "queries": 160}  # of training: for stage 1, stage 2, and the bank
 
@@ -58,7 +59,8 @@ SAMPLES = {"prompts": 300, "pairs": 500, "bank": 40, "queries": 160}  # of train
 
 @dataclass
 class Prompt:
-    """A prompt of a family of paraphrases, its tokens, the true answer (or "") and the text that follows it."""
+    """A prompt of a family of paraphrases, its tokens, the true answer (or "") and the text that follows: the answer
+    or, if there is none, what the model writes."""
 
     family: str
     text: str
@@ -79,26 +81,27 @@ KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
 }
 
 
-def pocket_families(kind: str) -> dict[str, list[Family]]:
+def pocket_families(kind: str, seed: int = 0) -> dict[str, list[Family]]:
     """Return families of the pocket world by split: the same questions, stories or notes in other words."""
-    rng, families = Random(0), {}
+    rng, families = Random(seed), {}
     for split in corpus.SPLITS:
         chosen = [rng.sample(family, min(len(family), 4)) for family in KINDS[kind](split)]
         families[split] = [[(q.prompt, q.answer) for q in family] for family in chosen]
     return families
 
 
-def read_pairs(path: Path) -> dict[str, list[Family]]:
+def read_pairs(path: Path, seed: int = 0) -> dict[str, list[Family]]:
     """Return the pairs of a CSV file as families of two by split, three fifths of them for training and a fifth each
     for validation and test; columns: source, target, and optionally answer.
 
-    Pairs that share a text are of one family. Raises ValueError if columns are missing or there are too few families.
+    Pairs that share a text are of one family, and an answer is that of both. Raises ValueError if columns are missing
+    or there are too few families.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
     columns = list(rows[0]) if rows else []
     if missing := {"source", "target"} - set(columns):
         raise ValueError(f"{path} lacks columns {', '.join(sorted(missing))}, it has {', '.join(columns) or 'none'}")
@@ -107,58 +110,77 @@ def read_pairs(path: Path) -> dict[str, list[Family]]:
         if not row["source"] or not row["target"]:
             raise ValueError(f"{path} has a pair with an empty prompt")
         merged = family_of.get(row["source"], {}) | family_of.get(row["target"], {})
-        answer = row.get("answer") or ""
-        merged |= {row["source"]: answer, row["target"]: answer}
+        for text in (row["source"], row["target"]):
+            merged[text] = row.get("answer") or merged.get(text, "")
         family_of |= dict.fromkeys(merged, merged)
     families = [list(family.items()) for family in {id(f): f for f in family_of.values()}.values() if len(family) > 1]
     if len(families) < 15:
         raise ValueError(f"{path} has {len(families)} families of prompts: 15 are needed, to split and cross-validate")
-    Random(0).shuffle(families)
+    Random(seed).shuffle(families)
     n = len(families) // 5
     return {"test": families[:n], "valid": families[n : 2 * n], "train": families[2 * n :]}
 
 
 class Study:
-    """The prompts of one kind, read exactly, and everything that is fitted on them."""
+    """The prompts of one kind, read exactly, and everything that is fitted on them: on those of the split "train"."""
 
     def __init__(self, model: GPT, tokenizer: tiktoken.Encoding, name: str, families: dict[str, list[Family]],
-                 encoder: str) -> None:  # fmt: skip
+                 encoder: str, seed: int = 0) -> None:  # fmt: skip
+        """Raises ValueError if a prompt exceeds the context, or too few families have two that are long enough."""
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        follow = [q for _, q in zip(range(50), corpus.closed_book_questions("test"), strict=False)]
         self.prompts: dict[str, list[list[Prompt]]] = {}
+        self.dropped = 0  # prompts with fewer tokens than the proposal needs
         total = sum(len(family) for split in families.values() for family in split)
         with tqdm(total=total, desc=f"{name}: reading", leave=False) as bar:
             for split, chosen in families.items():
                 self.prompts[split] = []
-                for i, family in enumerate(chosen):
+                for family in chosen:
                     row = []
                     for text, answer in family:
-                        ids = tokenizer.encode(text, allowed_special="all")
-                        after = f" {answer}\n" + "".join(f"{q.prompt} {q.answer}\n" for q in (follow * 2)[i % 50 :][:3])
-                        follows = tokenizer.encode(after, allowed_special="all")[:CONTINUATION]
-                        if len(ids) + 2 * CONTINUATION > model.config.n_ctx:
-                            raise ValueError(f"a prompt of {len(ids)} tokens and {2 * CONTINUATION} more exceed the "
-                                             f"context, {model.config.n_ctx}")  # fmt: skip
-                        row.append(Prompt(f"{split}/{i}", text, ids, answer, follows, read(model, ids)))
                         bar.update()
-                    self.prompts[split].append(row)
+                        ids = tokenizer.encode(text, allowed_special="all")
+                        if len(ids) <= PROPOSED.m + PROPOSED.tail:
+                            self.dropped += 1
+                        else:
+                            row.append(self.prompt(f"{split}/{len(self.prompts[split])}", text, ids, answer))
+                    self.prompts[split] += [row] if len(row) > 1 else []
+        if (fewest := min(map(len, self.prompts.values()))) < 3:
+            raise ValueError(f"{name}: {fewest} families in a split have two prompts of more than "
+                             f"{PROPOSED.m + PROPOSED.tail} tokens: at least 3 are needed")  # fmt: skip
         every = [p.ids for split in self.prompts.values() for family in split for p in family]
-        shortest = min(map(len, every))
-        self.prefix = next((i for i in range(shortest) if len({ids[i] for ids in every}) > 1), shortest)
-        self.prefix = self.prefix if self.prefix >= 8 else 0  # a word or two are no prefix worth storing
+        self.shortest = min(map(len, every))
+        same = next((i for i in range(self.shortest) if len({ids[i] for ids in every}) > 1), self.shortest)
+        same = min(same, self.shortest - PROPOSED.m - PROPOSED.tail)
+        self.prefix = same if same >= 8 else 0  # a word or two are no prefix worth storing
         self.shared = read(model, every[0][: self.prefix]) if self.prefix else None
         self.train = [p for family in self.prompts["train"] for p in family]
+        lengths = [len(p.answer.split()) for p in self.train if p.answer]
+        long = bool(lengths) and statistics.median(lengths) > 8
+        self.task = ("rouge" if long else "exact") if lengths else None  # how answers are judged
         head = len(tokenizer.decode(every[0][: self.prefix])) if self.prefix else 0
         texts = [p.text[head:] for p in self.train]
         embed = (PairEncoder.fit(tokenizer, texts, [p.family for p in self.train]) if encoder == "pairs" else
                  load_encoder(encoder, model, tokenizer))  # fmt: skip
         self.encoder, self.skip = embed, head  # only what isn't the same in all prompts says something
-        rng = Random(1)
+        rng = Random(seed + 1)
         pairs = [(a, b) for family in self.prompts["train"] for a in family for b in family if a is not b]
         self.pairs = rng.sample(pairs, min(SAMPLES["pairs"], len(pairs)))
         self.sample = rng.sample(self.train, min(SAMPLES["prompts"], len(self.train)))
         self.bankers = rng.sample(self.train, min(SAMPLES["bank"], len(self.train)))
         self.cache: dict[Any, Any] = {}
+
+    def prompt(self, family: str, text: str, ids: list[int], answer: str) -> Prompt:
+        """Read a prompt, and find the text that follows it."""
+        if len(ids) + 2 * CONTINUATION > self.model.config.n_ctx:
+            raise ValueError(f"a prompt of {len(ids)} tokens and {2 * CONTINUATION} more exceed the context, "
+                             f"{self.model.config.n_ctx}")  # fmt: skip
+        if answer:
+            follows = self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:CONTINUATION]
+        else:
+            fed = torch.tensor([ids], device=self.model.wte.weight.device)
+            tokens = generate(self.model, fed, CONTINUATION, stop_id=self.tokenizer.eot_token)
+            follows = [int(token) for token in tokens]
+        return Prompt(family, text, ids, answer, follows, read(self.model, ids))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what make() returned the first time for this key."""
@@ -181,7 +203,7 @@ class Study:
 
     def bank(self, layout: Layout) -> Tensor:
         """Return queries of training prompts (L, H, N, D) for fit_slots()."""
-        few = self.bankers[: max(4, SAMPLES["queries"] // layout.tail)]
+        few = [p for p in self.bankers if len(p.ids) >= layout.tail][: max(4, SAMPLES["queries"] // layout.tail)]
         return self.once(("bank", replace(layout, m=1)), lambda: torch.cat(
             [own_queries(self.model, p.reading, layout) for p in few], 2))  # fmt: skip
 
@@ -208,7 +230,7 @@ class Study:
         def all_at_once() -> dict[int, Tensor]:
             prompts = [p for split in ("valid", "test") for family in self.prompts[split] for p in family]
             prompts = [*{id(p): p for p in [*prompts, *self.stored("test"), *(p for pair in self.pairs for p in pair)]
-                         if len(p.ids) - layout.prefix - layout.tail >= layout.m}.values()]  # fmt: skip
+                         }.values()]  # fmt: skip
             slots = self.compressor(layout)([self.summary(p, layout) for p in prompts])
             return {id(p): s for p, s in zip(prompts, slots, strict=True)}
 
@@ -251,20 +273,24 @@ class Way:
 
 def projected(layout: Layout, fit: str, change: bool = False,
               penalties: Callable[[Study], tuple[float, float]] | None = None) -> Callable[[Study, Prompt], Tensor]:
-    """Return how a source's slots, by stage 1 as proposed ("compressed") or prompt by prompt ("own"), are projected."""
+    """Return how a source's slots, by stage 1 as proposed ("compressed") or prompt by prompt ("own"), are projected:
+    once, since the map doesn't depend on the new prompt. The proposal does it at every start."""
 
     def slots(study: Study, source: Prompt) -> Tensor:
-        first, second = penalties(study) if penalties else (None, None)
-        if fit == "compressed":
-            study.compressor(layout, first)
-        make = getattr(study, fit)
-        return study.projector(layout, make, change, second)(make(source, layout)[None])[0]
+        def once() -> Tensor:
+            first, second = penalties(study) if penalties else (None, None)
+            if fit == "compressed":
+                study.compressor(layout, first)
+            make = getattr(study, fit)
+            return study.projector(layout, make, change, second)(make(source, layout)[None])[0]
+
+        return study.once((id(source), layout, fit, change), once)
 
     return slots
 
 
 def mean_slots(layout: Layout) -> Callable[[Study, Prompt], Tensor]:
-    """Return how to have the same slots for every prompt: the mean of training prompts', the best constant."""
+    """Return how to have the same slots for every prompt: the mean of those fitted on training prompts."""
 
     def slots(study: Study, source: Prompt) -> Tensor:
         return study.once(("mean", layout), lambda: torch.stack([study.own(p, layout) for p in study.sample]).mean(0))
@@ -272,6 +298,7 @@ def mean_slots(layout: Layout) -> Callable[[Study, Prompt], Tensor]:
     return slots
 
 
+@torch.no_grad()
 def by_hidden_state(study: Study, source: Prompt) -> Tensor:
     """Return logits (V,) of the source's last hidden state after a linear map."""
     before, after, weight = study.hidden_map
@@ -279,21 +306,28 @@ def by_hidden_state(study: Study, source: Prompt) -> Tensor:
     return study.model.head(x.to(study.model.wte.weight)[None, None])[0, 0]
 
 
-def ways(study: Study, best: Way) -> list[Way]:
-    """Return the proposal, its baselines and ours, in the order of the table."""
-    true, T1 = replace(PROPOSED, true_positions=True), Layout(1)
+def ways() -> list[Way]:
+    """Return the proposal, steps away from it, and its baselines, in the order of the table."""
+    true = replace(PROPOSED, true_positions=True)
     return [
         Way("as proposed", PROPOSED, projected(PROPOSED, "compressed")),
         Way("- at true positions", true, projected(true, "compressed")),
         Way("- slots fitted prompt by prompt", true, projected(true, "own")),
-        Way("- one slot, ridge towards no change", T1, projected(T1, "own", change=True)),
+        one_slot(),
         Way("raw neighbour slots", true, lambda s, p: s.own(p, true)),
         Way("prompt-agnostic slots", true, mean_slots(true)),
         Way("hidden state", logits=by_hidden_state),
         Way("neighbour's logits", logits=lambda s, p: p.reading.logits),
         Way("no slots", Layout(1), lambda s, p: s.own(p, Layout(1))[..., :0, :]),
-        best,
     ]
+
+
+def one_slot(prefix: int = 0) -> Way:
+    """Return the warm start from one slot, fitted prompt by prompt and projected by a ridge that pulls towards no
+    change."""
+    layout = Layout(1, prefix=prefix)
+    after = f", after an exact prefix of {prefix}" if prefix else ""
+    return Way(f"one slot, ridge towards no change{after}", layout, projected(layout, "own", change=True))
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -317,17 +351,21 @@ def answer_of(study: Study, prompt: Prompt, cache: KVCache | None, tail: int, n:
     device, eot = study.model.wte.weight.device, study.tokenizer.eot_token
     fed = torch.tensor([[*([0] * len(cache)), *prompt.ids[-tail:]] if cache is not None else prompt.ids], device=device)
     written = [] if first is None else [first]
+
+    def ended() -> bool:
+        line = study.task != "rouge" and "\n" in study.tokenizer.decode(written[-1:])
+        return bool(written) and (line or written[-1] == eot)
+
     if first is not None:
         fed = torch.cat([fed, torch.tensor([[first]], device=device)], 1)
-    for token in generate(study.model, fed, n - len(written), stop_id=eot, cache=cache):
-        written.append(int(token))
-        if "\n" in study.tokenizer.decode(written[-1:]) and study.name != "notes":
-            break
+    tokens = generate(study.model, fed, n - len(written), cache=cache)
+    while not ended() and len(written) < n:
+        written.append(int(next(tokens)))
     return study.tokenizer.decode([i for i in written if i != eot]).strip()
 
 
 def nats_after(study: Study, prompt: Prompt, cache: KVCache, tail: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the logits (32, V) and the losses (32,) of the text that follows, all of it read on the cache."""
+    """Return the logits and the losses of the text that follows (up to 32 tokens), all of it read on the cache."""
     ids, device = [*tail, *prompt.follows], study.model.wte.weight.device
     with torch.no_grad():
         logits = study.model(torch.tensor([ids[:-1]], device=device), cache)[0, len(tail) - 1 :]
@@ -378,11 +416,12 @@ def retrieve(study: Study, split: str, guard: bool = False, without_relatives: b
     queries = []
     for prompt, relative in study.queries(split):
         found, similarity = library.find(prompt.text)
+        relative = None if without_relatives else relative
         queries.append(Query(prompt, relative, stored[found] if found >= 0 else None, similarity))
     return queries
 
 
-def threshold(study: Study) -> tuple[float, float]:
+def threshold(study: Study) -> tuple[float, float | None]:
     """Return tau, by the largest difference of true and false positives on validation prompts, and the area under that
     curve. Positive: the relative is found. Negative: something else is, or anything where no relative is stored.
 
@@ -392,6 +431,8 @@ def threshold(study: Study) -> tuple[float, float]:
     good = [q.similarity for q in asked if q.right]
     bad = [q.similarity for q in asked if not q.right]
     bad += [q.similarity for q in retrieve(study, "valid", without_relatives=True)]
+    if not good:
+        return math.inf, None
     best = max(sorted({*good, *bad}), key=lambda tau: share(good, tau) - share(bad, tau))
     return float(best), area(good, bad)
 
@@ -401,10 +442,11 @@ def share(values: Sequence[float], least: float) -> float:
     return sum(v >= least for v in values) / max(1, len(values))
 
 
-def area(good: Sequence[float], bad: Sequence[float]) -> float:
-    """Return the probability that a good one's score is higher than a bad one's (the area under the ROC curve)."""
+def area(good: Sequence[float], bad: Sequence[float]) -> float | None:
+    """Return the probability that a good one's score is higher than a bad one's (the area under the ROC curve), None if
+    there are only good or only bad ones."""
     if not good or not bad:
-        return float("nan")
+        return None
     g, b = np.array(good)[:, None], np.array(bad)
     return float(((g > b) + 0.5 * (g == b)).mean())
 
@@ -416,13 +458,13 @@ def measure(study: Study, way: Way, source: Prompt, prompt: Prompt) -> dict[str,
 
 def measured(study: Study, way: Way, source: Prompt, prompt: Prompt) -> dict[str, Any]:
     """Return one way's error and answers for one prompt."""
-    exact, n = prompt.reading.logits, 80 if study.name == "notes" else 24
+    exact, n = prompt.reading.logits, 80 if study.task == "rouge" else 24
     cold = study.once(("cold", id(prompt)), lambda: cold_run(study, prompt, n))
     logits = first_logits(study, way, source, prompt)
     first = int(logits.argmax())
     row: dict[str, Any] = {
         "family": prompt.family, "kl": float(divergence(exact, logits)), "reverse": float(divergence(logits, exact)),
-        "same_first": first == int(exact.argmax()),
+        "same_first": first == int(exact.argmax()), "good": float(divergence(exact, logits)) <= GOOD_KL,
     }  # fmt: skip
     swapped = cold["answer"] if row["same_first"] else answer_of(study, prompt, None, 0, n, first)
     answers = {"cold": cold["answer"], "swapped": swapped}
@@ -430,7 +472,9 @@ def measured(study: Study, way: Way, source: Prompt, prompt: Prompt) -> dict[str
         cache, tail = way.cache(study, source, prompt), way.layout.tail
         answers["warm"] = answer_of(study, prompt, cache.clone(), tail, n)
         after, nats = nats_after(study, prompt, cache, prompt.ids[-tail:])
-        row |= {"nats": float(nats.mean() - cold["nats"].mean()), "drift": divergence(cold["logits"], after).tolist()}
+        row["nats"] = float(nats.mean() - cold["nats"].mean())
+        row["good"] = row["good"] or math.expm1(row["nats"]) <= GOOD_PERPLEXITY
+        row["drift"] = divergence(cold["logits"], after).tolist()
     if prompt.answer:
         for name, answer in answers.items():
             row |= {f"exact_{name}": float(answer == prompt.answer), f"f1_{name}": f1(answer, prompt.answer),
@@ -461,22 +505,25 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return means of measure()'s rows, with 95% intervals where the proposal asks for them."""
     result: dict[str, Any] = {
         "prompts": len(rows), "kl": interval(rows, lambda r: r["kl"]),
-        "reverse": interval(rows, lambda r: r["reverse"]), "good": interval(rows, lambda r: r["kl"] <= GOOD_KL),
-        "same_first": interval(rows, lambda r: r["same_first"]),
+        "reverse": interval(rows, lambda r: r["reverse"]), "low_kl": interval(rows, lambda r: r["kl"] <= GOOD_KL),
+        "good": interval(rows, lambda r: r["good"]), "same_first": interval(rows, lambda r: r["same_first"]),
     }  # fmt: skip
     for key in sorted({key for row in rows for key in row} - {*result, "family", "drift", "nats"}):
-        result[key] = float(np.mean([row[key] for row in rows]))
+        result[key] = float(np.mean([row[key] for row in rows if key in row]))
+    for name in ("exact", "rouge"):
+        with_answers = [row for row in rows if f"{name}_swapped" in row]
+        if with_answers:
+            result[f"{name}_lost"] = interval(with_answers, lambda r, n=name: r[f"{n}_cold"] - r[f"{n}_swapped"])
     if "nats" in rows[0]:
-        result["perplexity"] = math.exp(np.mean([row["nats"] for row in rows])) - 1
-        result["perplexity_good"] = float(np.mean([math.exp(row["nats"]) - 1 <= 0.05 for row in rows]))
-        result["drift"] = np.mean([row["drift"] for row in rows], axis=0).tolist()
+        result["perplexity"] = math.expm1(np.mean([row["nats"] for row in rows]))
+        drifts = [row["drift"] for row in rows]
+        result["drift"] = [float(np.mean([d[i] for d in drifts if len(d) > i])) for i in range(max(map(len, drifts)))]
     return result
 
 
 def on_the_plane(study: Study, split: str) -> list[dict[str, Any]]:
-    """Chart KL against the time to the first token over exact prefix x slots x tail, with the relative as the source.
-
-    Last comes what an exact prefix alone allows: reading all of the rest.
+    """Chart KL against the time to the first token, retrieval included, over exact prefix x slots x tail, with the
+    relative as the source. Last comes what an exact prefix alone allows: reading all of the rest.
     """
     asked = [(p, r) for p, r in study.queries(split) if r]
     candidates = []
@@ -487,8 +534,7 @@ def on_the_plane(study: Study, split: str) -> list[dict[str, Any]]:
                 if all(len(x.ids) - prefix - tail >= m for pair in asked for x in pair):
                     candidates.append(own_way(layout))
                     if tail == 1 and m == 1:
-                        name = f"one slot, ridge towards no change, prefix of {prefix}"
-                        candidates.append(Way(name, layout, projected(layout, "own", change=True)))
+                        candidates.append(one_slot(prefix))
     points = []
     for way in tqdm(candidates, desc=f"{study.name}: plane", leave=False):
         kl = [float(divergence(p.reading.logits, first_logits(study, way, r, p))) for p, r in asked]
@@ -499,9 +545,12 @@ def on_the_plane(study: Study, split: str) -> list[dict[str, Any]]:
         points.append({"way": None, "name": "exact prefix, all of the rest", "m": 0, "tail": 0, "prefix": study.prefix,
                        "kl": 0.0, "good": 1.0})  # fmt: skip
         starts[points[-1]["name"]] = lambda p, r: read_rest(study, p)
-    times = timed({"cold": lambda p, r: read_cold(study, p), **starts}, asked[:: max(1, len(asked) // 8)][:8], 5)
+    library = library_of(study, None, split)
+    starts |= {"cold": lambda p, r: read_cold(study, p), "retrieval": lambda p, r: library.find(p.text)}
+    seconds = timed(starts, asked[:: max(1, len(asked) // 8)][:8], 5)
+    times = {name: statistics.median(several) for name, several in seconds.items()}
     for point in points:
-        point["saved"] = 1 - times[point["name"]] / times["cold"]
+        point["saved"] = 1 - (times[point["name"]] + times["retrieval"] * (point["m"] > 0)) / times["cold"]
     study.forget({way.layout for way in candidates})
     return points
 
@@ -527,8 +576,9 @@ def read_rest(study: Study, prompt: Prompt, n: int | None = None) -> Tensor:
         return study.model(torch.tensor([prompt.ids[len(cache) :]], device=kv.device), cache, last_only=True)
 
 
-def timed(starts: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]], repeats: int) -> dict[str, float]:
-    """Return the median over prompts of the median seconds of each start, in turn, until its result is there."""
+def timed(starts: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]],
+          repeats: int) -> dict[str, list[float]]:  # fmt: skip
+    """Return the median seconds of each start for each of the prompts asked, in turn, until its result is there."""
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in asked] for name in starts}
     for turn in range(repeats + 1):
         for i, arguments in enumerate(asked):
@@ -539,44 +589,74 @@ def timed(starts: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]
                     result.argmax().item()  # waits for the device
                 if turn:  # the first warms up
                     seconds[name][i].append(time.perf_counter() - begun)
-    return {name: statistics.median(map(statistics.median, several)) for name, several in seconds.items()}
+    return {name: [*map(statistics.median, several)] for name, several in seconds.items()}
 
 
-def latencies(study: Study, table: Sequence[Way], queries: list[Query], repeats: int) -> dict[str, dict[str, float]]:
-    """Return seconds to the first token and the eighth, of whole starts: retrieval, slots, projection, tail."""
-    stored = study.stored("test")
-    library = Library(study.model, Layout(1), study.encoder, [p.text for p in stored], torch.zeros(len(stored), 1),
-                      skip=study.skip)  # fmt: skip
-    asked = [(q,) for q in queries[:: max(1, len(queries) // 8)][:8]]
+def library_of(study: Study, way: Way | None, split: str, tau: float = -1.0, guard: bool = False) -> Library:
+    """Return the library that prompts of a split meet, with the slots of a way, or with none if it is only to be
+    searched."""
+    layout = way.layout if way else Layout(1)
+    stored = [p for p in study.stored(split) if len(p.ids) - layout.prefix - layout.tail >= layout.m]
+    slots = torch.stack([way.slots(study, p) for p in stored]) if way else torch.zeros(len(stored), 1)
+    return Library(study.model, layout, study.encoder, [p.text for p in stored], slots, threshold=tau, guard=guard,
+                   skip=study.skip, prefix=study.shared if layout.prefix else None)  # fmt: skip
+
+
+def latencies(study: Study, asked: dict[Way, list[Query]], repeats: int) -> dict[str, dict[str, Any]]:
+    """Return seconds to the first, second and eighth token of whole starts: retrieval, slots, tail; and the share of
+    the time to the first that is saved, on average over prompts, with its 95% interval."""
     device = study.model.wte.weight.device
+    queries = next(iter(asked.values()))
+    prompts, stored = [q.prompt for q in queries[:: max(1, len(queries) // 16)][:16]], study.stored("test")
+    gaps: dict[tuple[str, int], list[float]] = {}
 
-    def first(way: Way) -> Callable[[Query], Tensor]:
-        def start(q: Query) -> Tensor:
-            found, _ = library.find(q.prompt.text)
-            return first_logits(study, way, stored[found], q.prompt)
+    def first(way: Way) -> Callable[[Prompt], Tensor]:
+        library = library_of(study, way if way.layout else None, "test", guard=way.name.startswith("ours"))
+
+        def start(prompt: Prompt) -> Tensor:
+            if way.logits:
+                return way.logits(study, stored[library.find(prompt.text)[0]])
+            warm = library.start(prompt.text, prompt.ids)
+            if warm is None:
+                return read_cold(study, prompt)
+            with torch.no_grad():
+                return study.model(torch.tensor([prompt.ids[-way.layout.tail :]], device=device), warm, last_only=True)
 
         return start
 
-    def eight(way: Way | None, emit: int) -> Callable[[Query], list[int]]:
-        def run(q: Query) -> list[int]:
-            ids = torch.tensor([q.prompt.ids], device=device)
-            if way is None:
-                return [int(token) for token in generate(study.model, ids, 8)]
-            found, _ = library.find(q.prompt.text)
-            warm = way.cache(study, stored[found], q.prompt)
-            return [int(t) for t in generate_warm(study.model, ids, warm, way.layout.tail, 8, emit=emit)]
+    def eight(way: Way | None, emit: int) -> Callable[[Prompt], None]:
+        library = library_of(study, way, "test") if way else None
+
+        def run(prompt: Prompt) -> None:
+            ids, at = torch.tensor([prompt.ids], device=device), []
+            warm = library.start(prompt.text, prompt.ids) if library else None
+            tokens = (generate(study.model, ids, 8) if warm is None else
+                      generate_warm(study.model, ids, warm, way.layout.tail, 8, emit=emit))  # fmt: skip
+            for token in tokens:
+                int(token)
+                at.append(time.perf_counter())
+            gaps.setdefault((way.name if way else "cold", emit), []).append(at[1] - at[0])
 
         return run
 
-    starts: dict[str, Callable[[Query], Any]] = {"cold": lambda q: read_cold(study, q.prompt)}
-    starts["exact prefix hit"] = lambda q: read_rest(study, q.prompt, len(q.prompt.ids) - 1)
-    starts |= {way.name: first(way) for way in table}
-    runs = {"cold": eight(None, 1)} | {way.name: eight(way, 1) for way in table if way.layout and way.layout.m}
-    ttft = timed(starts, asked, repeats)
-    eighth = timed(runs, asked, repeats)
-    all_warm = timed({way.name: eight(way, 8) for way in table if way.layout and way.layout.m}, asked, repeats)
-    return {name: {"ttft": ttft[name], "saved": 1 - ttft[name] / ttft["cold"], "eighth": eighth.get(name),
-                   "eighth_unswapped": all_warm.get(name)} for name in starts}  # fmt: skip
+    with_slots = [way for way in asked if way.layout]
+    starts: dict[str, Callable[[Prompt], Any]] = {"cold": lambda p: read_cold(study, p)}
+    starts["exact prefix hit"] = lambda p: read_rest(study, p, len(p.ids) - 1)
+    starts |= {way.name: first(way) for way in asked}
+    args = [(p,) for p in prompts]
+    ttft = timed(starts, args, repeats)
+    eighth = timed({"cold": eight(None, 1)} | {way.name: eight(way, 1) for way in with_slots}, args[:8], repeats)
+    on_slots = timed({way.name: eight(way, 8) for way in with_slots}, args[:8], repeats)
+    result: dict[str, dict[str, Any]] = {}
+    for name, seconds in ttft.items():
+        rows = [{"family": p.family, "saved": 1 - warm / cold}
+                for p, warm, cold in zip(prompts, seconds, ttft["cold"], strict=True)]  # fmt: skip
+        result[name] = {"ttft": statistics.median(seconds), "saved": interval(rows, lambda r: r["saved"])}
+        for key, several in (("eighth", eighth), ("eighth_on_slots", on_slots)):
+            result[name][key] = statistics.median(several[name]) if name in several else None
+        if (name, 1) in gaps:
+            result[name]["second_after_first"] = statistics.median(gaps[name, 1])
+    return result
 
 
 def sweep(study: Study) -> list[dict[str, Any]]:
@@ -593,7 +673,7 @@ def sweep(study: Study) -> list[dict[str, Any]]:
 
     rows = []
     for m in tqdm(SLOTS, desc=f"{study.name}: slots", leave=False):
-        if any(len(x.ids) - 1 < m for pair in asked for x in pair):
+        if study.shortest - 1 < m:
             continue
         here, there = replace(PROPOSED, m=m), replace(true, m=m)
         ways = {
@@ -659,19 +739,15 @@ def after_the_swap(study: Study, way: Way, asked: Sequence[tuple[Prompt, Prompt]
 
 
 def by_length(model: GPT, lengths: Sequence[int], repeats: int) -> list[dict[str, float]]:
-    """Return seconds to the first token over the length of the prompt: cold, after an exact prefix hit, and warm, once
-    with the proposal's slots and map, once with one slot and its map. Times don't depend on what the numbers are."""
+    """Return seconds to the first token over the length of the prompt: cold, after an exact prefix hit, and from slots,
+    mapped at every start, as the proposal has it, or when they were stored. Times don't depend on the numbers."""
     c, device = model.config, model.wte.weight.device
 
-    def a_projector(m: int) -> Projector:
-        F = 2 * m * c.head_dim
-        made = Projector.__new__(Projector)
-        made.mean, made.offset = torch.zeros(2, c.n_layer, c.n_head, 1, F)
-        made.scale = torch.ones(c.n_layer, c.n_head, 1, F)
-        made.weight, made.change = torch.zeros(c.n_layer, c.n_head, F, F), False
-        return made
-
-    maps = {m: (a_projector(m), torch.zeros(1, c.n_layer, 2, c.n_head, m, c.head_dim)) for m in (PROPOSED.m, 1)}
+    m, F = PROPOSED.m, 2 * PROPOSED.m * c.head_dim
+    projector, slots = Projector.__new__(Projector), torch.zeros(1, c.n_layer, 2, c.n_head, m, c.head_dim)
+    projector.mean, projector.offset = torch.zeros(2, c.n_layer, c.n_head, 1, F)
+    projector.scale, projector.change = torch.ones(c.n_layer, c.n_head, 1, F), False
+    projector.weight = torch.zeros(c.n_layer, c.n_head, F, F)
     rows = []
     for T in lengths:
         ids = torch.randint(c.vocab_size, (1, T), device=device)
@@ -681,98 +757,110 @@ def by_length(model: GPT, lengths: Sequence[int], repeats: int) -> list[dict[str
         def feed(cache: KVCache, ids: Tensor = ids) -> Tensor:
             return model(ids[:, -1:] if len(cache) else ids, cache, last_only=True)
 
-        def warm(m: int, T: int = T, feed: Callable[[KVCache], Tensor] = feed) -> Tensor:
-            projector, slots = maps[m]
-            return feed(cache_of(model, projector(slots)[0], T - 1))
+        def warm(mapped: bool, T: int = T, feed: Callable[[KVCache], Tensor] = feed) -> Tensor:
+            return feed(cache_of(model, (projector(slots) if mapped else slots)[0], T - 1))
 
         starts = {
             "cold": lambda feed=feed: feed(KVCache()),
             "exact prefix hit": lambda feed=feed, exact=exact: feed(KVCache([*exact.layers], exact.pos)),
-            f"{PROPOSED.m} slots": lambda warm=warm: warm(PROPOSED.m), "1 slot": lambda warm=warm: warm(1),
+            f"{PROPOSED.m} slots, mapped at the start": lambda warm=warm: warm(True),
+            f"{PROPOSED.m} slots": lambda warm=warm: warm(False),
         }  # fmt: skip
-        rows.append({"length": T, **timed(starts, [()], repeats)})
+        rows.append({"length": T} | {name: several[0] for name, several in timed(starts, [()], repeats).items()})
     return rows
 
 
 # --- The report -----------------------------------------------------------------------------------------------------
 
 
-def examine(study: Study, repeats: int) -> dict[str, Any]:
-    """Run the whole protocol on one kind of prompts and return its record."""
-    name, steps = study.name, tqdm(total=6, desc=study.name, leave=False)
+def examine(study: Study, repeats: int, default: Way | None = None) -> dict[str, Any]:
+    """Run the whole protocol on one kind of prompts and return its record. default: our warm start of another kind."""
+    steps = tqdm(total=5, desc=study.name, leave=False)
     tau, auc = threshold(study)
-    plane = on_the_plane(study, "valid")
-    steps.update()
-    fast = [p for p in plane if p["way"] and p["saved"] >= LEAST_SAVED]
-    best = max(fast or [p for p in plane if p["way"]], key=lambda p: (p["good"], -p["kl"]))["way"]
-    table = ways(study, replace(best, name=f"best on validation: {best.name}"))
     retrieved = {guard: retrieve(study, "test", guard) for guard in (False, True)}
-    high = [q for q in retrieved[False] if q.similarity >= tau]
-    if not high:
-        raise ValueError(f"{name}: no test prompt is as similar to a stored one as tau, {tau:.2f}")
-    given = [(p, r) for p, r in study.queries("test") if r]
-    rows = {way.name: [measure(study, way, q.found, q.prompt) for q in high] for way in table}
-    rows_given = {way.name: [measure(study, way, r, p) for p, r in given] for way in table}
-    steps.update()
-    seconds = latencies(study, table, high, repeats)
-    steps.update()
-    guarded = [q for q in retrieved[True] if q.similarity >= tau]
-    guarded_rows = [measure(study, table[-1], q.found, q.prompt) for q in guarded]
-    steps.update()
-    swept = sweep(study)
-    steps.update()
-    record = {
-        "tokens": statistics.mean(len(p.ids) for p in study.train), "prefix": study.prefix,
+    high, guarded = ([q for q in queries if q.similarity >= tau] for queries in retrieved.values())
+    record: dict[str, Any] = {
+        "tokens": statistics.mean(len(p.ids) for p in study.train), "prefix": study.prefix, "task": study.task,
         "prompts": {split: sum(map(len, families)) for split, families in study.prompts.items()},
-        "tau": tau, "auc": auc, "best": table[-1].name,
-        "layout": asdict(best.layout),
+        "dropped": study.dropped, "tau": tau if math.isfinite(tau) else None, "auc": auc,
         "retrieval": {
-            "asked": len(retrieved[False]), "stored": len(study.stored("test")), "with a relative": len(given),
+            "asked": len(retrieved[False]), "stored": len(study.stored("test")),
+            "with a relative": sum(q.relative is not None for q in retrieved[False]),
             **{f"{'guarded, ' if guard else ''}{what}": value for guard, asked in retrieved.items() for what, value in {
                 "found": sum(q.right for q in asked), "warm": sum(q.similarity >= tau for q in asked),
                 "warm and wrong": sum(q.similarity >= tau and not q.right for q in asked)}.items()},
         },
-        "ways": {way.name: {"retrieved": summary_of(rows[way.name]), "given": summary_of(rows_given[way.name])}
-                 for way in table},
-        "guarded": summary_of(guarded_rows) if guarded_rows else None,
-        "latency": seconds, "sweep": swept, "plane": [{k: v for k, v in p.items() if k != "way"} for p in plane],
-        "bins": bins(high, rows, table), "tau_ablation": ablate_tau(study, retrieved[False], table[0], table[-1]),
-        "confidence": confidence(study, table[3], high, rows[table[3].name]),
-        "swap": after_the_swap(study, table[-1], given[:24]),
-        "same_answer_everywhere": float(np.mean([p.reading.logits.argmax().item() == q.reading.logits.argmax().item()
-                                                 for (p, _), (q, _) in zip(given, given[2:], strict=False)])),
     }  # fmt: skip
-    record["verdicts"] = {key: verdict(record, way) for key, way in (("proposed", table[0]), ("best", table[-1]))}
+    if not high or not guarded:
+        return record  # every start is cold
+    plane = on_the_plane(study, "valid")
+    steps.update()
+    best = chosen(plane)
+    ours = [replace(best, name=f"ours: {best.name}")]
+    if default and (other := adapted(study, default)) and other.name != best.name:
+        ours.append(replace(other, name=f"ours for the first kind: {other.name}"))
+    asked = {way: high for way in ways()} | {way: guarded for way in ours}
+    given = [(p, r) for p, r in study.queries("test") if r]
+    rows = {way.name: [measure(study, way, q.found, q.prompt) for q in queries] for way, queries in asked.items()}
+    rows_given = {way.name: [measure(study, way, r, p) for p, r in given] for way in asked}
+    steps.update()
+    proposal, one = ways()[0], one_slot()
+    record |= {
+        "best": ours[0].name, "best_way": ours[0], "plane": [{k: v for k, v in p.items() if k != "way"} for p in plane],
+        "ways": {name: {"retrieved": summary_of(rows[name]), "given": summary_of(rows_given[name])} for name in rows},
+        "without_guard": summary_of([measure(study, ours[0], q.found, q.prompt) for q in high]),
+        "latency": latencies(study, asked, repeats),
+    }  # fmt: skip
+    steps.update()
+    record["sweep"] = sweep(study)
+    steps.update()
+    record |= {
+        "bins": bins(study, retrieved[False], (proposal, one, ours[0])),
+        "tau_ablation": ablate_tau(study, retrieved[False], proposal, ours[0]),
+        "confidence": confidence(study, one, high, rows[one.name]), "swap": after_the_swap(study, ours[0], given[:24]),
+        "verdicts": {way.name: verdict(record, way) for way in (proposal, *ours)},
+    }  # fmt: skip
     steps.close()
     return record
 
 
-def library_of(study: Study, layout: Layout, tau: float) -> Library:
-    """Return the library that test prompts meet, with the slots of a layout."""
-    stored = [p for p in study.stored("test") if len(p.ids) - layout.prefix - layout.tail >= layout.m]
-    return Library(study.model, layout, study.encoder, [p.text for p in stored],
-                   torch.stack([study.own(p, layout) for p in stored]), threshold=tau, skip=study.skip,
-                   prefix=study.shared if layout.prefix else None)  # fmt: skip
+def chosen(plane: Sequence[dict[str, Any]]) -> Way:
+    """Return the way with the most prompts of low KL among those that save enough."""
+    warm = [point for point in plane if point["way"]]
+    fast = [point for point in warm if point["saved"] >= LEAST_SAVED]
+    return max(fast or warm, key=lambda point: (point["good"], -point["kl"]))["way"]
 
 
-def bins(queries: list[Query], rows: dict[str, list[dict[str, Any]]], table: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return KL by thirds of the similarity, and by whether the relative was found."""
+def adapted(study: Study, way: Way) -> Way | None:
+    """Return the same way for the prefix of another kind of prompts, None if its prompts are too short for that."""
+    prefix = study.prefix if way.layout.prefix else 0
+    if study.shortest - prefix - way.layout.tail < way.layout.m:
+        return None
+    return one_slot(prefix) if "one slot" in way.name else own_way(replace(way.layout, prefix=prefix))
+
+
+def bins(study: Study, queries: list[Query], three: Sequence[Way]) -> list[dict[str, Any]]:
+    """Return KL by thirds of the similarity of what is found, and by whether that is the relative, for all queries."""
     edges = np.quantile([q.similarity for q in queries], [1 / 3, 2 / 3])
     of = np.digitize([q.similarity for q in queries], edges)
-    groups = {f"{['lowest', 'middle', 'highest'][i]} third": of == i for i in range(3)}
+    names = [f"lowest, below {edges[0]:.3f}", f"middle, below {edges[1]:.3f}", "highest"]
+    groups = {name: of == i for i, name in enumerate(names)}
     right = np.array([q.right for q in queries])
     groups |= {"the relative": right, "another": ~right}
-    return [{"bin": name, "way": way.name, "prompts": int(chosen.sum()),
-             "kl": float(np.mean(kl[chosen])), "good": float(np.mean(kl[chosen] <= GOOD_KL))}
-            for name, chosen in groups.items() if chosen.any()
-            for way in (table[0], table[3], table[-1])
-            for kl in [np.array([row["kl"] for row in rows[way.name]])]]  # fmt: skip
+    kl = {way.name: np.array(errors(study, way, queries)) for way in three}
+    return [{"bin": name, "way": way, "prompts": int(some.sum()), "kl": float(values[some].mean()),
+             "good": float((values[some] <= GOOD_KL).mean())}
+            for name, some in groups.items() if some.any() for way, values in kl.items()]  # fmt: skip
+
+
+def errors(study: Study, way: Way, queries: list[Query]) -> list[float]:
+    """Return KL of what a way makes of the prompt that was found for each query."""
+    return [float(divergence(q.prompt.reading.logits, first_logits(study, way, q.found, q.prompt))) for q in queries]
 
 
 def ablate_tau(study: Study, queries: list[Query], *two: Way) -> list[dict[str, Any]]:
     """Return what is warm, and how good, for thresholds between the lowest and the highest similarity."""
-    kl = {way.name: [float(divergence(q.prompt.reading.logits, first_logits(study, way, q.found, q.prompt)))
-                     for q in queries] for way in two}  # fmt: skip
+    kl = {way.name: errors(study, way, queries) for way in two}
     result = []
     for tau in np.quantile([q.similarity for q in queries], np.linspace(0, 0.9, 10)):
         warm = [i for i, q in enumerate(queries) if q.similarity >= tau]
@@ -783,56 +871,79 @@ def ablate_tau(study: Study, queries: list[Query], *two: Way) -> list[dict[str, 
 
 
 def verdict(record: dict[str, Any], way: Way) -> dict[str, Any]:
-    """Return the proposal's thresholds for one way, on prompts at least as similar as tau, and what holds."""
-    found, saved = record["ways"][way.name]["retrieved"], record["latency"][way.name]["saved"]
-    parts = {
-        "first token at least 35% sooner": (saved >= LEAST_SAVED, f"{saved:.0%}"),
-        "KL <= 0.05, or perplexity <= 5% up, on 80%": (
-            max(found["good"][0], found.get("perplexity_good", 0.0)) >= GOOD_SHARE,
-            f"{found['good'][0]:.0%} ({found['good'][1]:.0%} to {found['good'][2]:.0%}), "
-            f"{found.get('perplexity_good', 0.0):.0%}"),
-    }  # fmt: skip
-    if "exact_warm" in found:
-        key = "rouge" if found["exact_cold"] == 0 else "exact"
-        lost = found[f"{key}_cold"] - found[f"{key}_warm"]
-        swapped = found[f"{key}_cold"] - found[f"{key}_swapped"]
-        parts[f"{'ROUGE-L' if key == 'rouge' else 'exact match'} within 1%"] = (
-            abs(lost) <= GOOD_TASK, f"{-lost:+.1%} on slots, {-swapped:+.1%} with the swap after a token")
-    return {"verdict": "SUPPORTED" if all(holds for holds, _ in parts.values()) else "REJECTED",
-            "parts": [{"what": what, "holds": bool(holds), "figures": text} for what, (holds, text) in parts.items()]}
+    """Return the proposal's thresholds for one way, on prompts at least as similar as tau, and what holds. As there,
+    the exact cache is swapped in after the first token."""
+    found, (saved, *around) = record["ways"][way.name]["retrieved"], record["latency"][way.name]["saved"]
+    good, *good_around = found["good"]
+    parts: list[tuple[str, bool | None, str]] = [
+        ("first token at least 35% sooner", saved >= LEAST_SAVED, between(saved, around)),
+        ("KL <= 0.05, or perplexity <= 5% up, on 80%", good >= GOOD_SHARE, between(good, good_around)),
+    ]
+    task = record["task"]
+    if task is None:
+        parts.append(("task within 1%", None, "no answers to judge by"))
+    else:
+        lost, *lost_around = found[f"{task}_lost"]
+        name = {"exact": "exact match", "rouge": "ROUGE-L"}[task]
+        parts.append((f"{name} at most 1% lower", lost <= GOOD_TASK, f"lower by {between(lost, lost_around)}"))
+    holds = [part[1] for part in parts]
+    word = "REJECTED" if False in holds else "UNDECIDED" if None in holds else "SUPPORTED"
+    return {"verdict": word, "parts": [{"what": what, "holds": h, "figures": text} for what, h, text in parts]}
 
 
-def both_positions(repeats: int, encoder: str) -> list[dict[str, Any]]:
+def between(mean: float, interval: Sequence[float]) -> str:
+    """Return a share and its interval as text."""
+    return f"{mean:.0%} ({interval[0]:.0%} to {interval[1]:.0%})"
+
+
+def both_positions(encoder: str, seed: int) -> list[dict[str, Any]]:
     """Return KL with learned and with rotary positions, by the proposal's position rule and at true positions, on quiz
     questions whose relative is given."""
     rows = []
     for name, model_class in (("pocket", GPT), ("pocket-rotary", rope.GPT)):
         study = Study(load_model(name, model_class=model_class), load_tokenizer(name), "quiz",
-                      pocket_families("quiz"), encoder)  # fmt: skip
+                      pocket_families("quiz", seed), encoder, seed)  # fmt: skip
         asked = [(p, r) for p, r in study.queries("test") if r]
+
+        def add(way: Way, what: str, m: int, positions: str, study: Study = study, asked: Any = asked,
+                name: str = name) -> None:  # fmt: skip
+            kl = [float(divergence(p.reading.logits, first_logits(study, way, r, p))) for p, r in asked]
+            rows.append({"model": name, "m": m, "positions": positions, "way": what, "kl": float(np.mean(kl)),
+                         "good": float(np.mean(np.array(kl) <= GOOD_KL))})  # fmt: skip
+
         for m in (1, PROPOSED.m):
-            for true in (False, True):
-                layout = Layout(m, true_positions=true)
-                for way in (Way("as proposed", layout, projected(layout, "compressed")), own_way(layout)):
-                    kl = [float(divergence(p.reading.logits, first_logits(study, way, r, p))) for p, r in asked]
-                    rows.append({"model": name, "m": m, "positions": "true" if true else "after the slots",
-                                 "way": "as proposed" if way.name == "as proposed" else "raw, fitted prompt by prompt",
-                                 "kl": float(np.mean(kl)), "good": float(np.mean(np.array(kl) <= GOOD_KL))})
+            for positions in ("after the slots", "true"):
+                layout = Layout(m, true_positions=positions == "true")
+                add(Way("", layout, projected(layout, "compressed")), "as proposed", m, positions)
+                add(own_way(layout), "raw, fitted prompt by prompt", m, positions)
+        add(Way("", logits=lambda s, p: p.reading.logits), "neighbour's logits", 0, "true")
     return rows
 
 
 def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, dict[str, list[Family]]], encoder: str,
-           repeats: int, name_of_model: str, out: Path) -> None:  # fmt: skip
-    """Run the protocol on every kind of prompts; print, write and draw what came of it."""
+           repeats: int, name_of_model: str, seed: int, out: Path) -> None:  # fmt: skip
+    """Run the protocol on every kind of prompts; print, write and draw what came of it. The first kind's library is
+    kept with our warm start, which the other kinds are measured with, too."""
     out.mkdir(parents=True, exist_ok=True)
-    summary: dict[str, Any] = {"model": name_of_model, "encoder": Path(encoder).name, "repeats": repeats, "kinds": {}}
+    summary: dict[str, Any] = {"model": name_of_model, "encoder": Path(encoder).name, "repeats": repeats, "seed": seed,
+                               "kinds": {}}  # fmt: skip
+
+    def write() -> None:
+        text = json.dumps(summary, indent=2, allow_nan=False)
+        write_atomically(out / "summary.json", lambda file: file.write_text(text + "\n"))
+
+    default = None
     for name, families in kinds.items():
-        study = Study(model, tokenizer, name, families, encoder)
-        summary["kinds"][name] = examine(study, repeats)
-        print_kind(name, summary["kinds"][name])
-        if name == next(iter(kinds)):
-            r = summary["kinds"][name]
-            library_of(study, Layout(**r["layout"]), r["tau"]).save(out / "library", encoder)
+        study = Study(model, tokenizer, name, families, encoder, seed)
+        record = examine(study, repeats, default)
+        ours = record.pop("best_way", None)
+        if default is None and ours:
+            default = ours
+            library_of(study, ours, "test", record["tau"], guard=True).save(out / "library", encoder)
+        summary["kinds"][name] = record
+        print_kind(name, record)
+        sys.stdout.flush()
+        write()
         del study
     lengths = [n for n in (32, 64, 128, 256, 512, 1000) if n <= model.config.n_ctx]
     summary["lengths"] = {name_of_model: by_length(model, lengths, repeats)}
@@ -841,11 +952,11 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, dict[str, 
         large = GPT(GPTConfig()).eval()
         summary["lengths"]["GPT-2 124M"] = by_length(large, (32, 64, 128, 256, 512, 1000), min(repeats, 5))
         del large
-        summary["positions"] = both_positions(repeats, encoder)
+        summary["positions"] = both_positions(encoder, seed)
     print_lengths(summary["lengths"])
     if "positions" in summary:
         print_positions(summary["positions"])
-    write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n"))
+    write()
     draw(summary, out)
     print(f"\nWritten to {out}")
 
@@ -854,46 +965,70 @@ def print_kind(name: str, r: dict[str, Any]) -> None:
     """Print the tables of one kind of prompts."""
     prompts, found = r["prompts"], r["retrieval"]
     print(f"\n=== {name}: prompts of {r['tokens']:.0f} tokens, the first {r['prefix']} the same in all; "
-          f"{prompts['train']} to fit on, {prompts['valid']} and {prompts['test']} held out\n")  # fmt: skip
-    print(f"Retrieval: {found['asked']} asked, {found['with a relative']} have a relative among {found['stored']} "
-          f"stored; {found['found']} find it. At tau = {r['tau']:.2f} (area under ROC {r['auc']:.2f})\n"
-          f"{found['warm']} start warm, {found['warm and wrong']} of them from another; with the guard on names "
-          f"{found['guarded, warm']} and {found['guarded, warm and wrong']}.\n")  # fmt: skip
-    long = "rouge" if name == "notes" else "exact"
+          f"{prompts['train']} to fit on, {prompts['valid']} and {prompts['test']} held out"
+          + (f"; {r['dropped']} are too short" if r["dropped"] else ""))  # fmt: skip
+    print(f"\nRetrieval: {found['asked']} asked, {found['with a relative']} have a relative among {found['stored']} "
+          f"stored; {found['found']} find it.")  # fmt: skip
+    if "ways" not in r:
+        print("Nothing is similar enough: every start is cold.")
+        return
+    print(f"At tau = {r['tau']:.3f} (area under ROC {text_of(r['auc'])}), {found['warm']} start warm, "
+          f"{found['warm and wrong']} of them from another; with the guard on names {found['guarded, warm']} and "
+          f"{found['guarded, warm and wrong']}.\n")  # fmt: skip
+    task = r["task"] or "exact"
     print(f"{'ms to the':>44}{'':>19}KL(cold || warm){'':>7}reverse  same 1st  perplexity   "
-          f"{'ROUGE-L' if long == 'rouge' else 'exact match'}")
-    print(f"{'way':<36}{'first':>6} 8th  saved   mean (95% interval)  <= 0.05       KL     token       of 32   "
+          f"{'ROUGE-L' if task == 'rouge' else 'exact match'}")
+    print(f"{'way':<36}{'first':>6} 8th  saved   mean (95% interval)  <= 0.05       KL     token   of answer   "
           "slots  swap")  # fmt: skip
     cold = next(iter(r["ways"].values()))["retrieved"]
     for way, t in r["latency"].items():
         row = r["ways"].get(way, {}).get("retrieved")
         eighth = f"{1e3 * t['eighth']:4.0f}" if t["eighth"] else "   -"
-        line = f"{way[:36]:<36}{1e3 * t['ttft']:>6.1f}{eighth}{t['saved']:>7.0%}"
+        line = f"{way[:35]:<36}{1e3 * t['ttft']:>6.1f}{eighth}{t['saved'][0]:>7.0%}"
         if row is None:  # exact
-            task = f"{cold[f'{long}_cold']:>8.0%}" if way == "cold" and f"{long}_cold" in cold else ""
-            print(f"{line}   0.000{'':>21}100%    0.000      100%         +0%{task}")
+            right = f"{cold[f'{task}_cold']:>14.0%}" if way == "cold" and f"{task}_cold" in cold else ""
+            print(f"{line}   0.000{'':>21}100%    0.000      100%         +0%{right}")
             continue
         kl, low, high = row["kl"]
         ppl = f"{row['perplexity']:+.0%}" if "perplexity" in row else "-"
-        tasks = [f"{row[f'{long}_{k}']:.0%}" if f"{long}_{k}" in row else "-" for k in ("warm", "swapped")]
-        print(f"{line}{kl:>8.3f} ({low:.3f} to {high:.3f}){row['good'][0]:>7.0%}{row['reverse'][0]:>9.3f}"
+        tasks = [f"{row[f'{task}_{k}']:.0%}" if f"{task}_{k}" in row else "-" for k in ("warm", "swapped")]
+        print(f"{line}{kl:>8.3f} ({low:.3f} to {high:.3f}){row['low_kl'][0]:>7.0%}{row['reverse'][0]:>9.3f}"
               f"{row['same_first'][0]:>10.0%}{ppl:>12}{tasks[0]:>8}{tasks[1]:>6}")  # fmt: skip
-    print(f"\nOn its best way by validation ({r['best'].partition(': ')[2]}), KL after 4 tokens from slots: "
-          f"{r['swap']['no swap']:.3f} going on, {r['swap']['aligned']:.3f} after a swap with the one-step alignment, "
-          f"0 with the emitted tokens read again.\nWhat tells good starts from bad: area under ROC of the similarity "
-          f"{r['confidence']['similarity']:.2f}, of the projection's residual {r['confidence']['residual']:.2f}.")
+    ours, latency = r["ways"][r["best"]]["retrieved"], r["latency"]
+    print(f"\n{r['best']}: with the guard on names, without it KL {r['without_guard']['kl'][0]:.3f} instead of "
+          f"{ours['kl'][0]:.3f}.\nIts second token comes {1e3 * latency[r['best']]['second_after_first']:.1f} ms after "
+          f"the first, when the exact cache is there (cold: {1e3 * latency['cold']['second_after_first']:.1f}).\n"
+          f"KL after 4 tokens from slots: {r['swap']['no swap']:.3f} going on, {r['swap']['aligned']:.3f} after a swap "
+          "with the one-step alignment, 0 with the emitted tokens read again.\n"
+          "What tells good starts from bad, for one slot: area under ROC of the similarity "
+          f"{text_of(r['confidence']['similarity'])}, of the projection's residual "
+          f"{text_of(r['confidence']['residual'])}.")  # fmt: skip
     header = "".join(f"{m:>14}" for m in dict.fromkeys(x["m"] for x in r["sweep"]))
-    print(f"\nKL by slots (the relative given):   {header}")
+    print(f"\nKL (<= 0.05) by slots, the relative given:{header[6:]}")
     for way in dict.fromkeys(x["way"] for x in r["sweep"]):
         cells = [f"{x['kl']:.2f} ({x['good']:.0%})" for x in r["sweep"] if x["way"] == way]
         print(f"{way:>34}  " + "".join(f"{cell:>14}" for cell in cells))
+    print("\nKL (<= 0.05) by similarity of what is found, and by what it is:")
+    for some in dict.fromkeys(x["bin"] for x in r["bins"]):
+        cells = [x for x in r["bins"] if x["bin"] == some]
+        print(f"{some:>34}  " + "".join(f"{x['kl']:>9.3f} ({x['good']:.0%})" for x in cells)
+              + f"   {cells[0]['prompts']} prompts")  # fmt: skip
+    print("\nThresholds: tau, started warm, of these from another, KL <= 0.05 as proposed and by ours:")
+    for row in r["tau_ablation"][::3]:
+        print(f"{row['tau']:>10.3f}{row['warm']:>8.0%}{row['wrong']:>8.0%}"
+              + "".join(f"{x:>8.0%}" for x in row["good"].values()))  # fmt: skip
     print("\nWhat is worth its time (validation, the relative given):")
     for point in frontier(r["plane"]):
         print(f"  {point['name']:<60} saves {point['saved']:.0%}, KL {point['kl']:.3f}, <= 0.05 in {point['good']:.0%}")
-    for key, v in r["verdicts"].items():
-        what = "as proposed" if key == "proposed" else r["best"]
-        parts = "; ".join(f"{p['what']}: {'yes' if p['holds'] else 'NO'} ({p['figures']})" for p in v["parts"])
-        print(f"\n{what}: {v['verdict']}. {parts}")
+    for way, v in r["verdicts"].items():
+        words = {True: "yes", False: "NO", None: "?"}
+        parts = "; ".join(f"{p['what']}: {words[p['holds']]} ({p['figures']})" for p in v["parts"])
+        print(f"\n{way}: {v['verdict']}. {parts}")
+
+
+def text_of(value: float | None) -> str:
+    """Return a figure as text, or that there is none."""
+    return "-" if value is None else f"{value:.2f}"
 
 
 def frontier(plane: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -910,9 +1045,9 @@ def print_lengths(lengths: dict[str, list[dict[str, float]]]) -> None:
     print("\nms to the first token over the length of the prompt (retrieval not counted)")
     for model, rows in lengths.items():
         names = [key for key in rows[0] if key != "length"]
-        print(f"\n{model:>12}" + "".join(f"{name:>20}" for name in names))
+        print(f"\n{model:>16}" + "".join(f"{name:>28}" for name in names))
         for row in rows:
-            print(f"{row['length']:>12,}" + "".join(f"{1e3 * row[name]:>20.1f}" for name in names))
+            print(f"{row['length']:>16,}" + "".join(f"{1e3 * row[name]:>28.1f}" for name in names))
 
 
 def print_positions(rows: Sequence[dict[str, Any]]) -> None:
@@ -924,7 +1059,7 @@ def print_positions(rows: Sequence[dict[str, Any]]) -> None:
         group = grouped.setdefault((r["model"], r["m"], r["way"]), {})
         group[r["positions"]] = f"{r['kl']:.3f} ({r['good']:.0%})"
     for key, cells in grouped.items():
-        print(f"{key[0]:>14} {key[1]:>5}  {key[2]:<30}{cells['after the slots']:>17}{cells['true']:>17}")
+        print(f"{key[0]:>14} {key[1]:>5}  {key[2]:<30}{cells.get('after the slots', ''):>17}{cells['true']:>17}")
 
 
 # --- Figures --------------------------------------------------------------------------------------------------------
@@ -932,16 +1067,17 @@ def print_positions(rows: Sequence[dict[str, Any]]) -> None:
 
 def draw(summary: dict[str, Any], out: Path) -> None:
     """Draw KL by similarity and by slots, the first token by length, and the plane of KL and time, a panel a kind."""
-    kinds = summary["kinds"]
+    kinds = {name: record for name, record in summary["kinds"].items() if "ways" in record}
 
     def by_bin(axes: Any, r: dict[str, Any]) -> None:
-        names = [b for b in dict.fromkeys(x["bin"] for x in r["bins"]) if "third" in b]
+        names = [*dict.fromkeys(x["bin"] for x in r["bins"])]
         for i, way in enumerate(dict.fromkeys(x["way"] for x in r["bins"])):
-            kl = [x["kl"] for x in r["bins"] if x["way"] == way and "third" in x["bin"]]
-            label = "best on validation" if way.startswith("best") else way.removeprefix("- ")
+            kl = [x["kl"] for x in r["bins"] if x["way"] == way]
+            label = "ours" if way.startswith("ours") else way
             axes.bar(np.arange(len(kl)) + 0.27 * (i - 1), np.maximum(kl, 1e-4), 0.25, label=label,
                      hatch=("", "//", "..")[i % 3], edgecolor="white")  # fmt: skip
-        axes.set_xticks(np.arange(len(names)), [n.replace(" ", "\\n") for n in names])
+        labels = [name.replace(", ", "\n").replace("the ", "the\n") for name in names]
+        axes.set_xticks(np.arange(len(names)), labels, fontsize=7)
         axes.axhline(GOOD_KL, color="black", linestyle=":", linewidth=1)
         axes.set_yscale("log")
 
@@ -950,36 +1086,44 @@ def draw(summary: dict[str, Any], out: Path) -> None:
             points = [(x["m"], x["kl"]) for x in r["sweep"] if x["way"] == way]
             axes.plot(*zip(*points, strict=True), STYLES[i % 4], markersize=4, label=way)
         axes.axhline(GOOD_KL, color="black", linestyle=":", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        doubled(axes, sorted({x["m"] for x in r["sweep"]}))
 
     def plane(axes: Any, r: dict[str, Any]) -> None:
-        marks = {"raw slots": ("o", [p for p in r["plane"] if "raw" in p["name"] and not p["prefix"]]),
-                 "exact prefix + raw slots": ("^", [p for p in r["plane"] if "raw" in p["name"] and p["prefix"]]),
-                 "one slot, projected": ("D", [p for p in r["plane"] if "ridge" in p["name"]]),
-                 "exact prefix, all of the rest": ("*", [p for p in r["plane"] if not p["m"]])}  # fmt: skip
+        raw = [p for p in r["plane"] if "raw" in p["name"]]
+        marks = {
+            "raw slots": ("C0o", [p for p in raw if not p["prefix"]]),
+            "exact prefix + raw slots": ("C1^", [p for p in raw if p["prefix"]]),
+            "one slot, projected": ("C2D", [p for p in r["plane"] if "ridge" in p["name"]]),
+            "exact prefix, all of the rest": ("C3*", [p for p in r["plane"] if not p["m"]]),
+        }
         for label, (mark, points) in marks.items():
-            if points:
-                axes.plot([100 * p["saved"] for p in points], [max(p["kl"], 1e-4) for p in points], mark, markersize=5,
-                          fillstyle="none", label=label)  # fmt: skip
+            axes.plot([100 * p["saved"] for p in points], [max(p["kl"], 1e-4) for p in points], mark, markersize=6,
+                      fillstyle="none", label=label)  # fmt: skip
         for name, label, mark in (("as proposed", "as proposed (test)", "X"), ("neighbour's logits", None, "+")):
             w, t = r["ways"][name]["given"], r["latency"][name]
-            axes.plot(100 * t["saved"], max(w["kl"][0], 1e-4), mark, color="black", label=label or f"{name} (test)")
+            axes.plot(100 * t["saved"][0], max(w["kl"][0], 1e-4), mark, color="black", label=label or f"{name} (test)")
         axes.axhline(GOOD_KL, color="black", linestyle=":", linewidth=1)
         axes.set_yscale("log")
 
-    panels(out / "kl_by_similarity.png", kinds, by_bin, "similarity of the stored prompt", "KL(cold || warm), nats")
-    panels(out / "kl_by_slots.png", kinds, by_slots, "slots a head", "KL(cold || warm), nats")
-    panels(out / "plane.png", kinds, plane, "% of the time to the first token saved", "KL(cold || warm), nats")
+    if kinds:
+        panels(out / "kl_by_similarity.png", kinds, by_bin, "similarity of what is found", "KL(cold || warm), nats")
+        panels(out / "kl_by_slots.png", kinds, by_slots, "slots a head", "KL(cold || warm), nats")
+        panels(out / "plane.png", kinds, plane, "% of the time to the first token saved", "KL(cold || warm), nats")
 
     def lengths(axes: Any, rows: list[dict[str, float]]) -> None:
         for i, name in enumerate(key for key in rows[0] if key != "length"):
             axes.plot([r["length"] for r in rows], [1e3 * r[name] for r in rows], STYLES[i], markersize=4, label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        doubled(axes, [r["length"] for r in rows])
 
     panels(out / "first_token_by_length.png", summary["lengths"], lengths, "tokens of the prompt",
            "ms to the first token")  # fmt: skip
+
+
+def doubled(axes: Any, values: Sequence[float]) -> None:
+    """Make both axes logarithmic, with a tick at each of the values that double."""
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(values, [f"{x:,}" for x in values])
+    axes.minorticks_off()
 
 
 def panels(path: Path, data: dict[str, Any], draw_on: Callable[[Any, Any], None], xlabel: str, ylabel: str) -> None:

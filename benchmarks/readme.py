@@ -239,7 +239,7 @@ def projection() -> str:
              for r in record["positions"]}  # fmt: skip
     for model, m, way in dict.fromkeys(key[:3] for key in cells):
         kind = "rotary" if "rotary" in model else "learned"
-        after, true = cells[model, m, way, "after the slots"], cells[model, m, way, "true"]
+        after, true = cells.get((model, m, way, "after the slots"), ""), cells[model, m, way, "true"]
         lines.append(f"| {kind} | {m} | {way} | {after} | {true} |")
     return "\n".join(lines)
 
