@@ -202,11 +202,10 @@ def replay() -> str:
 
 
 def projection() -> str:
-    """The tables of benchmarks/projection: the falsification test, position rules, and what is worth its time."""
+    """The tables of benchmarks/projection: the falsification test, position rules, and how long a start takes."""
     record = json.loads((ROOT / "benchmarks" / "projection" / "summary.json").read_text(encoding="utf-8"))
     kinds = record["kinds"]
-    ways = list(next(iter(kinds.values()))["latency"])
-    shown = [way for way in ways if not way.startswith(("best", "cold"))]
+    ways = [way for way in next(iter(kinds.values()))["latency"] if not way.startswith(("ours", "cold"))]
     lines = [
         f"`projector.py --encoder {record['encoder']}` on `{record['model']}`, test prompts at least as similar to "
         "a stored one as tau: how much sooner the first token comes, KL from the exact distribution in nats, and how "
@@ -215,19 +214,24 @@ def projection() -> str:
         "| | " + " | ".join(f"{name}, {r['tokens']:.0f} tokens" for name, r in kinds.items()) + " |",
         "|---|" + "---|" * len(kinds),
     ]
-    for way in [*shown, None]:
+    for way in [*ways, None]:
         cells = []
         for r in kinds.values():
             name = way or r["best"]
-            saved, row = r["latency"][name]["saved"], r["ways"].get(name, {}).get("retrieved")
-            cells.append(f"{saved:.0%}, {row['kl'][0]:.2f}, {row['good'][0]:.0%}" if row else f"{saved:.0%}, 0, 100%")
-        lines.append(f"| {way or 'the best of our own, chosen on validation'} | {' | '.join(cells)} |")
-    lines += ["", "| kind | as proposed | the best of our own | |", "|---|---|---|---|"]
-    for name, r in kinds.items():
-        ours = r["verdicts"]["best"]
-        failed = "; ".join(f"{p['what']}: {'yes' if p['holds'] else 'no'} ({p['figures']})" for p in ours["parts"])
-        lines.append(f"| {name} | {r['verdicts']['proposed']['verdict']} | {ours['verdict']}: "
-                     f"{r['best'].partition(': ')[2]} | {failed} |")  # fmt: skip
+            saved, row = r["latency"][name]["saved"][0], r["ways"].get(name, {}).get("retrieved")
+            kl = f"{row['kl'][0]:.2f}, {row['low_kl'][0]:.0%}" if row else "0, 100%"
+            cells.append(f"{saved:.0%}, {kl}" + f": {name.removeprefix('ours: ')}" * (way is None))
+        lines.append(f"| {way or 'the best of ours, chosen on validation'} | {' | '.join(cells)} |")
+    rest = [next((p for p in r["plane"] if not p["m"]), None) for r in kinds.values()]
+    cells = [f"{p['saved']:.0%}, 0, 100%" if p else "-" for p in rest]
+    lines.append(f"| exact prefix, all of the rest read (`recycle.py`) | {' | '.join(cells)} |")
+    lines += ["", "By the proposal's three thresholds (with 95% intervals):", "", "| prompts | | verdict | why |",
+              "|---|---|---|---|"]  # fmt: skip
+    words = {True: "yes", False: "no", None: "not measured"}
+    for kind, r in kinds.items():
+        for way, v in r["verdicts"].items():
+            parts = "; ".join(f"{p['what']}: {words[p['holds']]}, {p['figures']}" for p in v["parts"])
+            lines.append(f"| {kind} | {way} | {v['verdict']} | {parts} |")
     lines += [
         "",
         "KL, and how many have at most 0.05, on quiz questions whose relative is given, by where the tail is read:",
@@ -235,12 +239,11 @@ def projection() -> str:
         "| positions of the model | slots | | right after the slots | where it is |",
         "|---|---|---|---|---|",
     ]
-    cells = {(r["model"], r["m"], r["way"], r["positions"]): f"{r['kl']:.2f}, {r['good']:.0%}"
+    found = {(r["model"], r["m"], r["way"], r["positions"]): f"{r['kl']:.2f}, {r['good']:.0%}"
              for r in record["positions"]}  # fmt: skip
-    for model, m, way in dict.fromkeys(key[:3] for key in cells):
-        kind = "rotary" if "rotary" in model else "learned"
-        after, true = cells.get((model, m, way, "after the slots"), ""), cells[model, m, way, "true"]
-        lines.append(f"| {kind} | {m} | {way} | {after} | {true} |")
+    for model, m, way in dict.fromkeys(key[:3] for key in found):
+        after, true = found.get((model, m, way, "after the slots"), ""), found[model, m, way, "true"]
+        lines.append(f"| {'rotary' if 'rotary' in model else 'learned'} | {m or ''} | {way} | {after} | {true} |")
     return "\n".join(lines)
 
 
