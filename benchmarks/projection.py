@@ -1045,9 +1045,9 @@ def print_lengths(lengths: dict[str, list[dict[str, float]]]) -> None:
     print("\nms to the first token over the length of the prompt (retrieval not counted)")
     for model, rows in lengths.items():
         names = [key for key in rows[0] if key != "length"]
-        print(f"\n{model:>16}" + "".join(f"{name:>28}" for name in names))
+        print(f"\n{model:>14}" + "".join(f"{name:>30}" for name in names))
         for row in rows:
-            print(f"{row['length']:>16,}" + "".join(f"{1e3 * row[name]:>28.1f}" for name in names))
+            print(f"{row['length']:>14,}" + "".join(f"{1e3 * row[name]:>30.1f}" for name in names))
 
 
 def print_positions(rows: Sequence[dict[str, Any]]) -> None:
