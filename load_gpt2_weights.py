@@ -54,7 +54,11 @@ class Checkpoint(NamedTuple):
     weights: str = "model.safetensors"
 
 
-POCKET = {"pocket": "teacher", "pocket-student": "student", "pocket-bct": "bct", "pocket-rotary": "rotary"}  # folders
+POCKET = {  # folders
+    "pocket": "teacher", "pocket-student": "student", "pocket-student-alone": "student-alone",
+    "pocket-student-prompt": "student-prompt", "pocket-student-dropout": "student-dropout", "pocket-bct": "bct",
+    "pocket-rotary": "rotary",
+}  # fmt: skip
 PUBLIC = {
     "gpt2": Checkpoint("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "gpt2-medium": Checkpoint("openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
@@ -364,8 +368,8 @@ class CommandLine(argparse.ArgumentParser):
                          formatter_class=HelpFormatter)
 
     def add_model_arguments(self, model: str = "--model") -> None:
-        """Add which model runs, where and in which numbers; a name without dashes makes the model's positional."""
-        optional = {} if model.startswith("-") else {"nargs": "?"}
+        """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
+        optional = {"dest": "model"} if model.startswith("-") else {"nargs": "?"}
         self.add_argument(model, default="pocket", metavar="NAME", help=NAMES, **optional)
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"),
                           help="where to compute; auto: cuda if there is one, else mps, else cpu")

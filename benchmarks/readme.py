@@ -2,7 +2,7 @@
 
 Blocks between <!-- name --> and <!-- /name --> are replaced: `speed` from benchmarks/speed.json, `pocket` from
 pocket/teacher/figures.json, `memory` from benchmarks/bounded/summary.json, `ablation` from pocket/bct/ablation.json,
-`recycling` and `replay` from benchmarks/recycling,
+`recycling` and `replay` from benchmarks/recycling, `projection` and `refreshing` from the folders of these names,
 `demo` by running `gpt_kv_cache.py --compare`.
 """
 
@@ -247,12 +247,49 @@ def projection() -> str:
     return "\n".join(lines)
 
 
+def refreshing() -> str:
+    """The tables of benchmarks/refreshing: what each way of refreshing writes and costs, and the claims."""
+    record = json.loads((ROOT / "benchmarks" / "refreshing" / "summary.json").read_text(encoding="utf-8"))
+    ways = record["ways"]
+    lines = [
+        f"{record['measured_prompts']} held-out prompts of {record['prompt_tokens'][0]} tokens and {record['tokens']} "
+        f"written ones, sampled at temperature 1 by {record['seeds']} seeds; in one column greedily. Perplexity is the "
+        "teacher's, in brackets its 95% interval over prompts; a slip is a token to which the teacher gives less than "
+        f"1%. Times are of single prompts on a {record['device'].upper()}, medians of ways in turn.",
+        "",
+        "| | perplexity | greedy | slips | Repeat@3 | refreshes | teacher reads | first token | tokens/s | overhead |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, r in ways.items():
+        if "sampled" not in r:
+            continue  # its quality is that of another way
+        s, t = r["sampled"], r["times"]
+        lines.append(
+            f"| {name} | {s['ppl'][0]:.2f} ({s['ppl'][1]:.2f}-{s['ppl'][2]:.2f}) | {r['greedy']['ppl'][0]:.2f} "
+            f"| {s['slips'][0]:.1%} | {s['repeat_3'][0]:.3f} | {s['refreshes'][0]:.1f} | {s['teacher_tokens'][0]:.0f} "
+            f"| {1e3 * t['ttft_s']:.1f} ms | {t['decode_tps']:.0f} | {t['overhead']:+.1%} |"
+        )
+    names = [*dict.fromkeys(name.partition(", ")[0] for name in record["students"])]
+    how = [*dict.fromkeys(name.partition(", ")[2] for name in record["students"])]
+    trained = {"alone": "its own cache", "prompt": "the teacher's cache of a prompt", "student": "segments"}
+    lines += ["", f"| perplexity, by what a student was trained on | {' | '.join(how)} |", "|---|" + "---|" * len(how)]
+    for name in names:
+        cells = (f"{record['students'][f'{name}, {x}']['ppl'][0]:.2f}" for x in how)
+        lines.append(f"| {trained[name]} | {' | '.join(cells)} |")
+    lines += ["", "| the source's claim | verdict | |", "|---|---|---|"]
+    lines += [f"| {claim['claim']} | {claim['verdict']} | {claim['figures']} |" for claim in record["claims"]]
+    right = ", ".join(f"{name} {value[0]:.0%}" for name, value in record["facts"].items())
+    lines += ["", f"Questions on what a story said early, answered exactly: {right}."]
+    return "\n".join(lines)
+
+
 def main() -> None:
     cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
     with cli.parse():
         readme = ROOT / "README.md"
         blocks = {"speed": speed(), "pocket": pocket(), "memory": memory(), "ablation": ablation(),
-                  "recycling": recycling(), "replay": replay(), "projection": projection(), "demo": demo()}  # fmt: skip
+                  "recycling": recycling(), "replay": replay(), "projection": projection(),
+                  "refreshing": refreshing(), "demo": demo()}  # fmt: skip
         readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), blocks), encoding="utf-8")
 
 

@@ -6,6 +6,8 @@
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
   python pocket/train.py rotary                              the teacher with rotary positions, fine-tuned
+  python pocket/train.py student                             a narrower model that decodes on the teacher's cache
+  torchrun --nproc-per-node 8 pocket/train.py student --init gpt2-medium --text FILE --out FOLDER
   python pocket/train.py ablation                            which parts of BCT do what, by short runs of each
 
 The finding behind the recipe: a GPT-2 this small, with random learned positions, forms no induction head within
@@ -42,6 +44,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 
 import gpt_bounded_cache as bounded
+import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig, generate
 from load_gpt2_weights import (
     CommandLine,
@@ -107,6 +110,24 @@ class Distillation(Recipe):
         return self.config.slots if isinstance(self.config, bounded.GPTConfig) else 0
 
 
+@dataclass(frozen=True)
+class Pruning(Recipe):
+    """Distillation into a narrower model of the same layers, heads and head size, so that the teacher's cache fits it.
+
+    What the model reads of its own text and what of the teacher's cache: "alone", its own; "prompt", the teacher's of
+    the first part of the text, its own of the rest; "segments", the teacher's up to the start of a segment and its own
+    from there on, for segments as long as between two refreshes, from 4 tokens to all.
+    """
+
+    init: str = "pocket"
+    mode: str = "segments"
+    text: str | None = None
+    begin: str | None = None  # the student that it goes on from, instead of the pruned teacher
+
+
+STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
+DROPOUT = 0.1
+KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read; the last is trained with dropout
 TEACHER = Recipe(
     config=GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=6, n_head=6, n_embd=192),
     phases=(
@@ -120,7 +141,7 @@ TEACHER = Recipe(
     documents=60_000,
 )
 MEMORY = {"slots": 24, "recent": 8}
-STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500}
+STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
 
 
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
@@ -137,6 +158,21 @@ def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
     """The recipe that gives a trained model of this geometry rotary instead of learned positions."""
     phase = Phase(steps=steps, documents=3, lists=1, context=config.n_ctx, lr=1e-3, shuffled=1, answers=8.0)
     return Distillation(rope.GPTConfig(**vars(config)), (phase,), documents=60_000, weight_decay=0.0, init=init)
+
+
+def pruning(init: str, config: GPTConfig, steps: int, kind: str, text: str | None = None) -> Pruning:
+    """The recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout goes on
+    from the one without, since on a CPU dropout takes four times as long."""
+    begin = "pocket-student" if (init, kind) == ("pocket", "dropout") else None
+    lr = 4e-4 if begin else 1e-3
+    phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=lr, shuffled=1, answers=4.0)
+    if text:
+        phase = replace(phase, documents=8, shuffled=0, answers=1.0)
+    n_embd, n_inner = (max(8, 8 * round(STUDENT_WIDTH * width / 8)) for width in (config.n_embd, config.n_inner))
+    mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
+    narrow = replace(config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout)
+    return Pruning(narrow, (phase,), documents=60_000, weight_decay=0.0, init=init, mode=mode, text=text,
+                   begin=begin)  # fmt: skip
 
 
 # --- Tokenizer ------------------------------------------------------------------------------------------------------
@@ -298,9 +334,87 @@ def start_memory(model: bounded.GPT, ids: Tensor, generator: torch.Generator) ->
             block.memory.start[..., -1] = -6  # the logarithm of a mass that hardly counts
 
 
+class Student(gpt_kv_cache.GPT):
+    """A narrower model in training, on its own cache or a teacher's."""
+
+    def forward(self, ids: Tensor, cache: gpt_kv_cache.KVCache | None = None, last_only: bool = False,
+                start: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Return logits (B, T, V); with start (B, T), where the segment of each token begins, as if there the cache
+        of ids that a teacher has written had been taken over, and the student's own went on from it."""
+        if start is None:
+            return super().forward(ids, cache, last_only)
+        at = torch.arange(ids.size(1), device=ids.device)
+        before = start[..., None] > at  # (B, T, T), the teacher's tokens that each token sees
+        own = ~before & (at <= at[:, None])
+        mask = torch.cat([before, own], -1)[:, None]  # (B, 1, T, 2 T)
+        x = self.drop(self.wte(ids) + self.wpe(at))
+        for block, kv in zip(self.h, cache.layers, strict=True):
+            q, k, v = block.attn.project(block.ln_1(x))
+            k, v = (torch.cat([read.to(written), written], 2) for read, written in zip(kv, (k, v), strict=True))
+            x = x + block.drop(block.attn(q, k, v, mask))
+            x = x + block.drop(block.mlp(block.ln_2(x)))
+        return self.head(x)
+
+
+@torch.no_grad()
+def pruned(teacher: gpt_kv_cache.GPT, config: GPTConfig, ids: Tensor) -> Student:
+    """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
+    active (mean absolute value) on texts ids (B, T)."""
+    hidden: list[Tensor] = []
+    neurons: list[Tensor] = []
+    hooks = [norm.register_forward_hook(lambda _, args, output: hidden.append(output.abs().mean((0, 1))))
+             for block in teacher.h for norm in (block.ln_1, block.ln_2)]  # fmt: skip
+    hooks += [block.mlp.c_proj.register_forward_pre_hook(lambda _, args: neurons.append(args[0].abs().mean((0, 1))))
+              for block in teacher.h]  # fmt: skip
+    teacher(ids)
+    for hook in hooks:
+        hook.remove()
+    wide = sum(hidden).topk(config.n_embd).indices.sort().values
+    inner = [active.topk(config.n_inner).indices.sort().values for active in neurons]
+    kept = {}
+    for name, p in teacher.named_parameters():
+        if name.endswith(("c_attn.weight", "c_fc.weight")):  # read the residual stream
+            p = p[wide]
+        elif name.endswith("mlp.c_proj.weight"):
+            p = p[inner[int(name.split(".")[1])]]
+        if ".c_fc." in name:
+            p = p[..., inner[int(name.split(".")[1])]]
+        elif ".c_attn." not in name:  # all others write to the stream, or are as wide
+            p = p[..., wide]
+        kept[name] = p
+    student = Student(config).to(ids.device)
+    student.load_state_dict(kept)
+    return student
+
+
+def segment_starts(mode: str, rows: int, T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return where the segment of each token begins (rows, T), and which tokens count in the loss (rows, T): those that
+    the student reads itself."""
+    at = torch.arange(T).expand(rows, T)
+    if mode == "alone":
+        return torch.zeros_like(at), torch.ones(rows, T)
+    first = torch.randint(1, T, (rows, 1), generator=generator)
+    prompt = torch.where(at < first, 0, first)
+    if mode == "prompt":
+        return prompt, (at >= first).float()
+    stride = 4 * 2 ** torch.randint(0, 8, (rows, 1), generator=generator)  # 4 ... 512
+    offset = first % stride
+    start = torch.where(at < offset, 0, offset + (at - offset) // stride * stride)
+    return torch.where(stride >= T, prompt, start), torch.ones(rows, T)
+
+
 def start(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
     """Return the model as training begins, and the teacher that it learns from, if any."""
     torch.manual_seed(recipe.seed)
+    if isinstance(recipe, Pruning):
+        teacher = load_model(recipe.init, model_class=gpt_kv_cache.GPT, device=device).requires_grad_(False)
+        generator = torch.Generator().manual_seed(recipe.seed)
+        sample = replace(recipe.phases[0], documents=16, shuffled=0)
+        rows = text_of(replace(recipe, documents=2_000)).batch(sample, generator)[0]
+        model = pruned(teacher, recipe.config, rows[:, :-1].to(device))
+        if recipe.begin:
+            model.load_state_dict(load_model(recipe.begin, model_class=gpt_kv_cache.GPT).state_dict())
+        return model.train(), teacher
     if not isinstance(recipe, Distillation):
         model = GPT(recipe.config)
         start_as_copier(model)
@@ -440,9 +554,15 @@ def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: t
     rows, weights = lists_batch(phase, recipe.config.vocab_size, longest, generator)
     if phase.documents:
         rows, weights = (torch.cat(pair) for pair in zip(text.batch(phase, generator), (rows, weights), strict=True))
+    segments = torch.zeros_like(weights, dtype=torch.long)
+    if isinstance(recipe, Pruning):
+        segments, counts = segment_starts(recipe.mode, *weights.shape, generator)
+        weights = weights * counts
     weights = weights * world_size() / weights.sum()  # gradients are averaged over processes: the mean over all rows
     mine = slice(rank(), None, world_size())
-    before, rows, weights = (x[mine].to(device) for x in (rows.roll(1, dims=0), rows, weights))
+    before, rows, weights, segments = (x[mine].to(device) for x in (rows.roll(1, dims=0), rows, weights, segments))
+    if isinstance(recipe, Pruning):
+        return (student_divergence(model, teacher, rows[:, :-1], segments) * weights).sum()
     if teacher is not None:
         length = int(torch.randint(1, recipe.phases[0].context, (1,), generator=generator)) if step % 2 else 0
         nats = divergence(recipe, model, teacher, rows[:, :-1], before[:, -1 - length : -1])
@@ -451,6 +571,21 @@ def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: t
         logits = model(rows[:, :-1])
     nats = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
     return (nats * weights.flatten()).sum()
+
+
+def student_divergence(model: nn.Module, teacher: gpt_kv_cache.GPT, rows: Tensor, start: Tensor) -> Tensor:
+    """Return KL(teacher || student) in nats at every token of rows (B, T), with segments that begin at start (B, T)."""
+    cache = gpt_kv_cache.KVCache()
+    with torch.autocast(rows.device.type, torch.bfloat16):
+        expected = teacher(rows, cache)
+        got = model(rows, cache, start=start)
+    return kl(expected, got)
+
+
+def kl(expected: Tensor, got: Tensor) -> Tensor:
+    """Return KL(expected || got) in nats of two tensors of logits (..., V)."""
+    expected, got = expected.float().log_softmax(-1), got.float().log_softmax(-1)
+    return F.kl_div(got, expected, log_target=True, reduction="none").sum(-1)
 
 
 def divergence(recipe: Distillation, model: nn.Module, teacher: nn.Module, rows: Tensor, before: Tensor) -> Tensor:
@@ -465,13 +600,12 @@ def divergence(recipe: Distillation, model: nn.Module, teacher: nn.Module, rows:
             with torch.no_grad():
                 model(before, cache)
         got = model(rows, cache)
-    expected, got = expected.float().log_softmax(-1), got.float().log_softmax(-1)
-    return F.kl_div(got, expected, log_target=True, reduction="none").sum(-1)
+    return kl(expected, got)
 
 
 def text_of(recipe: Recipe) -> Corpus:
     """Return the text that a recipe trains on, in the tokens of its model."""
-    if not isinstance(recipe, Distillation):
+    if not isinstance(recipe, Distillation | Pruning):
         return Corpus(recipe.documents, recipe.seed)
     return Corpus(recipe.documents, recipe.seed, load_tokenizer(recipe.init), recipe.text)
 
@@ -749,24 +883,29 @@ From phase 4 on the loss is higher because shuffled documents are read too, and 
 
 def main() -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    what = ("tokenizer", "teacher", "bct", "ablation", "rotary")
+    what = ("tokenizer", "teacher", "bct", "ablation", "rotary", "student")
     cli.add_argument("what", choices=what, help="what to train")
     cli.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes; default: its folder in pocket")
     cli.add_argument("--state", type=Path, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
-    cli.add_argument("--init", default="pocket", metavar="NAME", help="bct, rotary: the model to change")
-    cli.add_argument("--text", metavar="FILE", help="bct: UTF-8 text to train on, with <|endoftext|> between texts; "
-                     "default: the pocket corpus")  # fmt: skip
-    cli.add_argument("--steps", type=whole_number(1), metavar="N", help="bct, ablation, rotary: steps of training; "
-                     f"default: {STEPS['bct']:,}, {STEPS['ablation']}, {STEPS['rotary']:,}")  # fmt: skip
+    cli.add_argument("--init", default="pocket", metavar="NAME", help="bct, rotary, student: the model to change")
+    cli.add_argument("--text", metavar="FILE", help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
+                     "texts; default: the pocket corpus")  # fmt: skip
+    cli.add_argument("--steps", type=whole_number(1), metavar="N", help="steps of training; default: "
+                     + ", ".join(f"{name} {n:,}" for name, n in STEPS.items()))  # fmt: skip
+    cli.add_argument("--kind", choices=KINDS, default=KINDS[0], help="student: what it reads in training: segments as "
+                     "between refreshes; alone, its own cache; prompt, the teacher's of a prompt; dropout, segments "
+                     f"with dropout of {DROPOUT}")  # fmt: skip
     cli.add_argument("--slots", default=MEMORY["slots"], type=whole_number(1), metavar="M", help="bct: slots of a head")
     cli.add_argument("--recent", default=MEMORY["recent"], type=whole_number(0), metavar="R",
                      help="bct: tokens kept exactly beside the slots")  # fmt: skip
     with cli.parse() as args:
-        out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(args.what, args.what)
-        run = args.state or HERE.parent / "runs" / args.what
-        steps, memory = args.steps or STEPS.get(args.what), {"slots": args.slots, "recent": args.recent}
+        name = args.what if args.kind == KINDS[0] else f"{args.what}-{args.kind}"
+        out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(args.what, name)
+        run = args.state or HERE.parent / "runs" / name
+        steps = args.steps or STEPS.get(name, STEPS.get(args.what))
+        memory = {"slots": args.slots, "recent": args.recent}
         if args.out is None and (args.init != "pocket" or args.text or args.steps or memory != MEMORY):
             raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
         if args.what == "tokenizer":
@@ -784,6 +923,11 @@ def main() -> None:
             model, losses = train(recipe, run, args.stop_at)
             if rank() == 0 and len(losses) == steps:
                 finish_rotary(recipe, model.cpu(), losses, out)
+        elif args.what == "student":
+            recipe = pruning(args.init, load_model(args.init, model_class=GPT).config, steps, args.kind, args.text)
+            model, losses = train(recipe, run, args.stop_at)
+            if rank() == 0 and len(losses) == steps:
+                finish_student(recipe, model.cpu(), losses, out)
         else:
             model, losses = train(TEACHER, run, args.stop_at)
             if rank() == 0 and len(losses) == sum(p.steps for p in TEACHER.phases):
@@ -851,10 +995,15 @@ def finish_memory(recipe: Distillation, model: bounded.GPT, losses: list[float],
         text = memory_card(recipe, model, figures)
         write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
     plot_losses(recipe, losses, folder / "loss.png")
-    own_tokenizer = find_file(recipe.init, "config.json").with_name("tokenizer.tiktoken")
-    if own_tokenizer.is_file() and folder.resolve().parent != HERE:  # the shipped models share one
-        write_atomically(folder / own_tokenizer.name, lambda file: shutil.copyfile(own_tokenizer, file))
+    copy_tokenizer(recipe.init, folder)
     export(model, folder)
+
+
+def copy_tokenizer(init: str, folder: Path) -> None:
+    """Give a model the tokenizer of the one that it comes from, if that has its own; the shipped ones share one."""
+    own = find_file(init, "config.json").with_name("tokenizer.tiktoken")
+    if own.is_file() and folder.resolve().parent != HERE:
+        write_atomically(folder / own.name, lambda file: shutil.copyfile(own, file))
 
 
 def memory_card(recipe: Distillation, model: bounded.GPT, figures: dict[str, dict[str, float]]) -> str:
@@ -930,6 +1079,92 @@ parameters. `python pocket/train.py rotary` fine-tuned it on what `{recipe.init}
 
 | figure | `{recipe.init}` | rotary |
 |---|---|---|
+{rows}
+
+The figures are explained on the card of [pocket/teacher](../teacher/README.md).
+
+![Training loss](loss.png)
+
+The loss is the divergence from `{recipe.init}`; tokens of answers weigh {phase.answers:g} times.
+"""
+
+
+@torch.inference_mode()
+def divergences(teacher: gpt_kv_cache.GPT, student: Student, tokenizer: tiktoken.Encoding) -> dict[str, float]:
+    """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of the context, by what
+    the student reads: its own cache, the teacher's of the prompt, or one that is refreshed every so many tokens."""
+    n_ctx = student.config.n_ctx
+    prompt, at = 3 * n_ctx // 8, torch.arange(n_ctx)
+    text = [t for d in corpus.documents("test", 150) for t in [*tokenizer.encode_ordinary(d.text), tokenizer.eot_token]]
+    rows = torch.tensor(text[: len(text) // n_ctx * n_ctx]).view(-1, n_ctx)[:24]
+    cache = gpt_kv_cache.KVCache()
+    expected = teacher(rows, cache)
+    found = {}
+    for name, stride in (("alone", 0), ("teacher's prompt", n_ctx), ("every 64", 64), ("every 16", 16), ("every 4", 4)):
+        start = torch.where(at < prompt, 0, prompt + (at - prompt) // stride * stride) if stride else at * 0
+        nats = kl(expected, student(rows, cache, start=start.expand_as(rows)))
+        found[name] = nats[:, prompt:].mean().item()
+    return found
+
+
+def finish_student(recipe: Pruning, model: Student, losses: list[float], folder: Path) -> None:
+    """Measure a student as it will be shipped, in fp16, alone and on its teacher's cache; write it and its card.
+
+    Raises ValueError, and writes nothing, if under no way of reading it comes near to its teacher. A model that was
+    trained on another text than the corpus is not measured.
+    """
+    model = model.half().float()
+    if recipe.text is None:
+        tokenizer, teacher = load_tokenizer(recipe.init), load_model(recipe.init, model_class=gpt_kv_cache.GPT)
+        figures = {"kl": divergences(teacher, model, tokenizer), "student": evaluate(model, tokenizer)}
+        print(json.dumps(figures, indent=2))
+        if (least := min(figures["kl"].values())) > 0.5:
+            raise ValueError(f"the model is not kept: its divergence from the teacher is {least:.2f} nats at least")
+        write_atomically(folder / "figures.json", lambda file: file.write_text(json.dumps(figures, indent=2) + "\n"))
+        text = student_card(recipe, model, figures, folder.name)
+        write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+    plot_losses(recipe, losses, folder / "loss.png")
+    copy_tokenizer(recipe.init, folder)
+    export(model, folder)
+
+
+READS = {
+    "alone": "read its own cache only",
+    "prompt": "read the teacher's cache of the first part of each text, and its own of the rest",
+    "segments": "read the teacher's cache up to a segment and its own from there on, with segments of 4 tokens to all",
+}
+
+
+def student_card(recipe: Pruning, model: Student, figures: dict[str, dict[str, float]], name: str) -> str:
+    """Return the model card of a student."""
+    c, phase = recipe.config, recipe.phases[0]
+    tokens = phase.steps * phase.rows * phase.context / 1e6
+    dropout = f", with dropout of {c.dropout}" if c.dropout else ""
+    begun = f", from `{recipe.begin}` on" if recipe.begin else ""
+    command = f"python pocket/train.py student{name.replace('student-', ' --kind ').removeprefix('student')}"
+    rows = "\n".join(f"| {key} | {value:.4f} |" for key, value in figures["student"].items())
+    return f"""# pocket/{name}
+
+A student of `{recipe.init}`, for `overfill.py`: as many layers, heads and dimensions of a head, so that the teacher's
+cache fits it, but {c.n_embd} hidden dimensions and {c.n_inner} neurons, those that were most active in the teacher;
+{sum(p.numel() for p in model.parameters()):,} parameters. `{command}` distilled it from what
+`{recipe.init}` predicts: {phase.steps:,} steps, {tokens:.1f} million tokens{begun}. In training it
+{READS[recipe.mode]}{dropout}.
+The weights are fp16.
+
+## Held out (split "test")
+
+Mean KL(teacher || student) in nats after a prompt of {3 * c.n_ctx // 8} tokens, by what the student reads: its own
+cache; the teacher's of the prompt; that, refreshed every so many tokens.
+
+| {" | ".join(figures["kl"])} |
+|{"---|" * len(figures["kl"])}
+| {" | ".join(f"{value:.3f}" for value in figures["kl"].values())} |
+
+Alone, on its own cache:
+
+| figure | value |
+|---|---|
 {rows}
 
 The figures are explained on the card of [pocket/teacher](../teacher/README.md).

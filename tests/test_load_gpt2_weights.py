@@ -266,7 +266,8 @@ def test_peak_memory_is_one_copy(full_size) -> None:
 
 def test_names() -> None:
     assert [*loader.POCKET, *loader.PUBLIC] == [
-        "pocket", "pocket-student", "pocket-bct", "pocket-rotary",
+        "pocket", "pocket-student", "pocket-student-alone", "pocket-student-prompt", "pocket-student-dropout",
+        "pocket-bct", "pocket-rotary",
         "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2",
         "microsoft/DialoGPT-small", "microsoft/DialoGPT-medium", "microsoft/DialoGPT-large",
     ]

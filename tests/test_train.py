@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer, read_tokenizer
 from pocket import corpus, rope, train
@@ -186,6 +187,134 @@ def test_the_shipped_rotary_model_is_that_of_its_card() -> None:
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 300)]
     nats, _ = train.continuation_loss(model, load_tokenizer("pocket-rotary"), documents)
     assert math.exp(nats) == pytest.approx(figures["rotary"]["perplexity"], rel=1e-3)
+
+
+def student_of(teacher: str, kind: str = "segments", steps: int = 3) -> train.Pruning:
+    return replace(train.pruning(teacher, PLAIN, steps, kind), documents=60, warmup=2)
+
+
+def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str) -> None:
+    recipe = student_of(teacher)
+    c = recipe.config
+    assert (c.n_layer, c.n_head, c.head_dim, c.n_ctx) == (2, 2, 8, 32) and (c.n_embd, c.n_inner) == (16, 56)
+    plain = load_model(teacher, model_class=gpt_kv_cache.GPT)
+    loud, quiet = list(range(3, 19)), [0, 1, 2, *range(19, 24)]
+    with torch.no_grad():  # of the hidden dimensions 8 hardly show, and of the neurons of layer 1 40
+        for block in plain.h:
+            for norm in (block.ln_1, block.ln_2):
+                norm.weight[quiet], norm.bias[quiet] = 1e-3, 0.0
+        plain.h[1].mlp.c_fc.weight[:, :40], plain.h[1].mlp.c_fc.bias[:40] = 0.0, -20.0
+    ids = torch.randint(train.VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(0))
+    model = train.pruned(plain, c, ids)
+    assert torch.equal(model.wte.weight, plain.wte.weight[:, loud])
+    assert torch.equal(model.h[0].attn.c_attn.weight, plain.h[0].attn.c_attn.weight[loud])
+    assert torch.equal(model.h[1].attn.c_proj.weight, plain.h[1].attn.c_proj.weight[:, loud])
+    assert torch.equal(model.h[1].mlp.c_fc.weight, plain.h[1].mlp.c_fc.weight[loud][:, 40:])
+    assert torch.equal(model.h[1].mlp.c_fc.bias, plain.h[1].mlp.c_fc.bias[40:])
+    assert torch.equal(model.h[1].mlp.c_proj.weight, plain.h[1].mlp.c_proj.weight[40:][:, loud])
+    whole = train.pruned(plain, PLAIN, ids)  # nothing is cut
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), plain.parameters(), strict=True))
+
+
+def test_segments_are_those_between_two_refreshes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    at, strides = torch.arange(512), set()
+    start, counts = train.segment_starts("segments", 200, 512, generator)
+    assert counts.eq(1).all()
+    for row in start:
+        assert (row <= at).all() and row.diff().ge(0).all()
+        begins = row.unique().tolist()
+        lengths = {b - a for a, b in pairwise(begins[1:])}
+        assert len(lengths) <= 1  # all but the first and the last are as long
+        strides |= lengths
+    assert strides == {4, 8, 16, 32, 64, 128, 256}  # of 512: one boundary, as in "prompt"
+    start, counts = train.segment_starts("prompt", 50, 512, generator)
+    for row, counted in zip(start, counts, strict=True):
+        first = int(row.max())
+        assert row.tolist() == [0] * first + [first] * (512 - first) and counted.sum() == 512 - first
+    start, counts = train.segment_starts("alone", 3, 16, generator)
+    assert not start.any() and counts.all()
+
+
+def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> None:
+    model, plain = train.start(student_of(teacher), torch.device("cpu"))
+    model.eval()
+    ids = torch.randint(train.VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(0))
+    start = torch.stack([torch.arange(32) // 8 * 8, torch.arange(32) * 0])
+    cache = gpt_kv_cache.KVCache()
+    with torch.no_grad():
+        plain(ids, cache)
+        logits = model(ids, cache, start=start)
+        torch.testing.assert_close(logits[1], model(ids)[1], atol=1e-4, rtol=1e-4)  # begins at 0: its own only
+        for t in (0, 7, 8, 20, 31):  # one token at a time, on what a refresh leaves
+            taken = cache.clone()
+            taken.truncate(t // 8 * 8)
+            taken.layers = [kv[:, :1] for kv in taken.layers]
+            one = model(ids[:1, t // 8 * 8 : t + 1], taken)[0, -1]
+            torch.testing.assert_close(logits[0, t], one, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["segments", "prompt", "alone", "dropout"])
+def test_a_student_comes_nearer_to_its_teacher_which_stays_as_it_is(teacher: str, kind: str, tmp_path: Path) -> None:
+    recipe = student_of(teacher, kind, 60)
+    assert recipe.config.dropout == (0.1 if kind == "dropout" else 0.0)
+    model, losses = train.train(recipe, tmp_path / "whole")
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    train.train(recipe, tmp_path / "parts", stop_at=7)
+    if kind != "dropout":  # whose draws go on from where they are
+        again, same = train.train(recipe, tmp_path / "parts")
+        assert same == losses
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    _, plain = train.start(recipe, torch.device("cpu"))
+    assert not any(p.requires_grad for p in plain.parameters())
+
+
+def test_only_what_the_student_reads_itself_counts(teacher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = student_of(teacher, "prompt")
+    model, plain = train.start(recipe, torch.device("cpu"))
+    text, nats = train.text_of(recipe), torch.zeros(4, 32)
+    first = torch.tensor([1, 5, 20, 31])[:, None]
+    counts = (torch.arange(32) >= first).float()
+    monkeypatch.setattr(train, "segment_starts", lambda *_: (torch.where(counts > 0, first, 0), counts))
+    monkeypatch.setattr(train, "student_divergence", lambda *_: nats)
+    for value, inside in ((0.0, 0.0), (1.0, 1.0)):
+        nats = torch.where(counts > 0, inside, 100.0)
+        assert float(train.loss_at(recipe, 0, model, text, torch.device("cpu"), plain)) == pytest.approx(value)
+
+
+def test_the_command_gives_any_model_a_student_also_under_torchrun(teacher: str, tmp_path: Path) -> None:
+    """What one runs on GPT-2's own weights: student --init gpt2-medium --text FILE."""
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join(d.text for d in corpus.documents("train", 20)))
+    script = [str(ROOT / "pocket" / "train.py"), "student", "--init", teacher, "--text", str(tmp_path / "text.txt")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, command in (("one", [sys.executable, *script]), ("two", [*torchrun, *script])):
+        folders = ["--out", str(tmp_path / name), "--state", str(tmp_path / f"run-{name}"), "--steps", "5"]
+        subprocess.run([*command, *folders], check=True, timeout=300, capture_output=True, cwd=tmp_path)
+        files = ["config.json", "loss.png", "model.safetensors", "tokenizer.tiktoken"]
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == files
+        config = load_model(str(tmp_path / name), model_class=GPT).config
+        assert (config.n_embd, config.n_head, config.head_dim) == (16, 2, 8)
+    losses = [torch.load(tmp_path / f"run-{name}" / "last.pt")["losses"] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # bf16; after a step the gradients of both count
+
+
+@pytest.mark.parametrize("kind", train.KINDS)
+def test_the_shipped_students_are_those_of_their_cards(kind: str) -> None:
+    name = "student" if kind == "segments" else f"student-{kind}"
+    folder = ROOT / "pocket" / name
+    assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "figures.json", "loss.png",
+                                                        "model.safetensors"}  # fmt: skip
+    figures = json.loads((folder / "figures.json").read_text())
+    plain = load_model("pocket", model_class=gpt_kv_cache.GPT)
+    recipe = train.pruning("pocket", plain.config, train.STEPS.get(name, train.STEPS["student"]), kind)
+    loaded = load_model(f"pocket-{name}", model_class=gpt_kv_cache.GPT)
+    assert loaded.config == replace(recipe.config, dropout=0.0)
+    assert json.loads((folder / "config.json").read_text())["resid_pdrop"] == recipe.config.dropout
+    model = train.Student(recipe.config)
+    model.load_state_dict(loaded.state_dict())
+    model.eval()
+    assert train.student_card(recipe, model, figures, name) == (folder / "README.md").read_text()
+    assert train.divergences(plain, model, load_tokenizer("pocket")) == pytest.approx(figures["kl"], rel=1e-2)
 
 
 def test_a_text_that_is_too_short_is_refused_in_one_sentence(teacher: str, tmp_path: Path) -> None:

@@ -1,0 +1,521 @@
+"""OverFill: a teacher reads the prompt, a smaller student writes on its KV cache; and seven ways to refresh that cache.
+`overfill.py` measures them on long texts, against the teacher and the student alone; `write` shows one at work.
+
+A student's own keys and values differ a little from those that the teacher would have written, and what it writes next
+is computed from them. At a refresh the teacher reads what was written and its entries replace the student's. That needs
+two models of the same layers, heads and head size; else the student reads everything itself. All of it approximates
+the teacher: nothing here writes exactly what the teacher alone would.
+
+Shapes: B texts, T tokens, S tokens in a cache, N passes, L layers, H heads, D head size, V vocabulary.
+
+Source: Emara, Kim and Abdelfattah 2025, "KV-Cache Refresh Methods for Long Generation"; Kim et al. 2025, "OverFill";
+Gal and Ghahramani 2016, "Dropout as a Bayesian Approximation".
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt_kv_cache import GPT, KVCache, check_options, context_start, sample
+from load_gpt2_weights import find_file, load_model, load_tokenizer, read_json, stream
+
+GEOMETRY = ("n_layer", "n_head", "head_dim", "n_ctx")  # what keys and values, and the positions in them, depend on
+
+
+# --- Two models, one text -------------------------------------------------------------------------------------------
+
+
+def misfit(teacher: GPT, student: GPT) -> str:
+    """Return how the geometry of the two differs, "" if one's cache serves the other."""
+    pairs = ((name, getattr(teacher.config, name), getattr(student.config, name)) for name in GEOMETRY)
+    return ", ".join(f"{name} {a} against {b}" for name, a, b in pairs if a != b)
+
+
+def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
+    """Replace in place the last counts (B,) tokens of each row of a cache by those of a source that ends where it does.
+
+    Raises ValueError, and changes nothing, if the two don't end at the same position or one has too few tokens.
+    """
+    n = int(counts.max())
+    if cache.next_pos != source.next_pos or not 0 <= n <= min(len(cache), len(source)):
+        raise ValueError(f"can't replace {n} of {len(cache)} tokens up to position {cache.next_pos} by those of "
+                         f"{len(source)} up to {source.next_pos}")  # fmt: skip
+    replaced = torch.arange(n, 0, -1, device=counts.device) <= counts[:, None]  # (B, n)
+    for old, new in zip(cache.layers, source.layers, strict=True):
+        old, new = old[..., len(cache) - n : len(cache), :], new[..., len(source) - n : len(source), :]
+        old.copy_(torch.where(replaced[None, :, None, :, None], new, old))  # (2, B, H, n, D)
+
+
+@dataclass
+class Refresh:
+    """What one refresh was: after how many written tokens, in how many rows, what the teacher read, and how long."""
+
+    written: int
+    rows: int
+    tokens: int  # that the teacher read, in all rows; 0 if it had already
+    seconds: float
+
+
+class Pair:
+    """A teacher and a student at work on the same texts.
+
+    The student's cache begins as the teacher's, of the prompt. Where their geometry differs the student reads the
+    prompt itself, and a refresh is its reading again of what it wrote: by then that changes nothing but rounding.
+    """
+
+    def __init__(self, teacher: GPT, student: GPT, ids: Tensor, new_cache: Callable[[], KVCache] = KVCache) -> None:
+        """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
+        if teacher.config.vocab_size != student.config.vocab_size:
+            raise ValueError(f"teacher and student must share a vocabulary, but have {teacher.config.vocab_size:,} and "
+                             f"{student.config.vocab_size:,} tokens")  # fmt: skip
+        self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
+        self.fits = not misfit(teacher, student)
+        self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
+        self.start = 0  # where in ids the caches begin
+        self.read, self.cache = new_cache(), new_cache()  # what the teacher has read; what the student writes on
+        self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
+        self.consulted: tuple[KVCache, Tensor] | None = None  # what the teacher has read at this token, and its logits
+        self.written = 0  # tokens after the prompt that the student has read
+        zeros = torch.zeros(ids.size(0), dtype=torch.long, device=ids.device)
+        self.since = zeros.clone()  # (B,), tokens that the student has read since the last refresh
+        self.unread = zeros.clone()  # (B,), tokens that a teacher with this row alone would not have read yet
+        self.teacher_tokens = zeros.clone()  # (B,), that such a teacher has read after the prompt
+        self.refreshes: list[Refresh] = []
+        self.counts = zeros.clone()  # (B,), refreshes
+
+    def prefill(self) -> None:
+        """Let the teacher read the text, or what of it stays in the context, and hand its cache over."""
+        self.start = context_start(self.ids.size(1), self.n_ctx)
+        self.read, self.cache, self.consulted = self.new_cache(), self.new_cache(), None
+        self.logits = self.teacher(self.ids[:, self.start :], self.read, last_only=True)[:, -1]
+        if self.fits:
+            for layer, kv in enumerate(self.read.layers):
+                self.cache.append(layer, *kv[..., : len(self.read), :], self.read.pos)  # a copy
+            self.cache.commit(self.read.pos)
+        else:
+            self.student(self.ids[:, self.start :], self.cache, last_only=True)
+        self.since.zero_()
+        self.unread.zero_()
+
+    def step(self, token: Tensor) -> None:
+        """Let the student read the next token (B, 1); past the context the teacher begins anew with the later half."""
+        self.ids = torch.cat([self.ids, token], 1)
+        self.written += 1
+        self.consulted = None
+        if context_start(self.ids.size(1), self.n_ctx) > self.start:
+            self.prefill()
+            self.teacher_tokens += len(self.read)
+            return
+        self.logits = self.student(token, self.cache, last_only=True)[:, -1]
+        self.since += 1
+        self.unread += 1
+
+    def consult(self, rows: Tensor, policy: Policy) -> tuple[KVCache, Tensor]:
+        """Let the teacher read, as the policy has it; return its cache and its logits (B, V) of the next token.
+
+        rows (B,): for which it counts. All rows are read, so that they stay equally long; what a row would cost alone
+        is in teacher_tokens. A second call at the same token returns the same.
+        """
+        if self.consulted is not None:
+            return self.consulted
+        cache, n = self.read, self.ids.size(1) - self.start - len(self.read)
+        counts = self.unread
+        if policy.reads == "window" and self.fits:  # what precedes the window stays as the student wrote it
+            n = min(policy.window, int(self.since.max()))
+            cache = KVCache([kv[..., : len(self.cache) - n, :] for kv in self.cache.layers], self.cache.pos[:-n])
+            counts = self.since.clamp(max=n)
+        elif policy.reads == "all":
+            n = self.ids.size(1) - self.start
+            cache = self.read = self.new_cache()
+            counts = torch.full_like(self.unread, n)
+        self.teacher_tokens += counts * rows
+        self.unread = self.unread * ~rows
+        self.consulted = cache, self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
+        return self.consulted
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both caches."""
+        return self.read.nbytes + self.cache.nbytes
+
+    def refresh(self, rows: Tensor, policy: Policy) -> None:
+        """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by the teacher's."""
+        begun, before = time.perf_counter(), int(self.teacher_tokens.sum())
+        counts = self.since * rows  # (B,)
+        if policy.window is not None:
+            counts = counts.clamp(max=policy.window)
+        if self.fits or policy.teacher_next:
+            source, expected = self.consult(rows, policy)
+        if policy.teacher_next:
+            self.logits = torch.where(rows[:, None], expected, self.logits)
+        if self.fits:
+            splice_last(self.cache, source, counts)
+        elif n := int(counts.max()):
+            self.cache.truncate(len(self.cache) - n)
+            self.student(self.ids[:, -n:], self.cache, last_only=True)
+        self.since = self.since * ~rows
+        self.counts += rows
+        int(self.since.sum())  # waits for the device
+        read = int(self.teacher_tokens.sum()) - before
+        self.refreshes.append(Refresh(self.written, int(rows.sum()), read, time.perf_counter() - begun))
+
+
+@torch.no_grad()
+def generate_refreshed(pair: Pair, max_new_tokens: int, policy: Policy | None = None, *, temperature: float = 0.0,
+                       top_k: int | None = None, stop_id: int | None = None,
+                       generator: torch.Generator | None = None) -> Iterator[Tensor]:  # fmt: skip
+    """Yield up to max_new_tokens tokens (B, 1) after the pair's prompts, each as soon as it is known: the first from
+    the teacher's own reading of the prompt, all others from the student, on a cache that the policy has refreshed.
+
+    Options and errors are those of gpt_kv_cache.generate().
+    """
+    policy = policy or Policy()
+    check_options(pair.ids, max_new_tokens, temperature, top_k)
+    done, token = torch.zeros_like(pair.ids[:, :1], dtype=torch.bool), None
+    for _ in range(max_new_tokens):
+        if token is None:
+            pair.prefill()
+        else:
+            pair.step(token)
+            rows = policy.due(pair)
+            if rows.any():  # both caches now cover all of the text, the newest token too
+                pair.refresh(rows, policy)
+        token = sample(pair.logits, temperature, top_k, generator)  # (B, 1)
+        if stop_id is not None:
+            token = token.masked_fill(done, stop_id)
+            done |= token == stop_id
+        yield token
+        if stop_id is not None and done.all():
+            return
+
+
+@torch.no_grad()
+def teacher_nats(teacher: GPT, ids: Tensor, new: Tensor) -> Tensor:
+    """Return the nats (B, N) of new tokens (B, N) after ids (B, T) by a teacher; exp of their mean is perplexity."""
+    text = torch.cat([ids, new], 1)
+    rows = max(1, 40_000_000 // (text.size(1) * teacher.config.vocab_size))  # logits of so many at once
+    nats = []
+    for part in text.split(rows):
+        logits = teacher(part[:, :-1])[:, ids.size(1) - 1 :].float()
+        nats.append(F.cross_entropy(logits.mT, part[:, ids.size(1) :], reduction="none"))
+    return torch.cat(nats)
+
+
+# --- When to refresh ------------------------------------------------------------------------------------------------
+
+
+READS = {
+    "new": "what it has not read yet, on its own cache",
+    "all": "the whole text again: the same entries, at a cost that grows with the text",
+    "window": "the last tokens of the window on top of the student's cache: an approximation of an approximation",
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When the teacher refreshes, and how much of the cache. This one: never, which is OverFill as it is.
+
+    Raises ValueError if a value is out of range.
+    """
+
+    window: int | None = field(default=None, kw_only=True)  # at most so many tokens are replaced
+    reads: str = field(default="new", kw_only=True)  # what the teacher reads at a refresh, see READS
+    teacher_next: bool = field(default=False, kw_only=True)  # its reading yields logits: the next token is of these
+
+    def __post_init__(self) -> None:
+        if self.reads not in READS:
+            raise ValueError(f"reads must be one of {', '.join(READS)}, got {self.reads!r}")
+        if self.reads == "window" and self.window is None:
+            raise ValueError("reads='window' needs a window: how many tokens the teacher reads")
+        for name in ("window", "every", "passes", "cooldown"):
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if math.isnan(getattr(self, "threshold", 0.0)):
+            raise ValueError("threshold must be a number, got nan")
+
+    def due(self, pair: Pair) -> Tensor:
+        """Return which rows (B,) to refresh now, after the student has read a token."""
+        return torch.zeros_like(pair.since, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Periodic(Policy):
+    """Every so many tokens; with a window the sliding-window refresh."""
+
+    every: int
+
+    def due(self, pair: Pair) -> Tensor:
+        return pair.since >= self.every
+
+
+def speculative(burst: int, **options: bool) -> Periodic:
+    """Return the speculative refresh: the student writes a burst, and the teacher corrects exactly that."""
+    return Periodic(burst, window=burst, **options)
+
+
+@dataclass(frozen=True)
+class Gate(Policy):
+    """If a signal exceeds a threshold, but no sooner than `cooldown` tokens after a refresh: what made the signal rise
+    is often a hard word, and still there at the next token. Looked at every so many tokens."""
+
+    threshold: float
+    cooldown: int = field(default=16, kw_only=True)
+    every: int = field(default=1, kw_only=True)
+
+    def due(self, pair: Pair) -> Tensor:
+        if pair.written % self.every or not pair.since.any():
+            return super().due(pair)
+        return (self.signal(pair) > self.threshold) & (pair.since >= self.cooldown)
+
+    def signal(self, pair: Pair) -> Tensor:
+        """Return (B,) how much each row may need a refresh."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Entropy(Gate):
+    """If the student is unsure of the next token: entropy in bits."""
+
+    def signal(self, pair: Pair) -> Tensor:
+        return entropy(pair.logits)
+
+
+@dataclass(frozen=True)
+class ProbeKL(Gate):
+    """If teacher and student disagree: every `every` tokens the teacher reads along, KL(teacher || student) in nats."""
+
+    def signal(self, pair: Pair) -> Tensor:
+        everyone = torch.ones_like(pair.since, dtype=torch.bool)
+        _, expected = pair.consult(everyone, self)
+        return divergence(expected, pair.logits)
+
+
+@dataclass(frozen=True)
+class MonteCarloDropout(Gate):
+    """If passes with dropout disagree with one another: U(t), the variance of their logits."""
+
+    passes: int = 8
+    rate: float = 0.1  # the dropout that the student was trained with
+
+    def signal(self, pair: Pair) -> Tensor:
+        return logit_variance(dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, self.passes, self.rate))
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return the entropy in bits (...) of the distributions that logits (..., V) stand for."""
+    logs = logits.float().log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1) / math.log(2)
+
+
+def divergence(expected: Tensor, got: Tensor) -> Tensor:
+    """Return KL(expected || got) in nats (...) of logits (..., V)."""
+    expected, got = expected.float().log_softmax(-1), got.float().log_softmax(-1)
+    return (expected.exp() * (expected - got)).sum(-1)
+
+
+def logit_variance(logits: Tensor) -> Tensor:
+    """Return U(t) (...), the mean over the vocabulary of the variance of logits (..., N, V) over N passes."""
+    return logits.float().var(-2, correction=0).mean(-1)
+
+
+@contextmanager
+def with_dropout(model: GPT, rate: float) -> Iterator[None]:
+    """Let dropout act in a model at this rate, and then no more."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    modules += [block.attn for block in model.h]
+    names = ["p" if isinstance(module, nn.Dropout) else "dropout" for module in modules]
+    before = [getattr(module, name) for module, name in zip(modules, names, strict=True)]
+
+    def put(rates: list[float]) -> None:
+        for module, name, value in zip(modules, names, rates, strict=True):
+            setattr(module, name, value)
+
+    put([rate] * len(modules))
+    model.train()
+    try:
+        yield
+    finally:
+        model.eval()
+        put(before)
+
+
+@torch.no_grad()
+def dropout_logits(model: GPT, token: Tensor, cache: KVCache, passes: int, rate: float) -> Tensor:
+    """Return the logits (B, N, V) of N passes with dropout over the last token (B, 1) that a cache holds.
+
+    The passes are queries side by side: all see the tokens before, each its own keys and values of the last. So they
+    cost what reading N tokens does, and the cache stays as it is. Source: section "Monte Carlo Dropout".
+    """
+    n = len(cache) - 1
+    mask = torch.cat([torch.ones(passes, n), torch.eye(passes)], 1).bool().to(token.device)  # (N, n + N)
+    with with_dropout(model, rate):
+        x = model.drop((model.wte(token) + model.wpe(cache.pos[-1:])).expand(-1, passes, -1))  # (B, N, C)
+        for block, kv in zip(model.h, cache.layers, strict=True):
+            q, k, v = block.attn.project(block.ln_1(x))  # (B, H, N, D) each
+            k, v = torch.cat([kv[0, :, :, :n], k], 2), torch.cat([kv[1, :, :, :n], v], 2)
+            x = x + block.drop(block.attn(q, k, v, mask))
+            x = x + block.drop(block.mlp(block.ln_2(x)))
+    return model.head(x)
+
+
+def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
+    """Return the threshold by which a gate would fire about per_1000 times in 1,000 tokens, given its signals (B, T) on
+    texts that nothing refreshes. Raises ValueError if that many are impossible with the cooldown."""
+    if not 0 < per_1000 <= 1000 / cooldown:
+        raise ValueError(f"{per_1000:g} refreshes in 1,000 tokens are not possible with {cooldown} tokens between two: "
+                         f"at most {1000 / cooldown:g}")  # fmt: skip
+    levels = signals.flatten().sort(descending=True).values
+    low, high = 0, len(levels) - 1  # the more levels are above the threshold, the more often it fires
+    while low < high:
+        middle = (low + high + 1) // 2
+        if 1000 * firings(signals, float(levels[middle]), cooldown) / signals.numel() <= per_1000:
+            low = middle
+        else:
+            high = middle - 1
+    return float(levels[low])
+
+
+def firings(signals: Tensor, threshold: float, cooldown: int) -> int:
+    """Return how often a gate fires over signals (B, T) of which none changes for it."""
+    count, last = 0, torch.zeros(signals.size(0), dtype=torch.long)
+    for t, fires in enumerate((signals > threshold).T, 1):
+        fires = fires & (t - last >= cooldown)
+        last = torch.where(fires, t, last)
+        count += int(fires.sum())
+    return count
+
+
+# --- Command line ---------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, tuple[Callable[..., Policy], tuple[type, ...], str, str]] = {
+    "none": (Policy, (), "", "never: OverFill as it is"),
+    "periodic": (Periodic, (int,), "T", "every T tokens"),
+    "windowed": (lambda every, window: Periodic(every, window=window), (int, int), "TW", "every T, the last W of them"),
+    "speculative": (speculative, (int,), "K", "after bursts of K tokens"),
+    "entropy": (Entropy, (float,), "H", "if the student's next token has more than H bits"),
+    "probe": (lambda every, limit: ProbeKL(limit, every=every), (int, float), "MD",
+              "every M tokens, if it is D nats from the teacher's"),
+    "dropout": (lambda passes, limit: MonteCarloDropout(limit, passes), (int, float), "NU",
+                "if the logits of N passes with dropout vary by U"),
+}  # fmt: skip
+
+
+def parse_policy(text: str) -> Policy:
+    """Return the policy that a text such as periodic:64 stands for. Raises ValueError if there is none."""
+    name, *values = text.split(":")
+    if name not in FORMS:
+        raise ValueError(f"unknown policy {name!r}: choose {', '.join(FORMS)}")
+    make, types, letters, _ = FORMS[name]
+    if len(values) != len(types):
+        raise ValueError(f"the policy {text!r} must have the form {':'.join([name, *letters])}")
+    numbers = []
+    for kind, letter, value in zip(types, letters, values, strict=True):
+        try:
+            numbers.append(kind(value))
+        except ValueError as error:
+            what = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{letter} of the policy {text!r} must be {what}, got {value!r}") from error
+    return make(*numbers)
+
+
+def load_pair(teacher: str, student: str, **options: Any) -> tuple[GPT, GPT, tiktoken.Encoding]:
+    """Return two models and their tokenizer. Raises ValueError if they don't have the same."""
+    tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
+    vocabularies = [[t.decode_single_token_bytes(i) for i in range(t.n_vocab)] for t in (tokenizer, other)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ValueError(f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
+                         f"{other.n_vocab:,} tokens, those of equal number differ")  # fmt: skip
+    models = [load_model(name, model_class=GPT, **options) for name in (teacher, student)]
+    if differs := misfit(*models):
+        print(f"[the cache of {teacher} doesn't fit {student} ({differs}): the student reads everything itself, and a "
+              "refresh changes nothing but rounding]")  # fmt: skip
+    return *models, tokenizer
+
+
+def dropout_of(name: str) -> float:
+    """Return the dropout that a model was trained with, by its config.json; Hugging Face's default is 0.1."""
+    return float(read_json(find_file(name, "config.json")).get("resid_pdrop", 0.1))
+
+
+def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, **options: Any) -> None:
+    """Print a prompt, what is written after it, where the cache was refreshed, and what that cost."""
+    prompt = pair.ids
+    print(tokenizer.decode(prompt[0].tolist()), end="", flush=True)
+    ids, _ = stream(generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options), tokenizer, pair)
+    at = [r.written for r in pair.refreshes]
+    shown = ", ".join(map(str, at if len(at) <= 12 else [*at[:8], "...", *at[-3:]])) or "none"
+    seconds = sum(r.seconds for r in pair.refreshes)
+    print(f"[refreshed after tokens: {shown}; that took {1e3 * seconds:.1f} ms; the teacher read "
+          f"{int(pair.teacher_tokens)} tokens after the prompt]")  # fmt: skip
+    if prompt.size(1) + len(ids) <= pair.n_ctx:
+        nats = teacher_nats(pair.teacher, prompt, torch.tensor([ids], device=prompt.device))
+        print(f"[its perplexity of the text: {nats.mean().exp():.2f}]")
+def main() -> None:
+    from benchmarks import refreshing
+    from load_gpt2_weights import POCKET, PROMPT, CommandLine, nonempty, temperature, whole_number
+
+    cli = CommandLine(__doc__, example="python %(prog)s write --policy periodic:64 --temperature 1")
+    cli.add_argument("what", nargs="?", default="run", choices=("run", "write"),
+                     help="run: measure all ways to refresh; write: continue a prompt by one of them")
+    cli.add_model_arguments("--teacher")
+    cli.add_argument("--student", default="pocket-student", metavar="NAME", help="what decodes: a name or folder too")
+    cli.add_argument("--policy", default="periodic:64", metavar="P", help="write: when to refresh, one of " + "; ".join(
+        ":".join([name, *letters]) + f" ({about})" for name, (_, _, letters, about) in FORMS.items()))  # fmt: skip
+    cli.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="write: text to continue")
+    cli.add_argument("--temperature", default=0.0, type=temperature, metavar="X", help="write: 0 for the likeliest")
+    cli.add_argument("--top-k", type=whole_number(1), metavar="N", help="write: draw among the N likeliest tokens only")
+    cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: write 250, "
+                     f"run {refreshing.FULL.new_tokens}, with --quick {refreshing.QUICK.new_tokens}")  # fmt: skip
+    cli.add_argument("--prompts", metavar="FILE", help="run: prompts of your own, for any models: CSV, column prompt")
+    cli.add_argument("--prompt-tokens", default=192, type=whole_number(1), metavar="N",
+                     help="run: tokens of the pocket world's prompts")
+    cli.add_argument("--quick", action="store_true", help="run: less of everything, in about a minute")
+    cli.add_argument("--out", default="results/overfill", metavar="FOLDER", help="run: where results go")
+    with cli.parse() as args:
+        policy = parse_policy(args.policy)
+        known = {args.model, args.student} <= {*POCKET}
+        if args.what == "run" and not args.prompts and not known:
+            raise ValueError(f"{args.model} and {args.student} don't know the pocket world: give them --prompts FILE")
+        options = {"device": args.device, "dtype": args.dtype}
+        teacher, student, tokenizer = load_pair(args.model, args.student, **options)
+        if args.what == "write":
+            if isinstance(policy, MonteCarloDropout):
+                if not (rate := dropout_of(args.student)):
+                    raise ValueError(f"{args.student} was trained without dropout: passes with it say nothing")
+                policy = replace(policy, rate=rate)
+            ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
+            generator = torch.Generator(args.device).manual_seed(args.seed)
+            write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, policy, top_k=args.top_k,
+                  temperature=args.temperature, generator=generator)  # fmt: skip
+            return
+        size = refreshing.QUICK if args.quick else refreshing.FULL
+        size = replace(size, new_tokens=args.max_new_tokens or size.new_tokens)
+        if size.new_tokens < refreshing.LEAST:
+            raise ValueError(f"{size.new_tokens} tokens are too few to measure refreshes: at least {refreshing.LEAST}")
+        models, names = {"teacher": teacher, "student": student}, {"student": args.student}
+        if args.student == "pocket-student":
+            names |= {kind: f"pocket-student-{kind}" for kind in ("alone", "prompt", "dropout")}
+            models |= {kind: load_model(names[kind], model_class=GPT, **options) for kind in [*names][1:]}
+        room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
+        prompts = refreshing.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens, room)
+        rates = {key: rate for key, name in names.items() if (rate := dropout_of(name))}
+        about = {"teacher": args.model, "student": args.student, "prompts": args.prompts or "pocket",
+                 "device": args.device, "dtype": str(args.dtype).removeprefix("torch.")}  # fmt: skip
+        study = refreshing.Study(models, tokenizer, prompts, size, rates, args.seed)
+        refreshing.report(study, about, Path(args.out))
+
+
+if __name__ == "__main__":
+    main()
