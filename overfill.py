@@ -92,6 +92,7 @@ class Pair:
         self.unread = zeros.clone()  # (B,), tokens that a teacher with this row alone would not have read yet
         self.teacher_tokens = zeros.clone()  # (B,), that such a teacher has read after the prompt
         self.refreshes: list[Refresh] = []
+        self.seconds = 0.0  # that the teacher's reading after the prompt, and splicing, have taken
         self.counts = zeros.clone()  # (B,), refreshes
 
     def prefill(self) -> None:
@@ -125,10 +126,14 @@ class Pair:
         """Let the teacher read, as the policy has it; return its cache and its logits (B, V) of the next token.
 
         rows (B,): for which it counts. All rows are read, so that they stay equally long; what a row would cost alone
-        is in teacher_tokens. A second call at the same token returns the same.
+        is in teacher_tokens. A second call at the same token returns the same. Raises ValueError, and changes nothing,
+        if the student has read nothing since the teacher handed its cache over.
         """
         if self.consulted is not None:
             return self.consulted
+        if not self.since.any():
+            raise ValueError(f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read")
+        begun = time.perf_counter()
         cache, n = self.read, self.ids.size(1) - self.start - len(self.read)
         counts = self.unread
         if policy.reads == "window" and self.fits:  # what precedes the window stays as the student wrote it
@@ -142,6 +147,7 @@ class Pair:
         self.teacher_tokens += counts * rows
         self.unread = self.unread * ~rows
         self.consulted = cache, self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
+        self.seconds += time.perf_counter() - begun
         return self.consulted
 
     @property
@@ -151,12 +157,13 @@ class Pair:
 
     def refresh(self, rows: Tensor, policy: Policy) -> None:
         """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by the teacher's."""
-        begun, before = time.perf_counter(), int(self.teacher_tokens.sum())
+        tokens, seconds = int(self.teacher_tokens.sum()), self.seconds
         counts = self.since * rows  # (B,)
         if policy.window is not None:
             counts = counts.clamp(max=policy.window)
         if self.fits or policy.teacher_next:
             source, expected = self.consult(rows, policy)
+        begun = time.perf_counter()
         if policy.teacher_next:
             self.logits = torch.where(rows[:, None], expected, self.logits)
         if self.fits:
@@ -166,9 +173,9 @@ class Pair:
             self.student(self.ids[:, -n:], self.cache, last_only=True)
         self.since = self.since * ~rows
         self.counts += rows
-        int(self.since.sum())  # waits for the device
-        read = int(self.teacher_tokens.sum()) - before
-        self.refreshes.append(Refresh(self.written, int(rows.sum()), read, time.perf_counter() - begun))
+        n_rows, read = int(rows.sum()), int(self.teacher_tokens.sum()) - tokens  # int() waits for the device
+        self.seconds += time.perf_counter() - begun
+        self.refreshes.append(Refresh(self.written, n_rows, read, self.seconds - seconds))
 
 
 @torch.no_grad()
@@ -238,10 +245,10 @@ class Policy:
             raise ValueError(f"reads must be one of {', '.join(READS)}, got {self.reads!r}")
         if self.reads == "window" and self.window is None:
             raise ValueError("reads='window' needs a window: how many tokens the teacher reads")
-        for name in ("window", "every", "passes", "cooldown"):
+        for name, least in (("window", 1), ("every", 1), ("cooldown", 1), ("passes", 2)):
             value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if math.isnan(getattr(self, "threshold", 0.0)):
             raise ValueError("threshold must be a number, got nan")
 
@@ -275,9 +282,10 @@ class Gate(Policy):
     every: int = field(default=1, kw_only=True)
 
     def due(self, pair: Pair) -> Tensor:
-        if pair.written % self.every or not pair.since.any():
+        ready = pair.since >= self.cooldown
+        if pair.written % self.every or not ready.any():
             return super().due(pair)
-        return (self.signal(pair) > self.threshold) & (pair.since >= self.cooldown)
+        return (self.signal(pair) > self.threshold) & ready
 
     def signal(self, pair: Pair) -> Tensor:
         """Return (B,) how much each row may need a refresh."""
@@ -328,6 +336,15 @@ def divergence(expected: Tensor, got: Tensor) -> Tensor:
 def logit_variance(logits: Tensor) -> Tensor:
     """Return U(t) (...), the mean over the vocabulary of the variance of logits (..., N, V) over N passes."""
     return logits.float().var(-2, correction=0).mean(-1)
+
+
+def mutual_information(logits: Tensor) -> Tensor:
+    """Return what passes disagree on, in bits (...), of logits (..., N, V): the entropy of their mean distribution less
+    their mean entropy. The variance of logits counts tokens that no pass would ever write; this doesn't.
+
+    Source: Houlsby et al. 2011, "Bayesian Active Learning for Classification and Preference Learning" (BALD)."""
+    mean = logits.float().softmax(-1).mean(-2).clamp(min=1e-30)
+    return entropy(mean.log()) - entropy(logits).mean(-1)
 
 
 @contextmanager
@@ -430,11 +447,15 @@ def parse_policy(text: str) -> Policy:
     return make(*numbers)
 
 
+def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
+    """Return what each token stands for."""
+    return [tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)]
+
+
 def load_pair(teacher: str, student: str, **options: Any) -> tuple[GPT, GPT, tiktoken.Encoding]:
     """Return two models and their tokenizer. Raises ValueError if they don't have the same."""
     tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
-    vocabularies = [[t.decode_single_token_bytes(i) for i in range(t.n_vocab)] for t in (tokenizer, other)]
-    if vocabularies[0] != vocabularies[1]:
+    if tokens_of(tokenizer) != tokens_of(other):
         raise ValueError(f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
                          f"{other.n_vocab:,} tokens, those of equal number differ")  # fmt: skip
     models = [load_model(name, model_class=GPT, **options) for name in (teacher, student)]
@@ -456,49 +477,54 @@ def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, **op
     ids, _ = stream(generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options), tokenizer, pair)
     at = [r.written for r in pair.refreshes]
     shown = ", ".join(map(str, at if len(at) <= 12 else [*at[:8], "...", *at[-3:]])) or "none"
-    seconds = sum(r.seconds for r in pair.refreshes)
-    print(f"[refreshed after tokens: {shown}; that took {1e3 * seconds:.1f} ms; the teacher read "
-          f"{int(pair.teacher_tokens)} tokens after the prompt]")  # fmt: skip
+    print(f"[refreshed after tokens: {shown}; the teacher read {int(pair.teacher_tokens)} tokens after the prompt, "
+          f"which took {1e3 * pair.seconds:.1f} ms, splicing included]")  # fmt: skip
     if prompt.size(1) + len(ids) <= pair.n_ctx:
         nats = teacher_nats(pair.teacher, prompt, torch.tensor([ids], device=prompt.device))
         print(f"[its perplexity of the text: {nats.mean().exp():.2f}]")
+    else:
+        print(f"[past the context of {pair.n_ctx} the teacher began anew with the later half: no perplexity of it all]")
 def main() -> None:
     from benchmarks import refreshing
-    from load_gpt2_weights import POCKET, PROMPT, CommandLine, nonempty, temperature, whole_number
+    from load_gpt2_weights import PROMPT, CommandLine, nonempty, temperature, whole_number
 
     cli = CommandLine(__doc__, example="python %(prog)s write --policy periodic:64 --temperature 1")
     cli.add_argument("what", nargs="?", default="run", choices=("run", "write"),
                      help="run: measure all ways to refresh; write: continue a prompt by one of them")
     cli.add_model_arguments("--teacher")
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="what decodes: a name or folder too")
-    cli.add_argument("--policy", default="periodic:64", metavar="P", help="write: when to refresh, one of " + "; ".join(
-        ":".join([name, *letters]) + f" ({about})" for name, (_, _, letters, about) in FORMS.items()))  # fmt: skip
-    cli.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="write: text to continue")
-    cli.add_argument("--temperature", default=0.0, type=temperature, metavar="X", help="write: 0 for the likeliest")
+    forms = (":".join([name, *letters]) + f" ({about})" for name, (_, _, letters, about) in FORMS.items())
+    cli.add_argument("--policy", metavar="P", help=f"write: when to refresh, one of {'; '.join(forms)}; gates wait for "
+                     f"{Gate.cooldown} tokens after a refresh; default: periodic:64")  # fmt: skip
+    cli.add_argument("--prompt", type=nonempty, metavar="TEXT", help=f"write: text to continue; default: {PROMPT}")
+    cli.add_argument("--temperature", type=temperature, metavar="X", help="write: 0, the default, for the likeliest")
     cli.add_argument("--top-k", type=whole_number(1), metavar="N", help="write: draw among the N likeliest tokens only")
     cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: write 250, "
                      f"run {refreshing.FULL.new_tokens}, with --quick {refreshing.QUICK.new_tokens}")  # fmt: skip
     cli.add_argument("--prompts", metavar="FILE", help="run: prompts of your own, for any models: CSV, column prompt")
-    cli.add_argument("--prompt-tokens", default=192, type=whole_number(1), metavar="N",
-                     help="run: tokens of the pocket world's prompts")
+    cli.add_argument("--prompt-tokens", type=whole_number(1), metavar="N",
+                     help="run: tokens of the pocket world's prompts; default: 192")
     cli.add_argument("--quick", action="store_true", help="run: less of everything, in about a minute")
     cli.add_argument("--out", default="results/overfill", metavar="FOLDER", help="run: where results go")
     with cli.parse() as args:
-        policy = parse_policy(args.policy)
-        known = {args.model, args.student} <= {*POCKET}
-        if args.what == "run" and not args.prompts and not known:
-            raise ValueError(f"{args.model} and {args.student} don't know the pocket world: give them --prompts FILE")
+        policy = parse_policy(args.policy or "periodic:64")
+        others = (("--prompts", "--prompt-tokens", "--quick") if args.what == "write" else
+                  ("--policy", "--prompt", "--temperature", "--top-k"))  # fmt: skip
+        if given := [name for name in others if getattr(args, name[2:].replace("-", "_")) not in (None, False)]:
+            raise ValueError(f"{args.what} has no {given[0]}: see --help")
         options = {"device": args.device, "dtype": args.dtype}
         teacher, student, tokenizer = load_pair(args.model, args.student, **options)
+        if args.what == "run" and not args.prompts and tokens_of(tokenizer) != tokens_of(load_tokenizer("pocket")):
+            raise ValueError(f"{args.model} doesn't have the tokens of the pocket world: give it --prompts FILE")
         if args.what == "write":
             if isinstance(policy, MonteCarloDropout):
                 if not (rate := dropout_of(args.student)):
                     raise ValueError(f"{args.student} was trained without dropout: passes with it say nothing")
                 policy = replace(policy, rate=rate)
-            ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
+            ids = torch.tensor([tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device)
             generator = torch.Generator(args.device).manual_seed(args.seed)
             write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, policy, top_k=args.top_k,
-                  temperature=args.temperature, generator=generator)  # fmt: skip
+                  temperature=args.temperature or 0.0, generator=generator)  # fmt: skip
             return
         size = refreshing.QUICK if args.quick else refreshing.FULL
         size = replace(size, new_tokens=args.max_new_tokens or size.new_tokens)
@@ -509,7 +535,7 @@ def main() -> None:
             names |= {kind: f"pocket-student-{kind}" for kind in ("alone", "prompt", "dropout")}
             models |= {kind: load_model(names[kind], model_class=GPT, **options) for kind in [*names][1:]}
         room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
-        prompts = refreshing.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens, room)
+        prompts = refreshing.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens or 192, room)
         rates = {key: rate for key, name in names.items() if (rate := dropout_of(name))}
         about = {"teacher": args.model, "student": args.student, "prompts": args.prompts or "pocket",
                  "device": args.device, "dtype": str(args.dtype).removeprefix("torch.")}  # fmt: skip

@@ -1,9 +1,9 @@
 """Write the figures in README.md anew, from the recorded results and from a run of the demo.
 
-Blocks between <!-- name --> and <!-- /name --> are replaced: `speed` from benchmarks/speed.json, `pocket` from
-pocket/teacher/figures.json, `memory` from benchmarks/bounded/summary.json, `ablation` from pocket/bct/ablation.json,
-`recycling` and `replay` from benchmarks/recycling, `projection` and `refreshing` from the folders of these names,
-`demo` by running `gpt_kv_cache.py --compare`.
+Blocks between <!-- name --> and <!-- /name --> are replaced: `standing` from the newest folder in
+benchmarks/results, `pocket` from pocket/teacher/figures.json, `memory` from benchmarks/bounded/summary.json, `ablation`
+from pocket/bct/ablation.json, `recycling` and `replay` from benchmarks/recycling, `projection` and `refreshing` from
+the folders of these names, `demo` by running `gpt_kv_cache.py --compare`.
 """
 
 from __future__ import annotations
@@ -13,33 +13,60 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from load_gpt2_weights import CommandLine
 
 
-def speed() -> str:
-    """The table of benchmarks/speed.json."""
-    record = json.loads((ROOT / "benchmarks" / "speed.json").read_text(encoding="utf-8"))
-    threads = f"{record['threads']} CPU thread{'s' * (record['threads'] > 1)}"
+def standing() -> str:
+    """The tables of the newest folder in benchmarks/results: all implementations, and our choices one by one."""
+    folder = sorted(path.parent for path in (ROOT / "benchmarks" / "results").glob("*/summary.json"))[-1]
+    record = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    choices = json.loads((folder / "ablation.json").read_text(encoding="utf-8"))["without"]
+    lengths, rows = record["lengths"], record["rows"]
+    one, many, last = record["batches"][0], record["batches"][-1], lengths[-1]
     lines = [
-        f"GPT-2 124M geometry, fp32, batch 1, {threads}, medians of runs in turn (`{record['command']}`):",
+        f"GPT-2 {record['model']}, float32 unless it says otherwise, {record['machine']}, {record['threads']} "
+        f"thread{'s' * (record['threads'] > 1)}, {record['date']}; medians of {record['turns']} turns. In brackets how "
+        "many times as fast as `gpt_kv_cache.py` in the same turn:",
         "",
-        f"| | first token, {record['prompt_tokens']}-token prompt | each further token | of the roofline | speed |",
-        "|---|---|---|---|---|",
+        "| | " + " | ".join(f"tokens/s after {T:,}" for T in lengths)
+        + f" | {many} texts, after {lengths[0]:,} | first token of {last:,} | {last * 9 // 10:,} of them cached "
+        f"| bytes of cache for {last:,} |",
+        "|---|" + "---|" * (len(lengths) + 4),
     ]
-    ours = record["contenders"]["gpt_kv_cache.py"]["ms_per_token"]
-    for name, row in record["contenders"].items():
-        lines.append(
-            f"| {name} | {row['ttft_ms']:,.0f} ms | {row['ms_per_token']:.1f} ms "
-            f"| {record['roofline_ms_per_token'] / row['ms_per_token']:.2f} | {ours / row['ms_per_token']:.2f} |"
-        )
+    for name, r in rows.items():
+        cells = [f"{x['tokens_per_s']:.1f} ({x['decode_ratio']:.2f})" for x in (r[f"{one} x {T}"] for T in lengths)]
+        batch, long = r[f"{many} x {lengths[0]}"], r[f"{one} x {last}"]
+        cells.append(f"{batch['tokens_per_s']:.0f} ({batch['decode_ratio']:.2f})")
+        cells.append(f"{long['first_ms']:,.0f} ms ({long['first_ratio']:.2f})")
+        cells.append(f"{r['reuse_ms']:,.0f} ms" if "reuse_ms" in r else "-")
+        lines.append(f"| {name} | {' | '.join(cells)} | {long['cache_bytes']:,} |")
+    ours = [rows["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
     lines += [
         "",
-        "The roofline is the time in which the machine reads the weights once: no decoded token can take less.",
+        f"No token can be had sooner than the weights are read, {record['roofline_ms']:.1f} ms here "
+        f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
+        f"{max(x['of_roofline'] for x in ours):.2f} of that, and on the {last:,} tokens of the prompt "
+        f"{ours[-1]['of_products']:.2f} of what the matrix products alone take.",
     ]
+    different = record["different"] + [why for why in record["absent"].values() if "failed" in why]
+    lines += [f"All write the same tokens{', but not ' if different else ''}{'; '.join(different)}.", ""]
+    if record["disturbed"]:
+        lines += [f"The machine was disturbed: its bandwidth changed by {record['bandwidth_change']:.0%} between "
+                  f"turns, and processes waited for {record['waited']:.0%} of their time.", ""]  # fmt: skip
+    lines += ["What `gpt_kv_cache.py` would take without each of its choices, times as long:", "",
+              "| without | " + " | ".join(f"a token after {T}" for T in choices["as it is"]) + " | "
+              + " | ".join(f"first token of {T}" for T in choices["as it is"]) + " |",
+              "|---|" + "---|" * 2 * len(choices["as it is"])]  # fmt: skip
+    for name, r in choices.items():
+        if name != "as it is":
+            cells = [f"{x[what]:.2f}" for what in ("decode", "first") for x in r.values()]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -254,31 +281,66 @@ def refreshing() -> str:
     lines = [
         f"{record['measured_prompts']} held-out prompts of {record['prompt_tokens'][0]} tokens and {record['tokens']} "
         f"written ones, sampled at temperature 1 by {record['seeds']} seeds; in one column greedily. Perplexity is the "
-        "teacher's, in brackets its 95% interval over prompts; a slip is a token to which the teacher gives less than "
+        "teacher's, in brackets its 95% interval over prompts; tail is its mean log-probability of the last 50 tokens; "
+        "a slip is a token to which the teacher gives less than "
         f"1%. Times are of single prompts on a {record['device'].upper()}, medians of ways in turn.",
         "",
-        "| | perplexity | greedy | slips | Repeat@3 | refreshes | teacher reads | first token | tokens/s | overhead |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | perplexity | tail | slips | Repeat@3 | characters | refreshes | teacher reads "
+        "| greedy: perplexity, Repeat@3, refreshes | first token | tokens/s | from end to end | overhead |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, r in ways.items():
         if "sampled" not in r:
             continue  # its quality is that of another way
-        s, t = r["sampled"], r["times"]
+        s, g, t = r["sampled"], r["greedy"], r["times"]
         lines.append(
-            f"| {name} | {s['ppl'][0]:.2f} ({s['ppl'][1]:.2f}-{s['ppl'][2]:.2f}) | {r['greedy']['ppl'][0]:.2f} "
-            f"| {s['slips'][0]:.1%} | {s['repeat_3'][0]:.3f} | {s['refreshes'][0]:.1f} | {s['teacher_tokens'][0]:.0f} "
-            f"| {1e3 * t['ttft_s']:.1f} ms | {t['decode_tps']:.0f} | {t['overhead']:+.1%} |"
+            f"| {name} | {s['ppl'][0]:.2f} ({s['ppl'][1]:.2f}-{s['ppl'][2]:.2f}) | {s['tail_logprob'][0]:.2f} "
+            f"| {s['slips'][0]:.1%} | {s['repeat_3'][0]:.3f} | {s['characters'][0]:,.0f} | {s['refreshes'][0]:.1f} "
+            f"| {s['teacher_tokens'][0]:.0f} | {g['ppl'][0]:.2f}, {g['repeat_3'][0]:.3f}, {g['refreshes'][0]:.1f} "
+            f"| {1e3 * t['ttft_s']:.1f} ms | {t['decode_tps']:.0f} | {t['end_to_end_tps']:.0f} | {t['overhead']:+.1%} |"
         )
+
+    def cells(names: Sequence[str], what: Callable[[dict[str, Any]], str]) -> str:
+        return ", ".join(what(ways[name]) for name in names)
+
+    three, periods = ("teacher", "OverFill", "student"), ("OverFill", *(f"periodic, {k}" for k in (256, 128, 64)))
+    gates = [name for name in ways if name.startswith("entropy") and name.endswith("in 1,000")]
+
+    def ppl(r: dict[str, Any]) -> str:
+        return f"{r['sampled']['ppl'][0]:.2f}"
+
+    def overhead(r: dict[str, Any]) -> str:
+        return f"{r['times']['overhead']:+.1%}"
+
+    lines += [
+        "",
+        "The source's tables (Llama-3.2-3B and a student pruned by 45%, 1,200 tokens, no intervals) beside ours:",
+        "",
+        "| | source | here |",
+        "|---|---|---|",
+        f"| perplexity: teacher, OverFill, student | 2.30, 4.96, 5.89 | {cells(three, ppl)} |",
+        "| Repeat@3 | 0.032, 0.072, 0.028 | "
+        f"{cells(three, lambda r: format(r['sampled']['repeat_3'][0], '.3f'))} |",
+        f"| first token | 40, 191, 41 ms | {cells(three, lambda r: format(1e3 * r['times']['ttft_s'], '.1f'))} ms |",
+        f"| tokens/s | 28.2, 28.5, 29.4 | {cells(three, lambda r: format(r['times']['decode_tps'], '.0f'))} |",
+        f"| perplexity: no refresh, every 256, 128, 64 | 1.88, 1.86, 1.81, 1.71 | {cells(periods, ppl)} |",
+        f"| overhead | 0, +0.7%, +2.0%, +3.9% | {cells(periods, overhead)} |",
+        "| gate by entropy: refreshes | 2.5, 2.0, 1.5 | "
+        f"{cells(gates[::-1], lambda r: format(r['sampled']['refreshes'][0], '.1f'))} |",
+        f"| perplexity | 1.70, 2.27, 2.19 | {cells(gates[::-1], ppl)} |",
+        f"| every 64, bursts of 8: perplexity | 1.714, 1.77 | {cells(('periodic, 64', 'speculative, 8'), ppl)} |",
+        f"| overhead | +3.9%, +1.9% | {cells(('periodic, 64', 'speculative, 8'), overhead)} |",
+    ]
     names = [*dict.fromkeys(name.partition(", ")[0] for name in record["students"])]
     how = [*dict.fromkeys(name.partition(", ")[2] for name in record["students"])]
     trained = {"alone": "its own cache", "prompt": "the teacher's cache of a prompt", "student": "segments"}
     lines += ["", f"| perplexity, by what a student was trained on | {' | '.join(how)} |", "|---|" + "---|" * len(how)]
     for name in names:
-        cells = (f"{record['students'][f'{name}, {x}']['ppl'][0]:.2f}" for x in how)
-        lines.append(f"| {trained[name]} | {' | '.join(cells)} |")
-    lines += ["", "| the source's claim | verdict | |", "|---|---|---|"]
+        row = (f"{record['students'][f'{name}, {x}']['ppl'][0]:.2f}" for x in how)
+        lines.append(f"| {trained[name]} | {' | '.join(row)} |")
+    lines += ["", "| claim | verdict | |", "|---|---|---|"]
     lines += [f"| {claim['claim']} | {claim['verdict']} | {claim['figures']} |" for claim in record["claims"]]
-    right = ", ".join(f"{name} {value[0]:.0%}" for name, value in record["facts"].items())
+    right = ", ".join(f"{name} {x:.0%} ({low:.0%}-{high:.0%})" for name, (x, low, high) in record["facts"].items())
     lines += ["", f"Questions on what a story said early, answered exactly: {right}."]
     return "\n".join(lines)
 
@@ -287,7 +349,7 @@ def main() -> None:
     cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
     with cli.parse():
         readme = ROOT / "README.md"
-        blocks = {"speed": speed(), "pocket": pocket(), "memory": memory(), "ablation": ablation(),
+        blocks = {"standing": standing(), "pocket": pocket(), "memory": memory(), "ablation": ablation(),
                   "recycling": recycling(), "replay": replay(), "projection": projection(),
                   "refreshing": refreshing(), "demo": demo()}  # fmt: skip
         readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), blocks), encoding="utf-8")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -37,10 +37,12 @@ from overfill import (
     Policy,
     ProbeKL,
     divergence,
+    dropout_logits,
     entropy,
     generate_refreshed,
     logit_variance,
     misfit,
+    mutual_information,
     speculative,
     splice_last,
     teacher_nats,
@@ -48,7 +50,6 @@ from overfill import (
 )
 from pocket import corpus
 
-CORES = torch.get_num_threads()  # PyTorch's own choice, for batches; single prompts run on as many as the caller set
 BUDGETS = (2.5, 7.8, 15.6)  # refreshes per 1,000 tokens: the source's, and those of T = 128 and T = 64
 PROBE_EVERY, PROBE_WINDOW = 32, 16
 LEAST = PROBE_EVERY + 8  # tokens to write, or else no probe is made
@@ -68,10 +69,11 @@ class Size:
     timed: int  # prompts that times are taken of
     repeats: int
     facts: int  # questions about what the prompt has said
+    simulations: int
 
 
-FULL = Size(prompts=48, seeds=3, new_tokens=320, timed=4, repeats=3, facts=200)
-QUICK = Size(prompts=8, seeds=1, new_tokens=96, timed=1, repeats=1, facts=20)
+FULL = Size(prompts=50, seeds=3, new_tokens=320, timed=4, repeats=4, facts=200, simulations=20)
+QUICK = Size(prompts=8, seeds=1, new_tokens=96, timed=1, repeats=1, facts=20, simulations=3)
 
 
 # --- Texts ----------------------------------------------------------------------------------------------------------
@@ -121,20 +123,17 @@ class Preallocated(KVCache):
         if layer == len(self.layers):
             self.layers.append(k.new_empty(2, *k.shape[:2], self.room, k.size(-1)))
         end = len(self) + k.size(2)
+        if end > self.room:
+            raise ValueError(f"{k.size(2)} tokens after {len(self)} don't fit into room for {self.room}")
         self.layers[layer][0, :, :, len(self) : end], self.layers[layer][1, :, :, len(self) : end] = k, v
         k, v = self.layers[layer][..., :end, :]
         return k, v, torch.cat([self.pos.to(pos), pos])
 
-
-@contextmanager
-def threads(n: int) -> Iterator[None]:
-    """Compute on so many CPU threads, then on as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    def truncate(self, n: int) -> None:
+        """Keep the first n tokens; the room stays. Raises ValueError if there are fewer than n."""
+        if not 0 <= n <= len(self):
+            raise ValueError(f"can't keep {n} tokens of {len(self)}")
+        self.pos = self.pos[:n].clone()
 
 
 @dataclass(frozen=True)
@@ -197,16 +196,15 @@ class Study:
         seeds = self.size.seeds if temperature else 1
         generator = torch.Generator(self.device).manual_seed(self.seed)
         parts = []
-        with threads(CORES):
-            for rows, ids in self.groups(split, seeds):
-                options = {"temperature": temperature, "generator": generator}
-                tokens, pair = self.tokens(way, ids, self.size.new_tokens, **options)
-                new = torch.cat(list(tokens), 1)
-                done = (self.size.new_tokens - 1) // way.published if way.published else 0
-                cost = (np.full(len(rows), x) for x in (done, done * (way.published or 0)))
-                if pair:
-                    cost = (x.cpu().numpy() for x in (pair.counts, pair.teacher_tokens))
-                parts.append((new, teacher_nats(self.models["teacher"], ids, new), np.array(rows), *cost))
+        for rows, ids in self.groups(split, seeds):
+            options = {"temperature": temperature, "generator": generator}
+            tokens, pair = self.tokens(way, ids, self.size.new_tokens, **options)
+            new = torch.cat(list(tokens), 1)
+            done = (self.size.new_tokens - 1) // way.published if way.published else 0
+            cost = (np.full(len(rows), x) for x in (done, done * (way.published or 0)))
+            if pair:
+                cost = (x.cpu().numpy() for x in (pair.counts, pair.teacher_tokens))
+            parts.append((new, teacher_nats(self.models["teacher"], ids, new), np.array(rows), *cost))
         ids, nats, *others = zip(*parts, strict=True)
         return Written(torch.cat(ids).cpu(), torch.cat(nats).cpu(), *map(np.concatenate, others))
 
@@ -239,13 +237,13 @@ def generate_as_published(teacher: GPT, student: GPT, ids: Tensor, n: int, every
     cache.commit(read.pos)
     token, unread = ids[:, -1:], []
     for _ in range(n):
-        token = sample(student(token, cache, last_only=True)[:, -1], temperature, None, generator)
-        unread.append(token)
-        yield token
         if len(unread) == every:
             teacher(torch.cat(unread, 1), read, last_only=True)
             splice_last(cache, read, torch.full_like(ids[:, 0], every))
             unread = []
+        token = sample(student(token, cache, last_only=True)[:, -1], temperature, None, generator)
+        unread.append(token)
+        yield token
 
 
 # --- Figures of what was written ------------------------------------------------------------------------------------
@@ -307,7 +305,8 @@ def times(study: Study, ways: Sequence[Way]) -> dict[str, dict[str, Any]]:
     """Return seconds of writing after single prompts, sampled, all ways in turn: medians over prompts and repeats.
 
     ttft: to the first token; tps: tokens a second after it; total; end_to_end_tps; overhead: how much longer than the
-    way "OverFill" of the same turn takes; refresh: seconds, teacher's tokens and length of the text, for each refresh.
+    way "OverFill" of the same turn takes, also turn by turn; by_teacher: the share that its reading after the prompt,
+    and splicing, take; by_length: teacher's tokens and seconds of a refresh, by the length of what was written.
     """
     n, runs = study.size.new_tokens, {way.name: [] for way in ways}
     turns = [ids for ids in study.prompts["test"][: study.size.timed] for _ in range(study.size.repeats)]
@@ -321,18 +320,21 @@ def times(study: Study, ways: Sequence[Way]) -> dict[str, dict[str, Any]]:
                 int(token)  # waits for the device
                 ttft = ttft or time.perf_counter() - begun
             if i:  # the first turn warms up
-                runs[way.name].append((ttft, time.perf_counter() - begun, pair.refreshes if pair else []))
+                runs[way.name].append((ttft, time.perf_counter() - begun, pair.refreshes if pair else [],
+                                       pair.seconds if pair else None))  # fmt: skip
     result = {}
     for name, several in runs.items():
         total = median(run[1] for run in several)
         refreshes = [r for run in several for r in run[2]]
+        overheads = [run[1] / base[1] - 1 for run, base in zip(several, runs["OverFill"], strict=True)]
         result[name] = {
             "ttft_s": median(run[0] for run in several),
             "decode_tps": median((n - 1) / (run[1] - run[0]) for run in several),
             "total_s": total,
             "end_to_end_tps": n / total,
-            "overhead": median(run[1] / base[1] - 1 for run, base in zip(several, runs["OverFill"], strict=True)),
-            "in_refreshes": median(sum(r.seconds for r in run[2]) / run[1] for run in several),
+            "overhead": median(overheads),
+            "overheads": [round(x, 5) for x in overheads],
+            "by_teacher": None if several[0][3] is None else median(run[3] / run[1] for run in several),
             "by_length": [
                 {"written": w, "tokens": median(r.tokens for r in refreshes if r.written == w),
                  "seconds": median(r.seconds for r in refreshes if r.written == w)}
@@ -350,7 +352,7 @@ def calibrated(study: Study) -> dict[str, Gate]:
 
     def fitted(signals: Tensor, gate: Gate, budget: float) -> Gate:
         n = gate.every  # signals are looked at every so many tokens
-        return replace(gate, threshold=threshold_for(signals[:, n - 1 :: n], budget * n, max(1, gate.cooldown // n)))
+        return replace(gate, threshold=threshold_for(signals[:, n - 1 :: n], budget * n, math.ceil(gate.cooldown / n)))
 
     never = math.inf
     probe = ProbeKL(never, every=PROBE_EVERY)
@@ -418,15 +420,19 @@ def facts_right(study: Study, ways: Sequence[Way]) -> dict[str, tuple[float, flo
     return found
 
 
+def three_ways(study: Study) -> list[Way]:
+    """Return the teacher, OverFill and the student that is the best alone."""
+    alone = Way("student trained alone", "alone") if "alone" in study.models else Way("student", "student")
+    return [Way("teacher", "teacher"), Way("OverFill", policy=Policy()), alone]
+
+
 def by_prompt_length(study: Study, lengths: Sequence[int], n: int) -> list[dict[str, Any]]:
     """Return perplexities of the first n tokens after prompts of other lengths."""
     rows = []
     for length in lengths:
         prompts = {"test": pocket_prompts(study.tokenizer, "test", study.size.prompts, length)}
         other = Study(study.models, study.tokenizer, prompts, replace(study.size, new_tokens=n), {}, study.seed)
-        alone = "alone" if "alone" in study.models else "student"
-        ways = (Way("teacher", "teacher"), Way("OverFill", policy=Policy()), Way("student", alone))
-        written = {way.name: other.write(way, 1.0) for way in ways}
+        written = {way.name: other.write(way, 1.0) for way in three_ways(study)}
         rows.append({"tokens": length, **{name: figures_of(other, w) for name, w in written.items()}})
     return rows
 
@@ -438,7 +444,7 @@ def cache_errors(study: Study, ways: Sequence[Way], prompts: int) -> dict[str, d
 
     All ways read one text, which OverFill has written without a refresh, so that they differ by their caches alone.
     """
-    ids = torch.tensor(study.prompts["test"][:prompts], device=study.device)
+    ids = max((ids for _, ids in study.groups("test", 1)), key=len)[:prompts]  # of the length that most prompts have
     generator = torch.Generator(study.device).manual_seed(study.seed)
     writer = Way("OverFill", policy=Policy())
     tokens, _ = study.tokens(writer, ids, study.size.new_tokens, temperature=1.0, generator=generator)
@@ -475,8 +481,9 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def signals_of(study: Study, student: str) -> dict[str, dict[str, float]]:
     """Return, for each signal of a student, Spearman's correlation with KL(teacher || student) of the same token, which
-    a refresh can mend, and with the teacher's own entropy, which it can't; and the area under the ROC curve by which it
-    tells the tenth of the tokens with the largest KL from the others."""
+    a refresh can mend, and with the teacher's own entropy, which it can't; the area under the ROC curve by which it
+    tells the tenth of the tokens with the largest KL from the others, with its 95% interval over texts; and that of the
+    difference to entropy's."""
     everyone = ProbeKL(math.inf)
 
     def teachers_entropy(pair: Pair) -> Tensor:
@@ -484,24 +491,37 @@ def signals_of(study: Study, student: str) -> dict[str, dict[str, float]]:
 
     gates: dict[str, Callable[[Pair], Tensor]] = {"entropy": Entropy(math.inf).signal}
     if student in study.rates:
-        gates["MC dropout"] = MonteCarloDropout(math.inf, rate=study.rates[student]).signal
+        dropout = MonteCarloDropout(math.inf, rate=study.rates[student])
+        gates["MC dropout, U(t)"] = dropout.signal
+        gates["MC dropout, mutual information"] = lambda pair: mutual_information(
+            dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, dropout.passes, dropout.rate))  # fmt: skip
     recorded = study.record(student, {"kl": everyone.signal, "teacher's entropy": teachers_entropy, **gates}, "test")
-    kl, own = (recorded.pop(name).flatten().numpy() for name in ("kl", "teacher's entropy"))
+    kl, own = (recorded.pop(name).numpy() for name in ("kl", "teacher's entropy"))
     large = kl >= np.quantile(kl, 0.9)
+    draws = np.random.default_rng(0).integers(len(kl), size=(200, len(kl)))
+    areas = {name: [area(x.numpy()[draw].ravel(), large[draw].ravel()) for draw in (np.arange(len(kl)), *draws)]
+             for name, x in recorded.items()}  # fmt: skip
     return {
         name: {
-            "with_kl": float(np.corrcoef(ranks(x := values.flatten().numpy()), ranks(kl))[0, 1]),
-            "with_teachers_entropy": float(np.corrcoef(ranks(x), ranks(own))[0, 1]),
-            "area": float((ranks(x)[large].mean() - (large.sum() - 1) / 2) / (~large).sum()),
+            "with_kl": float(np.corrcoef(ranks(x.numpy().ravel()), ranks(kl.ravel()))[0, 1]),
+            "with_teachers_entropy": float(np.corrcoef(ranks(x.numpy().ravel()), ranks(own.ravel()))[0, 1]),
+            "area": [areas[name][0], *np.quantile(areas[name][1:], [0.025, 0.975]).tolist()],
+            "above_entropy": np.quantile(np.subtract(areas[name], areas["entropy"])[1:], [0.025, 0.975]).tolist(),
         }
-        for name, values in recorded.items()
+        for name, x in recorded.items()
     }  # fmt: skip
+
+
+def area(signal: np.ndarray, large: np.ndarray) -> float:
+    """Return the area under the ROC curve by which a signal (n,) tells what is large (n,) from the rest."""
+    return float((ranks(signal)[large].mean() - (large.sum() - 1) / 2) / (~large).sum())
 
 
 PHASES = (("conf", 0, 100), ("drift", 100, 200), ("post", 200, 250), ("alea", 250, 350), ("conf", 350, 400))
 
 
-def simulation(passes: int = 20, vocabulary: int = 5_000, every: int = 16, cooldown: int = 32) -> dict[str, Any]:
+def simulation(passes: int = 20, vocabulary: int = 5_000, every: int = 16, cooldown: int = 32,
+               seed: int = 0) -> dict[str, Any]:  # fmt: skip
     """Return the source's simulation of 400 steps: entropy in nats and U(t) of logits drawn to be confident, to drift
     (unsure, and passes disagree) or to be ambiguous (unsure, and passes agree), and when either trigger fires.
 
@@ -509,7 +529,7 @@ def simulation(passes: int = 20, vocabulary: int = 5_000, every: int = 16, coold
     is what its figures look like; "same rule", six standard deviations above the mean of the confident start for both.
     Gates are looked at every 16 steps, and 32 apart, as its steps of firing suggest.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     phase = [name for name, start, end in PHASES for _ in range(start, end)]
     spread = {"drift": 0.86}  # of the logits; confident: one logit above all others; ambiguous: all the same
     noise = {"drift": 0.0543}
@@ -555,7 +575,9 @@ def fired(values: np.ndarray, level: float, every: int, cooldown: int) -> list[i
 
 def report(study: Study, about: dict[str, Any], out: Path) -> None:
     """Measure everything; print the tables and the verdicts; write them as CSV and JSON, and draw the figures."""
-    out.mkdir(parents=True, exist_ok=True)  # before anything takes time
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=out):  # can be written to? before anything takes time
+        pass
     begun, size = time.perf_counter(), study.size
     gates = calibrated(study)
     ways = ways_of(study, gates)
@@ -579,19 +601,23 @@ def report(study: Study, about: dict[str, Any], out: Path) -> None:
     if known:
         n = size.new_tokens // 2
         record["lengths"] = by_prompt_length(study, (32, 96, 192), n)
-        alone = "alone" if "alone" in study.models else "student"
-        record["facts"] = facts_right(study, [Way("teacher", "teacher"), Way("OverFill", policy=Policy()),
-                                              Way("student", alone)])  # fmt: skip
-        record["cache"] = cache_errors(study, [
-            Way("OverFill", policy=Policy()), Way("periodic, 64", policy=Periodic(64)),
-            Way("windowed, last 16 of 64", policy=Periodic(64, window=16)),
-            Way("speculative, 8", policy=speculative(8)),
-            Way(f"entropy, {BUDGETS[1]:g} in 1,000", policy=gates[f"entropy, {BUDGETS[1]:g} in 1,000"]),
-            *(Way(f"{name}: OverFill", name, Policy()) for name in ("alone", "prompt") if name in study.models),
-        ], prompts=max(1, size.prompts // 6))  # fmt: skip
+        record["facts"] = facts_right(study, three_ways(study))
+    gate = f"entropy, {BUDGETS[1]:g} in 1,000"
+    record["cache"] = cache_errors(study, [
+        Way("OverFill", policy=Policy()), Way("periodic, 64", policy=Periodic(64)),
+        Way("windowed, last 16 of 64", policy=Periodic(64, window=16)), Way("speculative, 8", policy=speculative(8)),
+        Way(gate, policy=gates[gate]),
+        *(Way(f"trained on {what}: OverFill", name, Policy()) for name, what in
+          (("alone", "its own cache"), ("prompt", "prompts")) if name in study.models),
+    ], prompts=max(1, size.prompts // 6))  # fmt: skip
     record["signals"] = {name: signals_of(study, name) for name in dict.fromkeys(("student", study.dropout)) if name}
     record["dropout_student"] = study.dropout
     record["simulation"] = simulation()
+    fires = [record["simulation"]["fires"], *(simulation(seed=seed)["fires"] for seed in range(1, size.simulations))]
+    record["ambiguous"] = {
+        rule: {name: sum(any(250 <= t < 350 for t in run[rule][name]) for run in fires) / len(fires)
+               for name in fires[0][rule]} for rule in fires[0]
+    }  # fmt: skip
     record["claims"] = claims(record)
     record["minutes"] = (time.perf_counter() - begun) / 60
     print_tables(record)
@@ -610,8 +636,9 @@ def verdict(holds: bool, refuted: bool | None = None) -> str:
 
 def claims(record: dict[str, Any]) -> list[dict[str, str]]:
     """Return the source's claims, each with its verdict and the figures behind it; sampled texts decide. A difference
-    of perplexities is shown if its 95% interval, prompt by prompt, leaves out 0."""
-    ways, first = record["ways"], BUDGETS[0]
+    of perplexities, prompt by prompt, or of times, turn by turn, is shown if its 95% interval leaves out 0."""
+    ways = record["ways"]
+    gate, often, burst = f"entropy, {BUDGETS[0]:g} in 1,000", "periodic, 64", "speculative, 8"
 
     def ppl(name: str) -> float:
         return ways[name]["sampled"]["ppl"][0]
@@ -619,25 +646,28 @@ def claims(record: dict[str, Any]) -> list[dict[str, str]]:
     def against(name: str, other: str) -> list[float]:
         return ratio(ways[name]["sampled"], ways[other]["sampled"])
 
-    def shown(name: str, other: str) -> str:
-        return f"{ppl(name):.2f} ({between(against(name, other))})"
+    def longer(name: str, other: str) -> tuple[float, float, float]:
+        pairs = (np.array(ways[x]["times"]["overheads"]) for x in (name, other))
+        return bootstrap(next(pairs) - next(pairs))
 
-    def overhead(name: str) -> float:
-        return ways[name]["times"]["overhead"]
+    def overhead(name: str) -> str:
+        mean, low, high = bootstrap(np.array(ways[name]["times"]["overheads"]))
+        return f"{mean:+.1%} ({low:+.1%}..{high:+.1%})"
 
-    n = record["tokens"]
-    periods = [f"periodic, {k}" for k in (256, 128, 64) if k < n]
-    steps = [ppl(name) for name in ("OverFill", *periods)]
-    gate, often = f"entropy, {first:g} in 1,000", "periodic, 64"
-    growth = {}
-    for name in ("periodic, 64", "periodic, 64, all read", "speculative, 8"):
+    def growth(name: str) -> tuple[str, float]:
         at = ways[name]["times"]["by_length"]
-        growth[name] = f"{at[0]['tokens']:.0f} to {at[-1]['tokens']:.0f} tokens, {1e3 * at[0]['seconds']:.1f} to " \
-                       f"{1e3 * at[-1]['seconds']:.1f} ms" if at else "none"  # fmt: skip
-    constant = [r["tokens"] for r in ways["speculative, 8"]["times"]["by_length"]]
-    tps = [ways[name]["times"]["decode_tps"] for name in ("student", "OverFill")]
-    fires = record["simulation"]["fires"]
-    ambiguous = [t for rule in fires.values() for t in rule["variance"] if 250 <= t < 350]
+        if len(at) < 2:
+            return "too few refreshes to tell", 0.0
+        text = f"{at[0]['tokens']:.0f} to {at[-1]['tokens']:.0f} tokens, {1e3 * at[0]['seconds']:.1f} to " \
+               f"{1e3 * at[-1]['seconds']:.1f} ms"  # fmt: skip
+        return text, at[-1]["tokens"] / at[0]["tokens"]
+
+    periods = [k for k in (256, 128, 64) if k < record["tokens"]]
+    steps = [ppl(name) for name in ("OverFill", *(f"periodic, {k}" for k in periods))]
+    saved, better = longer(gate, often), against(often, "OverFill")
+    reached = against(gate, often)
+    kept, again, bursts = (growth(name) for name in (often, "periodic, 64, all read", burst))
+    dearer, tps = longer(burst, often), [ways[name]["times"]["decode_tps"] for name in ("student", "OverFill")]
     return [
         {
             "claim": "perplexity: teacher < OverFill < the same student alone",
@@ -646,61 +676,78 @@ def claims(record: dict[str, Any]) -> list[dict[str, str]]:
             "figures": f"{ppl('teacher'):.2f}, {ppl('OverFill'):.2f}, {ppl('student'):.2f}; OverFill "
             f"{between(against('OverFill', 'student'))} against the student",
         },
-        *against_its_equal(record),
         {
-            "claim": "the more refreshes, the lower the perplexity: none, 256, 128, 64",
-            "verdict": verdict(all(a >= b for a, b in pairwise(steps)) and against(often, "OverFill")[2] < 1,
-                               against(often, "OverFill")[1] > 1),
+            "claim": f"the more refreshes, the lower the perplexity: none, {', '.join(map(str, periods))}",
+            "verdict": verdict(all(a >= b for a, b in pairwise(steps)) and better[2] < 1, better[1] > 1),
             "figures": f"{', '.join(f'{x:.2f}' for x in steps)}; against none, "
             + ", ".join(f"every {k} {between(against(f'periodic, {k}', 'OverFill'))}" for k in (128, 64, 16)),
         },
         {
-            "claim": "two or three refreshes in 1,000 tokens, at the right places, reach every 64, for less",
-            "verdict": verdict(against(gate, often)[2] < 1.05 and overhead(gate) < overhead(often),
-                               against(gate, often)[1] > 1),
-            "figures": f"{shown(gate, often)} against {ppl(often):.2f}, for {overhead(gate):+.1%} of time against "
-            f"{overhead(often):+.1%}, the gate included; 5% are taken for equal",
+            "claim": "two or three refreshes in 1,000 tokens, at the right places, reach every 64",
+            "verdict": verdict(reached[2] < 1.05 and better[2] < 1, reached[1] > 1),
+            "figures": f"{ppl(gate):.2f}, {between(reached)} against {ppl(often):.2f}, which is {between(better)} "
+            "against none; 5% are taken for equal",
         },
         {
-            "claim": "a speculative refresh costs the same however long the text, a periodic one ever more",
-            "verdict": verdict(len({*constant}) == 1),
-            "figures": f"first to last refresh: {'; '.join(f'{name}: {text}' for name, text in growth.items())}; what "
-            "grows is reading everything again, which a teacher that keeps its cache never does",
+            "claim": "and take less time",
+            "verdict": verdict(saved[2] < 0, saved[1] > 0),
+            "figures": f"{overhead(gate)}, the gate included, against {overhead(often)}",
         },
         {
-            "claim": "bursts of 8 cost less than a refresh every 64 tokens",
-            "verdict": verdict(overhead("speculative, 8") < overhead(often)),
-            "figures": f"{overhead('speculative, 8'):+.1%} against {overhead(often):+.1%}: eight times as many calls",
+            "claim": "a speculative refresh costs the same however long the text",
+            "verdict": verdict(bursts[1] == 1),
+            "figures": f"first to last: {bursts[0]}",
+        },
+        {
+            "claim": "a periodic refresh costs ever more",
+            "verdict": verdict(kept[1] > 1),
+            "figures": f"first to last: {kept[0]}, by a teacher that keeps its cache; {again[0]}, by one that reads "
+            "everything again",
+        },
+        {
+            "claim": "bursts of 8 take less time than a refresh every 64 tokens",
+            "verdict": verdict(dearer[2] < 0, dearer[1] > 0),
+            "figures": f"{overhead(burst)} against {overhead(often)}: eight times as many calls",
         },
         {
             "claim": "OverFill decodes as fast as the student",
             "verdict": verdict(abs(tps[1] / tps[0] - 1) < 0.05),
             "figures": f"{tps[1]:.0f} and {tps[0]:.0f} tokens/s; 5% are taken for noise",
         },
-        {
-            "claim": "dropout's variance is silent where the text is ambiguous, entropy is not (simulated)",
-            "verdict": verdict(not ambiguous and any(250 <= t < 350 for t in fires["same rule"]["entropy"])),
-            "figures": "; ".join(f"thresholds by the {rule}: entropy fires at {found['entropy']}, variance at "
-                                 f"{found['variance']}" for rule, found in fires.items())
-            + "; in the source's own run variance fires at 336, in the ambiguous phase, and entropy once, at 320",
-        },
+        *simulated(record),
+        *against_its_equal(record),
         *real_gate(record),
     ]  # fmt: skip
 
 
+def simulated(record: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the verdicts on the simulated triggers, for either pair of thresholds."""
+    found = []
+    for rule, fires in record["ambiguous"].items():
+        steps = "; ".join(f"{name} at {at}" for name, at in record["simulation"]["fires"][rule].items())
+        found.append({
+            "claim": f"simulated: variance is silent in the ambiguous phase, entropy is not (thresholds by the {rule})",
+            "verdict": verdict(fires["variance"] == 0 and fires["entropy"] == 1),
+            "figures": f"variance fires there in {fires['variance']:.0%} of the runs, entropy in "
+            f"{fires['entropy']:.0%}; in the first run {steps}"
+            + "; in the source's own, entropy at [320], variance at [112, 144, 176, 336]" * (rule == "source"),
+        })  # fmt: skip
+    return found
+
+
 def against_its_equal(record: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the verdict on OverFill against a student that was trained as long, on nothing but its own cache."""
+    """Return our own question: OverFill against a student that was trained as long, on nothing but its own cache."""
     if "lengths" not in record or "student trained alone" not in record["ways"]:
         return []
     over, alone = (record["ways"][name]["sampled"] for name in ("OverFill", "student trained alone"))
     change, longest = ratio(over, alone), record["lengths"][-1]
     first = max(longest["OverFill"]["nats"], key=int)
+    early = ratio(longest["OverFill"], longest["student trained alone"], first)
     return [{
-        "claim": "OverFill < a student trained as long for writing alone",
+        "claim": "(not the source's) OverFill < a student trained as long for writing alone",
         "verdict": verdict(change[2] < 1, change[1] > 1),
         "figures": f"{over['ppl'][0]:.2f}, {alone['ppl'][0]:.2f}: {between(change)} over {record['tokens']} tokens; "
-        f"over the first {first} after prompts of {longest['tokens']}, "
-        f"{between(ratio(longest['OverFill'], longest['student'], first))}",
+        f"over the first {first} after prompts of {longest['tokens']}, {between(early)}",
     }]  # fmt: skip
 
 
@@ -709,16 +756,22 @@ def real_gate(record: dict[str, Any]) -> list[dict[str, str]]:
     found = record["signals"].get(record["dropout_student"], {})
     if not found:
         return []
-    ours, other = found["MC dropout"], found["entropy"]
+    variance, other = found["MC dropout, U(t)"], found["MC dropout, mutual information"]
+    low, high = variance["above_entropy"]
     names = [f"dropout student: {name}, {BUDGETS[1]:g}" for name in ("MC dropout", "entropy")]
     values = [record["ways"][name]["sampled"]["ppl"][0] for name in names]
     return [{
-        "claim": "dropout's variance shows better than entropy where student and teacher disagree (a real model)",
-        "verdict": verdict(ours["area"] > other["area"]),
-        "figures": f"area under the ROC curve {ours['area']:.2f} against {other['area']:.2f}; rank correlation with "
-        f"the teacher's own entropy, which no refresh can mend, {ours['with_teachers_entropy']:.2f} against "
-        f"{other['with_teachers_entropy']:.2f}; as gates {values[0]:.2f} and {values[1]:.2f}",
+        "claim": "a real model: U(t) shows better than entropy where student and teacher disagree",
+        "verdict": verdict(low > 0, high < 0),
+        "figures": f"area under the ROC curve {shown(variance['area'])}, entropy {shown(found['entropy']['area'])}, "
+        f"mutual information of the same passes {shown(other['area'])}; perplexity by either gate: U(t) "
+        f"{values[0]:.2f}, entropy {values[1]:.2f}",
     }]  # fmt: skip
+
+
+def shown(three: Sequence[float]) -> str:
+    """Return a mean and its interval."""
+    return f"{three[0]:.2f} ({three[1]:.2f}-{three[2]:.2f})"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -765,8 +818,9 @@ def print_tables(record: dict[str, Any]) -> None:
     for name, r in record["ways"].items():
         t = r["times"]
         rows.append([name, f"{1e3 * t['ttft_s']:.1f}", f"{t['decode_tps']:.0f}", f"{1e3 * t['total_s']:.0f}",
-                     f"{t['end_to_end_tps']:.0f}", f"{t['overhead']:+.1%}", f"{t['in_refreshes']:.1%}"])  # fmt: skip
-    header = ["", "TTFT ms", "tokens/s", "total ms", "end to end tokens/s", "overhead", "in refreshes"]
+                     f"{t['end_to_end_tps']:.0f}", f"{t['overhead']:+.1%}",
+                     "" if t["by_teacher"] is None else f"{t['by_teacher']:.1%}"])  # fmt: skip
+    header = ["", "TTFT ms", "tokens/s", "total ms", "end to end tokens/s", "overhead", "by the teacher"]
     print("\ntimes: single prompts, sampled, medians of ways in turn\n" + table(header, rows))
     if "students" in record:
         names = [*dict.fromkeys(name.partition(", ")[0] for name in record["students"])]
@@ -778,14 +832,15 @@ def print_tables(record: dict[str, Any]) -> None:
         rows = []
         for r in record["lengths"]:
             for k in r["OverFill"]["nats"]:
-                cells = [f"{math.exp(np.mean(r[name]['nats'][k])):.2f}" for name in ("teacher", "OverFill", "student")]
-                rows.append([str(r["tokens"]), k, *cells, between(ratio(r["OverFill"], r["student"], k))])
-        header = ["prompt", "first tokens", "teacher", "OverFill", "student", "OverFill to student"]
+                names = [name for name in r if name != "tokens"]
+                cells = [f"{math.exp(np.mean(r[name]['nats'][k])):.2f}" for name in names]
+                rows.append([str(r["tokens"]), k, *cells, between(ratio(r["OverFill"], r[names[-1]], k))])
+        header = ["prompt", "first tokens", *names, "OverFill to the last"]
         print("\nby tokens of the prompt, and of the first tokens written (PPL, sampled)\n" + table(header, rows))
     if "facts" in record:
         cells = (f"{name} {x:.0%} ({low:.0%} to {high:.0%})" for name, (x, low, high) in record["facts"].items())
         print(f"\nquestions on what a story said early, answered exactly: {', '.join(cells)}")
-    rows = [[f"{student}: {name}", *(f"{r[key]:.2f}" for key in ("with_kl", "with_teachers_entropy", "area"))]
+    rows = [[f"{student}: {name}", f"{r['with_kl']:.2f}", f"{r['with_teachers_entropy']:.2f}", shown(r["area"])]
             for student, signals in record["signals"].items() for name, r in signals.items()]  # fmt: skip
     print("\nwhat the signals say: rank correlation with KL(teacher || student), and with the teacher's own entropy;\n"
           "area under the ROC curve for the tenth of the tokens with the largest KL")  # fmt: skip
@@ -795,7 +850,7 @@ def print_tables(record: dict[str, Any]) -> None:
     rows = [[name, *(f"{x:.4f}" if isinstance(x, float) else str(x) for x in r.values())] for name, r in phases.items()]
     print("\nsimulated: entropy in nats, variance of logits over passes, share of steps that fire")
     print(table(header, rows))
-    print("\nWhat the source claims:")
+    print("\nWhat is claimed:")
     for claim in record["claims"]:
         print(f"  {claim['claim']}: {claim['verdict']} ({claim['figures']})")
 
@@ -808,9 +863,12 @@ def write_tables(record: dict[str, Any], out: Path) -> None:
         [name, mode, *(x for key in keys for x in r[mode][key])]
         for mode in ("sampled", "greedy") for name, r in record["ways"].items() if mode in r
     ])  # fmt: skip
-    keys = ("ttft_s", "decode_tps", "total_s", "end_to_end_tps", "overhead", "in_refreshes")
+    keys = ("ttft_s", "decode_tps", "total_s", "end_to_end_tps", "overhead", "by_teacher")
     write_csv(out / "times.csv", ["way", *keys], [[name, *(r["times"][key] for key in keys)]
                                                   for name, r in record["ways"].items()])  # fmt: skip
+    curves = [(f"{name}: {key}", values) for name, r in record["cache"].items() for key, values in r.items()]
+    write_csv(out / "cache.csv", ["written", *(name for name, _ in curves)],
+              zip(range(1, record["tokens"] + 1), *(values for _, values in curves), strict=True))  # fmt: skip
     steps = record["simulation"]["steps"]
     write_csv(out / "simulation.csv", ["step", *steps], zip(range(400), *steps.values(), strict=True))
 
@@ -825,16 +883,15 @@ def draw(record: dict[str, Any], out: Path) -> None:
         def curves(axes: Any) -> None:
             for i, (name, r) in enumerate(record["cache"].items()):
                 values = np.convolve(r[key], np.ones(width) / width, "valid")
-                at = np.linspace(1, record["tokens"], len(values))
+                at = np.arange(len(values)) + (width + 1) / 2
                 axes.plot(at, values, STYLES[i % 4], color=f"C{i}", linewidth=1.4, label=name)
 
         return curves
 
-    if "cache" in record:
-        labels = {"xlabel": "tokens written", "ylabel": "|student's cache - teacher's| / |teacher's|"}
-        figure(out / "cache_error.png", over_time("error", 1), title="Error of the cache, E_t, on one text", **labels)
-        labels["ylabel"] = "KL(teacher || student), nats"
-        figure(out / "divergence.png", over_time("kl", 24), title="The next token, mean over 24 tokens", **labels)
+    labels = {"xlabel": "tokens written", "ylabel": "|student's cache - teacher's| / |teacher's|"}
+    figure(out / "cache_error.png", over_time("error", 1), title="Error of the cache, E_t, on equal texts", **labels)
+    labels["ylabel"] = "KL(teacher || student), nats"
+    figure(out / "divergence.png", over_time("kl", 24), title="The next token, mean over 24 tokens", **labels)
 
     def quality(axes: Any) -> None:
         families = {name: [name] for name in ("teacher", "OverFill", "student trained alone", "speculative, 8")}

@@ -397,7 +397,8 @@ def segment_starts(mode: str, rows: int, T: int, generator: torch.Generator) -> 
     prompt = torch.where(at < first, 0, first)
     if mode == "prompt":
         return prompt, (at >= first).float()
-    stride = 4 * 2 ** torch.randint(0, 8, (rows, 1), generator=generator)  # 4 ... 512
+    kinds = max(1, math.ceil(math.log2(T / 4)) + 1)
+    stride = 4 * 2 ** torch.randint(0, kinds, (rows, 1), generator=generator)  # 4, 8 ... at least T
     offset = first % stride
     start = torch.where(at < offset, 0, offset + (at - offset) // stride * stride)
     return torch.where(stride >= T, prompt, start), torch.ones(rows, T)
@@ -894,17 +895,20 @@ def main() -> None:
                      "texts; default: the pocket corpus")  # fmt: skip
     cli.add_argument("--steps", type=whole_number(1), metavar="N", help="steps of training; default: "
                      + ", ".join(f"{name} {n:,}" for name, n in STEPS.items()))  # fmt: skip
-    cli.add_argument("--kind", choices=KINDS, default=KINDS[0], help="student: what it reads in training: segments as "
+    cli.add_argument("--kind", choices=KINDS, help="student: what it reads in training: segments as "
                      "between refreshes; alone, its own cache; prompt, the teacher's of a prompt; dropout, segments "
-                     f"with dropout of {DROPOUT}")  # fmt: skip
+                     f"with dropout of {DROPOUT}; default: {KINDS[0]}")  # fmt: skip
     cli.add_argument("--slots", default=MEMORY["slots"], type=whole_number(1), metavar="M", help="bct: slots of a head")
     cli.add_argument("--recent", default=MEMORY["recent"], type=whole_number(0), metavar="R",
                      help="bct: tokens kept exactly beside the slots")  # fmt: skip
     with cli.parse() as args:
-        name = args.what if args.kind == KINDS[0] else f"{args.what}-{args.kind}"
+        if args.kind and args.what != "student":
+            raise ValueError(f"--kind {args.kind} is of students: {args.what} has no kinds")
+        kind = args.kind or KINDS[0]
+        name = args.what if kind == KINDS[0] else f"{args.what}-{kind}"
         out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(args.what, name)
         run = args.state or HERE.parent / "runs" / name
-        steps = args.steps or STEPS.get(name, STEPS.get(args.what))
+        steps = args.steps or STEPS.get(name if args.init == "pocket" else args.what, STEPS.get(args.what))
         memory = {"slots": args.slots, "recent": args.recent}
         if args.out is None and (args.init != "pocket" or args.text or args.steps or memory != MEMORY):
             raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
@@ -924,7 +928,7 @@ def main() -> None:
             if rank() == 0 and len(losses) == steps:
                 finish_rotary(recipe, model.cpu(), losses, out)
         elif args.what == "student":
-            recipe = pruning(args.init, load_model(args.init, model_class=GPT).config, steps, args.kind, args.text)
+            recipe = pruning(args.init, load_model(args.init, model_class=GPT).config, steps, kind, args.text)
             model, losses = train(recipe, run, args.stop_at)
             if rank() == 0 and len(losses) == steps:
                 finish_student(recipe, model.cpu(), losses, out)
@@ -1121,7 +1125,7 @@ def finish_student(recipe: Pruning, model: Student, losses: list[float], folder:
         if (least := min(figures["kl"].values())) > 0.5:
             raise ValueError(f"the model is not kept: its divergence from the teacher is {least:.2f} nats at least")
         write_atomically(folder / "figures.json", lambda file: file.write_text(json.dumps(figures, indent=2) + "\n"))
-        text = student_card(recipe, model, figures, folder.name)
+        text = student_card(recipe, model, figures)
         write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
     plot_losses(recipe, losses, folder / "loss.png")
     copy_tokenizer(recipe.init, folder)
@@ -1135,15 +1139,20 @@ READS = {
 }
 
 
-def student_card(recipe: Pruning, model: Student, figures: dict[str, dict[str, float]], name: str) -> str:
+def student_card(recipe: Pruning, model: Student, figures: dict[str, dict[str, float]]) -> str:
     """Return the model card of a student."""
     c, phase = recipe.config, recipe.phases[0]
     tokens = phase.steps * phase.rows * phase.context / 1e6
     dropout = f", with dropout of {c.dropout}" if c.dropout else ""
     begun = f", from `{recipe.begin}` on" if recipe.begin else ""
-    command = f"python pocket/train.py student{name.replace('student-', ' --kind ').removeprefix('student')}"
+    kind = "dropout" if c.dropout else recipe.mode
+    command = "python pocket/train.py student" + f" --kind {kind}" * (kind != KINDS[0])
+    command += f" --init {recipe.init} --out FOLDER" * (recipe.init != "pocket")
+    name, link = "student", "pocket/teacher"
+    if recipe.init == "pocket":
+        name, link = f"pocket/student{f'-{kind}' * (kind != KINDS[0])}", "[pocket/teacher](../teacher/README.md)"
     rows = "\n".join(f"| {key} | {value:.4f} |" for key, value in figures["student"].items())
-    return f"""# pocket/{name}
+    return f"""# {name}
 
 A student of `{recipe.init}`, for `overfill.py`: as many layers, heads and dimensions of a head, so that the teacher's
 cache fits it, but {c.n_embd} hidden dimensions and {c.n_inner} neurons, those that were most active in the teacher;
@@ -1167,7 +1176,7 @@ Alone, on its own cache:
 |---|---|
 {rows}
 
-The figures are explained on the card of [pocket/teacher](../teacher/README.md).
+The figures are explained on the card of {link}.
 
 ![Training loss](loss.png)
 

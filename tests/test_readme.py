@@ -19,7 +19,7 @@ def test_the_first_code_block_is_two_commands() -> None:
 
 
 def test_figures_are_those_that_were_recorded() -> None:
-    names = ("speed", "pocket", "memory", "ablation", "recycling", "replay", "projection", "refreshing")
+    names = ("standing", "pocket", "memory", "ablation", "recycling", "replay", "projection", "refreshing")
     blocks = {name: getattr(readme, name)() for name in names}
     assert readme.with_blocks(README, blocks) == README
 

@@ -10,8 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline.py", "gpt_kv_cache.py"]
 BOUNDED = "gpt_bounded_cache.py"
-SCRIPTS = [*GPT_FILES, BOUNDED, "overfill.py", "load_gpt2_weights.py", "pocket/corpus.py", "pocket/train.py",
-           "benchmarks/speed.py"]  # fmt: skip
+SCRIPTS = [*GPT_FILES, BOUNDED, "overfill.py", "load_gpt2_weights.py", "pocket/corpus.py", "pocket/train.py"]
 
 
 def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -228,6 +228,8 @@ def test_segments_are_those_between_two_refreshes() -> None:
         assert len(lengths) <= 1  # all but the first and the last are as long
         strides |= lengths
     assert strides == {4, 8, 16, 32, 64, 128, 256}  # of 512: one boundary, as in "prompt"
+    start, _ = train.segment_starts("segments", 300, 1024, generator)
+    assert any(row.unique().numel() == 2 for row in start)  # all of the rest in one piece
     start, counts = train.segment_starts("prompt", 50, 512, generator)
     for row, counted in zip(start, counts, strict=True):
         first = int(row.max())
@@ -313,7 +315,7 @@ def test_the_shipped_students_are_those_of_their_cards(kind: str) -> None:
     model = train.Student(recipe.config)
     model.load_state_dict(loaded.state_dict())
     model.eval()
-    assert train.student_card(recipe, model, figures, name) == (folder / "README.md").read_text()
+    assert train.student_card(recipe, model, figures) == (folder / "README.md").read_text()
     assert train.divergences(plain, model, load_tokenizer("pocket")) == pytest.approx(figures["kl"], rel=1e-2)
 
 

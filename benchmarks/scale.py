@@ -1,0 +1,161 @@
+"""What the measured constants say about larger models and fleets: decoding, first token, bytes of cache, reuse.
+
+A token costs at least the reading of all weights and of the cache; a prompt at least two operations a weight and token;
+a cached token saves the latter and costs its bytes on the way. The model is checked against the measured points.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model: layers, width, key-value heads and their size, parameters, context, and bytes of a number."""
+
+    name: str
+    layers: int
+    width: int
+    kv_heads: int
+    head_dim: int
+    parameters: float
+    n_ctx: int
+    nbytes: int = 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of a token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.nbytes
+
+
+SHAPES = (
+    Shape("GPT-2 124M", 12, 768, 12, 64, 124e6, 1024),
+    Shape("GPT-2 XL", 48, 1600, 25, 64, 1.558e9, 1024),
+    Shape("Llama 3 8B", 32, 4096, 8, 128, 8.03e9, 8192),
+    Shape("Llama 3 70B", 80, 8192, 8, 128, 70.6e9, 8192),
+)
+H100 = ("an H100 SXM by its data sheet, bf16", 3.35e12, 989e12, 2)  # bytes/s, dense operations/s, bytes of a number
+
+
+def decode_s(shape: Shape, read: float, tokens: int, batch: int = 1) -> float:
+    """Return the least seconds of a step for `batch` texts of so many tokens each, reading `read` bytes a second."""
+    return (shape.parameters * shape.nbytes + batch * tokens * shape.token_bytes) / read
+
+
+def prefill_s(shape: Shape, rate: float, tokens: int) -> float:
+    """Return the least seconds to read a prompt: 2 operations a weight and token, and attention's
+    2 * 2 * tokens ** 2 / 2 * width * layers."""
+    return (2 * shape.parameters * tokens + 2 * tokens**2 * shape.width * shape.layers) / rate
+
+
+def note(record: dict[str, Any]) -> str:
+    """Return the note as Markdown, from a summary.json of `python -m benchmarks`."""
+    g, T = record["geometry"], max(record["lengths"])
+    threads = f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
+    weights = g["n_embd"] * (3 * g["attention"] + 2 * g["n_inner"]) + g["attention"] * g["n_embd"]
+    operations = 2 * T * g["n_layer"] * weights + 2 * g["n_embd"] * g["vocab_size"]
+    read, rate = 1e9 * record["gb_per_s"], operations / (record["products_ms"][str(T)] / 1e3)
+    measured = Shape(record["model"], g["n_layer"], g["attention"], g["attention"], 1, g["weights"] / 4, g["n_ctx"], 4)
+    lines = [
+        "# What the constants say at scale",
+        "",
+        f"Measured on {record['machine']}, {threads}, {record['date']}: memory is read at "
+        f"{read / 1e9:.1f} GB/s, and matrices are multiplied at {rate / 1e9:,.0f} Gflop/s in float32.",
+        "",
+        "- A step of decoding reads all weights once, and the cache of every text: (weights + batch x tokens x "
+        "bytes of a cached token) / bandwidth.",
+        "- A prompt of T tokens takes 2 operations a weight and token, and 2 T^2 operations a layer and dimension in "
+        "attention, / rate of products.",
+        "- A cached token takes 2 x layers x key-value heads x head size x bytes of a number.",
+        "",
+        "## Does that hold where it was measured?",
+        "",
+        "gpt_kv_cache.py beside these lower bounds:",
+        "",
+        "| batch | tokens | step: bound | measured | share | first token: bound | measured | share |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell, row in record["rows"]["gpt_kv_cache.py"].items():
+        if " x " in cell:
+            B, n = map(int, cell.split(" x "))
+            step, first = 1e3 * decode_s(measured, read, n, B), B * 1e3 * prefill_s(measured, rate, n)
+            lines.append(f"| {B} | {n:,} | {step:.1f} ms | {row['step_ms']:.1f} ms | {step / row['step_ms']:.2f} "
+                         f"| {first:,.0f} ms | {row['first_ms']:,.0f} ms | {first / row['first_ms']:.2f} |")
+    lines += [
+        "",
+        "The share is what is left of a prediction for another model: divide by it.",
+        "",
+        "## Larger models",
+        "",
+        "Lower bounds. The last column is the bandwidth from which on fetching a cached token beats computing it.",
+        "",
+        "| machine | model | tokens/s, 1 text of 1,000 | 64 texts of 8,000 | first token of 1,000 | of 8,000 "
+        "| cache of 8,000 | fetch from |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    here = (f"this one, {threads}, fp32", read, rate, 4)
+    for name, bandwidth, products, nbytes in (here, H100):
+        for shape in (replace(shape, nbytes=nbytes) for shape in SHAPES):
+            many, long, cache = "-", "-", "-"
+            if shape.n_ctx >= 8000:
+                many = f"{64 / decode_s(shape, bandwidth, 8000, 64):,.1f}"
+                long, cache = seconds(prefill_s(shape, products, 8000)), f"{8000 * shape.token_bytes / 1e9:,.2f} GB"
+            one, first = 1 / decode_s(shape, bandwidth, 1000), seconds(prefill_s(shape, products, 1000))
+            fetch = shape.token_bytes / (2 * shape.parameters / products)
+            lines.append(f"| {name} | {shape.name} | {one:,.2f} | {many} | {first} | {long} | {cache} "
+                         f"| {fetch / 1e9:,.3g} GB/s |")  # fmt: skip
+    lines += ["", *fleet(), "", *ENGINES]
+    return "\n".join(lines)
+
+
+def seconds(x: float) -> str:
+    """Return a time in a readable unit."""
+    return f"{x:,.1f} s" if x >= 1 else f"{1e3 * x:,.1f} ms"
+
+
+def fleet() -> list[str]:
+    """Return what the recorded hit rates of two public traces mean for a 70B model on the data sheet's machine."""
+    _, _, rate, nbytes = H100
+    shape, block = replace(SHAPES[-1], nbytes=nbytes), 512
+    lines = [
+        "## A fleet",
+        "",
+        f"Hit rates of our store over public traces (`recycle.py replay`), {shape.name}, {H100[0]}. A hit saves "
+        f"{2e6 * shape.parameters / rate:,.0f} microseconds of products a token and moves {shape.token_bytes:,} bytes.",
+        "",
+        "| trace | blocks of 512 tokens | memory | tokens found | prefill left | moved for each machine |",
+        "|---|---|---|---|---|---|",
+    ]
+    for path in sorted((ROOT / "benchmarks" / "recycling").glob("replay_*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        for row in (rows[0], rows[len(rows) // 2], rows[-1]):
+            hit, blocks = float(row["token_hit_rate"]), row["capacity_blocks"]
+            size = f"{int(blocks) * block * shape.token_bytes / 1e12:.2f} TB" if blocks.isdecimal() else "any"
+            # A machine that does nothing but prefill computes (1 - hit) of the tokens that it serves.
+            served = rate / (2 * shape.parameters) / max(1 - hit, 1e-9)
+            lines.append(f"| {path.stem.removeprefix('replay_')} | {blocks} | {size} | {hit:.1%} | {1 - hit:.1%} "
+                         f"| {served * hit * shape.token_bytes / 1e9:.2f} GB/s |")  # fmt: skip
+    return lines
+
+
+# what is here | what it is there | what is added there
+ENGINES = [
+    "## Who takes over there", "", "| here | there | what is added |", "|---|---|---|",
+    "| a preallocated cache, a slot for each token | vLLM's PagedAttention | slots in blocks that any text may own, so "
+    "that memory is shared and hardly wasted |",
+    "| the radix tree of `recycle.py`, eviction of the oldest leaf | SGLang's RadixAttention | the same tree over the "
+    "GPU's memory, and a scheduler that prefers requests that hit |",
+    "| pages on disk, checked and restored | LMCache | tiers of GPU, CPU, disk and remote memory |",
+    "| hit rates over a trace, bytes against products | Mooncake | a pool over all machines; prefill and decoding on "
+    "different ones |",
+    "| a sliding window, sinks, BCT's slots | window attention; StreamingLLM; Gated Slot Attention | models that were "
+    "trained with them |",
+    "| a teacher that prefills, a student that decodes | speculative decoding | the large model also checks what the "
+    "small one writes, so that nothing is lost |",
+]  # fmt: skip

@@ -1,0 +1,234 @@
+"""`python -m benchmarks`: equal weights give equal tokens in all implementations, and figures are what they say."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmarks.__main__ as bench
+from benchmarks import contenders, scale
+from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, Static, timed
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from load_gpt2_weights import load_model, read_json
+from pocket.train import export
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
+EXACT = [c for c in CONTENDERS if c.exact and not c.file and not c.device]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    path = tmp_path_factory.mktemp("weights")
+    export(model, path)
+    return path
+
+
+def prompt(B: int = 2, T: int = 12) -> torch.Tensor:
+    return torch.randint(300, (B, T), generator=torch.Generator().manual_seed(0))
+
+
+def plain(folder: Path, ids: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.cat(list(generate(load_model(str(folder), model_class=GPT), ids, n, cache=KVCache())), 1)
+
+
+@pytest.mark.parametrize("contender", EXACT, ids=lambda c: c.name)
+def test_equal_weights_give_equal_tokens(contender: contenders.Contender, folder: Path) -> None:
+    if why := bench.available(contender, "cpu", None):
+        pytest.skip(why)
+    if contender.package == "llms_from_scratch":
+        pytest.skip("its cache fails at the second token, which a run of the benchmarks says")
+    runner = contender.make(folder, "cpu", None)
+    with torch.no_grad():
+        done = timed(runner, Clock("cpu"), prompt(), 20)
+        assert done["tokens"] == plain(folder, prompt(), 21)[0].tolist()
+        assert len(done["steps_ms"]) == 20 and min(done["steps_ms"]) > 0 and done["first_ms"] > 0
+        again = runner.resume(prompt(1), 10)
+        if again is not None:
+            for _ in range(2):  # on a copy: the second time finds what the first found
+                assert int(again()) == int(plain(folder, prompt(1), 1))
+
+
+def test_bytes_are_those_of_the_formula(folder: Path) -> None:
+    token = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * 4  # of two texts
+    for name, tokens in (("gpt_kv_cache.py", 12 + 6), ("gpt_bounded_cache.py, preallocated", 64),
+                         ("gpt_bounded_cache.py, window of 256", 64), ("static step", 64)):  # fmt: skip
+        runner = next(c for c in CONTENDERS if c.name == name).make(folder, "cpu", None)
+        with torch.no_grad():
+            assert timed(runner, Clock("cpu"), prompt(), 6)["nbytes"] == token * tokens, name
+
+
+def test_weights_reach_the_names_of_llms_from_scratch(folder: Path) -> None:
+    gpt2 = pytest.importorskip("llms_from_scratch.kv_cache.gpt2")
+    runner = contenders.FromScratch(folder, "cpu", gpt2, own_cache=False)
+    ids = prompt()
+    with torch.no_grad():
+        expected = load_model(str(folder), model_class=GPT)(ids)
+        torch.testing.assert_close(runner.model(ids), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_int8_is_near(folder: Path) -> None:
+    exact, runner = load_model(str(folder), model_class=GPT), Int8(folder, "cpu")
+    ids = prompt(4, 40)
+    with torch.no_grad():
+        expected, got = exact(ids), runner.model(ids)
+    error = (got - expected).norm() / expected.norm()
+    assert 1e-5 < error < 0.05  # quantised, and near
+    assert type(runner.model.h[0].attn.c_attn).__module__.startswith("torch.ao")
+
+
+def test_a_compiled_step_writes_the_same(folder: Path) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("torch.compile needs a C++ compiler")
+    with torch.no_grad():
+        done = timed(Static(folder, "cpu", compiled=True), Clock("cpu"), prompt(1), 5)
+    assert done["tokens"] == plain(folder, prompt(1), 6)[0].tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cuda_graph_writes_the_same(folder: Path) -> None:
+    with torch.no_grad():
+        runner = Static(folder, "cuda")
+        for _ in range(2):  # the graph of the first run serves the second
+            done = timed(runner, Clock("cuda"), prompt().cuda(), 20)
+            assert done["tokens"] == plain(folder, prompt(), 21)[0].tolist()
+
+
+def test_what_an_ablation_undoes_changes_the_time_only(folder: Path) -> None:
+    with torch.no_grad():
+        result = bench.ablate(folder, [12], 1, "cpu")  # raises if the tokens change
+        for name, undo in bench.ablations().items():
+            model = load_model(str(folder), model_class=GPT)
+            before = model(prompt())
+            undo(model)
+            torch.testing.assert_close(model(prompt()), before, rtol=1e-4, atol=1e-4)
+            assert result[name]["12"]["decode"] > 0
+    assert result["as it is"]["12"]["decode"] == result["as it is"]["12"]["first"] == 1
+    layout = load_model(str(folder), model_class=GPT)
+    stride = layout.h[0].attn.c_attn.weight.stride()
+    bench.ablations()["weights stored (out, in), as nn.Linear does"](layout)
+    assert layout.h[0].attn.c_attn.weight.stride() == (1, 64) != stride
+    assert layout.wte.weight.stride() == (1, 300)
+    bench.ablations()["the head's weights row by row"](layout)
+    assert layout.wte.weight.stride() == (64, 1)
+
+
+def test_an_ablation_that_changes_the_text_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: GPT) -> None:
+        model.wpe.weight.data.zero_()
+
+    monkeypatch.setattr(bench, "ablations", lambda: {"positions": spoil})
+    with pytest.raises(ValueError, match="positions"), torch.no_grad():
+        bench.ablate(folder, [12], 1, "cpu")
+
+
+def raw(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) -> dict:
+    def turn(first: float, step: float, tokens: list[int]) -> dict:
+        return {"first_ms": first, "first_cpu_ms": cpu * first, "steps_ms": [step] * 4,
+                "steps_cpu_ms": [cpu * step] * 4, "tokens": tokens, "nbytes": 100, "peak_bytes": 1000}  # fmt: skip
+
+    slow = (1.0, 2.0, 1.0)  # the machine in three turns
+    return {
+        "geometry": {"weights": 500e6}, "reuse_lengths": [100, 90],
+        "floor": [{"bytes_per_ms": b, "products_ms": {"100": 80.0}} for b in bandwidths],
+        "contenders": {
+            "gpt_kv_cache.py": {"2 x 100": [turn(200 * s, 100 * s, [1, 2]) for s in slow]},
+            "other": {"2 x 100": [turn(400 * s, 150 * s, [1, 3]) for s in slow]},
+        },
+        "reuse": {"gpt_kv_cache.py": [30.0, 60.0, 31.0], "other": []},
+    }  # fmt: skip
+
+
+def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -> None:
+    found = bench.summary(raw())
+    ours, other = (found["rows"][name]["2 x 100"] for name in ("gpt_kv_cache.py", "other"))
+    assert found["roofline_ms"] == 50 and ours["of_roofline"] == 0.5
+    assert ours["step_ms"] == 100 and ours["tokens_per_s"] == 20 and ours["decode_ratio"] == 1
+    assert other["decode_ratio"] == pytest.approx(100 / 150) and other["first_ratio"] == 0.5
+    assert ours["of_products"] == 2 * 80 / 200  # of two texts
+    assert ours["same_tokens"] and not other["same_tokens"]
+    assert found["rows"]["gpt_kv_cache.py"]["reuse_ms"] == 31 and "reuse_ms" not in found["rows"]["other"]
+    assert found["waited"] == pytest.approx(0) and found["bandwidth_change"] == pytest.approx(0.02)
+    assert bench.summary(raw(cpu=0.7))["waited"] == pytest.approx(0.3)
+    assert bench.summary(raw((5e6, 10e6, 10e6)))["bandwidth_change"] == 0.5
+
+
+def test_a_contender_that_fails_is_left_out_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = bench.BASE, "nobody"
+    found = bench.measure(folder, [good, bad], [12], [1], 1, "cpu", 1, None)
+    assert list(found["failed"]) == [bad] and "nobody failed: " in found["failed"][bad]
+    assert list(found["contenders"]) == [good] and len(found["contenders"][good]["1 x 12"]) == 1
+    assert set(found["floor"][0]["products_ms"]) == {"12"} and found["floor"][0]["bytes_per_ms"] > 1e5
+
+
+def test_bounds_at_scale() -> None:
+    shape = scale.Shape("small", layers=2, width=8, kv_heads=2, head_dim=4, parameters=100, n_ctx=64, nbytes=2)
+    assert shape.token_bytes == 2 * 2 * 2 * 4 * 2
+    assert scale.decode_s(shape, 10.0, tokens=5, batch=3) == (200 + 3 * 5 * 64) / 10
+    assert scale.prefill_s(shape, 10.0, tokens=5) == (2 * 100 * 5 + 2 * 25 * 8 * 2) / 10
+    big = next(s for s in scale.SHAPES if "70B" in s.name)
+    assert big.token_bytes == 327_680  # 2 x 80 layers x 8 heads x 128 x 2 bytes
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "benchmarks", *words], capture_output=True, text=True, timeout=600,
+                          cwd=ROOT)  # fmt: skip
+
+
+def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
+    only = ["gpt_baseline.py", "gpt_bounded_cache.py, preallocated"]
+    if importlib.util.find_spec("transformers"):
+        only.append("transformers, DynamicCache")
+    result = command("--model", "pocket", "--lengths", "24", "48", "--batches", "1", "2", "--turns", "1",
+                     "--only", *only, "--out", str(tmp_path / "new"))  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    names = {"summary.json", "decoding.png", "first_token.png"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == names
+    record = read_json(tmp_path / "new" / "summary.json")
+    assert list(record["rows"]) == [c.name for c in CONTENDERS if c.name in (*only, bench.BASE)]
+    assert record["different"] == [] and record["absent"] == {}
+    assert record["rows"][bench.BASE]["1 x 48"]["decode_ratio"] == 1
+    assert all(name in result.stdout for name in only)
+    note = command("--scale", str(tmp_path / "new" / "summary.json"))
+    assert note.returncode == 0 and "Llama 3 70B" in note.stdout and "vLLM" in note.stdout
+
+
+def test_an_ablation_by_command(tmp_path: Path) -> None:
+    result = command("--ablate", "--model", "pocket", "--lengths", "24", "--turns", "1", "--out", str(tmp_path))
+    assert result.returncode == 0 and "logits of all positions" in result.stdout
+    assert set(json.loads((tmp_path / "ablation.json").read_text())["without"]) == {"as it is", *bench.ablations()}
+
+
+@pytest.mark.parametrize(("words", "culprits"), [
+    (["--model", "gpt5"], ["gpt5"]), (["--lengths", "600", "--model", "pocket"], ["600", "512"]),
+    (["--only", "nothing"], ["nothing"]), (["--turns", "0"], ["0"]), (["--scale", "nothing.json"], ["nothing.json"]),
+])  # fmt: skip
+def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str]) -> None:
+    result = command(*words)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1 and all(culprit in result.stderr for culprit in culprits)
+
+
+def test_a_random_model_has_the_same_weights_every_time() -> None:
+    with bench.weights("124M") as folder:
+        first = load_model(str(folder), model_class=GPT)
+        assert bench.geometry_of(folder)["weights"] == 497_759_232
+    with bench.weights("124M") as again:
+        assert torch.equal(load_model(str(again), model_class=GPT).h[3].mlp.c_fc.weight, first.h[3].mlp.c_fc.weight)
+    assert not folder.exists()
+
+
+def test_ours_can_be_resumed_only_with_a_cache(folder: Path) -> None:
+    import gpt_baseline
+
+    assert Ours(folder, "cpu", gpt_baseline, None).resume(prompt(1), 5) is None
