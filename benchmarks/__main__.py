@@ -361,7 +361,8 @@ def draw(record: dict[str, Any], out: Path) -> None:
         for i, (name, r) in enumerate(record["rows"].items()):
             axes.plot(lengths, [r[f"{B} x {T}"][key] for T in lengths], marks[i % 8], color=f"C{i % 10}", markersize=4,
                       linewidth=1, label=name)  # fmt: skip
-        axes.plot(lengths, floor, color="black", linewidth=2, label="what the machine allows")
+        label = "float32 weights read, nothing else" if key == "tokens_per_s" else "matrix products alone"
+        axes.plot(lengths, floor, color="black", linewidth=2, label=label)
         axes.set_yscale("log")
 
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
