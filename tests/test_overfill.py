@@ -502,7 +502,7 @@ def test_any_folders_serve_as_teacher_and_student(public_pair, tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert record["measured_prompts"] == 6 and "lengths" not in record
-    assert "MC dropout" in record["signals"]["student"]  # GPT-2's config says 0.1
+    assert "MC dropout, U(t)" in record["signals"]["student"]  # GPT-2's config says 0.1
 
 
 # --- What is measured -----------------------------------------------------------------------------------------------
