@@ -221,7 +221,6 @@ def teacher_nats(teacher: GPT, ids: Tensor, new: Tensor) -> Tensor:
 
 # --- When to refresh ------------------------------------------------------------------------------------------------
 
-
 READS = {
     "new": "what it has not read yet, on its own cache",
     "all": "the whole text again: the same entries, at a cost that grows with the text",
@@ -342,7 +341,8 @@ def mutual_information(logits: Tensor) -> Tensor:
     """Return what passes disagree on, in bits (...), of logits (..., N, V): the entropy of their mean distribution less
     their mean entropy. The variance of logits counts tokens that no pass would ever write; this doesn't.
 
-    Source: Houlsby et al. 2011, "Bayesian Active Learning for Classification and Preference Learning" (BALD)."""
+    Source: Houlsby et al. 2011, "Bayesian Active Learning for Classification and Preference Learning" (BALD).
+    """
     mean = logits.float().softmax(-1).mean(-2).clamp(min=1e-30)
     return entropy(mean.log()) - entropy(logits).mean(-1)
 
@@ -484,6 +484,8 @@ def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, **op
         print(f"[its perplexity of the text: {nats.mean().exp():.2f}]")
     else:
         print(f"[past the context of {pair.n_ctx} the teacher began anew with the later half: no perplexity of it all]")
+
+
 def main() -> None:
     from benchmarks import refreshing
     from load_gpt2_weights import PROMPT, CommandLine, nonempty, temperature, whole_number

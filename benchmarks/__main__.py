@@ -3,7 +3,7 @@
 `python -m benchmarks` gives every implementation the same weights and a process of its own, and lets them take turns,
 one at a time; figures are medians over turns, and shares of what the machine could do in the same turns: read the
 weights once a token, and compute nothing but the matrix products of a prompt. `--ablate` measures our own choices one
-by one, `--scale` predicts larger models from recorded figures.
+by one and where the time goes, `--scale` predicts larger models from recorded figures.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub.utils import tqdm
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import gpt_kv_cache
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, Clock, Contender, Ours, timed
 from benchmarks.recycling import figure
+from benchmarks.refreshing import table
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import CommandLine, find_file, read_json, whole_number, write_atomically
+from load_gpt2_weights import CommandLine, find_file, load_model, read_json, whole_number, write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "gpt_kv_cache.py"  # what ratios are to
 DECODED, UNCACHED = 16, 3  # tokens after each prompt; of an implementation that reads the whole text for each
 SLOW = ("gpt_baseline.py",)
+NARROW = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
 BUSY = 0.10  # more than this share of the time without a processor, or of change of the bandwidth, is a disturbance
 SIZES = {  # GPT-2's own
     "124M": {}, "355M": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
@@ -57,7 +61,13 @@ def weights(model: str) -> Iterator[Path]:
     if model not in SIZES:
         yield find_file(model, "config.json").parent
         return
-    config = GPTConfig(**SIZES[model])
+    with random_weights(GPTConfig(**SIZES[model])) as folder:
+        yield folder
+
+
+@contextmanager
+def random_weights(config: GPTConfig) -> Iterator[Path]:
+    """Yield a folder in Hugging Face format with random weights, the same every time, for as long as it is needed."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         torch.manual_seed(0)
         tensors = {f"transformer.{name}": p.detach().contiguous() for name, p in GPT(config).named_parameters()}
@@ -76,8 +86,8 @@ def geometry_of(folder: Path) -> dict[str, int]:
         config = GPTConfig(c["vocab_size"], c["n_positions"], c["n_layer"], c["n_head"], c["n_embd"],
                            c.get("head_dim"), c.get("n_inner"))  # fmt: skip
         nbytes = sum(p.nbytes for p in GPT(config).parameters())
-    return {"n_layer": config.n_layer, "n_embd": config.n_embd, "n_inner": config.n_inner, "n_ctx": config.n_ctx,
-            "attention": config.n_head * config.head_dim, "vocab_size": config.vocab_size,
+    return {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": config.n_inner,
+            "n_ctx": config.n_ctx, "attention": config.n_head * config.head_dim, "vocab_size": config.vocab_size,
             "weights": nbytes}  # fmt: skip
 
 
@@ -184,6 +194,17 @@ def measure(folder: Path, names: Sequence[str], lengths: Sequence[int], batches:
             "reuse": reuse, "reuse_lengths": [longest, longest * 9 // 10], "failed": failed}  # fmt: skip
 
 
+def overheads(geometry: dict[str, int], names: Sequence[str], turns: int, device: str, threads: int,
+              peer: Path | None) -> dict[str, float]:  # fmt: skip
+    """Return, by contender, the milliseconds of a step that aren't arithmetic: those of a model with as many layers and
+    heads, but so narrow that there is hardly anything to compute."""
+    layers, heads = geometry["n_layer"], geometry["n_head"]
+    config = GPTConfig(vocab_size=64, n_ctx=64, n_layer=layers, n_head=heads, n_embd=NARROW * heads)
+    with random_weights(config) as folder:
+        raw = measure(folder, names, [32], [1], turns, device, threads, peer)
+    return {name: median(min(t["steps_ms"]) for t in cells["1 x 32"]) for name, cells in raw["contenders"].items()}
+
+
 def summary(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the figures: medians over turns, ratios turn by turn, shares of the floors, and what disturbed them."""
     floor, geometry = raw["floor"], raw["geometry"]
@@ -212,6 +233,8 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
             }  # fmt: skip
         if raw["reuse"][name]:
             rows[name]["reuse_ms"] = median(raw["reuse"][name])
+        if name in raw["overheads"]:
+            rows[name]["overhead_ms"] = raw["overheads"][name]
     unrest = (max(speeds) - min(speeds)) / median(speeds)
     return {"rows": rows, "roofline_ms": roofline, "gb_per_s": median(speeds) / 1e6,
             "products_ms": {T: median(f["products_ms"][T] for f in floor) for T in floor[0]["products_ms"]},
@@ -221,10 +244,8 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
 # --- Ablation -------------------------------------------------------------------------------------------------------
 
 
-def ablations() -> dict[str, Callable[[GPT], Callable[[GPT], None] | None]]:
+def ablations() -> dict[str, Callable[[GPT], None]]:
     """Return, by what they undo, the changes that turn a model into one without one of our choices."""
-    import torch.nn.functional as F
-    from torch import Tensor, nn
 
     def other_layout(model: GPT) -> None:
         for module in model.modules():
@@ -255,12 +276,22 @@ def ablations() -> dict[str, Callable[[GPT], Callable[[GPT], None] | None]]:
             block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
             block.attn.project = project.__get__(block.attn)
 
+    def no_mask(model: GPT) -> None:
+        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            first = q.size(2) == k.size(2)  # with fewer queries than keys PyTorch would align the mask top left
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if first else mask, is_causal=first)
+            return self.c_proj(y.transpose(1, 2).flatten(2))
+
+        for block in model.h:
+            block.attn.forward = attend.__get__(block.attn)
+
     return {
         "weights stored (out, in), as nn.Linear does": other_layout,
         "the head's weights row by row": head_by_rows,
         "logits of all positions": all_logits,
         "softmax(q k) v written out": explicit_softmax,
         "q, k and v by a product each": three_products,
+        "one mask for all cases: is_causal=True for a first prompt": no_mask,
     }
 
 
@@ -293,17 +324,25 @@ def ablate(folder: Path, lengths: Sequence[int], turns: int, device: str) -> dic
     return result
 
 
+def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
+    """Return the shares of the time to the first token of T by PyTorch's profiler, the largest first."""
+    kinds = {"addmm": "products with weights", "mm": "products with weights", "gelu": "GELU", "copy_": "copies",
+             "cat": "copies"}  # fmt: skip
+    model = load_model(str(folder), model_class=GPT, device=device)
+    ids = torch.randint(model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)).to(device)
+    for _ in range(2):  # the first warms up
+        with torch.profiler.profile() as profile:
+            model(ids, gpt_kv_cache.KVCache(), last_only=True)
+    shares: dict[str, float] = {}
+    events = profile.key_averages()
+    times = {e.key: e.self_device_time_total if device == "cuda" else e.self_cpu_time_total for e in events}
+    for key, took in times.items():
+        kind = "attention" if "attention" in key else kinds.get(key.removeprefix("aten::"), "all else")
+        shares[kind] = shares.get(kind, 0.0) + took / sum(times.values())
+    return dict(sorted(shares.items(), key=lambda item: (item[0] == "all else", -item[1])))
+
+
 # --- Output ---------------------------------------------------------------------------------------------------------
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows under a header, the first column to the left and all others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row in (header, *rows):
-        cells = [row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def print_summary(record: dict[str, Any]) -> None:
@@ -330,6 +369,8 @@ def print_summary(record: dict[str, Any]) -> None:
         [name, *(f"{r[f'{batches[0]} x {T}']['cache_bytes']:,}" for T in lengths),
          f"{max(x['peak_bytes'] for cell, x in r.items() if ' x ' in cell) / 1e6:,.0f}"]
         for name, r in rows.items()]))  # fmt: skip
+    print(f"\noverhead: ms a step of a model with as many layers, {NARROW * record['geometry']['n_head']} wide")
+    print(table(["", "ms"], [[name, f"{r['overhead_ms']:.2f}"] for name, r in rows.items() if "overhead_ms" in r]))
     total, cached = record["reuse_lengths"]
     reuse = [f"{name} {r['reuse_ms']:,.0f} ms ({r['reuse_ms'] / r[f'{batches[0]} x {total}']['first_ms']:.2f} of cold)"
              for name, r in rows.items() if "reuse_ms" in r]  # fmt: skip
@@ -352,25 +393,37 @@ def print_ablation(result: dict[str, dict[str, dict[str, float]]]) -> None:
                          for name, r in result.items() if name != "as it is"]))  # fmt: skip
 
 
+def print_shares(shares: dict[str, float], T: int) -> None:
+    """Print where the time to the first token goes."""
+    print(f"\nfirst token of {T}: {', '.join(f'{kind} {share:.0%}' for kind, share in shares.items())}")
+
+
 def draw(record: dict[str, Any], out: Path) -> None:
-    """Draw decoding and the first token against the length of the text, and what cannot be beaten."""
+    """Draw decoding, the first token and the bytes against the length of the text, and what cannot be beaten."""
     lengths, B = record["lengths"], record["batches"][0]
     marks = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
 
-    def lines(axes: Any, key: str, floor: Sequence[float]) -> None:
+    def lines(axes: Any, key: str, scale: float, label: str = "", floor: Sequence[float] = ()) -> None:
         for i, (name, r) in enumerate(record["rows"].items()):
-            axes.plot(lengths, [r[f"{B} x {T}"][key] for T in lengths], marks[i % 8], color=f"C{i % 10}", markersize=4,
-                      linewidth=1, label=name)  # fmt: skip
-        label = "float32 weights read, nothing else" if key == "tokens_per_s" else "matrix products alone"
-        axes.plot(lengths, floor, color="black", linewidth=2, label=label)
+            values = [scale * r[f"{B} x {T}"][key] for T in lengths]
+            if any(values):  # without a cache there are no bytes of it
+                axes.plot(lengths, values, marks[i % 8], color=f"C{i % 10}", markersize=5, linewidth=1, label=name)
+        if label:
+            axes.plot(lengths, floor, color="black", linewidth=2, label=label)
         axes.set_yscale("log")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
 
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
-    figure(out / "decoding.png", lambda axes: lines(axes, "tokens_per_s", roofline), xlabel="tokens in the cache",
-           ylabel="tokens/s", title=f"Decoding, {record['model']}, batch {B}")  # fmt: skip
+    figure(out / "decoding.png",
+           lambda axes: lines(axes, "tokens_per_s", 1, "float32 weights read,\nnothing else", roofline),
+           xlabel="tokens in the cache", ylabel="tokens/s",
+           title=f"Decoding, {record['model']}, batch {B}")  # fmt: skip
     products = list(record["products_ms"].values())
-    figure(out / "first_token.png", lambda axes: lines(axes, "first_ms", products), xlabel="tokens of the prompt",
-           ylabel="ms", title=f"Time to the first token, {record['model']}, batch {B}")  # fmt: skip
+    figure(out / "first_token.png", lambda axes: lines(axes, "first_ms", 1, "matrix products alone", products),
+           xlabel="tokens of the prompt", ylabel="ms",
+           title=f"Time to the first token, {record['model']}, batch {B}")  # fmt: skip
+    figure(out / "memory.png", lambda axes: lines(axes, "cache_bytes", 1e-6), xlabel="tokens of the prompt",
+           ylabel="MB", title=f"Bytes of the cache, {record['model']}, batch {B}")  # fmt: skip
 
 
 def machine(device: str) -> str:
@@ -420,14 +473,18 @@ def main() -> None:
                 torch.set_num_threads(args.threads)
                 with torch.no_grad():
                     result = ablate(folder, lengths, args.turns, args.on)
+                    shares = where_time_goes(folder, lengths[-1], args.on)
                 print_ablation(result)
-                save(out / "ablation.json", {**about, "without": result})
+                print_shares(shares, lengths[-1])
+                save(out / "ablation.json", {**about, "without": result, "first_token": shares})
                 return
             chosen = [c for c in CONTENDERS if c.name == BASE or c.name in (args.only or names)]
             absent = {c.name: why for c in chosen if (why := available(c, args.on, args.peer_path))}
             taking_part = [c for c in chosen if c.name not in absent]
             raw = measure(folder, [c.name for c in taking_part], lengths, batches, args.turns, args.on, args.threads,
                           args.peer_path)  # fmt: skip
+            raw["overheads"] = overheads(raw["geometry"], list(raw["contenders"]), args.turns, args.on, args.threads,
+                                         args.peer_path)  # fmt: skip
         absent |= raw["failed"]
         taking_part = [c for c in taking_part if c.name not in absent]
         record = {**about, "geometry": raw["geometry"], "reuse_lengths": raw["reuse_lengths"], "absent": absent,

@@ -51,11 +51,13 @@ def standing() -> str:
         "",
         f"No token can be had sooner than the weights are read, {record['roofline_ms']:.1f} ms here "
         f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
-        f"{max(x['of_roofline'] for x in ours):.2f} of that, and on the {last:,} tokens of the prompt "
-        f"{ours[-1]['of_products']:.2f} of what the matrix products alone take.",
+        f"{max(x['of_roofline'] for x in ours):.2f} of that. Of its first token of {last:,} the matrix products alone "
+        f"would take {ours[-1]['of_products']:.2f}.",
     ]
-    different = record["different"] + [why for why in record["absent"].values() if "failed" in why]
-    lines += [f"All write the same tokens{', but not ' if different else ''}{'; '.join(different)}.", ""]
+    different = f", but for {', '.join(record['different'])}" if record["different"] else ""
+    lines += [f"All that compute in float32 with full attention write the same tokens{different}.", ""]
+    failed = [why for why in record["absent"].values() if "failed" in why]
+    lines += [f"Not measured: {'; '.join(failed)}.", ""] if failed else []
     if record["disturbed"]:
         lines += [f"The machine was disturbed: its bandwidth changed by {record['bandwidth_change']:.0%} between "
                   f"turns, and processes waited for {record['waited']:.0%} of their time.", ""]  # fmt: skip

@@ -536,7 +536,7 @@ def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
 
 
 def figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
-    """Draw one pair of axes and write it as PNG."""
+    """Draw one pair of axes, with a legend unless `draw_on` makes one, and write it as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -545,7 +545,7 @@ def figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
     image, axes = plt.subplots(figsize=(8, 4.5))
     draw_on(axes)
     axes.set(**labels)
-    if axes.get_legend_handles_labels()[0]:
+    if axes.get_legend_handles_labels()[0] and not axes.get_legend():
         axes.legend(fontsize=8, framealpha=0.6)
     image.tight_layout()
     write_atomically(path, lambda file: image.savefig(file, dpi=120, format="png"))

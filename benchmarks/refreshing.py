@@ -602,14 +602,15 @@ def report(study: Study, about: dict[str, Any], out: Path) -> None:
         n = size.new_tokens // 2
         record["lengths"] = by_prompt_length(study, (32, 96, 192), n)
         record["facts"] = facts_right(study, three_ways(study))
-    gate = f"entropy, {BUDGETS[1]:g} in 1,000"
-    record["cache"] = cache_errors(study, [
-        Way("OverFill", policy=Policy()), Way("periodic, 64", policy=Periodic(64)),
-        Way("windowed, last 16 of 64", policy=Periodic(64, window=16)), Way("speculative, 8", policy=speculative(8)),
-        Way(gate, policy=gates[gate]),
-        *(Way(f"trained on {what}: OverFill", name, Policy()) for name, what in
-          (("alone", "its own cache"), ("prompt", "prompts")) if name in study.models),
-    ], prompts=max(1, size.prompts // 6))  # fmt: skip
+    if not misfit(study.models["teacher"], study.models["student"]):  # else the two caches can't be compared
+        gate = f"entropy, {BUDGETS[1]:g} in 1,000"
+        record["cache"] = cache_errors(study, [
+            Way("OverFill", policy=Policy()), Way("periodic, 64", policy=Periodic(64)),
+            Way("windowed, last 16 of 64", policy=Periodic(64, window=16)),
+            Way("speculative, 8", policy=speculative(8)), Way(gate, policy=gates[gate]),
+            *(Way(f"trained on {what}: OverFill", name, Policy()) for name, what in
+              (("alone", "its own cache"), ("prompt", "prompts")) if name in study.models),
+        ], prompts=max(1, size.prompts // 6))  # fmt: skip
     record["signals"] = {name: signals_of(study, name) for name in dict.fromkeys(("student", study.dropout)) if name}
     record["dropout_student"] = study.dropout
     record["simulation"] = simulation()
@@ -656,8 +657,8 @@ def claims(record: dict[str, Any]) -> list[dict[str, str]]:
 
     def growth(name: str) -> tuple[str, float]:
         at = ways[name]["times"]["by_length"]
-        if len(at) < 2:
-            return "too few refreshes to tell", 0.0
+        if len(at) < 2 or not at[0]["tokens"]:
+            return "too few refreshes to tell" if len(at) < 2 else "the teacher reads nothing", 0.0
         text = f"{at[0]['tokens']:.0f} to {at[-1]['tokens']:.0f} tokens, {1e3 * at[0]['seconds']:.1f} to " \
                f"{1e3 * at[-1]['seconds']:.1f} ms"  # fmt: skip
         return text, at[-1]["tokens"] / at[0]["tokens"]
@@ -866,9 +867,10 @@ def write_tables(record: dict[str, Any], out: Path) -> None:
     keys = ("ttft_s", "decode_tps", "total_s", "end_to_end_tps", "overhead", "by_teacher")
     write_csv(out / "times.csv", ["way", *keys], [[name, *(r["times"][key] for key in keys)]
                                                   for name, r in record["ways"].items()])  # fmt: skip
-    curves = [(f"{name}: {key}", values) for name, r in record["cache"].items() for key, values in r.items()]
-    write_csv(out / "cache.csv", ["written", *(name for name, _ in curves)],
-              zip(range(1, record["tokens"] + 1), *(values for _, values in curves), strict=True))  # fmt: skip
+    curves = [(f"{name}: {key}", x) for name, r in record.get("cache", {}).items() for key, x in r.items()]
+    if curves:
+        write_csv(out / "cache.csv", ["written", *(name for name, _ in curves)],
+                  zip(range(1, record["tokens"] + 1), *(x for _, x in curves), strict=True))  # fmt: skip
     steps = record["simulation"]["steps"]
     write_csv(out / "simulation.csv", ["step", *steps], zip(range(400), *steps.values(), strict=True))
 
@@ -888,10 +890,12 @@ def draw(record: dict[str, Any], out: Path) -> None:
 
         return curves
 
-    labels = {"xlabel": "tokens written", "ylabel": "|student's cache - teacher's| / |teacher's|"}
-    figure(out / "cache_error.png", over_time("error", 1), title="Error of the cache, E_t, on equal texts", **labels)
-    labels["ylabel"] = "KL(teacher || student), nats"
-    figure(out / "divergence.png", over_time("kl", 24), title="The next token, mean over 24 tokens", **labels)
+    if "cache" in record:
+        labels = {"xlabel": "tokens written", "ylabel": "|student's cache - teacher's| / |teacher's|"}
+        title = "Error of the cache, E_t, on equal texts"
+        figure(out / "cache_error.png", over_time("error", 1), title=title, **labels)
+        labels["ylabel"] = "KL(teacher || student), nats"
+        figure(out / "divergence.png", over_time("kl", 24), title="The next token, mean over 24 tokens", **labels)
 
     def quality(axes: Any) -> None:
         families = {name: [name] for name in ("teacher", "OverFill", "student trained alone", "speculative, 8")}

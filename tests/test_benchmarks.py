@@ -145,7 +145,7 @@ def raw(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) 
             "gpt_kv_cache.py": {"2 x 100": [turn(200 * s, 100 * s, [1, 2]) for s in slow]},
             "other": {"2 x 100": [turn(400 * s, 150 * s, [1, 3]) for s in slow]},
         },
-        "reuse": {"gpt_kv_cache.py": [30.0, 60.0, 31.0], "other": []},
+        "reuse": {"gpt_kv_cache.py": [30.0, 60.0, 31.0], "other": []}, "overheads": {"other": 0.7},
     }  # fmt: skip
 
 
@@ -158,6 +158,7 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -
     assert ours["of_products"] == 2 * 80 / 200  # of two texts
     assert ours["same_tokens"] and not other["same_tokens"]
     assert found["rows"]["gpt_kv_cache.py"]["reuse_ms"] == 31 and "reuse_ms" not in found["rows"]["other"]
+    assert found["rows"]["other"]["overhead_ms"] == 0.7 and "overhead_ms" not in found["rows"]["gpt_kv_cache.py"]
     assert found["waited"] == pytest.approx(0) and found["bandwidth_change"] == pytest.approx(0.02)
     assert bench.summary(raw(cpu=0.7))["waited"] == pytest.approx(0.3)
     assert bench.summary(raw((5e6, 10e6, 10e6)))["bandwidth_change"] == 0.5
@@ -192,12 +193,13 @@ def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
     result = command("--model", "pocket", "--lengths", "24", "48", "--batches", "1", "2", "--turns", "1",
                      "--only", *only, "--out", str(tmp_path / "new"))  # fmt: skip
     assert result.returncode == 0, result.stderr
-    names = {"summary.json", "decoding.png", "first_token.png"}
+    names = {"summary.json", "decoding.png", "first_token.png", "memory.png"}
     assert {path.name for path in (tmp_path / "new").iterdir()} == names
     record = read_json(tmp_path / "new" / "summary.json")
     assert list(record["rows"]) == [c.name for c in CONTENDERS if c.name in (*only, bench.BASE)]
     assert record["different"] == [] and record["absent"] == {}
-    assert record["rows"][bench.BASE]["1 x 48"]["decode_ratio"] == 1
+    ours = record["rows"][bench.BASE]
+    assert ours["1 x 48"]["decode_ratio"] == 1 and 0 < ours["overhead_ms"] < 5 * ours["1 x 48"]["step_ms"]
     assert all(name in result.stdout for name in only)
     note = command("--scale", str(tmp_path / "new" / "summary.json"))
     assert note.returncode == 0 and "Llama 3 70B" in note.stdout and "vLLM" in note.stdout
@@ -206,7 +208,10 @@ def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
 def test_an_ablation_by_command(tmp_path: Path) -> None:
     result = command("--ablate", "--model", "pocket", "--lengths", "24", "--turns", "1", "--out", str(tmp_path))
     assert result.returncode == 0 and "logits of all positions" in result.stdout
-    assert set(json.loads((tmp_path / "ablation.json").read_text())["without"]) == {"as it is", *bench.ablations()}
+    record = json.loads((tmp_path / "ablation.json").read_text())
+    assert set(record["without"]) == {"as it is", *bench.ablations()}
+    assert sum(record["first_token"].values()) == pytest.approx(1)
+    assert next(iter(record["first_token"])) == "products with weights" and record["first_token"]["attention"] > 0.01
 
 
 @pytest.mark.parametrize(("words", "culprits"), [

@@ -885,6 +885,21 @@ def test_models_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     assert result.returncode == 2 and "don't share a tokenizer" in result.stderr
 
 
+def test_a_run_measures_unequal_models_too(tmp_path: Path) -> None:
+    from pocket.train import export
+
+    export(model_of(replace(GPTConfig(), vocab_size=1536, n_ctx=512, n_layer=2, n_head=2, n_embd=32), 0), tmp_path)
+    (tmp_path / "tokenizer.tiktoken").write_bytes((ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes())
+    out = tmp_path / "out"
+    result = command("--quick", "--student", str(tmp_path), "--max-new-tokens", "40", "--out", str(out))
+    assert result.returncode == 0 and "doesn't fit" in result.stdout, result.stderr
+    record = json.loads((out / "summary.json").read_text())
+    assert "cache" not in record and "as published, every 8" not in record["ways"]
+    assert record["ways"]["speculative, 8"]["greedy"]["teacher_tokens"][0] == 0
+    said = {claim["claim"]: claim["figures"] for claim in record["claims"]}
+    assert "reads nothing" in said["a speculative refresh costs the same however long the text"]
+
+
 def test_unequal_geometry_is_said(tmp_path: Path) -> None:
     result = command("write", "--teacher", "pocket-student", "--student", "pocket", "--max-new-tokens", "5")
     assert result.returncode == 0 and "doesn't fit" not in result.stdout  # they fit both ways
