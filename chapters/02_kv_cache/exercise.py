@@ -1,0 +1,58 @@
+"""Chapter 2: a KV cache of your own.
+
+B batch, T new tokens, S tokens cached and new, H heads, D head size, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Cache:
+    """Keys, values and positions of the tokens that a model has read.
+
+    gpt_kv_cache.GPT calls, in every pass: `next_pos` and `len(cache)` at its beginning, `append` once in every layer,
+    in order, and `commit` at its end. A pass that fails never gets to `commit`. It also looks at `len(cache.layers)`,
+    which must be the number of layers once something is cached.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []  # of each layer, keys and values (2, B, H, S, D)
+        self.pos = torch.empty(0, dtype=torch.long)  # (S,)
+
+    def __len__(self) -> int:
+        """Return how many tokens have been read: by passes that were committed."""
+        raise NotImplementedError("exercise 2.1")
+
+    @property
+    def next_pos(self) -> int:
+        """Position at which the next token is read."""
+        raise NotImplementedError("exercise 2.1")
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all keys, values (B, H, S, D) and positions (S,) of a layer, the new ones (T) at their end."""
+        raise NotImplementedError("exercise 2.1")
+
+    def commit(self, pos: Tensor) -> None:
+        """Count the tokens at positions pos (T,) as read."""
+        raise NotImplementedError("exercise 2.1")
+
+    def truncate(self, n: int) -> None:
+        """Keep the first n tokens, and free the memory of the others. Raises ValueError if there are fewer than n."""
+        raise NotImplementedError("exercise 2.4")
+
+
+def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> list[int]:
+    """Return the n likeliest next tokens after ids (1, T), one after the other, feeding every token once.
+
+    model(ids, cache) returns the logits (1, T, V) of ids (1, T) behind what is cached.
+    """
+    raise NotImplementedError("exercise 2.2")
+
+
+def cache_bytes(n_layer: int, n_head: int, head_dim: int, tokens: int, batch: int = 1, itemsize: int = 4) -> int:
+    """Return the bytes of all keys and values; itemsize is that of a number."""
+    raise NotImplementedError("exercise 2.3")
