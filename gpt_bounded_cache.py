@@ -621,7 +621,7 @@ def main() -> None:
             options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}
             generator = torch.Generator(args.device).manual_seed(args.seed)
             tokens = generate(model, ids, args.max_new_tokens, generator=generator, **options, **more)
-            return stream(tokens, tokenizer, **more)
+            return stream(tokens, tokenizer, trace=cli.trace(args, tokenizer, model, ids), **more)
 
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill

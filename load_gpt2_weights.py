@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import tiktoken
@@ -37,6 +37,9 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from chapters.tracing import Trace
 
 HERE = Path(__file__).resolve().parent
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
@@ -387,6 +390,24 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--temperature", default=0.0, type=temperature, metavar="X",
                           help="0: always the likeliest token; higher: more random")
         self.add_argument("--top-k", type=whole_number(1), metavar="N", help="draw among the N likeliest tokens only")
+        self.add_trace_argument()
+
+    def add_trace_argument(self, prefix: str = "") -> None:
+        """Add --trace (args.page); prefix: of its help."""
+        self.add_argument("--trace", dest="page", metavar="FILE.html",
+                          help=f"{prefix}also write a page that plays the generation step by step, in any browser")
+
+    def trace(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding, model: Any, ids: Tensor) -> Trace | None:
+        """Return what records a text that begins with ids (1, T), None without --trace."""
+        if args.page is None:
+            return None
+        if Path(args.page).is_dir():
+            raise ValueError(f"--trace {args.page} is a folder, and must be a file")
+        from chapters.tracing import Trace
+
+        trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, Path(args.page))
+        trace.begin(ids[0].tolist())
+        return trace
 
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
@@ -418,10 +439,12 @@ class CommandLine(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = None) -> tuple[list[int], list[float]]:
+def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = None,
+           trace: Trace | None = None) -> tuple[list[int], list[float]]:  # fmt: skip
     """Print a batch of one while it is generated, then what it cost; return its ids and the milliseconds of each.
 
-    The first token costs the prefill (reading the prompt), each further one a decoding step.
+    The first token costs the prefill (reading the prompt), each further one a decoding step. A trace records every step
+    and is written at the end.
     """
     ids: list[int] = []
     ms: list[float] = []
@@ -432,11 +455,16 @@ def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = 
         ms.append(1000 * (time.perf_counter() - started))
         if ids[-1] != tokenizer.eot_token:
             print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
+        if trace:
+            trace.step(ids[-1], cache)
         started = time.perf_counter()
     print(utf8.decode(b"", final=True), end="")  # a character that was cut off
     decode = sum(ms[1:]) / max(1, len(ms) - 1)
     speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
     print(f"\n\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]")
+    if trace:
+        trace.write()
+        print(f"[step by step: {trace.path}]")
     return ids, ms
 
 

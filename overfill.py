@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tiktoken
 import torch
@@ -29,6 +29,9 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import GPT, KVCache, check_options, context_start, sample
 from load_gpt2_weights import find_file, load_model, load_tokenizer, read_json, stream
+
+if TYPE_CHECKING:
+    from chapters.tracing import Trace
 
 GEOMETRY = ("n_layer", "n_head", "head_dim", "n_ctx")  # what keys and values, and the positions in them, depend on
 
@@ -64,6 +67,7 @@ class Refresh:
     written: int
     rows: int
     tokens: int  # that the teacher read, in all rows; 0 if it had already
+    replaced: int  # tokens whose entries it replaced, in the row with the most
     seconds: float
 
 
@@ -175,7 +179,7 @@ class Pair:
         self.counts += rows
         n_rows, read = int(rows.sum()), int(self.teacher_tokens.sum()) - tokens  # int() waits for the device
         self.seconds += time.perf_counter() - begun
-        self.refreshes.append(Refresh(self.written, n_rows, read, self.seconds - seconds))
+        self.refreshes.append(Refresh(self.written, n_rows, read, int(counts.max()), self.seconds - seconds))
 
 
 @torch.no_grad()
@@ -470,11 +474,13 @@ def dropout_of(name: str) -> float:
     return float(read_json(find_file(name, "config.json")).get("resid_pdrop", 0.1))
 
 
-def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, **options: Any) -> None:
+def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, trace: Trace | None = None,
+          **options: Any) -> None:  # fmt: skip
     """Print a prompt, what is written after it, where the cache was refreshed, and what that cost."""
     prompt = pair.ids
     print(tokenizer.decode(prompt[0].tolist()), end="", flush=True)
-    ids, _ = stream(generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options), tokenizer, pair)
+    tokens = generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options)
+    ids, _ = stream(tokens, tokenizer, pair, trace)
     at = [r.written for r in pair.refreshes]
     shown = ", ".join(map(str, at if len(at) <= 12 else [*at[:8], "...", *at[-3:]])) or "none"
     print(f"[refreshed after tokens: {shown}; the teacher read {int(pair.teacher_tokens)} tokens after the prompt, "
@@ -501,6 +507,7 @@ def main() -> None:
     cli.add_argument("--prompt", type=nonempty, metavar="TEXT", help=f"write: text to continue; default: {PROMPT}")
     cli.add_argument("--temperature", type=temperature, metavar="X", help="write: 0, the default, for the likeliest")
     cli.add_argument("--top-k", type=whole_number(1), metavar="N", help="write: draw among the N likeliest tokens only")
+    cli.add_trace_argument("write: ")
     cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: write 250, "
                      f"run {refreshing.FULL.new_tokens}, with --quick {refreshing.QUICK.new_tokens}")  # fmt: skip
     cli.add_argument("--prompts", metavar="FILE", help="run: prompts of your own, for any models: CSV, column prompt")
@@ -511,8 +518,9 @@ def main() -> None:
     with cli.parse() as args:
         policy = parse_policy(args.policy or "periodic:64")
         others = (("--prompts", "--prompt-tokens", "--quick") if args.what == "write" else
-                  ("--policy", "--prompt", "--temperature", "--top-k"))  # fmt: skip
-        if given := [name for name in others if getattr(args, name[2:].replace("-", "_")) not in (None, False)]:
+                  ("--policy", "--prompt", "--temperature", "--top-k", "--trace"))  # fmt: skip
+        values = {**vars(args), "trace": args.page}
+        if given := [name for name in others if values[name[2:].replace("-", "_")] not in (None, False)]:
             raise ValueError(f"{args.what} has no {given[0]}: see --help")
         options = {"device": args.device, "dtype": args.dtype}
         teacher, student, tokenizer = load_pair(args.model, args.student, **options)
@@ -526,7 +534,8 @@ def main() -> None:
             ids = torch.tensor([tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device)
             generator = torch.Generator(args.device).manual_seed(args.seed)
             write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, policy, top_k=args.top_k,
-                  temperature=args.temperature or 0.0, generator=generator)  # fmt: skip
+                  temperature=args.temperature or 0.0, generator=generator,
+                  trace=cli.trace(args, tokenizer, student, ids))  # fmt: skip
             return
         size = refreshing.QUICK if args.quick else refreshing.FULL
         size = replace(size, new_tokens=args.max_new_tokens or size.new_tokens)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import tiktoken
@@ -38,6 +39,9 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT, fingerprint, load_encoder, raw
+
+if TYPE_CHECKING:
+    from chapters.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
 OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors(\..*\.tmp)?")  # a Store's files: from where to where
@@ -552,8 +556,8 @@ def ask(lines: Iterable[str]) -> Iterator[str]:
         print(prompt, end="", flush=True)
 
 
-def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_new_tokens: int,
-         dialogue: bool) -> None:  # fmt: skip
+def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_new_tokens: int, dialogue: bool,
+         trace: Trace | None = None) -> None:  # fmt: skip
     """Answer line by line, every turn on the stored cache of all turns before it, and print what that saved: to know,
     the whole text is read once more after every answer.
 
@@ -579,9 +583,13 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
         cache = store.get(ids)
         reused, reply, first = len(cache), [], 0.0
         fed = torch.tensor([ids], device=store.device)
+        if trace:
+            trace.begin(ids, reused)
         for token in generate(model, fed, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache):
             reply.append(int(token))
             first = first or time.perf_counter() - started
+            if trace:
+                trace.step(reply[-1], cache)
             if reply[-1] == tokenizer.eot_token or (not dialogue and "\n" in tokenizer.decode(reply[-1:])):
                 break
         print(tokenizer.decode(reply).replace(END_OF_TEXT, "").strip())
@@ -593,6 +601,9 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
         cold = time.perf_counter() - started
         print(f"[reused {reused} of {len(ids)} tokens, which saved {1000 * (cold - first):.1f} ms: first token after "
               f"{1000 * first:.1f}, without reuse {1000 * cold:.1f}]\n")  # fmt: skip
+    if trace and trace.steps:
+        trace.write()
+        print(f"[step by step: {trace.path}]")
 
 
 def main() -> None:
@@ -619,12 +630,15 @@ def main() -> None:
                      help="replay: capacities, in blocks of 512 tokens; default: 500, doubled again and again")
     cli.add_argument("--store", default="results/recycle/store", metavar="FOLDER", help="chat: where caches are kept")
     cli.add_argument("--capacity", type=whole_number(1), default=10**9, metavar="BYTES", help="chat: of them at most")
+    cli.add_trace_argument("chat: ")
     cli.add_argument("--out", default="results/recycle", metavar="FOLDER", help="where tables and figures go")
     with cli.parse() as args:
         warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
         out, dialogue = Path(args.out), "DialoGPT" in args.model
         if (args.what == "replay") != (args.trace is not None):
             raise ValueError("replay needs a TRACE, and nothing else takes one")
+        if args.page is not None and args.what != "chat":
+            raise ValueError(f"{args.what} has no --trace: chat has")
         if args.what == "replay":
             recycling.replay(Path(args.trace), args.blocks, out)
             return
@@ -639,7 +653,8 @@ def main() -> None:
         tokenizer = load_tokenizer(args.model)
         if args.what == "chat":
             store = Store(model, args.store, args.capacity)
-            chat(store, tokenizer, ask(sys.stdin), args.max_new_tokens, dialogue)
+            trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
+            chat(store, tokenizer, ask(sys.stdin), args.max_new_tokens, dialogue, trace)
             return
         prefix = "pocket_" if args.model == "pocket" else ""
         prompts = args.prompts or [DATA / f"{prefix}{kind}_prompts.csv" for kind in ("cache", "test")]

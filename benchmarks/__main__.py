@@ -206,7 +206,8 @@ def overheads(geometry: dict[str, int], names: Sequence[str], turns: int, device
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures: medians over turns, ratios turn by turn, shares of the floors, and what disturbed them."""
+    """Return the figures: medians over turns, ratios turn by turn, shares of the floors, and what disturbed them (of
+    waiting, the share of the time that a process of one thread didn't compute)."""
     floor, geometry = raw["floor"], raw["geometry"]
     speeds = [f["bytes_per_ms"] for f in floor]
     roofline = geometry["weights"] / median(speeds)
@@ -380,8 +381,13 @@ def print_summary(record: dict[str, Any]) -> None:
     for name, why in record["absent"].items():
         print(f"not measured: {name} ({why})")
     if record["disturbed"]:
-        print(f"THE MACHINE WAS DISTURBED: its bandwidth changed by {record['bandwidth_change']:.0%} between turns, "
-              f"and processes waited for {record['waited']:.0%} of their time; measure again when it is quiet")
+        print(f"THE MACHINE WAS DISTURBED: {disturbance(record)}; measure again when it is quiet")
+
+
+def disturbance(record: dict[str, Any]) -> str:
+    """Return by how much the machine's speed changed, and what a single thread waited for it."""
+    waited = f", and processes waited for {record['waited']:.0%} of their time" if record["threads"] == 1 else ""
+    return f"its bandwidth changed by {record['bandwidth_change']:.0%} between turns{waited}"
 
 
 def print_ablation(result: dict[str, dict[str, dict[str, float]]]) -> None:

@@ -1,9 +1,10 @@
-"""Write the figures in README.md anew, from the recorded results and from a run of the demo.
+"""Write the figures in README.md and benchmarks/README.md anew, from the recorded results and from a run of the demo.
 
-Blocks between <!-- name --> and <!-- /name --> are replaced: `standing` from the newest folder in
-benchmarks/results, `pocket` from pocket/teacher/figures.json, `memory` from benchmarks/bounded/summary.json, `ablation`
-from pocket/bct/ablation.json, `recycling` and `replay` from benchmarks/recycling, `projection` and `refreshing` from
-the folders of these names, `demo` by running `gpt_kv_cache.py --compare`.
+Blocks between <!-- name --> and <!-- /name --> are replaced: `findings` from all claims that were tested, `standing`
+from the newest folders in benchmarks/results, `pocket` from pocket/teacher/figures.json, `memory` from
+benchmarks/bounded/summary.json, `ablation` from pocket/bct/ablation.json, `recycling` and `replay` from
+benchmarks/recycling, `projection` and `refreshing` from the folders of these names, `demo` by running
+`gpt_kv_cache.py --compare`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from load_gpt2_weights import CommandLine
+from benchmarks.__main__ import disturbance
+from load_gpt2_weights import CommandLine, write_atomically
 
 
 def standing() -> str:
-    """The tables of the newest folder in benchmarks/results: all implementations, and our choices one by one."""
-    folder = sorted(path.parent for path in (ROOT / "benchmarks" / "results").glob("*/summary.json"))[-1]
-    record = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    choices = json.loads((folder / "ablation.json").read_text(encoding="utf-8"))["without"]
+    """The tables of the newest folders in benchmarks/results: all implementations, and our choices one by one."""
+    folder, other = (sorted((ROOT / "benchmarks" / "results").glob(f"*-{threads}"))[-1]
+                     for threads in ("1-thread", "2-threads"))  # fmt: skip
+    record, two = (json.loads((path / "summary.json").read_text(encoding="utf-8")) for path in (folder, other))
+    ablation = json.loads((folder / "ablation.json").read_text(encoding="utf-8"))
+    choices, shares = ablation["without"], ablation["first_token"]
     lengths, rows = record["lengths"], record["rows"]
     one, many, last = record["batches"][0], record["batches"][-1], lengths[-1]
     lines = [
@@ -36,8 +40,8 @@ def standing() -> str:
         "",
         "| | " + " | ".join(f"tokens/s after {T:,}" for T in lengths)
         + f" | {many} texts, after {lengths[0]:,} | first token of {last:,} | {last * 9 // 10:,} of them cached "
-        f"| bytes of cache for {last:,} |",
-        "|---|" + "---|" * (len(lengths) + 4),
+        f"| bytes of cache for {last:,} | overhead |",
+        "|---|" + "---|" * (len(lengths) + 5),
     ]
     for name, r in rows.items():
         cells = [f"{x['tokens_per_s']:.1f} ({x['decode_ratio']:.2f})" for x in (r[f"{one} x {T}"] for T in lengths)]
@@ -45,23 +49,36 @@ def standing() -> str:
         cells.append(f"{batch['tokens_per_s']:.0f} ({batch['decode_ratio']:.2f})")
         cells.append(f"{long['first_ms']:,.0f} ms ({long['first_ratio']:.2f})")
         cells.append(f"{r['reuse_ms']:,.0f} ms" if "reuse_ms" in r else "-")
-        lines.append(f"| {name} | {' | '.join(cells)} | {long['cache_bytes']:,} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {long['cache_bytes']:,} "
+                     f"| {r['overhead_ms']:.1f} ms |")  # fmt: skip
+    goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
     ours = [rows["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
     lines += [
         "",
         f"No token can be had sooner than the weights are read, {record['roofline_ms']:.1f} ms here "
         f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
         f"{max(x['of_roofline'] for x in ours):.2f} of that. Of its first token of {last:,} the matrix products alone "
-        f"would take {ours[-1]['of_products']:.2f}.",
+        f"would take {ours[-1]['of_products']:.2f}; PyTorch's profiler has it: {goes}. Overhead is a step of a model "
+        "of as many layers with hardly anything to compute.",
     ]
     different = f", but for {', '.join(record['different'])}" if record["different"] else ""
     lines += [f"All that compute in float32 with full attention write the same tokens{different}.", ""]
     failed = [why for why in record["absent"].values() if "failed" in why]
     lines += [f"Not measured: {'; '.join(failed)}.", ""] if failed else []
-    if record["disturbed"]:
-        lines += [f"The machine was disturbed: its bandwidth changed by {record['bandwidth_change']:.0%} between "
-                  f"turns, and processes waited for {record['waited']:.0%} of their time.", ""]  # fmt: skip
-    lines += ["What `gpt_kv_cache.py` would take without each of its choices, times as long:", "",
+    both = [two["rows"]["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
+    peer = [two["rows"]["transformers, DynamicCache"][f"{one} x {T}"] for T in lengths]
+    lines += [f"With two threads ([all figures]({other.relative_to(ROOT)}/summary.json)) the roofline is "
+              f"{two['roofline_ms']:.1f} ms; `gpt_kv_cache.py` writes "
+              f"{', '.join(format(x['tokens_per_s'], '.1f') for x in both)} tokens/s after "
+              f"{', '.join(map(str, lengths))}, {min(x['of_roofline'] for x in both):.2f} to "
+              f"{max(x['of_roofline'] for x in both):.2f} of it; transformers with its DynamicCache "
+              f"{', '.join(format(x['tokens_per_s'], '.1f') for x in peer)}.", ""]  # fmt: skip
+    for r in (record, two):
+        if r["disturbed"]:
+            lines += [f"The machine was disturbed while {r['threads']} thread{'s' * (r['threads'] > 1)} ran: "
+                      f"{disturbance(r)}.", ""]  # fmt: skip
+    lines += ["What `gpt_kv_cache.py` would take without each of its choices, times as long (a few hundredths are "
+              "noise: the logits of all positions cost nothing in decoding, where there is one):", "",
               "| without | " + " | ".join(f"a token after {T}" for T in choices["as it is"]) + " | "
               + " | ".join(f"first token of {T}" for T in choices["as it is"]) + " |",
               "|---|" + "---|" * 2 * len(choices["as it is"])]  # fmt: skip
@@ -70,6 +87,23 @@ def standing() -> str:
             cells = [f"{x[what]:.2f}" for what in ("decode", "first") for x in r.values()]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def findings() -> str:
+    """The claims of the papers that were rebuilt, and whether they hold here."""
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((ROOT / "benchmarks" / name / "summary.json").read_text(encoding="utf-8"))
+
+    rows = []
+    for paper, name in (("BCT", "bounded"), ("KV recycling", "recycling")):
+        rows += [(paper, c["claim"], c["verdict"]) for c in read(name)["claims"]]
+    verdicts = {kind: r["verdicts"]["as proposed"]["verdict"] for kind, r in read("projection")["kinds"].items()}
+    rows += [("CP-KVP, a proposal", f"a first token from a similar prompt's cache: its own test, on {kind}", verdict)
+             for kind, verdict in verdicts.items()]  # fmt: skip
+    rows += [("OverFill, KV refresh", c["claim"], c["verdict"]) for c in read("refreshing")["claims"]
+             if "not the source's" not in c["claim"]]  # fmt: skip
+    return "\n".join(["| paper | claim | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def pocket() -> str:
@@ -347,14 +381,20 @@ def refreshing() -> str:
     return "\n".join(lines)
 
 
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"findings": findings, "standing": standing, "demo": demo},
+    ROOT / "benchmarks" / "README.md": {"pocket": pocket, "memory": memory, "ablation": ablation,
+                                        "recycling": recycling, "replay": replay, "projection": projection,
+                                        "refreshing": refreshing},
+}  # fmt: skip
+
+
 def main() -> None:
     cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
     with cli.parse():
-        readme = ROOT / "README.md"
-        blocks = {"standing": standing(), "pocket": pocket(), "memory": memory(), "ablation": ablation(),
-                  "recycling": recycling(), "replay": replay(), "projection": projection(),
-                  "refreshing": refreshing(), "demo": demo()}  # fmt: skip
-        readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), blocks), encoding="utf-8")
+        for page, blocks in PAGES.items():
+            text = with_blocks(page.read_text(encoding="utf-8"), {name: block() for name, block in blocks.items()})
+            write_atomically(page, lambda file, text=text: file.write_text(text, encoding="utf-8"))
 
 
 if __name__ == "__main__":

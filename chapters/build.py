@@ -208,7 +208,7 @@ def stub_of(solution: str) -> str:
 def build(numbers: list[int]) -> dict[Path, str]:
     """Return the generated files of these chapters, or of all and what is made of all, as they should be; exercises
     aside."""
-    import side_by_side
+    from chapters import side_by_side
 
     files = {}
     for chapter in folders(numbers):

@@ -1,4 +1,4 @@
-"""README.md tells the truth: its two commands, its map and its figures."""
+"""README.md and benchmarks/README.md tell the truth: commands, maps and figures."""
 
 import re
 import subprocess
@@ -19,9 +19,10 @@ def test_the_first_code_block_is_two_commands() -> None:
 
 
 def test_figures_are_those_that_were_recorded() -> None:
-    names = ("standing", "pocket", "memory", "ablation", "recycling", "replay", "projection", "refreshing")
-    blocks = {name: getattr(readme, name)() for name in names}
-    assert readme.with_blocks(README, blocks) == README
+    for page, made in readme.PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        blocks = {name: block() for name, block in made.items() if name != "demo"}  # whose times differ every time
+        assert len(made) == text.count("<!-- /") and readme.with_blocks(text, blocks) == text
 
 
 def test_the_python_examples_run_one_after_the_other() -> None:
@@ -34,6 +35,9 @@ def test_every_file_that_is_linked_or_run_exists() -> None:
     names = re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"python3? ([\w/]+\.py)", README)
     assert len(names) > 10
     assert [name for name in names if not (ROOT / name).exists()] == []
+    results = ROOT / "benchmarks"
+    names = re.findall(r"\]\(([^)#:]+)\)", (results / "README.md").read_text(encoding="utf-8"))
+    assert len(names) > 10 and [name for name in names if not (results / name).exists()] == []
 
 
 def test_diff_is_as_small_as_the_readme_says() -> None:

@@ -1,0 +1,190 @@
+"""The chapters are up to date, their stubs fail, their solutions pass, and no test of theirs looks at a solution."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from chapters import build, side_by_side
+
+ROOT = Path(__file__).resolve().parent.parent
+CHAPTERS = ROOT / "chapters"
+FOLDERS = build.folders([])
+
+
+def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, cwd=cwd)
+
+
+def outcomes(root: Path, report: Path, *words: str) -> tuple[dict[str, str], str]:
+    """Run the chapters' tests of a tree; return what became of each, and what was printed."""
+    result = run("-m", "pytest", "chapters", "-p", "no:cacheprovider", f"--junitxml={report}", *words, cwd=root)
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        found[f"{case.get('classname')}.{case.get('name')}"] = kinds[0] if kinds else "passed"
+    return found, result.stdout
+
+
+def copy_of_the_chapters(tree: Path, *without: str) -> Path:
+    """Make a tree with the chapters copied and all else linked to, and return it."""
+    for path in ROOT.iterdir():
+        if path.name not in ("chapters", ".git"):
+            (tree / path.name).symlink_to(path)
+    shutil.copytree(CHAPTERS, tree / "chapters", ignore=shutil.ignore_patterns("__pycache__", *without))
+    return tree
+
+
+def test_chapters_are_up_to_date() -> None:
+    result = run("chapters/build.py", "--check")
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_solution_passes(tmp_path: Path) -> None:
+    found, printed = outcomes(ROOT, tmp_path / "report.xml", "--impl", "solution")
+    assert found and {name: what for name, what in found.items() if what != "passed"} == {}
+    total = re.search(r"total +(\d+) of (\d+)", printed)
+    assert total and total.group(1) == total.group(2) and int(total.group(1)) >= 5 * len(FOLDERS)
+
+
+def test_every_stub_fails_in_a_tree_without_solutions(tmp_path: Path) -> None:
+    copy_of_the_chapters(tmp_path, "solution.py")
+    for folder in FOLDERS:  # pristine ones, whatever the reader has made of exercise.py
+        stub = build.stub_of((folder / "solution.py").read_text())
+        (tmp_path / "chapters" / folder.name / "exercise.py").write_text(stub)
+    found, printed = outcomes(tmp_path, tmp_path / "report.xml")
+    assert found and {name: what for name, what in found.items() if what != "failure"} == {}
+    assert re.search(r"total +0 of \d+", printed)
+    assert "solution.py" not in printed
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_exercises_markers_and_points_agree(folder: Path) -> None:
+    number = int(folder.name.partition("_")[0])
+    readme = (folder / "README.md").read_text()
+    (test,) = folder.glob("test_*.py")
+    tree = ast.parse(test.read_text())
+    points = next(ast.literal_eval(node.value) for node in tree.body
+                  if isinstance(node, ast.Assign) and node.targets[0].id == "POINTS")  # fmt: skip
+    listed = {f"ex{m[1]}_{m[2]}": int(m[3]) for m in re.finditer(r"^\| (\d+)\.(\d+) \|.*\| (\d+) \|$", readme, re.M)}
+    assert points == listed and all(name.startswith(f"ex{number}_") for name in points)
+    marked = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            marked[node.name] = re.findall(r"pytest\.mark\.(ex\d+_\d+)", decorators)
+    assert all(len(marks) == 1 for marks in marked.values()), marked
+    assert {marks[0] for marks in marked.values()} == {*points}
+    stubs = re.findall(r'NotImplementedError\("exercise (\d+)\.(\d+)"\)', (folder / "exercise.py").read_text())
+    assert stubs or (folder / "exercise.py").read_text() != build.stub_of((folder / "solution.py").read_text())
+    assert re.match(rf"# {number}\. ", readme) and "minutes" in readme.partition("##")[0]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_links_and_images_of_chapters_exist(folder: Path) -> None:
+    text = re.sub(r"```.*?```", "", (folder / "README.md").read_text(), flags=re.S)
+    links = re.findall(r"(!?)\[([^\]]*)\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    for image, words, target in links:
+        if not target.startswith("http"):
+            assert (folder / target).exists(), target
+        assert words or not image, f"{target} has no alternative text"
+
+
+def test_every_hunk_has_words() -> None:
+    said = side_by_side.words({folder / "README.md": (folder / "README.md").read_text() for folder in FOLDERS})
+    for pair in side_by_side.PAIRS:
+        mentioned = set()
+        for folder in FOLDERS:
+            for m in re.finditer(rf"^<!-- (?:about|diff) {pair[0]} {pair[1]} (\d+)(?: (\d+))? -->",
+                                 (folder / "README.md").read_text(), re.M):  # fmt: skip
+                if int(m[1]) in said[pair]:
+                    mentioned |= set(range(int(m[1]), int(m[2] or m[1]) + 1))
+        assert mentioned == set(range(1, len(build.hunks(*pair)) + 1))
+
+
+def test_stubs_lose_what_is_the_solutions_own() -> None:
+    solution = '''"""Doc."""
+
+import math
+
+
+class Kept:
+    """Doc."""
+
+    def method(self, x: int) -> int:
+        """Doc, of
+        two lines."""
+        # exercise 1.2
+        return _own(x)
+
+    def __len__(self) -> int:
+        """Doc."""
+        return 1  # given
+
+
+def _own(x: int) -> int:
+    return math.floor(x)
+'''
+    stub = build.stub_of(solution)
+    assert 'two lines."""\n        raise NotImplementedError("exercise 1.2")\n' in stub
+    assert "_own" not in stub and "return 1  # given" in stub and stub.endswith("given\n")
+    compile(stub, "stub", "exec")
+
+
+@pytest.mark.parametrize(("mark", "culprit"), [
+    ("<!-- code gpt_baseline.py Nothing -->\n<!-- end -->", "Nothing"),
+    ("<!-- code gpt_baseline.py GPT.forward nowhere -->\n<!-- end -->", "nowhere"),
+    ("<!-- code gpt_kv_cache.py KVCache -->\n<!-- end -->", "show a part"),
+    ("<!-- diff gpt_baseline.py gpt_kv_cache.py 11 -->\n<!-- end -->", "11"),
+    ("<!-- output python3 gpt_baseline.py --prompt '' -->\n<!-- end -->", "is empty"),
+    ("<!-- code nothing.py GPT -->\n<!-- end -->", "nothing.py"),
+    ("<!-- picture nothing -->\n<!-- end -->", "nothing"),
+    ("<!-- code gpt_baseline.py -->\n<!-- end -->", "code gpt_baseline.py"),
+])  # fmt: skip
+def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
+    readme = CHAPTERS / "02_kv_cache" / "README.md"
+
+    class Readme(type(readme)):
+        def read_text(self, *_: object, **__: object) -> str:
+            return f"# 2. Chapter\n\n{mark}\n"
+
+    with pytest.raises(ValueError, match="chapters/02_kv_cache/README.md: .*" + re.escape(culprit)):
+        build.text_of(Readme(readme))
+
+
+def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
+    tree = copy_of_the_chapters(tmp_path)
+    readme = tree / "chapters" / "02_kv_cache" / "README.md"
+    fresh = readme.read_text()
+    readme.write_text(fresh.replace("kv = torch.stack([k, v])", "kv = torch.stack([v, k])"))
+    exercise = tree / "chapters" / "02_kv_cache" / "exercise.py"
+    exercise.write_text("done by a student\n")
+    result = run("chapters/build.py", "2", "--check", cwd=tree)
+    assert result.returncode == 2 and "02_kv_cache/README.md" in result.stderr and "exercise.py" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert run("chapters/build.py", "2", cwd=tree).returncode == 0
+    assert readme.read_text() == fresh and exercise.read_text() == "done by a student\n"
+    assert run("chapters/build.py", "2", "--stubs", cwd=tree).returncode == 0
+    assert "NotImplemented" in exercise.read_text()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell's way to write paths")
+def test_commands_of_chapters_exist() -> None:
+    """Every script that a chapter's fenced commands name is there, and knows the options they give."""
+    helps: dict[str, str] = {}
+    for folder in FOLDERS:
+        for block in re.findall(r"```bash\n(.*?)```", (folder / "README.md").read_text(), re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                for command in re.findall(r"python3 ((?!-m|-c)\S+\.py)([^|;&]*)", line):
+                    script, rest = command
+                    assert (ROOT / script).is_file(), line
+                    if script not in helps:
+                        helps[script] = run(script, "--help").stdout
+                    for option in re.findall(r"(?<=\s)(--[a-z-]+)", rest):
+                        assert option in helps[script] or option == "--help", line

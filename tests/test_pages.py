@@ -1,0 +1,157 @@
+"""The pages work in a real browser, without a network: needs playwright (`pip install playwright`) and a Chromium."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chapters import build
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "chapters" / "side_by_side"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if BROWSER is None:
+        pytest.skip("there is no Chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of a browser that is offline; an error in a script fails the test."""
+    context = browser.new_context(viewport={"width": 1500, "height": 900}, offline=True)
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: errors.append(request.url) if not request.url.startswith("file:") else None)
+    yield page
+    context.close()
+    assert errors == []
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Pages of four generations of 40 tokens, by name."""
+    folder = tmp_path_factory.mktemp("traces")
+    commands = {"cache": ["gpt_kv_cache.py"], "none": ["gpt_baseline.py"],
+                "bct": ["gpt_bounded_cache.py", "--text-only"],
+                "ring": ["gpt_bounded_cache.py", "--text-only", "--memory", "sinks", "--slots", "20"],
+                "pair": ["overfill.py", "write", "--policy", "periodic:8"]}  # fmt: skip
+    for name, words in commands.items():
+        subprocess.run([sys.executable, *words, "--max-new-tokens", "40", "--trace", str(folder / name)], cwd=ROOT,
+                       check=True, capture_output=True)  # fmt: skip
+    return {name: (folder / name).as_uri() for name in commands}
+
+
+def goto(page: Any, uri: str, tmp_path: Path) -> None:
+    """Open a page as HTML, whatever its name."""
+    path = Path(uri.removeprefix("file://"))
+    copy = tmp_path / "page.html"
+    shutil.copy(path, copy)
+    page.goto(copy.as_uri())
+
+
+def test_keys_and_slider_move_through_a_trace(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces["cache"], tmp_path)
+    step = lambda: page.text_content("#step")  # noqa: E731
+    assert step() == "1 / 40" and page.locator("#cache .new").count() == int(page.text_content("#computed")) > 5
+    page.keyboard.press("ArrowRight")
+    assert step() == "2 / 40" and page.text_content("#computed") == "1"
+    assert page.locator("#cache .new").count() == 1
+    page.keyboard.press("End")
+    assert step() == "40 / 40"
+    page.keyboard.press("ArrowRight")
+    assert step() == "40 / 40"
+    page.keyboard.press("ArrowLeft")
+    assert step() == "39 / 40"
+    page.locator("#slider").fill("9")
+    assert step() == "10 / 40"
+    page.keyboard.press("Home")
+    page.select_option("#speed", "10")
+    page.keyboard.press("Escape")
+    page.locator("#play").click()
+    page.wait_for_function("document.getElementById('step').textContent.startsWith('4 /')")
+    page.locator("#play").click()
+    stopped = step()
+    page.wait_for_timeout(300)
+    assert step() == stopped and page.text_content("#play") == "play"
+
+
+def test_counts_of_a_trace(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces["none"], tmp_path)
+    page.keyboard.press("End")
+    n = int(page.text_content("#computed"))
+    assert page.locator("#text .new").count() == n and page.locator("#cache .cell").count() == 0
+    assert page.text_content("#total").replace(",", "") in page.text_content("#uncached").replace(",", "")
+    goto(page, traces["cache"], tmp_path)
+    page.keyboard.press("End")
+    assert int(page.text_content("#read")) == n - 1 == page.locator("#cache .kept").count()
+    assert int(page.text_content("#total")) == n
+
+
+def test_a_ring_strikes_out_what_it_forgot(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces["ring"], tmp_path)
+    page.keyboard.press("End")
+    assert page.locator("#cache .cell").count() == 20 and "No longer there: token" in page.text_content("#events")
+    gone = page.locator("#text .gone")
+    assert gone.count() == page.locator("#text span").count() - 1 - 20
+    assert "line-through" in gone.first.evaluate("e => getComputedStyle(e).textDecorationLine")
+    assert page.locator("#text span").first.get_attribute("class") == "kept"  # a sink
+
+
+def test_slots_of_a_bct_are_bars(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces["bct"], tmp_path)
+    page.keyboard.press("End")
+    assert page.is_visible("#mass-title") and page.locator(".slot").count() > 10
+    heights = page.eval_on_selector_all(".slot", "bars => bars.map(b => parseFloat(b.querySelector('i').style.height))")
+    assert max(heights) > 10 and page.locator("#cache .new").count() == 1
+
+
+def test_a_refresh_is_framed(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces["pair"], tmp_path)
+    for _ in range(8):
+        page.keyboard.press("ArrowRight")
+    assert "Refresh: the teacher has read 8 tokens" in page.text_content("#events")
+    assert page.locator("#cache .replaced").count() == 8 and page.locator("#cache .kept").count() == 0
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#cache .replaced").count() == 0 and page.locator("#cache .new").count() == 1
+
+
+@pytest.mark.parametrize("name", ["gpt_kv_cache", "gpt_bounded_cache"])
+def test_files_stand_side_by_side(name: str, page: Any) -> None:
+    page.goto((PAGES / f"{name}.html").as_uri())
+    old = page.title().split(" and ")[0]
+    hunks = build.hunks(old, f"{name}.py")
+    assert page.locator("tr.first").count() == len(hunks) == page.locator("td.words").count()
+    for side, file in (("left", old), ("right", f"{name}.py")):
+        cells = f"tr:not(.gap) > td.{side}"
+        lines = page.eval_on_selector_all(cells, "cells => cells.map(c => c.textContent)")
+        numbers = page.eval_on_selector_all(cells, "cells => cells.map(c => c.previousElementSibling.textContent)")
+        shown = [line for line, number in zip(lines, numbers, strict=True) if number]
+        assert shown == (ROOT / file).read_text().rstrip("\n").split("\n")
+    assert not page.locator("tr.same:not(.near)").first.is_visible()
+    page.locator("#brief").uncheck()
+    assert page.locator("tr.same:not(.near)").first.is_visible() and not page.locator("tr.gap").first.is_visible()
+    page.locator("#brief").check()
+    page.locator("tr.gap").first.click()
+    assert not page.locator("#brief").is_checked()
+    page.evaluate("scrollTo(0, 0)")
+    page.keyboard.press("n")
+    assert page.evaluate("scrollY") > 0
+    there = page.evaluate("scrollY")
+    page.keyboard.press("n")
+    page.keyboard.press("p")
+    assert page.evaluate("scrollY") == pytest.approx(there, abs=2)
+    marks = page.eval_on_selector_all(".mark", "marks => marks.map(m => m.textContent)")
+    assert "# NEW" in marks and {*marks} <= {"# NEW", "# RING", "# PAD", "# BCT"}

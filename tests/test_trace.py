@@ -1,0 +1,173 @@
+"""`--trace`: the page says what really happened in every step."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gpt_baseline
+import gpt_bounded_cache
+import gpt_kv_cache
+import overfill
+from chapters.tracing import Trace, runs
+from gpt_kv_cache import GPTConfig, KVCache
+from load_gpt2_weights import load_model, load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = GPTConfig(vocab_size=1000, n_ctx=32, n_layer=2, n_head=2, n_embd=16)
+
+
+def prompt(n: int) -> torch.Tensor:
+    return torch.randint(1000, (1, n), generator=torch.Generator().manual_seed(0))
+
+
+def traced(module: object, cache: object, n_prompt: int, n: int, path: Path) -> Trace:
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(**vars(CONFIG))).eval()
+    trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, path)
+    trace.begin(prompt(n_prompt)[0].tolist())
+    options = {} if cache is None else {"cache": cache}
+    for token in module.generate(model, prompt(n_prompt), n, **options):
+        trace.step(int(token), cache)
+    return trace
+
+
+def held(step: dict) -> dict[int, int]:
+    """Return the token in every slot that isn't empty."""
+    return {slot + i: first + i for slot, first, count in step["slots"] for i in range(count)}
+
+
+def test_without_a_cache_everything_is_computed_again(tmp_path: Path) -> None:
+    steps = traced(gpt_baseline, None, 5, 40, tmp_path / "x.html").steps
+    assert [step["fed"] for step in steps[:3]] == [(0, 5), (0, 6), (0, 7)]
+    for step in steps:
+        assert step["bytes"] == 0 and "slots" not in step
+        assert step["fed"] == (gpt_baseline.context_start(step["n"], 32), step["n"])
+
+
+def test_with_a_cache_every_token_is_computed_once_until_the_context_is_full(tmp_path: Path) -> None:
+    cache = KVCache()
+    steps = traced(gpt_kv_cache, cache, 5, 40, tmp_path / "x.html").steps
+    fed = [step["fed"] for step in steps]
+    assert fed[:3] == [(0, 5), (5, 6), (6, 7)]
+    full = next(i for i, step in enumerate(steps) if step["start"])
+    assert steps[full]["n"] == 33 and steps[full]["fed"] == (16, 33) and "32 tokens is full" in steps[full]["events"][0]
+    assert fed[full + 1] == (33, 34)
+    for step in steps:
+        assert [*held(step).values()] == [*range(step["start"], step["n"])] and step["size"] == len(held(step))
+    assert steps[-1]["bytes"] == cache.nbytes
+
+
+def test_a_ring_forgets_the_oldest_and_keeps_sinks(tmp_path: Path) -> None:
+    cache = gpt_bounded_cache.SlidingWindowCache(6, 2)
+    steps = traced(gpt_bounded_cache, cache, 12, 15, tmp_path / "x.html").steps
+    for step in steps:
+        assert {*held(step).values()} == {0, 1, *range(step["n"] - 6, step["n"])} and step["size"] == 8
+        assert held(step)[2 + (step["n"] - 1 - 2) % 6] == step["n"] - 1
+
+
+def test_bct_shows_recent_tokens_and_the_mass_of_slots(tmp_path: Path) -> None:
+    model, tokenizer = load_model("pocket-bct", model_class=gpt_bounded_cache.GPT), load_tokenizer("pocket-bct")
+    cache, trace = gpt_bounded_cache.BoundedMemory(), Trace("title", tokenizer, model.config.n_ctx, tmp_path / "x.html")
+    ids = torch.tensor([tokenizer.encode("Once, in the town of Tolben, there lived a man.")])
+    trace.begin(ids[0].tolist())
+    for token in gpt_bounded_cache.generate(model, ids, 20, cache=cache):
+        trace.step(int(token), cache)
+    R, M = model.config.recent, model.config.slots
+    for step in trace.steps:
+        recent = min(R, step["n"])
+        assert [*held(step).values()][-recent:] == [*range(step["n"] - recent, step["n"])]
+        assert len(step["mass"]) == M and 0 <= sum(step["mass"]) <= step["n"]
+    slots, _ = cache.layers[trace.steps[-1]["layer"]]
+    assert trace.steps[-1]["mass"] == pytest.approx(slots[0, 0, :, -1].tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_pair_shows_whose_entries_are_whose(window: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    teacher, student = (gpt_kv_cache.GPT(CONFIG).eval() for _ in range(2))
+    pair = overfill.Pair(teacher, student, prompt(6))
+    trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, tmp_path / "x.html")
+    trace.begin(prompt(6)[0].tolist())
+    for token in overfill.generate_refreshed(pair, 38, overfill.Periodic(8, window=window)):
+        trace.step(int(token), pair)
+    for step in trace.steps:
+        mine = {first + i for first, count in step["teacher"] for i in range(count)}
+        with torch.no_grad():  # the first layer's entries depend on the token and its position only
+            reading = KVCache()
+            teacher(torch.tensor([trace.ids[step["start"] : step["n"]]]), reading)
+        assert mine <= {*range(step["n"])}
+        if step is trace.steps[-1]:
+            same = (pair.cache.layers[0] == reading.layers[0]).all(-1).all(2)[:, 0].all(0)
+            assert {step["start"] + i for i, equal in enumerate(same.tolist()) if equal} == \
+                {t for t in mine if t >= step["start"]}  # fmt: skip
+    replaced = [step["replaced"] for step in trace.steps if "replaced" in step]
+    assert replaced[0] == [14 - (window or 8), 14] and len(replaced) == len(pair.refreshes)
+    assert any("handed over" in event for step in trace.steps[1:] for event in step["events"])  # past the context
+
+
+def test_turns_of_a_conversation_go_on_with_the_text(tmp_path: Path) -> None:
+    trace = Trace("title", load_tokenizer("pocket"), 100, tmp_path / "x.html")
+    trace.begin([1, 2, 3])
+    trace.step(4, SimpleNamespace(nbytes=1, next_pos=3, pos=torch.arange(3), layers=[torch.empty(2, 1, 1, 3, 1)]))
+    trace.begin([1, 2, 3, 4, 5, 6], reused=3)
+    trace.step(7, SimpleNamespace(nbytes=2, next_pos=6, pos=torch.arange(6), layers=[torch.empty(2, 1, 1, 6, 1)]))
+    assert trace.steps[1]["reused"] == (0, 3) and trace.steps[1]["fed"] == (3, 6)
+    assert "3 of 6 tokens were in a cache" in trace.steps[1]["events"][0]
+    trace.begin([5, 6, 7, 8, 9], reused=0)  # the first turn is forgotten
+    trace.step(10, SimpleNamespace(nbytes=2, next_pos=5, pos=torch.arange(5), layers=[torch.empty(2, 1, 1, 5, 1)]))
+    assert trace.ids == [*range(1, 11)]
+    assert trace.steps[2]["start"] == 4 and trace.steps[2]["fed"] == (4, 9) and "reused" not in trace.steps[2]
+    assert [*held(trace.steps[2]).values()] == [4, 5, 6, 7, 8]
+
+
+def test_runs() -> None:
+    assert runs([]) == [] and runs([3, 4, 5, 0, 1, 7]) == [(3, 3), (0, 2), (7, 1)]
+
+
+def data_of(path: Path) -> dict:
+    return json.loads(re.search(r"const data = (.*);\n", path.read_text()).group(1))
+
+
+@pytest.mark.parametrize("words", [
+    ["gpt_baseline.py"], ["gpt_kv_cache.py"], ["gpt_bounded_cache.py", "--text-only"],
+    ["gpt_bounded_cache.py", "--text-only", "--memory", "sinks", "--slots", "12"],
+    ["overfill.py", "write", "--policy", "periodic:8"], ["recycle.py", "chat", "--store"],
+], ids=lambda words: " ".join(words[:2]))  # fmt: skip
+def test_scripts_write_a_page_of_what_they_print(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    words = words + [str(tmp_path / "store")] * (words[-1] == "--store")
+    result = subprocess.run([sys.executable, *words, "--max-new-tokens", "20", "--trace", str(out)], cwd=ROOT,
+                            capture_output=True, text=True, input="Where is Tolben?\nWho is Halek?\n")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert f"[step by step: {out}]" in result.stdout
+    data = data_of(out)
+    assert "".join(data["tokens"]).strip()[:20] in result.stdout or words[0] == "recycle.py"
+    assert data["steps"][-1]["n"] + 1 == len(data["tokens"]) and words[0] in data["title"]
+    assert not re.search(r"(src|href)=|https?://|@import", out.read_text())  # nothing from elsewhere
+    if words[0] == "recycle.py":
+        assert any(step.get("reused") for step in data["steps"])
+
+
+def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    evil = "</script><b>&amp;"
+    result = subprocess.run([sys.executable, "gpt_kv_cache.py", "--prompt", evil, "--max-new-tokens", "2", "--trace",
+                             str(out)], cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    assert result.returncode == 0 and out.read_text().count("</script>") == 1
+    assert "".join(data_of(out)["tokens"]).startswith(evil)
+    assert "<b>" not in out.read_text().partition("<style>")[0]
+
+
+@pytest.mark.parametrize(("words", "culprit"), [
+    (["gpt_kv_cache.py", "--trace", "."], "is a folder"), (["recycle.py", "--trace", "x.html"], "run has no --trace"),
+    (["overfill.py", "--trace", "x.html"], "run has no --trace"),
+])  # fmt: skip
+def test_bad_input_gets_one_sentence(words: list[str], culprit: str) -> None:
+    result = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and culprit in result.stderr and len(result.stderr.strip().splitlines()) == 1
