@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model: layers, width, key-value heads and their size, parameters, context, and bytes of a number."""
+    """Sizes of a model: layers, width, key-value heads and their size, parameters (and how many of them are tables of
+    embeddings or the head, which a prompt's tokens aren't multiplied by), context, and bytes of a number."""
 
     name: str
     layers: int
@@ -24,6 +25,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     parameters: float
+    tables: float
     n_ctx: int
     nbytes: int = 2
 
@@ -34,10 +36,10 @@ class Shape:
 
 
 SHAPES = (
-    Shape("GPT-2 124M", 12, 768, 12, 64, 124e6, 1024),
-    Shape("GPT-2 XL", 48, 1600, 25, 64, 1.558e9, 1024),
-    Shape("Llama 3 8B", 32, 4096, 8, 128, 8.03e9, 8192),
-    Shape("Llama 3 70B", 80, 8192, 8, 128, 70.6e9, 8192),
+    Shape("GPT-2 124M", 12, 768, 12, 64, 124.4e6, 51281 * 768, 1024),
+    Shape("GPT-2 XL", 48, 1600, 25, 64, 1.558e9, 51281 * 1600, 1024),
+    Shape("Llama 3 8B", 32, 4096, 8, 128, 8.03e9, 2 * 128256 * 4096, 8192),
+    Shape("Llama 3 70B", 80, 8192, 8, 128, 70.6e9, 2 * 128256 * 8192, 8192),
 )
 H100 = ("an H100 SXM by its data sheet, bf16", 3.35e12, 989e12, 2)  # bytes/s, dense operations/s, bytes of a number
 
@@ -50,17 +52,24 @@ def decode_s(shape: Shape, read: float, tokens: int, batch: int = 1) -> float:
 def prefill_s(shape: Shape, rate: float, tokens: int) -> float:
     """Return the least seconds to read a prompt: 2 operations a weight and token, and attention's
     2 * 2 * tokens ** 2 / 2 * width * layers."""
-    return (2 * shape.parameters * tokens + 2 * tokens**2 * shape.width * shape.layers) / rate
+    return (token_operations(shape) * tokens + 2 * tokens**2 * shape.width * shape.layers) / rate
+
+
+def token_operations(shape: Shape) -> float:
+    """Return the operations of a prompt's token, attention aside; the head is for the last token only."""
+    return 2 * (shape.parameters - shape.tables)
 
 
 def note(record: dict[str, Any]) -> str:
     """Return the note as Markdown, from a summary.json of `python -m benchmarks`."""
-    g, T = record["geometry"], max(record["lengths"])
+    g = record["geometry"]
     threads = f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
     weights = g["n_embd"] * (3 * g["attention"] + 2 * g["n_inner"]) + g["attention"] * g["n_embd"]
-    operations = 2 * T * g["n_layer"] * weights + 2 * g["n_embd"] * g["vocab_size"]
-    read, rate = 1e9 * record["gb_per_s"], operations / (record["products_ms"][str(T)] / 1e3)
-    measured = Shape(record["model"], g["n_layer"], g["attention"], g["attention"], 1, g["weights"] / 4, g["n_ctx"], 4)
+    head = g["n_embd"] * g["vocab_size"]
+    rates = ((2 * int(T) * g["n_layer"] * weights + 2 * head) / (ms / 1e3) for T, ms in record["products_ms"].items())
+    read, rate = 1e9 * record["gb_per_s"], max(rates)
+    measured = Shape(record["model"], g["n_layer"], g["attention"], g["attention"], 1, g["weights"] / 4,
+                     head + g["n_ctx"] * g["n_embd"], g["n_ctx"], 4)  # fmt: skip
     lines = [
         "# What the constants say at scale",
         "",
@@ -69,8 +78,8 @@ def note(record: dict[str, Any]) -> str:
         "",
         "- A step of decoding reads all weights once, and the cache of every text: (weights + batch x tokens x "
         "bytes of a cached token) / bandwidth.",
-        "- A prompt of T tokens takes 2 operations a weight and token, and 2 T^2 operations a layer and dimension in "
-        "attention, / rate of products.",
+        "- A prompt of T tokens takes 2 operations a weight and token (embeddings aside), and 2 T^2 operations "
+        "a layer and dimension in attention, / rate of products.",
         "- A cached token takes 2 x layers x key-value heads x head size x bytes of a number.",
         "",
         "## Does that hold where it was measured?",
@@ -88,11 +97,13 @@ def note(record: dict[str, Any]) -> str:
                          f"| {first:,.0f} ms | {row['first_ms']:,.0f} ms | {first / row['first_ms']:.2f} |")
     lines += [
         "",
-        "The share is what is left of a prediction for another model: divide by it.",
+        "The bounds hold, and how far above them a real step is says what to expect of a prediction: divide it by the "
+        "share.",
         "",
         "## Larger models",
         "",
-        "Lower bounds. The last column is the bandwidth from which on fetching a cached token beats computing it.",
+        "Lower bounds, for machines as fast as these with memory enough (70B in bfloat16 needs two such GPUs or more). "
+        "The last column is the bandwidth from which on fetching a cached token beats computing it.",
         "",
         "| machine | model | tokens/s, 1 text of 1,000 | 64 texts of 8,000 | first token of 1,000 | of 8,000 "
         "| cache of 8,000 | fetch from |",
@@ -106,7 +117,7 @@ def note(record: dict[str, Any]) -> str:
                 many = f"{64 / decode_s(shape, bandwidth, 8000, 64):,.1f}"
                 long, cache = seconds(prefill_s(shape, products, 8000)), f"{8000 * shape.token_bytes / 1e9:,.2f} GB"
             one, first = 1 / decode_s(shape, bandwidth, 1000), seconds(prefill_s(shape, products, 1000))
-            fetch = shape.token_bytes / (2 * shape.parameters / products)
+            fetch = shape.token_bytes / (token_operations(shape) / products)
             lines.append(f"| {name} | {shape.name} | {one:,.2f} | {many} | {first} | {long} | {cache} "
                          f"| {fetch / 1e9:,.3g} GB/s |")  # fmt: skip
     lines += ["", *fleet(), "", *ENGINES]
@@ -126,7 +137,8 @@ def fleet() -> list[str]:
         "## A fleet",
         "",
         f"Hit rates of our store over public traces (`recycle.py replay`), {shape.name}, {H100[0]}. A hit saves "
-        f"{2e6 * shape.parameters / rate:,.0f} microseconds of products a token and moves {shape.token_bytes:,} bytes.",
+        f"{1e6 * token_operations(shape) / rate:,.0f} microseconds of products a token, and moves "
+        f"{shape.token_bytes:,} bytes.",
         "",
         "| trace | blocks of 512 tokens | memory | tokens found | prefill left | moved for each machine |",
         "|---|---|---|---|---|---|",
@@ -138,7 +150,7 @@ def fleet() -> list[str]:
             hit, blocks = float(row["token_hit_rate"]), row["capacity_blocks"]
             size = f"{int(blocks) * block * shape.token_bytes / 1e12:.2f} TB" if blocks.isdecimal() else "any"
             # A machine that does nothing but prefill computes (1 - hit) of the tokens that it serves.
-            served = rate / (2 * shape.parameters) / max(1 - hit, 1e-9)
+            served = rate / token_operations(shape) / max(1 - hit, 1e-9)
             lines.append(f"| {path.stem.removeprefix('replay_')} | {blocks} | {size} | {hit:.1%} | {1 - hit:.1%} "
                          f"| {served * hit * shape.token_bytes / 1e9:.2f} GB/s |")  # fmt: skip
     return lines

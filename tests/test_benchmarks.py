@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -173,12 +174,21 @@ def test_a_contender_that_fails_is_left_out_and_said(folder: Path, monkeypatch: 
 
 
 def test_bounds_at_scale() -> None:
-    shape = scale.Shape("small", layers=2, width=8, kv_heads=2, head_dim=4, parameters=100, n_ctx=64, nbytes=2)
+    shape = scale.Shape("small", layers=2, width=8, kv_heads=2, head_dim=4, parameters=100, tables=20, n_ctx=64)
     assert shape.token_bytes == 2 * 2 * 2 * 4 * 2
     assert scale.decode_s(shape, 10.0, tokens=5, batch=3) == (200 + 3 * 5 * 64) / 10
-    assert scale.prefill_s(shape, 10.0, tokens=5) == (2 * 100 * 5 + 2 * 25 * 8 * 2) / 10
+    assert scale.prefill_s(shape, 10.0, tokens=5) == (2 * 80 * 5 + 2 * 25 * 8 * 2) / 10
     big = next(s for s in scale.SHAPES if "70B" in s.name)
     assert big.token_bytes == 327_680  # 2 x 80 layers x 8 heads x 128 x 2 bytes
+
+
+def test_the_note_on_scale_is_that_of_the_newest_run() -> None:
+    newest = sorted((ROOT / "benchmarks" / "results").glob("*-1-thread"))[-1]
+    record = read_json(newest / "summary.json")
+    assert (ROOT / "benchmarks" / "scale.md").read_text() == scale.note(record) + "\n"
+    for row in re.findall(r"^\| \d+ \| .*", scale.note(record), re.M):  # no measured time is under its lower bound
+        step, first = (float(row.split(" | ")[i].rstrip(" |")) for i in (4, 7))
+        assert 0.1 < step <= 1 and 0.1 < first <= 1
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
