@@ -1,9 +1,10 @@
 """Where this project stands: decoding, time to first token, reuse of a prefix and memory, beside other implementations.
 
-`python -m benchmarks` gives every implementation the same weights and a process of its own, and lets them take turns,
-one at a time; figures are medians over turns, and shares of what the machine could do in the same turns: read the
-weights once a token, and compute nothing but the matrix products of a prompt. `--ablate` measures our own choices one
-by one and where the time goes, `--scale` predicts larger models from recorded figures.
+`python -m benchmarks` gives every implementation the same weights and lets them take turns, one at a time; each has a
+process of its own, a new one in every turn (where memory comes to lie is luck, which a process keeps). Figures are
+medians over turns, and shares of what the machine could do in the same turns: read the weights once a token, and
+compute nothing but the matrix products of a prompt. `--ablate` measures our own choices one by one, and where the time
+goes; `--scale` predicts larger models from recorded figures.
 """
 
 from __future__ import annotations
@@ -167,27 +168,25 @@ def measure(folder: Path, names: Sequence[str], lengths: Sequence[int], batches:
             failed[name] = str(error)
             return None
 
-    with ExitStack() as stack:
-        workers = {}
-        for name in tqdm(["floor", *names], desc="loading", leave=False):
-            try:
-                workers[name] = Worker(name, folder, device, threads, peer)
-            except ValueError as error:
-                failed[name] = str(error)
-                continue
-            stack.callback(workers[name].close)
-            if name != "floor":
-                ask(name, ids=[[0, 1]], decode=1, cached=0)
-        for turn in tqdm(range(turns + 1), desc="turns", leave=False):
-            done = workers["floor"](geometry=geometry, lengths=[*lengths])
-            floor += [done] if turn else []  # the first turn warms up
+    for _ in tqdm(range(turns), desc="turns", leave=False):
+        with ExitStack() as stack:
+            workers = {}
+            for name in ["floor", *names]:
+                try:
+                    workers[name] = Worker(name, folder, device, threads, peer)
+                    stack.callback(workers[name].close)
+                except ValueError as error:
+                    failed[name] = str(error)
+            for name in names:  # warm up
+                ask(name, ids=prompts[batches[0], longest], decode=0 if name in SLOW else 2, cached=0)
+            floor.append(workers["floor"](geometry=geometry, lengths=[*lengths]))
             for (B, T), ids in prompts.items():
                 for name in names:
-                    done = ask(name, ids=ids, decode=UNCACHED if name in SLOW else DECODED, cached=0)
-                    raw[name][f"{B} x {T}"] += [done] if turn else []
+                    decode = UNCACHED if name in SLOW else DECODED
+                    raw[name][f"{B} x {T}"].append(ask(name, ids=ids, decode=decode, cached=0))
             for name in names:
                 done = ask(name, ids=prompts[batches[0], longest], decode=0, cached=longest * 9 // 10)
-                reuse[name] += [done["resume_ms"]] if turn and done and done["resume_ms"] else []
+                reuse[name] += [done["resume_ms"]] if done and done["resume_ms"] else []
     if BASE in failed:
         raise ValueError(failed[BASE])
     return {"geometry": geometry, "floor": floor, "contenders": {n: r for n, r in raw.items() if n not in failed},
@@ -297,20 +296,21 @@ def ablations() -> dict[str, Callable[[GPT], None]]:
 
 
 def ablate(folder: Path, lengths: Sequence[int], turns: int, device: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Return how much longer decoding and the first token take without each choice, in one process, in turn."""
-    clock, runners = Clock(device), {}
-    for name, undo in {"as it is": lambda model: None, **ablations()}.items():
-        runners[name] = Ours(folder, device, gpt_kv_cache, lambda config: gpt_kv_cache.KVCache())
-        undo(runners[name].model)
-    generator = torch.Generator().manual_seed(0)
-    prompts = {T: torch.randint(runners["as it is"].model.config.vocab_size, (1, T), generator=generator).to(device)
-               for T in lengths}  # fmt: skip
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {(name, T): [] for name in runners for T in lengths}
-    for turn in tqdm(range(turns + 1), desc="turns", leave=False):
+    """Return how much longer decoding and the first token take without each choice, in one process, in turn; every turn
+    loads the weights anew."""
+    clock, generator, vocab_size = Clock(device), torch.Generator().manual_seed(0), geometry_of(folder)["vocab_size"]
+    prompts = {T: torch.randint(vocab_size, (1, T), generator=generator).to(device) for T in lengths}
+    undone = {"as it is": lambda model: None, **ablations()}
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {(name, T): [] for name in undone for T in lengths}
+    for _ in tqdm(range(turns), desc="turns", leave=False):
+        runners = {}
+        for name, undo in undone.items():
+            runners[name] = Ours(folder, device, gpt_kv_cache, lambda config: gpt_kv_cache.KVCache())
+            undo(runners[name].model)
+            timed(runners[name], clock, prompts[max(lengths)], 2)  # warms up
         for T, ids in prompts.items():
             for name, runner in runners.items():
-                done = timed(runner, clock, ids, DECODED)
-                runs[name, T] += [done] if turn else []
+                runs[name, T].append(timed(runner, clock, ids, DECODED))
     result: dict[str, dict[str, dict[str, float]]] = {}
     for (name, T), several in runs.items():
         base = runs["as it is", T]

@@ -12,7 +12,8 @@ of the rendered page don't see. A line of its own opens a block, which ends at <
   table NAME                   a table of benchmarks/readme.py
   picture NAME                 PICTURES[NAME] of the chapter's pictures.py, an SVG file and its alternative text
 
-and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expression makes of a JSON file, `r`.
+and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expression makes of a JSON file, `r`: a
+number, words, or the lines of a table.
 FILE may have wildcards: the last that matches. A chapter's words on a hunk, the paragraph after it, are also those in
 the margin of the page that shows both files side by side; where a hunk isn't shown, <!-- about OLD NEW N [LAST] -->
 stands before them.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import html
 import importlib.util
 import json
 import re
@@ -120,7 +122,7 @@ def diff(chapter: Path, old: str, new: str, number: str, last: str = "") -> str:
         lines += [f"+{line}" for line in read(new).splitlines()[j:new_end]]
     if len(lines) > LINES:
         raise ValueError(f"hunk {number} of {old} and {new} has {len(lines)} lines, more than {LINES}")
-    which = f"hunk {number}" + (f" to {last}" if last else "")
+    which = f"hunks {number} to {last}" if last else f"hunk {number}"
     text = "\n".join(line.rstrip() for line in lines)
     return f"```diff\n{text}\n```\n<sub>{which} of {len(found)}, [{new}](../../{new}#L{chosen[0][2] + 1})</sub>"
 
@@ -154,7 +156,7 @@ def picture(chapter: Path, name: str) -> str:
     pictures = import_file(chapter / "pictures.py").PICTURES
     if name not in pictures:
         raise ValueError(f"there is no picture {name}, but {', '.join(pictures)}")
-    alt = re.search(r"<desc>(.*?)</desc>", pictures[name](), re.S).group(1)
+    alt = html.unescape(re.search(r"<desc>(.*?)</desc>", pictures[name](), re.S).group(1))
     return f"![{alt}]({name}.svg)"
 
 
@@ -236,7 +238,7 @@ def main() -> None:
         files = build(args.chapters)
         if args.check or args.stubs:
             files |= {path / "exercise.py": stub_of((path / "solution.py").read_text(encoding="utf-8"))
-                      for path in folders(args.chapters)}  # fmt: skip
+                      for path in folders(args.chapters) if (path / "solution.py").exists()}  # fmt: skip
         stale = {path: text for path, text in files.items()
                  if not path.is_file() or path.read_text(encoding="utf-8") != text}  # fmt: skip
         if args.check and stale:

@@ -24,7 +24,7 @@ def cells(alt: str, rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], legen
     """
     if unknown := {kind for _, row in rows for _, kind in row} - {*KINDS}:
         raise ValueError(f"unknown kinds {sorted(unknown)}: must be among {', '.join(map(repr, KINDS))}")
-    left = 8 + 8 * max(len(label) for label, _ in rows)
+    left = 16 + 8 * max(len(label) for label, _ in rows)
     total = max(left + max(len(row) for _, row in rows) * (width + GAP) + 8,
                 8 + sum(34 + 8 * len(words) for words in (legend or {}).values()))  # fmt: skip
     height = len(rows) * (HEIGHT + GAP) + (LINE + 12 if legend else 0) + 8

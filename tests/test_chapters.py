@@ -16,6 +16,7 @@ from chapters import build, side_by_side
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ROOT / "chapters"
 FOLDERS = build.folders([])
+with_solutions = pytest.mark.skipif(not (FOLDERS[0] / "solution.py").exists(), reason="a copy without solutions")
 
 
 def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -46,6 +47,7 @@ def test_chapters_are_up_to_date() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@with_solutions
 def test_every_solution_passes(tmp_path: Path) -> None:
     found, printed = outcomes(ROOT, tmp_path / "report.xml", "--impl", "solution")
     assert found and {name: what for name, what in found.items() if what != "passed"} == {}
@@ -53,6 +55,7 @@ def test_every_solution_passes(tmp_path: Path) -> None:
     assert total and total.group(1) == total.group(2) and int(total.group(1)) >= 5 * len(FOLDERS)
 
 
+@with_solutions
 def test_every_stub_fails_in_a_tree_without_solutions(tmp_path: Path) -> None:
     copy_of_the_chapters(tmp_path, "solution.py")
     for folder in FOLDERS:  # pristine ones, whatever the reader has made of exercise.py
@@ -81,8 +84,6 @@ def test_exercises_markers_and_points_agree(folder: Path) -> None:
             marked[node.name] = re.findall(r"pytest\.mark\.(ex\d+_\d+)", decorators)
     assert all(len(marks) == 1 for marks in marked.values()), marked
     assert {marks[0] for marks in marked.values()} == {*points}
-    stubs = re.findall(r'NotImplementedError\("exercise (\d+)\.(\d+)"\)', (folder / "exercise.py").read_text())
-    assert stubs or (folder / "exercise.py").read_text() != build.stub_of((folder / "solution.py").read_text())
     assert re.match(rf"# {number}\. ", readme) and "minutes" in readme.partition("##")[0]
 
 
@@ -158,6 +159,7 @@ def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
         build.text_of(Readme(readme))
 
 
+@with_solutions
 def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     tree = copy_of_the_chapters(tmp_path)
     readme = tree / "chapters" / "02_kv_cache" / "README.md"

@@ -1,0 +1,192 @@
+"""Chapter 0: what a diff is, that the project's marks are true, and how its times are reckoned."""
+
+import difflib
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+POINTS = {"ex0_1": 2, "ex0_2": 3, "ex0_3": 3, "ex0_4": 2}
+PAIRS = [
+    ("gpt_baseline.py", "gpt_kv_cache.py", ["# NEW"]),
+    ("gpt_kv_cache.py", "gpt_bounded_cache.py", ["# RING", "# PAD", "# BCT"]),
+]
+FILES = [pair[:2] for pair in PAIRS]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def differences(old: list[str], new: list[str]) -> list[tuple[int, list[str], list[str]]]:
+    opcodes = difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
+    return [(i, old[i:i_end], new[j:j_end]) for tag, i, i_end, j, j_end in opcodes if tag != "equal"]
+
+
+def edited(draw: random.Random, n: int) -> tuple[list[str], list[str], list[tuple[int, list[str], list[str]]]]:
+    """A text of n lines that are all different, the same edited in places that don't touch, and these edits."""
+    old, new, hunks, i = [f"line {i}" for i in range(n)], [], [], 0
+    while i <= n:
+        if draw.random() < 0.3:
+            gone = old[i : i + draw.randint(0, 3)]
+            come = [f"other {i}, {k}" for k in range(draw.randint(0 if gone else 1, 3))]
+            hunks.append((i, gone, come))
+            new += come
+            i += len(gone)
+        new += old[i : i + 1]  # at least one unchanged line after an edit
+        i += 1
+    return old, new, hunks
+
+
+def patched(old: list[str], hunks: list[tuple[int, list[str], list[str]]]) -> list[str]:
+    """What hunks make of a text: the last one first, so that the lines before each are still where they were."""
+    new = list(old)
+    for at, gone, come in reversed(hunks):
+        assert new[at : at + len(gone)] == gone, f"after {at} lines the old text doesn't have the lines that go: {gone}"
+        new[at : at + len(gone)] = come
+    return new
+
+
+def check(found: list[tuple[int, list[str], list[str]]], old: list[str], new: list[str]) -> None:
+    assert patched(old, found) == new, "the hunks don't make the new text of the old one"
+    end = -1  # of the hunk before
+    for at, gone, come in found:
+        assert gone or come, "a hunk in which nothing goes and nothing comes is none"
+        assert at > end, f"the hunk after {at} lines touches the one before: they are one"
+        end = at + len(gone)
+    lines = sum(len(gone) + len(come) for _, gone, come in found)
+    fewest = sum(len(gone) + len(come) for _, gone, come in differences(old, new))
+    assert lines <= fewest, f"{lines} lines go or come, {fewest} are enough: a line that both texts have can stay"
+
+
+@pytest.mark.ex0_1
+def test_hunks_are_the_edits_that_were_made(impl: ModuleType) -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        old, new, hunks = edited(draw, draw.randint(0, 30))
+        assert impl.hunks(old, new) == hunks
+    assert impl.hunks(["a", "b"], ["a", "b"]) == [] == impl.hunks([], [])
+
+
+@pytest.mark.ex0_1
+def test_hunks_of_texts_that_repeat_themselves(impl: ModuleType) -> None:
+    draw = random.Random(1)
+    for _ in range(100):
+        old, new = (draw.choices(["", "    else:", "a", "b"], k=draw.randint(0, 12)) for _ in range(2))
+        check(impl.hunks(old, new), old, new)
+
+
+@pytest.mark.ex0_1
+@pytest.mark.parametrize(("old", "new"), FILES)
+def test_hunks_of_the_projects_files(impl: ModuleType, old: str, new: str) -> None:
+    check(impl.hunks(read(old).splitlines(), read(new).splitlines()), read(old).splitlines(), read(new).splitlines())
+
+
+@pytest.mark.ex0_2
+def test_hunks_make_the_new_text(impl: ModuleType) -> None:
+    draw = random.Random(2)
+    for _ in range(100):
+        old, new, hunks = edited(draw, draw.randint(0, 30))
+        kept = list(old)
+        assert impl.apply(old, [impl.Hunk(*hunk) for hunk in hunks]) == new
+        assert old == kept, "apply() must not change the text that it is given"
+        assert impl.apply(new, [impl.Hunk(*hunk) for hunk in differences(new, old)]) == old
+
+
+@pytest.mark.ex0_2
+@pytest.mark.parametrize(("old", "new"), FILES)
+def test_the_diff_is_all_it_takes_to_get_from_file_to_file(impl: ModuleType, old: str, new: str) -> None:
+    a, b = read(old).splitlines(), read(new).splitlines()
+    assert impl.apply(a, [impl.Hunk(*hunk) for hunk in differences(a, b)]) == b
+    assert impl.apply(b, [impl.Hunk(*hunk) for hunk in differences(b, a)]) == a, "and back"
+
+
+@pytest.mark.ex0_2
+def test_hunks_of_another_text_are_refused(impl: ModuleType) -> None:
+    old = ["a", "b", "c", "d"]
+    first = impl.Hunk(0, ["a"], ["A", "AA"])
+    with pytest.raises(ValueError, match=r"\b3\b.*x.*c"):
+        impl.apply(old, [first, impl.Hunk(1, ["b", "x"], ["y"])])
+    with pytest.raises(ValueError, match=r"\b5\b.*e.*end"):
+        impl.apply(old, [first, impl.Hunk(3, ["d", "e"], [])])
+    assert old == ["a", "b", "c", "d"]
+
+
+@pytest.mark.ex0_3
+@pytest.mark.parametrize(("old", "new", "marks"), PAIRS)
+def test_the_project_keeps_its_promise(impl: ModuleType, old: str, new: str, marks: list[str]) -> None:
+    wrong = impl.wrong_marks(read(old), read(new), marks)
+    assert wrong == [], [read(new).splitlines()[i - 1] for i in wrong]
+
+
+@pytest.mark.ex0_3
+@pytest.mark.parametrize(("old", "new", "marks"), PAIRS)
+def test_a_broken_promise_is_found(impl: ModuleType, old: str, new: str, marks: list[str]) -> None:
+    draw, text = random.Random(3), read(new).splitlines()
+    code = sorted(impl.code_lines(read(new)))
+    marked = [i for i in code if any(mark in text[i] for mark in marks)]
+    unchanged = [i for i in code if i not in marked]
+    for trial in range(8):
+        lines, sabotaged = list(text), draw.sample(marked, 3) + draw.sample(unchanged, 3)
+        for i in sabotaged:
+            if i in marked:
+                mark = next(mark for mark in marks if mark in lines[i])
+                lines[i] = lines[i].partition(mark)[0].rstrip()
+            else:
+                lines[i] += f"  {draw.choice(marks)}  although nothing changed" if trial % 2 else "  # not as it was"
+        assert impl.wrong_marks(read(old), "\n".join(lines), marks) == sorted(i + 1 for i in sabotaged)
+
+
+@pytest.mark.ex0_3
+def test_only_code_counts_and_only_news(impl: ModuleType) -> None:
+    old = '"""What it does."""\n\na = 1\nb = 2  # NEW\nc = 3  # OLD\n'
+    assert impl.wrong_marks(old, old.replace("does", "did").replace("\n\n", "\n\n# why\n\n"), ["# OTHER"]) == []
+    new = f"{old}d = 4  # NEW\n"
+    assert impl.wrong_marks(old, new, ["# NEW"]) == [4], "the old text has line 4 too: its mark is no news"
+    assert impl.wrong_marks(old, new, ["# NEW", "# OLD"]) == [4, 5]
+    assert impl.wrong_marks("a = 1\nb = 2\n", "a = 2  # B  why\nb = 3  # A\n", ["# A", "# B"]) == []
+    assert impl.wrong_marks("a = 1\nb = 2\n", "b = 2\n", ["# NEW"]) == [], "a line that only went can't carry a mark"
+
+
+@pytest.mark.ex0_4
+def test_the_prompt_does_not_count(impl: ModuleType) -> None:
+    assert impl.tokens_per_second([900.0, 10.0, 30.0]) == pytest.approx(50)
+    assert impl.tokens_per_second([9.0, 10.0, 30.0]) == pytest.approx(50), "the prompt's length must not matter"
+    for ms in ([], [900.0]):
+        with pytest.raises(ValueError, match=rf"\b{len(ms)}\b"):
+            impl.tokens_per_second(ms)
+
+
+@pytest.mark.ex0_4
+def test_tokens_per_second_are_those_that_the_scripts_print(impl: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    from gpt_kv_cache import GPT, generate
+    from load_gpt2_weights import load_model, load_tokenizer, stream
+
+    tokenizer = load_tokenizer("pocket")
+    ids = torch.tensor([tokenizer.encode("Halek lives in")])
+    _, ms = stream(generate(load_model("pocket", model_class=GPT), ids, 12), tokenizer)
+    assert f" {impl.tokens_per_second(ms):,.0f} tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.ex0_4
+def test_what_slows_both_slows_neither(impl: ModuleType) -> None:
+    draw = random.Random(4)
+    for _ in range(50):
+        turns, ratio = draw.choice([1, 3, 5, 7]), draw.uniform(0.2, 5)
+        busy = [draw.uniform(1, 20) for _ in range(turns)]  # what else the machine was doing
+        ours, other = [10 * b for b in busy], [10 * ratio * b for b in busy]
+        for turn in draw.sample(range(turns), (turns - 1) // 2):  # and something that hit only one of the two
+            draw.choice([ours, other])[turn] *= draw.choice([0.02, 50])
+        assert impl.times_as_fast(ours, other) == pytest.approx(ratio)
+    assert impl.times_as_fast([1.0, 1.0], [2.0, 3.0]) == pytest.approx(2.5), "of two turns, the mean of both"
+
+
+@pytest.mark.ex0_4
+def test_turns_come_in_pairs(impl: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"(?s)\b3\b.*\b2\b"):
+        impl.times_as_fast([1.0, 1.0, 1.0], [1.0, 1.0])
+    with pytest.raises(ValueError):
+        impl.times_as_fast([], [])

@@ -1,0 +1,241 @@
+"""Chapter 1: a GPT-2 written by hand computes what gpt_baseline.GPT computes."""
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpt_baseline
+from gpt_baseline import GPT, GPTConfig
+from load_gpt2_weights import load_model, load_tokenizer
+
+POINTS = {"ex1_1": 1, "ex1_2": 2, "ex1_3": 1, "ex1_4": 4, "ex1_5": 2}
+CONFIGS = {
+    "12 layers": GPTConfig(vocab_size=50, n_ctx=16, n_layer=12, n_head=2, n_embd=8),
+    "heads wider than the stream": GPTConfig(vocab_size=50, n_ctx=16, n_layer=2, n_head=3, n_embd=10, head_dim=6),
+    "one head, a narrow MLP": GPTConfig(vocab_size=50, n_ctx=16, n_layer=3, n_head=1, n_embd=8, n_inner=12),
+}
+
+PARTS = {  # and what is silenced to see it alone
+    "embeddings, last norm and head": ("attn.c_proj", "mlp.c_proj"),
+    "attention": ("mlp.c_proj",),
+    "the MLP": ("attn.c_proj",),
+}
+
+
+def random_model(config: GPTConfig) -> GPT:
+    """A small model with random weights in which everything counts: biases, too, and the norms' weights."""
+    torch.manual_seed(0)
+    model = GPT(config).eval().double()  # float64: what differs by more than rounding differs by much more
+    for name, p in model.named_parameters():
+        p.data.add_((2.0 if name.startswith("wpe") else 0.3) * torch.randn_like(p))  # wpe: else it repeats one token
+    return model
+
+
+def text(batch: int, n: int, seed: int = 0) -> Tensor:
+    return torch.randint(50, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def equal(found: Tensor, expected: Tensor, why: str) -> None:
+    assert found.shape == expected.shape, f"{why}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8, msg=lambda message: f"{why}: {message}")
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError(f"this exercise is to be solved without {name}")
+
+    monkeypatch.setattr(where, name, forbidden)
+
+
+@pytest.mark.ex1_1
+def test_prefill_sees_a_triangle_and_decoding_everything(impl: ModuleType) -> None:
+    pos = torch.arange(7)
+    assert impl.causal_mask(pos, pos).tolist() == torch.ones(7, 7).tril().bool().tolist()
+    assert impl.causal_mask(pos[-1:], pos).tolist() == [[True] * 7], "the last token sees all"
+    assert impl.causal_mask(pos[:1], pos).tolist() == [[True] + [False] * 6], "the first sees itself only"
+
+
+@pytest.mark.ex1_1
+def test_the_mask_of_any_positions(impl: ModuleType) -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        keys = draw.sample(range(20), draw.randint(1, 9))  # in any order, as in a ring
+        tokens = draw.sample(range(20), draw.randint(1, 9))
+        mask = impl.causal_mask(torch.tensor(tokens), torch.tensor(keys))
+        assert mask.shape == (len(tokens), len(keys)), "a row for every token, a column for every key"
+        assert mask.tolist() == [[key <= token for key in keys] for token in tokens], f"tokens {tokens}, keys {keys}"
+
+
+def cases(n: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Random q, k, v and masks: of prefill, of a later chunk, and of any kind that leaves every query a key."""
+    draw, drawn = random.Random(1), []
+    torch.manual_seed(1)
+    for trial in range(n):
+        B, H, D, T = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 8), draw.randint(1, 6)
+        S = T if trial % 3 == 0 else T + draw.randint(0, 6)
+        mask = torch.arange(S) <= torch.arange(S - T, S)[:, None]
+        if trial % 3 == 2:
+            mask = (torch.rand(T, S) < 0.5) | (torch.arange(S) == torch.randint(S, (T, 1)))
+        q, k, v = (torch.randn(B, H, m, D, dtype=torch.float64) for m in (T, S, S))
+        drawn.append((q, k, v, mask))
+    return drawn
+
+
+@pytest.mark.ex1_2
+def test_attention_is_torchs_attention(impl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for q, k, v, mask in cases(60):
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        with monkeypatch.context() as context:
+            forbid(context, F, "scaled_dot_product_attention")
+            equal(impl.attention(q, k, v, mask), expected, f"q {tuple(q.shape)}, k {tuple(k.shape)}")
+
+
+@pytest.mark.ex1_2
+def test_what_may_not_be_seen_is_not(impl: ModuleType) -> None:
+    for q, k, v, mask in cases(12):
+        hidden = ~mask.any(dim=0)  # keys that nobody sees
+        other = torch.where(hidden[:, None], 1e6 * torch.rand_like(v), v)
+        equal(impl.attention(q, k, other, mask), impl.attention(q, k, v, mask), "hidden values were changed")
+        mean = impl.attention(q, k, torch.ones_like(v), mask)
+        equal(mean, torch.ones_like(mean), "values that are all 1 have mean 1: weights must sum to 1 behind the mask")
+
+
+@pytest.mark.ex1_2
+def test_large_scores_do_not_overflow(impl: ModuleType) -> None:
+    q, k = torch.full((1, 1, 2, 4), 20.0), torch.full((1, 1, 3, 4), 25.0)  # 4 * 20 * 25 / sqrt(4) = 1000
+    q[..., 1, :], k[..., 1, :] = -20.0, -25.0  # scores: 1000, -1000, 1000 and -1000, (1000, not to be seen), -1000
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+    v = torch.tensor([[[[1.0] * 4, [5.0] * 4, [3.0] * 4]]])
+    equal(impl.attention(q, k, v, mask), torch.full((1, 1, 2, 4), 2.0), "scores of 1000 and -1000")
+
+
+@pytest.mark.ex1_3
+def test_gelu_is_the_one_that_gpt2_was_trained_with(impl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(-12, 12, 2401, dtype=torch.float64).view(7, 343)
+    expected, exact = F.gelu(x, approximate="tanh"), F.gelu(x)
+    forbid(monkeypatch, F, "gelu")
+    found, kept = impl.gelu(x), x.clone()
+    assert not torch.allclose(found, exact, rtol=0, atol=1e-6), "that is the exact GELU, not the one with tanh"
+    equal(found, expected, "GELU")
+    assert torch.equal(x, kept), "gelu() must not change what it is given"
+
+
+@pytest.mark.ex1_4
+@pytest.mark.parametrize("part", PARTS)
+@torch.no_grad()
+def test_forward_part_by_part(impl: ModuleType, part: str) -> None:
+    """One layer, in which what isn't under test adds nothing."""
+    config = GPTConfig(vocab_size=50, n_ctx=16, n_layer=1, n_head=2, n_embd=8)
+    model = random_model(config)
+    for name, p in model.named_parameters():
+        if any(silent in name for silent in PARTS[part]):
+            p.data.zero_()
+    equal(impl.forward(text(2, 6), model.state_dict(), config.n_head), model(text(2, 6)), f"only {part}")
+
+
+@pytest.mark.ex1_4
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_forward_computes_the_models_logits(impl: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(CONFIGS[name])
+    weights, expected = model.state_dict(), {}
+    for n in (1, 5, 16):
+        expected[n] = model(text(2, n, n))
+    forbid(monkeypatch, GPT, "forward")
+    before = {key: w.clone() for key, w in weights.items()}
+    for n in expected:
+        equal(impl.forward(text(2, n, n), weights, CONFIGS[name].n_head), expected[n], f"{name}, {n} tokens")
+    assert weights.keys() == before.keys() and all(torch.equal(weights[key], before[key]) for key in before)
+
+
+@pytest.mark.ex1_4
+@torch.no_grad()
+def test_forward_computes_what_a_trained_model_says(impl: ModuleType) -> None:
+    model, tokenizer = load_model("pocket", model_class=GPT), load_tokenizer("pocket")
+    weights, ids = model.state_dict(), torch.tensor([tokenizer.encode("Halek lives in")])
+    for _ in range(5):
+        logits = impl.forward(ids, weights, model.config.n_head)
+        torch.testing.assert_close(logits, model(ids), rtol=1e-4, atol=1e-3)
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    assert tokenizer.decode(ids[0].tolist()) == "Halek lives in Yarrowdale, where the festival"
+    source = Path(impl.__file__).read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(from|import) (gpt_|load_gpt2)", source, re.M), "without this project's files"
+
+
+@pytest.mark.ex1_4
+@torch.no_grad()
+def test_what_comes_later_changes_nothing_before(impl: ModuleType) -> None:
+    config = CONFIGS["12 layers"]
+    weights, ids, other = random_model(config).state_dict(), text(1, 12, 1), text(1, 12, 2)
+    for n in (1, 6, 11):
+        mixed = torch.cat([ids[:, :n], other[:, n:]], dim=1)
+        logits, others = (impl.forward(t, weights, config.n_head) for t in (ids, mixed))
+        equal(others[:, :n], logits[:, :n], f"other tokens from {n} on")
+        assert not torch.allclose(others[:, n:], logits[:, n:]), "the tokens that changed must show"
+
+
+@pytest.mark.ex1_4
+@torch.no_grad()
+def test_more_tokens_than_positions_are_refused(impl: ModuleType) -> None:
+    config = CONFIGS["12 layers"]
+    with pytest.raises(ValueError, match=r"(?s)\b17\b.*\b16\b|\b16\b.*\b17\b"):
+        impl.forward(text(1, 17), random_model(config).state_dict(), config.n_head)
+
+
+def counting(model: GPT) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+    """A model that keeps what it is given."""
+    fed: list[Tensor] = []
+
+    def call(ids: Tensor) -> Tensor:
+        fed.append(ids.clone())
+        return model(ids)
+
+    return call, fed
+
+
+@pytest.mark.ex1_5
+def test_the_oldest_half_is_forgotten(impl: ModuleType) -> None:
+    for n_ctx in (1, 2, 3, 8, 9, 16, 1024):
+        for n_tokens in [*range(5 * n_ctx + 3)][:: max(1, n_ctx // 100)]:
+            expected = gpt_baseline.context_start(n_tokens, n_ctx)
+            assert impl.first_kept(n_tokens, n_ctx) == expected, f"of {n_tokens} tokens in a context of {n_ctx}"
+
+
+@pytest.mark.ex1_5
+@torch.no_grad()
+def test_greedy_writes_what_the_baseline_writes(impl: ModuleType) -> None:
+    config = CONFIGS["heads wider than the stream"]
+    model = random_model(config)
+    for n_prompt in (1, 7, 15, 16, 17, 40):  # a context of 16
+        ids, prompt = text(1, n_prompt, n_prompt), text(1, n_prompt, n_prompt)
+        expected = [int(token) for token in gpt_baseline.generate(model, ids, 30)]
+        for n in (0, 1, 30):
+            call, fed = counting(model)
+            assert impl.greedy(call, ids, n, config.n_ctx) == expected[:n], f"{n} tokens after {n_prompt}"
+            assert len(fed) == n, f"{n} tokens need {n} passes, not {len(fed)}: who reads the logits of the others?"
+            whole = [*ids[0].tolist(), *expected]
+            for length, given in enumerate(fed, start=n_prompt):
+                kept = whole[gpt_baseline.context_start(length, config.n_ctx) : length]
+                assert given.tolist() == [kept], f"what the model reads of {length} tokens, context {config.n_ctx}"
+            assert torch.equal(ids, prompt), "greedy() must not change the prompt that it is given"
+
+
+@pytest.mark.ex1_5
+@torch.no_grad()
+def test_tokens_read_are_those_that_the_baseline_reads(impl: ModuleType) -> None:
+    config = GPTConfig(vocab_size=50, n_ctx=16, n_layer=1, n_head=1, n_embd=4)
+    model, read = random_model(config), []
+    model.register_forward_pre_hook(lambda _, args: read.append(args[0].size(1)))
+    for n_prompt in (1, 8, 16, 17, 33):
+        for n in (0, 1, 5, 40):
+            read.clear()
+            list(gpt_baseline.generate(model, text(1, n_prompt), n))
+            assert impl.tokens_read(n_prompt, n, 16) == sum(read), f"{n} tokens after {n_prompt}, context 16"
+    assert impl.tokens_read(24, 1000, 1024) == 523_500, "without a cache, 1,000 tokens of GPT-2 after 24"

@@ -1,0 +1,256 @@
+"""Chapter 4: the KV cache, the ring and BCT are one equation, in two forms."""
+
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt_bounded_cache import GPT, BoundedMemory, GPTConfig, WriteMemory
+
+POINTS = {"ex4_1": 2, "ex4_2": 3, "ex4_3": 4, "ex4_4": 1}
+
+
+@pytest.fixture(autouse=True)
+def double() -> object:
+    """All in float64: what differs then is wrong, and not rounded."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(k: Tensor, v: Tensor) -> Tensor:
+    """Tokens (T, 2D + 1) of keys and values (T, D)."""
+    return torch.cat([k, v, torch.ones(len(k), 1)], dim=-1)
+
+
+def written(impl: ModuleType, tokens: Tensor, M: int, rule: str) -> Tensor:
+    slots = torch.zeros(M, tokens.size(1))
+    for t, token in enumerate(tokens):
+        w, keep = getattr(impl, rule)(t, M)
+        slots = impl.write(slots, token, w.double(), keep.double())
+    return slots
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention of one query (D,) over keys and values (S, D), by its formula."""
+    return (k @ q / len(q) ** 0.5).softmax(dim=-1) @ v
+
+
+def own(impl: ModuleType) -> None:
+    assert "gpt_bounded_cache" not in Path(impl.__file__).read_text().split('"""', 2)[2], "write it yourself"
+
+
+# --- 4.1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex4_1
+def test_the_equation(impl: ModuleType) -> None:
+    own(impl)
+    for seed in range(10):
+        slots, token = draw(5, 7, seed=seed), draw(7, seed=seed + 50)
+        w, keep = draw(5, seed=seed + 60), torch.rand(5, generator=torch.Generator().manual_seed(seed))
+        before = slots.clone()
+        got = impl.write(slots, token, w, keep)
+        expected = [[keep[m] * before[m, i] + w[m] * token[i] for i in range(7)] for m in range(5)]
+        torch.testing.assert_close(got, torch.tensor(expected), msg="keep[m] of slot m, and w[m] times the token")
+        assert torch.equal(slots, before), "the slots that were given have changed"
+
+
+@pytest.mark.ex4_1
+def test_one_hot_writes_to_new_slots_are_the_kv_cache(impl: ModuleType) -> None:
+    tokens = rows(draw(6, 3), draw(6, 3, seed=1))
+    assert torch.equal(written(impl, tokens, 6, "growing"), tokens)
+    assert torch.equal(written(impl, tokens[:4], 6, "growing"), torch.cat([tokens[:4], torch.zeros(2, 7)]))
+
+
+@pytest.mark.ex4_1
+@pytest.mark.parametrize("M", [1, 2, 4, 9])
+def test_one_hot_writes_over_the_oldest_are_the_ring(impl: ModuleType, M: int) -> None:
+    tokens = rows(draw(11, 3), draw(11, 3, seed=1))
+    for n in range(1, 12):
+        slots = written(impl, tokens[:n], M, "ring")
+        for t in range(max(0, n - M), n):
+            assert torch.equal(slots[t % M], tokens[t]), f"after {n} tokens, slot {t % M} of {M} is token {t} alone"
+
+
+@pytest.mark.ex4_1
+def test_soft_writes_are_bct(impl: ModuleType) -> None:
+    query, addresses = draw(4), draw(6, 4, seed=1)
+    w, keep = impl.soft(query, addresses)
+    exp = [torch.exp(sum(query[i] * addresses[m, i] for i in range(4))) for m in range(6)]
+    torch.testing.assert_close(w, torch.stack(exp) / sum(exp))
+    assert keep.tolist() == [1.0] * 6, "nothing is forgotten"
+
+
+# --- 4.2 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex4_2
+def test_slots_of_one_token_each_are_attention(impl: ModuleType) -> None:
+    own(impl)
+    for seed in range(10):
+        q, k, v = draw(8, seed=seed), draw(12, 8, seed=seed + 20), draw(12, 8, seed=seed + 40)
+        torch.testing.assert_close(impl.read(q, rows(k, v)), attention(q, k, v))
+        torch.testing.assert_close(impl.read(q, rows(k, v)[3:4]), v[3], msg="a single slot is that token")
+
+
+@pytest.mark.ex4_2
+def test_an_empty_slot_is_not_there(impl: ModuleType) -> None:
+    q, k, v = draw(8), draw(5, 8, seed=1), draw(5, 8, seed=2)
+    slots = torch.cat([torch.zeros(2, 17), rows(k, v), torch.zeros(4, 17)])
+    torch.testing.assert_close(impl.read(q, slots), attention(q, k, v), msg="empty slots scored 0, or made NaN")
+
+
+@pytest.mark.ex4_2
+def test_a_slot_counts_as_often_as_its_mass(impl: ModuleType) -> None:
+    q, k, v = draw(8), draw(3, 8, seed=1), draw(3, 8, seed=2)
+    often = [1, 4, 2]
+    slots = rows(k, v) * torch.tensor(often)[:, None]
+    copies = [i for i in range(3) for _ in range(often[i])]
+    torch.testing.assert_close(impl.read(q, slots), attention(q, k[copies], v[copies]), msg="copies of 1, 4, 2 tokens")
+    torch.testing.assert_close(impl.read(q, 0.1 * slots), impl.read(q, slots), msg="shares of mass count, not the mass")
+
+
+@pytest.mark.ex4_2
+def test_a_token_spread_over_slots_is_still_that_token(impl: ModuleType) -> None:
+    q, (k, v), w = draw(8), draw(2, 1, 8, seed=1), draw(6, seed=2).softmax(dim=-1)
+    torch.testing.assert_close(impl.read(q, w[:, None] * rows(k, v)), v[0])
+    more = rows(draw(3, 8, seed=3), draw(3, 8, seed=4))
+    one, spread = torch.cat([more, rows(k, v)]), torch.cat([more, w[:, None] * rows(k, v)])
+    torch.testing.assert_close(impl.read(q, spread), impl.read(q, one), msg="spread over 6 slots it weighs as before")
+
+
+@pytest.mark.ex4_2
+def test_a_slot_of_several_tokens_is_their_mean(impl: ModuleType) -> None:
+    q, k, v = draw(8), draw(5, 8, seed=1), draw(5, 8, seed=2)
+    torch.testing.assert_close(impl.read(q, rows(k, v).sum(0, keepdim=True)), v.mean(0))
+
+
+@pytest.mark.ex4_2
+def test_it_reads_what_the_real_memory_reads(impl: ModuleType) -> None:
+    for seed in range(10):
+        config = GPTConfig(vocab_size=9, n_ctx=8, n_layer=1, n_head=1, n_embd=8, slots=4)
+        memory, slots, real = WriteMemory(config), torch.zeros(4, 17), torch.zeros(1, 1, 4, 17)
+        for t in range(6):
+            q, token = draw(8, seed=seed), rows(*draw(2, 1, 8, seed=10 * seed + t))
+            w = draw(4, seed=99 * seed + t).softmax(dim=-1)
+            log_keep = torch.tensor([-0.3])
+            slots = impl.write(slots, token[0], w, log_keep.exp().expand(4))
+            both = torch.cat([token[0], log_keep, w])
+            y, real, _ = memory.recurrent(q[None, None, None], real, both[None, None, None])
+            torch.testing.assert_close(slots, real[0, 0], msg="what is in the slots")
+            torch.testing.assert_close(impl.read(q, slots), y[0, 0, 0], msg="what is read")
+
+
+# --- 4.3 ------------------------------------------------------------------------------------------------------------
+
+
+def in_turn(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """What the real memory reads, token by token."""
+    config = GPTConfig(vocab_size=9, n_ctx=8, n_layer=1, n_head=1, n_embd=k.size(1), slots=w.size(1))
+    memory, slots, out = WriteMemory(config), torch.zeros(1, 1, w.size(1), 2 * k.size(1) + 1), []
+    for t, token in enumerate(torch.cat([rows(k, v), torch.zeros(len(k), 1), w], dim=-1)):
+        y, slots, _ = memory.recurrent(q[None, None, t : t + 1], slots, token[None, None, None])
+        out.append(y[0, 0, 0])
+    return torch.stack(out)
+
+
+@pytest.mark.ex4_3
+def test_the_parallel_form_is_the_recurrence(impl: ModuleType) -> None:
+    own(impl)
+    choose = random.Random(0)
+    for seed in range(25):
+        T, M, D = choose.randint(1, 30), choose.randint(1, 9), choose.randint(1, 8)
+        q, k, v = draw(3, T, D, seed=seed)
+        w = (choose.choice([0.3, 1, 3]) * draw(T, M, seed=seed + 50)).softmax(dim=-1)
+        w = w * torch.rand(T, 1, generator=torch.Generator().manual_seed(seed))  # steps of other sizes than 1
+        expected = in_turn(q, k, v, w)
+        torch.testing.assert_close(impl.parallel(q, k, v, w), expected, msg=f"{T} tokens, {M} slots, head size {D}")
+
+
+@pytest.mark.ex4_3
+def test_the_parallel_form_of_one_hot_writes_is_causal_attention(impl: ModuleType) -> None:
+    q, k, v = draw(3, 10, 4)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    got = impl.parallel(q, k, v, torch.eye(10, 13))
+    assert got.isfinite().all(), "slots that nothing was written to yet: 0 / 0, or log 0"
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.ex4_3
+def test_what_comes_later_changes_nothing_before(impl: ModuleType) -> None:
+    q, k, v = draw(3, 12, 4)
+    w = draw(12, 5, seed=1).softmax(dim=-1)
+    whole, part = impl.parallel(q, k, v, w), impl.parallel(q[:7], k[:7], v[:7], w[:7])
+    torch.testing.assert_close(whole[:7], part, msg="a query sees what is written after it")
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and the numbers of the largest tensor that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        for x in result if isinstance(result, tuple | list) else [result]:
+            self.largest = max(self.largest, x.untyped_storage().nbytes() // x.itemsize if isinstance(x, Tensor) else 0)
+        return result
+
+
+@pytest.mark.ex4_3
+def test_no_loop_and_no_copies_of_the_slots(impl: ModuleType) -> None:
+    counts = []
+    for T, M in ((6, 4), (40, 4), (40, 20)):
+        q, k, v = draw(3, T, 16)
+        w = draw(T, M, seed=1).softmax(dim=-1)
+        with Watch() as watch:
+            impl.parallel(q, k, v, w)
+        counts.append(watch.operations)
+        what = f"a tensor of {watch.largest} numbers; T x M x D = {T * M * 16}"
+        assert watch.largest <= 3 * max(T * T, T * M, T * 16), what
+    assert max(counts) <= min(counts) + 4, f"operations for (T, M) = (6, 4), (40, 4), (40, 20): {counts}; a loop?"
+
+
+# --- 4.4 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex4_4
+@torch.no_grad()
+def test_the_formula_gives_what_is_allocated(impl: ModuleType) -> None:
+    own(impl)
+    choose = random.Random(0)
+    for seed in range(8):
+        L, H, D, M, R, B = (choose.randint(1, 5) for _ in range(6))
+        R = choose.choice([0, R])
+        config = GPTConfig(vocab_size=20, n_ctx=16, n_layer=L, n_head=H, n_embd=H * D, slots=M, recent=R)
+        cache = BoundedMemory()
+        GPT(config)(torch.randint(20, (B, choose.randint(1, 40)), generator=torch.Generator().manual_seed(seed)), cache)
+        allocated = sum(x.untyped_storage().nbytes() for state in cache.layers for x in state)
+        assert impl.memory_bytes(L, H, D, M, R, batch=B) == allocated, f"{L=} {H=} {D=} {M=} {R=} {B=}"
+
+
+@pytest.mark.ex4_4
+@torch.no_grad()
+def test_pocket_bct_and_the_window_of_the_same_size(impl: ModuleType) -> None:
+    from load_gpt2_weights import load_model
+
+    model, cache = load_model("pocket-bct", model_class=GPT), BoundedMemory()
+    model(torch.arange(100)[None], cache)
+    c = model.config
+    given = c.n_layer, c.n_head, c.head_dim, c.slots, c.recent
+    assert impl.memory_bytes(*given) == cache.nbytes
+    assert impl.equal_window(*given) == 36 and isinstance(impl.equal_window(*given), int)
+    assert impl.equal_window(12, 12, 64, 0, 1) == 2  # a key, a value and two numbers: more than a token's
+    assert impl.equal_window(1, 1, 2, 4, 0) == 5  # 80 bytes: five tokens of 16, not one more

@@ -1,0 +1,49 @@
+"""The pictures of this chapter."""
+
+from svg import cells
+
+T, OWN = ("T", "reused"), ("s", "kept")
+
+
+def numbers(n: int) -> list[tuple[str, str]]:
+    return [(str(i), "") for i in range(n)]
+
+
+def spliced() -> str:
+    return cells(
+        "The cache that a student writes on, after a prompt of 4 tokens and 11 written ones. Without a refresh the "
+        "entries of the prompt are by the teacher and all others by the student. Refreshed every 4 tokens only the "
+        "last 3 are by the student. With a window of 2, two of each four are too. With bursts of 2 only the last "
+        "one is.",
+        [
+            ("position", numbers(15)),
+            ("no refresh", [T] * 4 + [OWN] * 11),
+            ("every 4", [T] * 12 + [OWN] * 3),
+            ("the last 2 of 4", [T] * 4 + [OWN, OWN, T, T] * 2 + [OWN] * 3),
+            ("bursts of 2", [T] * 14 + [OWN]),
+        ],
+        {"reused": "T, written by the teacher", "kept": "s, written by the student"},
+        width=34,
+    )
+
+
+def misplaced() -> str:
+    def held(teacher: range, student: range) -> list[tuple[str, str]]:
+        return [*((str(i), "reused") for i in teacher), *((str(i), "new") for i in student)]
+
+    return cells(
+        "Which token each slot of the cache holds when the published code writes after a prompt of 5 tokens and "
+        "refreshes every 4. Slots 5 to 8 hold tokens 4 to 7, one too few. The refresh puts tokens 5 to 8 there, as it "
+        "should be. The student then reads token 8 again: slots 9 to 11 hold tokens 8 to 10.",
+        [
+            ("slot", numbers(12)),
+            ("4 tokens written", held(range(5), range(4, 8))),
+            ("the refresh", held(range(9), range(0))),
+            ("3 more written", held(range(9), range(8, 11))),
+        ],
+        {"reused": "the teacher's, in its place", "new": "the student's, one slot too late"},
+        width=34,
+    )
+
+
+PICTURES = {"spliced": spliced, "misplaced": misplaced}

@@ -1,0 +1,449 @@
+"""Chapter 7: after a refresh the cache is the teacher's, whoever has written the text."""
+
+import ast
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import gpt_kv_cache
+import overfill
+from benchmarks.refreshing import generate_as_published
+from gpt_kv_cache import GPT, GPTConfig, KVCache
+from load_gpt2_weights import load_model, load_tokenizer
+from overfill import Entropy, Pair, Periodic, generate_refreshed
+
+POINTS = {"ex7_1": 2, "ex7_2": 1, "ex7_3": 2, "ex7_4": 2, "ex7_5": 3}
+WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
+NARROW = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
+
+
+def model_of(config: GPTConfig, seed: int) -> GPT:
+    """A small model with random weights, large enough that a mistake shows."""
+    torch.manual_seed(seed)
+    model = GPT(config).eval().requires_grad_(False)
+    for p in model.parameters():
+        p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+@pytest.fixture(scope="module")
+def teacher() -> GPT:
+    return model_of(WIDE, 0)
+
+
+@pytest.fixture(scope="module")
+def student() -> GPT:
+    return model_of(NARROW, 1)
+
+
+def text(n: int, seed: int = 0, batch: int = 1) -> Tensor:
+    return torch.randint(50, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def cache_of(model: GPT, ids: Tensor) -> KVCache:
+    cache = KVCache()
+    model(ids, cache)
+    return cache
+
+
+def entries(cache: KVCache) -> Tensor:
+    """What a cache holds (L, 2, B, H, S, D)."""
+    return torch.stack([kv[..., : len(cache), :] for kv in cache.layers])
+
+
+def shape_of(cache: KVCache) -> str:
+    return f"{len(cache.layers)} layers of {cache.layers[0].size(2)} heads"
+
+
+def fail_in_layer(model: GPT, layer: int, ids: Tensor, cache: KVCache) -> None:
+    """A pass that ends in the middle: it leaves keys and values behind what is counted."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    hook = model.h[layer].mlp.register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        model(ids, cache)
+    hook.remove()
+
+
+def imports_nothing_of(impl: ModuleType, name: str) -> bool:
+    """Whether a file doesn't import a module of the project, which would be somebody else's solution."""
+    found = []
+    for node in ast.walk(ast.parse(inspect.getsource(impl))):
+        if isinstance(node, ast.ImportFrom):
+            found.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return not any(name in module for module in found)
+
+
+# --- 7.1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex7_1
+def test_the_last_entries_are_the_sources_and_all_others_stay(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "benchmarks"), "write it yourself"
+    draw = random.Random(0)
+    for trial in range(30):
+        batch, length = draw.randint(1, 3), draw.randint(1, 20)
+        n = draw.choice([0, 1, length, draw.randint(0, length)])
+        ids = text(length, trial, batch)
+        cache, source = cache_of(student, ids), cache_of(teacher, ids)
+        before, theirs = entries(cache).clone(), entries(source).clone()
+        impl.splice_last(cache, source, n)
+        after, what = entries(cache), f"the last {n} of {length} tokens"
+        kept, put = before[..., : length - n, :], theirs[..., length - n :, :]
+        assert torch.equal(after[..., : length - n, :], kept), f"{what}: those before them must stay"
+        assert torch.equal(after[..., length - n :, :], put), f"{what}: must be the source's, in all layers and rows"
+        assert torch.equal(entries(source), theirs), "the source must stay as it is"
+        assert cache.pos.tolist() == list(range(length)), "a splice adds and moves no position"
+
+
+@pytest.mark.ex7_1
+def test_what_failed_passes_left_does_not_count(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    ids, more = text(9), text(3, 1)
+    for longer in ("cache", "source"):
+        cache, source = cache_of(student, ids), cache_of(teacher, ids)
+        fail_in_layer(*((student, 1, more, cache) if longer == "cache" else (teacher, 1, more, source)))
+        theirs = entries(source).clone()
+        impl.splice_last(cache, source, 4)
+        assert torch.equal(entries(cache)[..., 5:, :], theirs[..., 5:, :]), (
+            f"a layer of the {longer} is longer than its {9} tokens: count from len(cache), not from the tensor's end"
+        )
+        expected = cache_of(student, ids)
+        for old, new in zip(expected.layers, cache_of(teacher, ids).layers, strict=True):
+            old[..., 5:, :] = new[..., 5:, :]
+        torch.testing.assert_close(student(more, cache), student(more, expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ex7_1
+def test_a_source_that_begins_later_serves_too(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    ids = text(12)
+    cache, whole = cache_of(student, ids), cache_of(teacher, ids)
+    source = KVCache([kv[..., 7:, :] for kv in whole.layers], whole.pos[7:])  # its last five tokens
+    impl.splice_last(cache, source, 3)
+    assert torch.equal(entries(cache)[..., 9:, :], entries(whole)[..., 9:, :])
+
+
+@pytest.mark.ex7_1
+def test_what_is_spliced_shares_no_memory(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    cache, source = cache_of(student, text(6)), cache_of(teacher, text(6))
+    impl.splice_last(cache, source, 6)
+    before = entries(cache).clone()
+    for kv in source.layers:
+        kv.zero_()
+    assert torch.equal(entries(cache), before), "a change of the source changes the cache"
+
+
+@pytest.mark.ex7_1
+def test_misfits_are_refused_and_change_nothing(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    whole = cache_of(teacher, text(6))
+    short = KVCache([kv[..., 4:, :] for kv in whole.layers], whole.pos[4:])  # two tokens, up to the same position
+    fewer = cache_of(model_of(GPTConfig(50, 64, 2, 2, 32), 2), text(6))
+    heads = cache_of(model_of(GPTConfig(50, 64, 3, 4, 32, head_dim=16), 2), text(6))
+    for source, n, words in [
+        (cache_of(teacher, text(7)), 3, ("6", "7")),  # one token ahead: the published code's mistake
+        (cache_of(teacher, text(5)), 3, ("6", "5")),
+        (whole, 7, ("7", "6")),
+        (whole, -1, ("-1", "6")),
+        (short, 3, ("3", "2")),
+        (fewer, 2, ()),
+        (heads, 2, ()),
+    ]:
+        cache = cache_of(student, text(6))
+        before = entries(cache).clone()
+        case = f"{n} of 6 tokens up to position 6 by those of {len(source)} up to {source.next_pos}, {shape_of(source)}"
+        try:
+            impl.splice_last(cache, source, n)
+        except ValueError as error:
+            assert all(word in str(error) for word in words), f"{case}: say both numbers, {words}, not {error}"
+        else:
+            pytest.fail(f"{case}: must be refused")
+        assert torch.equal(entries(cache), before), f"{case}: check first, then change"
+
+
+# --- 7.2 ------------------------------------------------------------------------------------------------------------
+
+
+class _Watched(Pair):
+    """A pair that keeps which positions each refresh has changed."""
+
+    changed: list[list[int]]
+
+    def refresh(self, rows: Tensor, policy: overfill.Policy) -> None:
+        before = entries(self.cache).clone()
+        super().refresh(rows, policy)
+        off = (entries(self.cache) != before).any(-1).flatten(0, 3).any(0)  # (S,)
+        self.changed = [*getattr(self, "changed", []), off.nonzero().flatten().tolist()]
+
+
+@pytest.mark.ex7_2
+def test_positions_are_those_that_the_real_refreshes_change(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    draw = random.Random(1)
+    for trial in range(12):
+        prompt, new, every = draw.randint(1, 20), draw.randint(1, 30), draw.choice([1, 2, 3, 5, 8, 13])
+        window = draw.choice([None, every, 1, 4, 100])
+        pair = _Watched(teacher, student, text(prompt, trial))
+        list(generate_refreshed(pair, new, Periodic(every, window=window)))
+        got = [list(positions) for positions in impl.refreshed(prompt, new, every, window)]
+        assert got == getattr(pair, "changed", []), (
+            f"prompt of {prompt}, {new} tokens written, every {every}, window {window}"
+        )
+
+
+@pytest.mark.ex7_2
+def test_a_window_of_the_period_is_no_window(impl: ModuleType) -> None:
+    assert impl.refreshed(9, 25, 8) == impl.refreshed(9, 25, 8, 8) == [range(9, 17), range(17, 25), range(25, 33)]
+    assert len(impl.refreshed(9, 24, 8)) == 2, "the last token written is read by nobody"
+    assert impl.refreshed(9, 8, 8) == [] and impl.refreshed(9, 0, 8) == []
+
+
+@pytest.mark.ex7_2
+def test_the_teacher_reads_what_the_real_one_reads(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    for prompt, new, every in [(9, 25, 8), (9, 24, 8), (1, 30, 1), (12, 30, 7), (5, 4, 8)]:
+        for keeps in (True, False):
+            pair = Pair(teacher, student, text(prompt))
+            list(generate_refreshed(pair, new, Periodic(every, reads="new" if keeps else "all")))
+            assert impl.teacher_reads(prompt, new, every, keeps) == int(pair.teacher_tokens), (
+                f"prompt of {prompt}, {new} tokens written, every {every}, keeps: {keeps}"
+            )
+
+
+# --- 7.3 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex7_3
+def test_entropy_is_in_bits_and_of_any_logits(impl: ModuleType) -> None:
+    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "benchmarks"), "write it yourself"
+    for bits in range(6):
+        assert float(impl.entropy(torch.zeros(2**bits))) == pytest.approx(bits, abs=1e-5), f"{2**bits} equal tokens"
+    p = torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 1e-30, 1e-30, 1e-30]])
+    torch.testing.assert_close(impl.entropy(p.log()), torch.tensor([1.75, 0.0]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(impl.entropy(p.log() + 100), torch.tensor([1.75, 0.0]), rtol=0, atol=1e-3,
+                               msg="a constant added to all logits changes nothing")  # fmt: skip
+    large = impl.entropy(torch.tensor([1e4, 0.0, -1e4]))
+    assert float(large) == 0, f"one token is certain: 0 bits, got {float(large)}"
+    z = torch.randn(3, 4, 50_000, generator=torch.Generator().manual_seed(0))
+    q = z.double().softmax(-1)
+    expected = -(q * q.log2()).sum(-1).float()
+    torch.testing.assert_close(impl.entropy(z), expected, rtol=1e-4, atol=1e-4)
+    half = impl.entropy(z.bfloat16())
+    assert half.dtype == torch.float32, "sums over 50,000 tokens in bfloat16 are worth little: convert first"
+    torch.testing.assert_close(half, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.ex7_3
+def test_a_gate_fires_as_often_as_it_may(impl: ModuleType) -> None:
+    draw = random.Random(2)
+    for trial in range(60):
+        T, cooldown, threshold = draw.randint(0, 60), draw.randint(1, 12), draw.choice([-9.0, -0.5, 0.0, 1.0, 9.0])
+        signals = torch.randn(T, generator=torch.Generator().manual_seed(trial))
+        at = impl.fires(signals, threshold, cooldown)
+        for last, t in zip([0, *at], at, strict=False):
+            assert float(signals[t - 1]) > threshold, f"after token {t} the signal is not above the threshold"
+            assert t - last >= cooldown, f"{t - last} tokens after the last refresh or the prompt: {cooldown} must pass"
+        for t in range(1, T + 1):
+            free = t - max([0, *(a for a in at if a < t)]) >= cooldown
+            assert t in at or not free or signals[t - 1] <= threshold, f"it may fire after token {t}, and does not"
+        assert len(at) == overfill.firings(signals[None], threshold, cooldown)
+    assert impl.fires(torch.full((10,), 2.0), 2.0, 1) == [], "equal to the threshold is not above it"
+
+
+@pytest.mark.ex7_3
+def test_the_real_gate_fires_there_too(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    for threshold, cooldown in [(4.0, 3), (4.4, 2), (-1.0, 5)]:
+        pair, signals = Pair(teacher, student, text(9)), []
+
+        class Recording(Entropy):
+            def due(self, pair: Pair) -> Tensor:
+                signals.append(impl.entropy(pair.logits)[0])  # noqa: B023  of this round
+                return super().due(pair)
+
+        list(generate_refreshed(pair, 40, Recording(threshold, cooldown=cooldown)))
+        expected = [r.written for r in pair.refreshes]
+        assert expected and impl.fires(torch.stack(signals), threshold, cooldown) == expected
+
+
+# --- 7.4 ------------------------------------------------------------------------------------------------------------
+
+
+def published(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
+              new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
+    return generate_as_published(teacher, student, ids, n, every, new_cache, 0.0, torch.Generator())
+
+
+def ours(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
+         new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
+    return generate_refreshed(Pair(teacher, student, ids, new_cache), n, Periodic(every))
+
+
+@pytest.mark.ex7_4
+def test_a_tracer_is_a_model_for_the_real_loops(impl: ModuleType) -> None:
+    for length, n in [(1, 5), (7, 1), (9, 20)]:
+        cache, model = KVCache(), impl.Tracer(3.0)
+        new = gpt_kv_cache.generate(model, torch.arange(length)[None], n, cache=cache)
+        assert [int(token) for token in new] == list(range(length, length + n)), "after each token comes its id + 1"
+        assert len(cache) == length + n - 1 and cache.pos.tolist() == list(range(len(cache)))
+        assert cache.layers[0].shape == (2, 1, 1, len(cache), 1), "one layer, one text, one head, head size 1"
+        assert cache.layers[0][0].flatten().tolist() == list(range(len(cache))), "keys are the ids"
+        assert cache.layers[0][1].unique().tolist() == [3.0], "values are the mark"
+    logits = impl.Tracer(1.0)(torch.tensor([[4, 511, 7]]), KVCache())
+    assert logits.shape == (1, 3, 512) and logits.argmax(-1).tolist() == [[5, 0, 8]]
+    assert logits.sum() == 3 and logits.max() == 1
+    assert impl.Tracer(1.0)(torch.tensor([[4, 5]]), KVCache(), last_only=True).shape == (1, 1, 512)
+
+
+@pytest.mark.ex7_4
+def test_it_shows_who_wrote_what(impl: ModuleType) -> None:
+    for prompt, n, every, window in [(5, 14, 4, None), (5, 14, 4, 2), (3, 9, 1, None), (6, 9, 20, None)]:
+        pair = Pair(impl.Tracer(1.0), impl.Tracer(2.0), torch.arange(prompt)[None])
+        list(generate_refreshed(pair, n, Periodic(every, window=window)))
+        keys, values = pair.cache.layers[0][:, 0, 0, : len(pair.cache), 0].tolist()
+        ends = range(prompt + every, prompt + n, every)
+        spliced = {*range(prompt)} | {s for end in ends for s in range(end - min(every, window or every), end)}
+        assert keys == list(range(prompt + n - 1))
+        assert values == [1.0 if s in spliced else 2.0 for s in range(len(keys))]
+
+
+@pytest.mark.ex7_4
+def test_the_published_code_is_found_out_and_the_real_one_is_not(impl: ModuleType) -> None:
+    for prompt, n, every in [(5, 1, 64), (5, 4, 64), (5, 3, 2), (5, 30, 8), (20, 40, 1), (1, 17, 4)]:
+        found = impl.misplaced(published, prompt, n, every)
+        assert len(found) == n - (n - 1) // every * every and max(found) == prompt + n - 1, (
+            f"prompt of {prompt}, {n} tokens, every {every}: {found}"
+        )
+        assert impl.misplaced(ours, prompt, n, every) == [], "nothing is misplaced in overfill.py"
+
+
+@pytest.mark.ex7_4
+def test_each_fault_alone_is_found(impl: ModuleType) -> None:
+    def feeds_twice(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
+                    new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
+        cache, token = new_cache(), ids[:, -1:]
+        teacher(ids, cache, last_only=True)
+        for _ in range(n):
+            token = student(token, cache, last_only=True)[:, -1].argmax(-1, keepdim=True)
+            yield token
+
+    def splices_late(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
+                     new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
+        read, cache, unread = new_cache(), new_cache(), []
+        token = teacher(ids, read, last_only=True)[:, -1].argmax(-1, keepdim=True)
+        student(ids, cache, last_only=True)
+        for _ in range(n):
+            yield token
+            unread.append(token)
+            if len(unread) == every:  # the newest of them has not been read by the student yet
+                teacher(torch.cat(unread, 1), read, last_only=True)
+                old, new = cache.layers[0], read.layers[0]
+                width = min(every, len(cache))
+                old[..., len(cache) - width : len(cache), :] = new[..., len(read) - width : len(read), :]
+                unread = []
+            token = student(token, cache, last_only=True)[:, -1].argmax(-1, keepdim=True)
+
+    assert impl.misplaced(feeds_twice, 6, 4, 64) == [6, 7, 8, 9]
+    assert impl.misplaced(splices_late, 6, 5, 4) == [5, 6, 7, 8]
+
+
+# --- 7.5 ------------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A model that keeps what it is fed."""
+
+    def __init__(self, model: GPT) -> None:
+        self.model, self.fed = model, []
+
+    def __call__(self, ids: Tensor, cache: KVCache, last_only: bool = False) -> Tensor:
+        self.fed += ids[0].tolist()
+        return self.model(ids, cache, last_only=last_only)
+
+
+def never(since: int, logits: Tensor) -> bool:
+    return False
+
+
+def each(every: int) -> Callable[[int, Tensor], bool]:
+    return lambda since, logits: since >= every
+
+
+def by_definition(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -> list[int]:
+    """Every token anew: the teacher reads the text up to the last refresh, the student what comes after it."""
+    prompt = ids.size(1)
+    for t in range(n):
+        cache = KVCache()
+        start = prompt + max(0, (t - 1) // every * every)  # what a refresh after this very token brings is used later
+        logits = teacher(ids[:, :start], cache)
+        if t:
+            logits = student(ids[:, start:], cache)
+        ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return ids[0, prompt:].tolist()
+
+
+@pytest.mark.ex7_5
+@pytest.mark.parametrize("every", [1, 2, 5, 8, 100])
+def test_it_writes_what_the_definition_says(impl: ModuleType, teacher: GPT, student: GPT, every: int) -> None:
+    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "benchmarks"), "write it yourself"
+    for seed in range(3):
+        ids = text(5 + seed, seed)
+        expected = by_definition(teacher, student, ids, 22, every)
+        assert impl.generate(teacher, student, ids, 22, each(every)) == expected, f"a refresh every {every} tokens"
+        assert impl.generate(teacher, student, ids, 1, each(every)) == expected[:1], "the first token is the teacher's"
+    assert impl.generate(teacher, student, text(5), 0, never) == []
+
+
+@pytest.mark.ex7_5
+def test_a_teacher_that_is_its_own_student_writes_plainly(impl: ModuleType, teacher: GPT) -> None:
+    ids = text(7)
+    plain = [int(token) for token in gpt_kv_cache.generate(teacher, ids, 30)]
+    draw = random.Random(3)
+    for due in (never, each(1), each(4), lambda since, logits: draw.random() < 0.3):
+        assert impl.generate(teacher, teacher, ids, 30, due) == plain
+
+
+@pytest.mark.ex7_5
+def test_the_teacher_reads_every_token_once(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    ids = text(7)
+    for every, n in [(1, 12), (4, 18), (5, 16), (6, 6), (100, 9)]:
+        one, two = Counting(teacher), Counting(student)
+        whole = [*ids[0].tolist(), *impl.generate(one, two, ids, n, each(every))]
+        assert two.fed == whole[7:-1], "the student reads each new token but the last once, and none of the prompt"
+        assert one.fed == whole[: len(one.fed)], "the teacher reads the text in order, no token twice"
+        needed = (n - 2) // every * every if n > 1 else 0  # of the refreshes whose entries are read again
+        assert len(one.fed) - 7 in {needed, (n - 1) // every * every}, f"{len(one.fed) - 7} tokens after the prompt"
+
+
+@pytest.mark.ex7_5
+def test_a_gate_sees_the_students_logits_and_the_tokens_since(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    def bits(logits: Tensor) -> float:
+        return float(torch.distributions.Categorical(logits=logits).entropy()) / math.log(2)
+
+    for threshold, cooldown in [(4.0, 3), (4.4, 2)]:
+        pair = Pair(teacher, student, text(9))
+        expected = [int(t) for t in generate_refreshed(pair, 40, Entropy(threshold, cooldown=cooldown))]
+        seen: list[int] = []
+
+        def due(since: int, logits: Tensor, threshold: float = threshold, cooldown: int = cooldown) -> bool:
+            seen.append(since)  # noqa: B023  of this round
+            assert logits.shape == (50,)
+            return since >= cooldown and bits(logits) > threshold
+
+        assert impl.generate(teacher, student, text(9), 40, due) == expected
+        at = [r.written for r in pair.refreshes]
+        assert at and seen == [t - max([0, *(a for a in at if a < t)]) for t in range(1, 40)]
+
+
+@pytest.mark.ex7_5
+def test_pocket_and_its_student(impl: ModuleType) -> None:
+    teacher, student = (load_model(name, model_class=GPT) for name in ("pocket", "pocket-student"))
+    ids = torch.tensor([load_tokenizer("pocket").encode("Everyone in Tolben knew Halek and his sister Belessa.")])
+    with torch.no_grad():
+        expected = [int(t) for t in generate_refreshed(Pair(teacher, student, ids), 40, Periodic(16))]
+        assert impl.generate(teacher, student, ids, 40, each(16)) == expected

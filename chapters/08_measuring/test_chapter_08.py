@@ -1,0 +1,381 @@
+"""Chapter 8: floors by the bytes, times without what isn't decoding, intervals that cover, and equal up to rounding."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_kv_cache import GPT, MLP, Attention, GPTConfig, KVCache
+from load_gpt2_weights import load_model, load_tokenizer
+
+POINTS = {"ex8_1": 1, "ex8_2": 2, "ex8_3": 2, "ex8_4": 2, "ex8_5": 3}
+ROOT = Path(__file__).resolve().parent.parent.parent
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def model_of(seed: int) -> GPT:
+    """A small model with random weights, large enough that a mistake shows."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    heads, size = draw.randint(1, 3), draw.choice([8, 16])
+    config = GPTConfig(draw.randint(80, 120), 64, draw.randint(1, 4), heads, draw.choice([heads * size, 40]), size)
+    model = GPT(config).eval().requires_grad_(False)
+    for p in model.parameters():
+        p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+# --- 8.1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex8_1
+def test_the_floor_is_the_bytes_by_the_bandwidth(impl: ModuleType) -> None:
+    for seed in range(12):
+        draw = random.Random(seed)
+        model = model_of(seed).to(draw.choice(DTYPES))
+        texts, tokens, speed = draw.randint(1, 9), draw.randint(1, 60), draw.choice([0.5, 17.0, 3350.0])
+        cache = KVCache()
+        model(torch.zeros(texts, tokens, dtype=torch.long), cache)
+        weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        got, case = impl.floor_ms(model, speed), f"{model.wte.weight.dtype}, {weights:,} bytes at {speed} GB/s"
+        assert got == pytest.approx(weights / speed / 1e6), f"weights alone: {case}"
+        got = impl.floor_ms(model, speed, tokens, texts)
+        assert got == pytest.approx((weights + cache.nbytes) / speed / 1e6), (
+            f"{case}; {cache.nbytes:,} bytes of cache, {tokens} tokens of {texts} texts: each text has a cache of its "
+            "own, and all share the weights"
+        )
+
+
+@pytest.mark.ex8_1
+def test_it_is_that_of_the_recorded_run(impl: ModuleType) -> None:
+    path = sorted(ROOT.glob("benchmarks/results/*-1-thread/summary.json"))[-1]
+    record = json.loads(path.read_text(encoding="utf-8"))
+    with torch.device("meta"):  # no memory for the 124 million numbers
+        model = GPT(GPTConfig())
+    assert impl.floor_ms(model, record["gb_per_s"]) == pytest.approx(record["roofline_ms"], rel=1e-6)
+    cell = record["rows"]["gpt_kv_cache.py"]["1 x 128"]
+    assert impl.floor_ms(model, record["gb_per_s"]) / cell["step_ms"] == pytest.approx(cell["of_roofline"], rel=1e-6)
+
+
+# --- 8.2 ------------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """A device with a queue, and the clock on the wall: handing over takes 0.1 ms, the work some ms more."""
+
+    def __init__(self, work_ms: list[float], queued_ms: float = 0.0) -> None:
+        self.work_ms = work_ms
+        self.now = 100.0  # seconds
+        self.done = self.now + queued_ms / 1e3  # when the queue is empty
+        self.taken = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def wait(self) -> None:
+        self.now = max(self.now, self.done)
+
+    def tokens(self) -> Iterator[Tensor]:
+        for ms in self.work_ms:
+            self.now += 1e-4
+            self.done = max(self.now, self.done) + ms / 1e3
+            self.taken += 1
+            yield torch.zeros(1, 1)
+
+
+@pytest.mark.ex8_2
+def test_a_step_is_the_devices_work_and_not_its_handing_over(impl: ModuleType) -> None:
+    work = [40.0, 3.0, 5.0, 4.0, 30.0, 9.0]
+    device = Device(work)
+    times = impl.step_times(device.tokens(), 4, device.clock, device.wait)
+    assert times == pytest.approx([ms + 0.1 for ms in work[:5]], abs=1e-6), (
+        "ms until the first token and of each further one; 0.1 would be the handing over alone: wait, then look"
+    )
+    assert device.taken == 5, f"{device.taken} tokens were taken, 5 are timed"
+
+
+@pytest.mark.ex8_2
+def test_what_was_handed_over_before_is_nobodys_step(impl: ModuleType) -> None:
+    device = Device([40.0, 3.0, 5.0], queued_ms=500.0)
+    times = impl.step_times(device.tokens(), 2, device.clock, device.wait)
+    assert times == pytest.approx([40.1, 3.1, 5.1], abs=1e-6), "the device was busy for 500 ms: wait before you begin"
+
+
+@pytest.mark.ex8_2
+def test_where_nothing_is_queued(impl: ModuleType) -> None:
+    device = Device([40.0, 3.0])
+
+    def at_once() -> Iterator[Tensor]:  # as on a CPU
+        for token in device.tokens():
+            device.now = device.done
+            yield token
+
+    times = impl.step_times(at_once(), 1, device.clock, lambda: None)
+    assert times == pytest.approx([40.1, 3.1], abs=1e-6)
+    assert len(impl.step_times(Device([40.0]).tokens(), 0, device.clock, device.wait)) == 1
+
+
+@pytest.mark.ex8_2
+def test_tokens_a_second_are_those_of_decoding(impl: ModuleType) -> None:
+    turns = [
+        [900.0, 80.0, 80.0, 80.0],
+        [400.0, 20.0, 25.0, 22.0],
+        [390.0, 24.0, 26.0, 300.0],
+        [410.0, 30.0, 30.0, 30.0],
+    ]
+    assert impl.tokens_per_s(turns) == pytest.approx(1e3 / 26), "medians of 22, 26 and 30 ms: the median is 26"
+    assert impl.tokens_per_s(turns, 8) == pytest.approx(8e3 / 26), "a step writes a token of every text"
+    slow_start = [[1e6] * 4, *([1e6, *turn[1:]] for turn in turns[1:])]
+    assert impl.tokens_per_s(slow_start) == pytest.approx(1e3 / 26), "neither the first turn nor first tokens count"
+    assert impl.tokens_per_s([[5.0, 1.0], [50.0, 10.0]]) == pytest.approx(100)
+
+
+@pytest.mark.ex8_2
+def test_as_the_benchmarks_have_it(impl: ModuleType) -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        turns = [[draw.uniform(100, 200), *(draw.uniform(1, 9) for _ in range(draw.randint(1, 7)))]
+                 for _ in range(draw.randint(2, 6))]  # fmt: skip
+        steps = [median(turn[1:]) for turn in turns[1:]]
+        assert impl.tokens_per_s(turns, 3) == pytest.approx(3e3 / median(steps))
+
+
+# --- 8.3 ------------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A machine that gets slower with every run, as if it got warm; and what runs on it."""
+
+    def __init__(self, drift: float) -> None:
+        self.drift, self.runs = drift, []
+
+    def contender(self, name: str, ms: float) -> Callable[[], float]:
+        def run() -> float:
+            self.runs.append(name)
+            warm = 5.0 if self.runs.count(name) == 1 else 1.0  # memory is fetched, kernels are chosen
+            return ms * warm * self.drift ** len(self.runs)
+
+        return run
+
+
+@pytest.mark.ex8_3
+def test_contenders_take_turns_and_the_first_turn_does_not_count(impl: ModuleType) -> None:
+    for turns in (1, 2, 7):
+        machine = Machine(1.0)
+        times = impl.in_turn({name: machine.contender(name, ms) for name, ms in (("a", 3.0), ("b", 2.0), ("c", 9.0))},
+                             turns)  # fmt: skip
+        assert machine.runs == ["a", "b", "c"] * (turns + 1), "each turn runs all of them, in order, once"
+        assert times == {"a": [3.0] * turns, "b": [2.0] * turns, "c": [9.0] * turns}, "warm-up has no place in them"
+
+
+@pytest.mark.ex8_3
+def test_a_machine_that_gets_slower_does_not_matter(impl: ModuleType) -> None:
+    machine = Machine(1.03)  # after 40 runs three times as slow
+    times = impl.in_turn({"base": machine.contender("base", 10.0), "other": machine.contender("other", 8.0)}, 20)
+    got = impl.times_as_fast(times["base"], times["other"])
+    assert got == pytest.approx(1.25 / 1.03, rel=1e-6), "10 ms against 8, each turn's second run 3% later in the day"
+
+
+@pytest.mark.ex8_3
+def test_few_disturbances_of_one_of_the_two_do_not_matter(impl: ModuleType) -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        turns = draw.randint(3, 9)
+        day = [draw.uniform(1, 5) for _ in range(turns)]  # how slow the whole machine is in each turn
+        truth = draw.uniform(0.5, 2)
+        base, other = [truth * slow for slow in day], list(day)
+        for turn in draw.sample(range(turns), (turns - 1) // 2):
+            draw.choice([base, other])[turn] *= draw.uniform(2, 20)
+        assert impl.times_as_fast(base, other) == pytest.approx(truth), (
+            f"ms of the base {base}, of the other {other}: compare within a turn, then take the median"
+        )
+
+
+@pytest.mark.ex8_3
+def test_unequal_turns_are_refused(impl: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"\b3\b.*\b2\b|\b2\b.*\b3\b"):
+        impl.times_as_fast([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+# --- 8.4 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex8_4
+def test_the_mean_is_that_of_the_prompts(impl: ModuleType) -> None:
+    values, prompt = np.array([1.0, 9.0, 1.0, 1.0, 4.0]), np.array([7, 3, 7, 7, 5])
+    mean, low, high = impl.interval(values, prompt)
+    assert mean == pytest.approx((1 + 9 + 4) / 3), "each prompt counts once, however many results it has"
+    assert low == pytest.approx(1) and high == pytest.approx(9), "three prompts can all be drawn alike"
+    assert impl.interval(np.full(12, 2.5), np.arange(12) // 3) == (2.5, 2.5, 2.5)
+    assert impl.interval(np.array([2.5, 3.5]), np.zeros(2, dtype=int)) == (3.0, 3.0, 3.0)
+
+
+@pytest.mark.ex8_4
+def test_equal_arguments_give_equal_intervals(impl: ModuleType) -> None:
+    rng = np.random.default_rng(1)
+    values, prompt = rng.normal(size=60), np.arange(60) % 20
+    before, shared = values.copy(), np.random.get_state()
+    one = impl.interval(values, prompt)
+    assert impl.interval(values, prompt) == one and (values == before).all()
+    now = np.random.get_state()
+    assert (now[1] == shared[1]).all() and now[2] == shared[2], "np.random's own generator is everybody's: make one"
+    assert impl.interval(values, prompt, seed=1)[1:] != one[1:]
+    order = rng.permutation(60)
+    assert impl.interval(values[order], prompt[order]) == pytest.approx(one), "the order of the results is nothing"
+
+
+@pytest.mark.ex8_4
+def test_the_width_is_that_of_the_normal_for_many_prompts(impl: ModuleType) -> None:
+    rng = np.random.default_rng(2)
+    values = 3 + rng.normal(size=400)
+    mean, low, high = impl.interval(values, np.arange(400), draws=4000)
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert mean == pytest.approx(values.mean())
+    assert low == pytest.approx(mean - half, abs=0.1 * half) and high == pytest.approx(mean + half, abs=0.1 * half)
+
+
+@pytest.mark.ex8_4
+def test_about_95_of_100_intervals_hold_the_truth(impl: ModuleType) -> None:
+    rng, prompts, seeds, held = np.random.default_rng(3), 30, 6, 0
+    for _ in range(100):
+        hardness = rng.normal(size=(prompts, 1))  # of each prompt, the same for all seeds
+        values = (7 + hardness + 0.3 * rng.normal(size=(prompts, seeds))).ravel()
+        _, low, high = impl.interval(values, np.repeat(np.arange(prompts), seeds), draws=500)
+        held += low <= 7 <= high
+    assert 86 <= held <= 99, (
+        f"{held} of 100 intervals hold the true mean; 180 results of 30 prompts are 30 and not 180 independent ones"
+    )
+
+
+# --- 8.5 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex8_5
+def test_sums_are_rounded_on_the_way(impl: ModuleType) -> None:
+    ones = {dtype: torch.ones(4096, dtype=dtype) for dtype in DTYPES}
+    for dtype, most in ((torch.float32, 4096), (torch.float16, 2048), (torch.bfloat16, 256)):
+        got = impl.one_by_one(ones[dtype].clone())
+        assert got.dtype == dtype and float(got) == most, (
+            f"4,096 ones in {dtype}: from {most} on one more is rounded away; got {float(got):.0f}"
+        )
+        assert impl.pairwise(ones[dtype]).dtype == dtype and float(impl.pairwise(ones[dtype])) == 4096
+    few = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)
+    assert float(impl.one_by_one(few)) == 256 and float(impl.one_by_one(few.flip(0))) == 260  # 259 is between two
+    assert float(impl.pairwise(few)) == 258, "256 + 1 is 256 in bfloat16, 1 + 1 is 2"
+    assert float(impl.pairwise(few[:3])) == 256 and float(impl.pairwise(few[1:])) == 3
+    for n in (1, 2):
+        assert float(impl.one_by_one(few[:n])) == float(impl.pairwise(few[:n])) == 256
+
+
+@pytest.mark.ex8_5
+def test_errors_are_within_their_bounds(impl: ModuleType) -> None:
+    draw = random.Random(0)
+    for trial in range(40):
+        dtype, n = draw.choice(DTYPES), draw.choice([1, 2, 3, 7, 64, 100, 333])
+        x = torch.randn(n, generator=torch.Generator().manual_seed(trial)).to(dtype)
+        before, exact, u = x.clone(), float(x.double().sum()), torch.finfo(dtype).eps / 2
+        size = float(x.double().abs().sum())
+        off = {name: abs(float(getattr(impl, name)(x)) - exact) for name in ("one_by_one", "pairwise")}
+        grow = {"one_by_one": (1 + u) ** (n - 1) - 1, "pairwise": (1 + u) ** math.ceil(math.log2(n)) - 1}
+        for name in off:
+            assert off[name] <= grow[name] * size + 1e-12, f"{name} of {n} numbers in {dtype}: off by {off[name]:.1e}"
+        assert torch.equal(x, before), "the numbers that were given are not yours"
+
+
+class _NotItself(Attention):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        own = torch.ones_like(mask).tril(mask.size(1) - mask.size(0)).triu(mask.size(1) - mask.size(0))
+        return super().forward(q, k, v, (mask & ~own) | (torch.arange(mask.size(1)) == 0))
+
+
+class _NotTheFirst(Attention):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(q, k, v, mask & ((torch.arange(mask.size(1)) > 0) | (mask.sum(1, keepdim=True) == 1)))
+
+
+class _TheNextToo(Attention):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(q, k, v, mask | mask.roll(1, -1))
+
+
+class _ExactGELU(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+def changed(model: GPT, ids: Tensor, part: str, cls: type) -> Tensor:
+    """The logits (B, T, V) of a model with another class for a part of each block."""
+    for block in model.h:
+        getattr(block, part).__class__ = cls
+    logits = model(ids)
+    for block in model.h:
+        getattr(block, part).__class__ = {"attn": Attention, "mlp": MLP}[part]
+    return logits
+
+
+def models() -> Iterator[tuple[str, GPT, Tensor]]:
+    for seed in range(6):
+        model = model_of(seed)
+        ids = torch.randint(model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(seed))
+        yield f"random weights, seed {seed}", model, ids
+    text = "Everyone in Tolben knew Halek and his sister Belessa. On a sunny evening late in November, the two of them"
+    pocket = load_model("pocket", model_class=GPT).requires_grad_(False)
+    yield "pocket", pocket, torch.tensor([load_tokenizer("pocket").encode(text)])
+
+
+@pytest.mark.ex8_5
+def test_rounding_passes_and_bugs_do_not(impl: ModuleType) -> None:
+    draw = random.Random(1)
+    for name, float32, ids in models():
+        T = ids.size(1)
+        for dtype in DTYPES:
+            model = float32.to(dtype)
+            expected, case = model(ids), f"{name}, {dtype}"
+            assert impl.same(expected, expected)
+            for _ in range(4):
+                cuts, cache = sorted(draw.sample(range(1, T), draw.randint(1, T - 1))), KVCache()
+                got = torch.cat([model(ids[:, a:b], cache) for a, b in zip([0, *cuts], [*cuts, T], strict=True)], 1)
+                assert impl.same(got, expected), f"{case}: fed in {len(cuts) + 1} pieces, which is only rounding"
+            for cls, what in ((_TheNextToo, "sees the next token too"), (_NotItself, "does not see the token itself"),
+                              (_NotTheFirst, "does not see the first token")):  # fmt: skip
+                assert not impl.same(changed(model, ids, "attn", cls), expected), f"{case}: a mask that {what}"
+            if dtype == torch.float32:
+                assert not impl.same(changed(model, ids, "mlp", _ExactGELU), expected), (
+                    f"{case}: another GELU, which only float32 is fine enough to show")  # fmt: skip
+
+
+@pytest.mark.ex8_5
+def test_the_size_of_the_logits_does_not_matter(impl: ModuleType) -> None:
+    for seed in range(3):
+        model = model_of(seed)
+        ids = torch.randint(80, (1, 30), generator=torch.Generator().manual_seed(seed))
+        expected, cache = model(ids), KVCache()
+        got = torch.cat([model(token, cache) for token in ids.split(1, 1)], 1)
+        wrong = changed(model, ids, "mlp", _ExactGELU)
+        for size in (1e-3, 1.0, 1e4):
+            assert impl.same(size * got, size * expected), f"logits times {size}: a tolerance is a share of their size"
+            assert not impl.same(size * wrong, size * expected), f"logits times {size}"
+
+
+@pytest.mark.ex8_5
+def test_other_shapes_and_what_is_not_finite_are_not_the_same(impl: ModuleType) -> None:
+    logits = torch.randn(1, 5, 20, generator=torch.Generator().manual_seed(0))
+    assert not impl.same(logits.expand(2, 5, 20), logits), "shapes (2, 5, 20) and (1, 5, 20): torch would broadcast"
+    assert not impl.same(logits[:, -1:], logits[:, -1])
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = logits.clone()
+        broken[0, 2, 3] = bad
+        assert not impl.same(broken, logits) and not impl.same(logits, broken), f"{bad} among the logits"
+        assert not impl.same(broken, broken), f"{bad} is equal to nothing here"
+    large = torch.full((1, 1, 4), 60_000.0, dtype=torch.float16)
+    assert not impl.same(-large, large), "a difference may be negative, and more than float16 holds"
+    assert impl.same(large, large) is True and impl.same(-large, -large) is True, "all logits may be negative"
