@@ -1,9 +1,9 @@
 """Bring the chapters up to date: their code, diffs, outputs, tables and numbers come from the files they are about.
 
 `python chapters/build.py` rewrites what is between the marks of the chapters' README.md files, their pictures and the
-pages of `side_by_side/`; `--check` writes nothing, and fails if anything is stale. `--stubs` also writes every
-exercise.py anew, from the solution.py beside it, whatever was written there. A mark is a comment, which readers
-of the rendered page don't see. A line of its own opens a block, which ends at <!-- end -->:
+pages of `side_by_side/`; `--check` writes nothing, and fails if anything is stale. With `--stubs` every exercise.py is
+written anew too (or checked), from the solution.py beside it, whatever a student wrote there. A mark is a comment: who
+reads the rendered page doesn't see it. A line of its own opens a block, which ends at <!-- end -->:
 
   code FILE NAME [FROM] [TO]   the source of a class, function or method; or its lines from the first that contains FROM
                                to the next that contains TO (or to that line alone)
@@ -37,7 +37,7 @@ from types import ModuleType
 
 CHAPTERS = Path(__file__).resolve().parent
 ROOT = CHAPTERS.parent
-sys.path[:0] = [str(ROOT), str(CHAPTERS)]
+sys.path.insert(0, str(ROOT))
 from load_gpt2_weights import CommandLine, whole_number, write_atomically
 
 BLOCK = re.compile(r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S)
@@ -100,6 +100,8 @@ def code(chapter: Path, file: str, name: str, start: str = "", end: str = "") ->
 
 def place(file: str, first: int, count: int) -> str:
     where = f"line {first}" if count == 1 else f"lines {first} to {first + count - 1}"
+    if file.startswith("chapters/"):  # a student's lines may have moved
+        return f"<sub>[{Path(file).name}](../../{file})</sub>"
     return f"<sub>[{file}](../../{file}#L{first}), {where}</sub>"
 
 
@@ -233,10 +235,10 @@ def main() -> None:
     cli = CommandLine(__doc__, example="python chapters/build.py --check")
     cli.add_argument("chapters", nargs="*", type=whole_number(0), metavar="N", help="of these chapters; default: all")
     cli.add_argument("--check", action="store_true", help="write nothing; fail if anything is stale")
-    cli.add_argument("--stubs", action="store_true", help="write every exercise.py anew: what was done there is lost")
+    cli.add_argument("--stubs", action="store_true", help="every exercise.py too: what was done there is lost")
     with cli.parse() as args:
         files = build(args.chapters)
-        if args.check or args.stubs:
+        if args.stubs:
             files |= {path / "exercise.py": stub_of((path / "solution.py").read_text(encoding="utf-8"))
                       for path in folders(args.chapters) if (path / "solution.py").exists()}  # fmt: skip
         stale = {path: text for path, text in files.items()

@@ -30,7 +30,7 @@ def points() -> dict[str, int]:
     found: dict[str, int] = {}
     for path in sorted(CHAPTERS.glob("[0-9]*/test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and node.targets[0].id == "POINTS":
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "POINTS":
                 found |= ast.literal_eval(node.value)
     return found
 

@@ -62,7 +62,7 @@ def test_every_stub_fails_in_a_tree_without_solutions(tmp_path: Path) -> None:
         stub = build.stub_of((folder / "solution.py").read_text())
         (tmp_path / "chapters" / folder.name / "exercise.py").write_text(stub)
     found, printed = outcomes(tmp_path, tmp_path / "report.xml")
-    assert found and {name: what for name, what in found.items() if what != "failure"} == {}
+    assert found and {name: what for name, what in found.items() if what not in ("failure", "error")} == {}
     assert re.search(r"total +0 of \d+", printed)
     assert "solution.py" not in printed
 
@@ -74,7 +74,7 @@ def test_exercises_markers_and_points_agree(folder: Path) -> None:
     (test,) = folder.glob("test_*.py")
     tree = ast.parse(test.read_text())
     points = next(ast.literal_eval(node.value) for node in tree.body
-                  if isinstance(node, ast.Assign) and node.targets[0].id == "POINTS")  # fmt: skip
+                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "POINTS")  # fmt: skip
     listed = {f"ex{m[1]}_{m[2]}": int(m[3]) for m in re.finditer(r"^\| (\d+)\.(\d+) \|.*\| (\d+) \|$", readme, re.M)}
     assert points == listed and all(name.startswith(f"ex{number}_") for name in points)
     marked = {}
@@ -167,7 +167,7 @@ def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     readme.write_text(fresh.replace("kv = torch.stack([k, v])", "kv = torch.stack([v, k])"))
     exercise = tree / "chapters" / "02_kv_cache" / "exercise.py"
     exercise.write_text("done by a student\n")
-    result = run("chapters/build.py", "2", "--check", cwd=tree)
+    result = run("chapters/build.py", "2", "--check", "--stubs", cwd=tree)
     assert result.returncode == 2 and "02_kv_cache/README.md" in result.stderr and "exercise.py" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert run("chapters/build.py", "2", cwd=tree).returncode == 0

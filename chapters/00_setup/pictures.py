@@ -1,6 +1,6 @@
 """The picture of this chapter."""
 
-from svg import cells
+from chapters.svg import cells
 
 LINES = ["def", "def", "project", "k_pos", "if cache", "append", "attend", "return"]
 GONE, COME, KEPT = "gone", "new", "kept"

@@ -1,6 +1,6 @@
 """The pictures of this chapter."""
 
-from svg import cells
+from chapters.svg import cells
 
 TEXT = ["Once", ",", "in", "the", "town", "of", "Tolben"]
 

@@ -1,6 +1,6 @@
 """The pictures of this chapter."""
 
-from svg import cells
+from chapters.svg import cells
 
 
 def ring() -> str:

@@ -1,0 +1,78 @@
+"""Chapter 5: reusing a cache for another prompt.
+
+B batch, L layers, H heads, D head size, S tokens of a cache, k tokens stored, T tokens after them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gpt_kv_cache import GPT, KVCache
+from load_gpt2_weights import fingerprint, raw
+
+# What safetensors raises on damaged files.
+UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)
+
+
+def longest(stored: Sequence[Sequence[int]], ids: Sequence[int]) -> tuple[int, int]:
+    """Return which of the stored texts to reuse for the prompt ids, and how many tokens of its cache: as many as
+    possible, but never all of ids, since without a token to feed there are no logits. If nothing can be reused, the
+    number is 0 and the index is of no matter; a stored text need not be a prefix of ids as a whole."""
+    raise NotImplementedError("exercise 5.1")
+
+
+@torch.no_grad()
+def answer(model: GPT, ids: Sequence[int], n: int, store: dict[tuple[int, ...], KVCache]) -> list[int]:
+    """Return the n (at least 1) likeliest next tokens after ids, one after the other, as a cold run would write them.
+
+    store holds caches by the tokens that they were computed from, and nothing that they hold may be read again. What
+    this run has read, the prompt and all new tokens but the last, is stored afterwards; what was stored stays as it is.
+    All of it fits in the context. Without importing recycle: gpt_kv_cache has all that is needed.
+    """
+    raise NotImplementedError("exercise 5.2")
+
+
+def published_call(k: int, T: int) -> tuple[list[int], list[int]]:
+    """Return what the published call reads first, for a text of which the first k tokens are cached and T (at least 1)
+    more are given: the indices in the whole text, from 0, of the tokens that it feeds; and the positions at which it
+    reads them. The chapter says by what rule. Without importing recycle."""
+    raise NotImplementedError("exercise 5.3")
+
+
+def break_even(read: float, fixed: float, token_bytes: int, bandwidth: float) -> int | None:
+    """Return the least number of tokens that are restored sooner than they are read, None if none ever are.
+
+    read: seconds to read a token; fixed: seconds that restoring takes, however few tokens there are; token_bytes: of a
+    token's keys and values; bandwidth: bytes that are restored in a second.
+    """
+    raise NotImplementedError("exercise 5.4")
+
+
+def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
+    """Write the cache of ids, one row of as many tokens, as a safetensors file that load() can trust. Whoever reads at
+    the same time, or after this was interrupted, finds the old file or the new one, never half of one: it is written
+    beside its place and moved there by os.replace.
+
+    Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the number format, and
+    zlib.crc32(raw(x)), a checksum of a tensor's bytes (not of its shape or number format). Metadata are texts.
+    """
+    raise NotImplementedError("exercise 5.5")
+
+
+def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
+    """Return a cache, one row, of as many tokens of ids as the file holds from the first one on, but not of all of ids.
+
+    It is empty if the file holds none of them, or isn't there; and, with a warning (warnings.warn), if the file was
+    saved with another model or isn't to the last bit what save() wrote: damaged, cut off, of other numbers. Whatever
+    there is in the file, this raises nothing (see UNREADABLE) and never returns a wrong cache.
+    """
+    raise NotImplementedError("exercise 5.5")

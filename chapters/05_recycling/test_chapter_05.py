@@ -1,0 +1,292 @@
+"""Chapter 5: what is reused is what a cold run would have computed, and nothing is read that needn't be."""
+
+import json
+import os
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+
+POINTS = {"ex5_1": 1, "ex5_2": 3, "ex5_3": 2, "ex5_4": 1, "ex5_5": 3}
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = GPTConfig(vocab_size=50, n_ctx=96, n_layer=3, n_head=2, n_embd=32)
+
+
+def make_model(seed: int = 0) -> GPT:
+    """A small model with random weights, large enough that a mistake shows."""
+    torch.manual_seed(seed)
+    model = GPT(CONFIG).eval()
+    for p in model.parameters():
+        p.data.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+@pytest.fixture
+def model() -> GPT:
+    return make_model()
+
+
+@torch.no_grad()
+def cache_of(model: GPT, ids: list[int]) -> KVCache:
+    cache = KVCache()
+    model(torch.tensor([ids]), cache)
+    return cache
+
+
+def cold(model: GPT, ids: list[int], n: int) -> list[int]:
+    return [int(token) for token in generate(model, torch.tensor([ids]), n)]
+
+
+def shared(a: list[int] | tuple[int, ...], b: list[int]) -> int:
+    """How many tokens two texts share, but not all of the second: the definition, letter by letter."""
+    return max(n for n in range(len(b)) if tuple(a[:n]) == tuple(b[:n]))
+
+
+@contextmanager
+def reading(model: GPT) -> Iterator[tuple[list[int], list[int]]]:
+    """Note which tokens a model is fed, and at which positions."""
+    fed, at = [], []
+    hooks = [model.wte.register_forward_pre_hook(lambda _, args: fed.extend(args[0].flatten().tolist())),
+             model.wpe.register_forward_pre_hook(lambda _, args: at.extend(args[0].flatten().tolist()))]  # fmt: skip
+    try:
+        yield fed, at
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def assert_same(cache: KVCache, model: GPT, ids: list[int], hint: str) -> None:
+    """The cache is that of ids, read by the model."""
+    assert len(cache) == len(ids), hint
+    assert cache.pos.tolist() == list(range(len(ids))), f"{hint}: positions {cache.pos.tolist()}"
+    if ids:
+        for one, other in zip(cache.layers, cache_of(model, ids).layers, strict=True):
+            torch.testing.assert_close(one[..., : len(ids), :], other, rtol=1e-4, atol=1e-4, msg=hint)
+
+
+# --- 5.1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex5_1
+def test_what_may_be_reused_of_random_texts(impl: ModuleType) -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        letters = draw.randint(1, 3)  # few, so that much is shared, also in the middle
+        stored = [[draw.randrange(letters) for _ in range(draw.randint(1, 8))] for _ in range(draw.randint(1, 5))]
+        ids = [draw.randrange(letters) for _ in range(draw.randint(1, 8))]
+        i, n = impl.longest(stored, ids)
+        best = max(shared(text, ids) for text in stored)
+        assert n == best, f"{best} tokens of one of {stored} may be reused for {ids}, not {n}"
+        assert n == 0 or stored[i][:n] == ids[:n], f"{stored[i]} does not begin with the first {n} of {ids}"
+
+
+@pytest.mark.ex5_1
+def test_a_token_is_left_to_feed(impl: ModuleType) -> None:
+    assert impl.longest([[1, 2, 3]], [1, 2, 3]) == (0, 2), "all of the prompt is stored: its last token must be fed"
+    assert impl.longest([[1, 2, 3, 4, 5]], [1, 2, 3]) == (0, 2), "more is stored than the prompt has"
+    assert impl.longest([[1]], [1])[1] == 0 and impl.longest([], [1, 2])[1] == 0
+
+
+# --- 5.2 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex5_2
+def test_many_prompts_answered_as_cold_with_nothing_read_twice(impl: ModuleType, model: GPT) -> None:
+    draw, store, texts = random.Random(1), {}, []
+    for trial in range(40):
+        if texts and draw.random() < 0.7:  # the beginning of an earlier text, and something else
+            text = list(draw.choice(texts))
+            text = text[: draw.randint(1, len(text))]
+            text += [draw.randrange(50) for _ in range(draw.randint(0, 6))]
+        else:
+            text = [draw.randrange(50) for _ in range(draw.randint(1, 12))]
+        text, n = text[:60], draw.randint(1, 8)
+        expected = cold(model, text, n)
+        reusable = max((shared(other, text) for other in store), default=0)
+        before = text.copy()
+        with reading(model) as (fed, _):
+            written = impl.answer(model, text, n, store)
+        assert text == before, "ids is the caller's: copy it before you append"
+        assert written == expected, f"prompt {trial}: a cold run writes {expected}"
+        assert fed == [*text, *written[:-1]][reusable:], (
+            f"prompt {trial} has {len(text)} tokens, {reusable} of them stored, and {n} are to be written: the others "
+            f"and all new ones but the last must be fed once, in order")  # fmt: skip
+        texts.append((*text, *written[:-1]))
+        assert texts[-1] in store, "stored under the tokens that were read: the prompt and all new ones but the last"
+        assert set(store) == set(texts), "stored are other texts than were read"
+    for ids, cache in store.items():
+        assert_same(cache, model, list(ids), "a stored cache is no longer that of its tokens: was it used itself?")
+
+
+@pytest.mark.ex5_2
+def test_the_same_prompt_again(impl: ModuleType, model: GPT) -> None:
+    store: dict[tuple[int, ...], KVCache] = {}
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    first = impl.answer(model, ids, 5, store)
+    with reading(model) as (fed, _):
+        again = impl.answer(model, ids, 5, store)
+    assert again == first == cold(model, ids, 5)
+    assert fed == [ids[-1], *again[:-1]], "of a prompt that is stored whole, the last token has to be fed, and no other"
+
+
+@pytest.mark.ex5_2
+def test_a_stored_text_that_goes_on_differently_is_of_use(impl: ModuleType, model: GPT) -> None:
+    store = {(1, 2, 3, 4, 5, 6): cache_of(model, [1, 2, 3, 4, 5, 6])}
+    ids = [1, 2, 3, 9, 5, 6, 7]
+    with reading(model) as (fed, _):
+        written = impl.answer(model, ids, 1, store)
+    assert written == cold(model, ids, 1)
+    assert fed == ids[3:], "three tokens are shared: equal ones after the first difference are of no use"
+    assert_same(store[1, 2, 3, 4, 5, 6], model, [1, 2, 3, 4, 5, 6], "what was stored must stay as it is")
+
+
+@pytest.mark.ex5_2
+def test_written_by_hand(impl: ModuleType) -> None:
+    source = Path(impl.__file__).read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(from|import) recycle\b", source, re.M), "without importing recycle"
+    impl.answer(make_model(), [1, 2], 1, {})  # there is something to look at
+
+
+# --- 5.3 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex5_3
+@pytest.mark.parametrize("new", ["more", "as many", "fewer"])
+def test_what_the_published_call_reads(impl: ModuleType, model: GPT, new: str) -> None:
+    """More new tokens than cached ones, as many, or fewer; the call itself is asked."""
+    from recycle import generate_as_published
+
+    for k in (1, 2, 5, 9):
+        for T in {"more": (k + 1, k + 2, 2 * k + 3), "as many": (k,), "fewer": range(1, k)}[new]:
+            text = list(range(20, 20 + k + T))  # every token another, so that one sees which it is
+            cache = cache_of(model, text[:k])
+            with reading(model) as (fed, at):
+                next(generate_as_published(model, torch.tensor([text[k:]]), cache, 1))
+            indices, positions = impl.published_call(k, T)
+            real = [token - 20 for token in fed]
+            assert list(indices) == real, f"{k} cached, {T} given: it feeds the tokens {real} of the text"
+            assert list(positions) == at, f"{k} cached, {T} given: it reads them at positions {at}"
+
+
+# --- 5.4 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex5_4
+def test_break_even_is_the_first_number_that_pays(impl: ModuleType) -> None:
+    draw = random.Random(2)
+    for _ in range(300):
+        read, fixed = draw.randint(1, 64) / 1024, draw.randint(0, 256) / 1024  # sums without rounding
+        token_bytes, bandwidth = 2 ** draw.randint(4, 8), 2 ** draw.randint(10, 16)
+        pays = (k for k in range(1, 5000) if fixed + k * (token_bytes / bandwidth) < k * read)
+        expected = next(pays, None)
+        found = impl.break_even(read, fixed, token_bytes, bandwidth)
+        assert found == expected, (f"{read} s to read a token, {fixed} s and {token_bytes} bytes at {bandwidth} a "
+                                   f"second to restore: pays from {expected} on")  # fmt: skip
+
+
+@pytest.mark.ex5_4
+def test_break_even_of_the_recorded_measurements(impl: ModuleType) -> None:
+    record = json.loads((ROOT / "benchmarks/recycling/summary.json").read_text(encoding="utf-8"))["law"]
+    for source in ("memory", "warm disk"):
+        ends = record["scan"][0], record["scan"][-1]  # 1 stored token, and many
+        read, restore = ((ends[1][key] - ends[0][key]) / (ends[1]["k"] - ends[0]["k"]) if key == "cold" else
+                         (ends[1][source][key] - ends[0][source][key]) / (ends[1]["k"] - ends[0]["k"])
+                         for key in ("cold", "restore"))  # fmt: skip
+        token_bytes = 2 * record["layers"] * record["width"] * 4
+        found = impl.break_even(read, ends[0][source]["restore"], token_bytes, token_bytes / restore)
+        measured = record["crossover"][source]
+        assert measured / 4 <= found <= 2 * measured, f"{source}: measured {measured}, in powers of two"
+
+
+# --- 5.5 ------------------------------------------------------------------------------------------------------------
+
+TEXT = [7, 3, 11, 3, 29, 40, 8, 8, 15]
+
+
+@pytest.fixture
+def file(impl: ModuleType, model: GPT, tmp_path: Path) -> Path:
+    """A file with the cache of TEXT."""
+    path = tmp_path / "page.safetensors"
+    impl.save(path, model, TEXT, cache_of(model, TEXT))
+    return path
+
+
+def loaded(impl: ModuleType, file: Path, model: GPT, ids: list[int]) -> tuple[KVCache, bool]:
+    """What load() returns, and whether it warned."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = impl.load(file, model, ids)
+    return cache, bool(caught)
+
+
+@pytest.mark.ex5_5
+def test_what_is_loaded_is_what_was_saved(impl: ModuleType, model: GPT, file: Path) -> None:
+    for ids, n in (([*TEXT, 1, 2], 9), (TEXT, 8), (TEXT[:4], 3), ([*TEXT[:5], 1, *TEXT[6:]], 5), ([9, 9], 0)):
+        cache, warned = loaded(impl, file, model, ids)
+        assert not warned, "nothing is wrong with the file"
+        assert_same(cache, model, ids[:n], f"{n} tokens of {ids} can be had from a file of {TEXT}")
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.tensor([ids[n:]]), cache)[0, -1], model(torch.tensor([ids]))[0, -1],
+                                       rtol=1e-4, atol=1e-4)  # fmt: skip
+    cache, warned = loaded(impl, file.with_name("none"), model, TEXT)
+    assert len(cache) == 0 and not warned, "no file is no error: nothing has been stored yet"
+
+
+@pytest.mark.ex5_5
+def test_another_model_is_refused(impl: ModuleType, file: Path) -> None:
+    changed = make_model()
+    changed.h[1].mlp.c_fc.weight.data[3, 5] += 1e-3
+    for other in (changed, make_model(1), make_model().to(torch.bfloat16)):
+        cache, warned = loaded(impl, file, other, [*TEXT, 1])
+        assert len(cache) == 0, "the weights are others: these keys and values aren't theirs"
+        assert warned, "say why the file isn't used"
+
+
+@pytest.mark.ex5_5
+def test_damage_is_found_wherever_it_is(impl: ModuleType, model: GPT, file: Path) -> None:
+    data, draw, ids = file.read_bytes(), random.Random(3), [*TEXT, 1]
+    start = 8 + int.from_bytes(data[:8], "little")  # where the header ends and the numbers begin
+    assert start < len(data), "this isn't a safetensors file"
+    damaged = [data[:n] for n in (0, 5, start - 1, start, len(data) // 2, len(data) - 1)]
+    damaged += [data.replace(b'"F32"', b'"I32"'), data + b"\0"]
+    for at in (*range(start), *draw.sample(range(start, len(data)), 200)):
+        damaged.append(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
+    for content in damaged:
+        file.unlink()  # a file that is mapped must not change in place
+        file.write_bytes(content)
+        where = next((i for i, (a, b) in enumerate(zip(data, content, strict=False)) if a != b), len(content))
+        part = "header" if where < start else "numbers"
+        try:
+            cache, warned = loaded(impl, file, model, ids)
+        except Exception as error:
+            pytest.fail(f"{error!r} for a file damaged at byte {where}, in its {part}: load() must not raise")
+        if len(cache):  # what was changed may be without meaning
+            assert_same(cache, model, TEXT, f"byte {where}, in the {part}, was changed, and the cache is wrong")
+            assert all(kv.dtype == torch.float32 for kv in cache.layers), "numbers of another format"
+        else:
+            assert warned, f"damaged at byte {where}, in its {part}: say so"
+
+
+@pytest.mark.ex5_5
+def test_a_save_that_fails_leaves_the_old_file(impl: ModuleType, model: GPT, file: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    before = file.read_bytes()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="no space left"):
+            impl.save(file, model, TEXT[:3], cache_of(model, TEXT[:3]))
+    assert file.read_bytes() == before, "the file was changed in place: whoever reads it now finds half of it"
+    impl.save(file, model, TEXT[:3], cache_of(model, TEXT[:3]))
+    assert len(loaded(impl, file, model, [*TEXT, 1])[0]) == 3, "a later save must replace the file"

@@ -1,0 +1,36 @@
+"""The pictures of this chapter."""
+
+from chapters.svg import cells
+
+
+def slots() -> str:
+    stored = ["Which", "river", "is", "by", "Hexley", "?", "A", ":"]
+    asked = ["Name", "the", "river", "of", "Hexley", ".", "A"]
+    blank = [("", "")] * 5
+    return cells(
+        "The keys and values of a stored prompt's first seven tokens become two slots. A new prompt in other words is "
+        "not read, but for its last token, which attends to the two slots.",
+        [
+            ("stored prompt", [(word, "kept") for word in stored]),
+            ("its slots", [*blank, ("s1", "reused"), ("s2", "reused")]),
+            ("new prompt", [(word, "gone") for word in asked] + [(":", "")]),
+            ("is read as", [*blank, ("s1", "reused"), ("s2", "reused"), (":", "new")]),
+        ],
+        {"kept": "read earlier", "reused": "fitted and mapped", "gone": "not read", "new": "read now"},
+    )
+
+
+def split() -> str:
+    prompts = [f"{family}{i}" for family in "abc" for i in (1, 2, 3)]
+    return cells(
+        "Three families of three paraphrases. With prompts held out, tested ones have paraphrases among those that are "
+        "fitted on. With families held out, all of family b is tested and nothing of it is fitted on.",
+        [
+            ("prompts held out", [(name, "new" if name in ("a2", "b3", "c1") else "kept") for name in prompts]),
+            ("families held out", [(name, "new" if name[0] == "b" else "kept") for name in prompts]),
+        ],
+        {"kept": "fitted on", "new": "tested"},
+    )
+
+
+PICTURES = {"slots": slots, "split": split}

@@ -1,0 +1,298 @@
+"""Chapter 6: divergences that don't overflow, one slot that is a stored answer, fits and splits that don't cheat, and a
+verdict that says no more than the data."""
+
+import json
+import math
+import random
+import re
+import statistics
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gpt_kv_cache import GPT, KVCache
+from load_gpt2_weights import load_model, load_tokenizer
+
+POINTS = {"ex6_1": 1, "ex6_2": 3, "ex6_3": 2, "ex6_4": 2, "ex6_5": 2}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- 6.1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex6_1
+def test_kl_by_its_definition(impl: ModuleType) -> None:
+    for seed in range(20):
+        p, q = 3 * normal(seed, 4, 5, 9), 3 * normal(100 + seed, 4, 5, 9)
+        a, b = p.double().softmax(-1), q.double().softmax(-1)
+        found = impl.kl(p, q)
+        assert found.shape == (4, 5), "a figure for each distribution: the sum is over the vocabulary"
+        hint = "KL(p || q) is the sum of p log(p / q), in nats"
+        torch.testing.assert_close(found.double(), (a * (a / b).log()).sum(-1), rtol=1e-6, atol=1e-9, msg=hint)
+
+
+@pytest.mark.ex6_1
+def test_kl_of_logits_that_are_far_apart(impl: ModuleType) -> None:
+    p, q = torch.tensor([0.0, 400.0, -2000.0]), torch.tensor([900.0, 0.0, 1.0])
+    assert float(impl.kl(p, q)) == pytest.approx(900), "p is sure of the second token, which q gives exp(-900)"
+    assert float(impl.kl(q, p)) == pytest.approx(400)
+    sure = torch.tensor([200.0, 0.0, -200.0])
+    assert float(impl.kl(sure, sure)) == 0 == float(impl.kl(p, p))
+
+
+@pytest.mark.ex6_1
+def test_kl_of_nearly_equal_logits(impl: ModuleType) -> None:
+    p = normal(0, 300, 1000)
+    found = impl.kl(p, p + 7)
+    assert float(found.abs().max()) < 1e-9, "equal up to a constant: the same distribution; compute in float64"
+    q = p + 1e-4 * normal(1, 300, 1000)
+    assert float(impl.kl(p, q).min()) > 0, "KL is never below 0: rounding in float32 makes it so"
+    assert impl.kl(p.bfloat16(), p.bfloat16()).abs().max() == 0
+
+
+# --- 6.2 ------------------------------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What queries (H, D) read of keys and values (H, any, D)."""
+    scores = torch.einsum("hd,hnd->hn", q, k).double() / math.sqrt(q.size(-1))
+    return torch.einsum("hn,hnd->hd", scores.softmax(-1), v.double())
+
+
+@pytest.mark.ex6_2
+@pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
+def test_one_slot_is_read_as_all(impl: ModuleType, scale: float) -> None:
+    draw = random.Random(0)
+    for trial in range(30):
+        H, D, n, others = draw.randint(1, 4), draw.choice((4, 16, 64)), draw.randint(1, 30), draw.randint(0, 5)
+        q, k, v = scale * normal(trial, H, D), normal(1000 + trial, H, n, D), normal(2000 + trial, H, n, D)
+        other = normal(3000 + trial, H, others, D), normal(4000 + trial, H, others, D)
+        before = [x.clone() for x in (q, k, v)]
+        key, value = impl.one_slot(q, k, v)
+        assert key.shape == value.shape == (H, D), "a key and a value a head"
+        assert all(map(torch.equal, (q, k, v), before)), "q, k and v are the caller's"
+        assert key.isfinite().all() and value.isfinite().all(), "not finite: subtract the maximum before exp"
+        torch.testing.assert_close(
+            attend(q, torch.cat([key[:, None], other[0]], 1), torch.cat([value[:, None], other[1]], 1)),
+            attend(q, torch.cat([k, other[0]], 1), torch.cat([v, other[1]], 1)), rtol=1e-3, atol=1e-3,
+            msg=f"{n} keys as one slot beside {others} others" if others else f"a slot alone, for {n}",
+        )  # fmt: skip
+
+
+@pytest.mark.ex6_2
+@torch.no_grad()
+def test_one_slot_holds_the_answer_to_a_prompt(impl: ModuleType) -> None:
+    """On the real model: all of a prompt but its last token becomes one slot in each head of each layer."""
+    model, tokenizer = load_model("pocket", model_class=GPT), load_tokenizer("pocket")
+    for text in ("Question: What does the yaffin like to eat?\nAnswer:", "Once, in the town of Tolben, Halek"):
+        ids, cache = tokenizer.encode(text), KVCache()
+        exact, queries = last_queries(model, ids, cache)
+        layers = []
+        for q, kv in zip(queries, cache.layers, strict=True):
+            pair = impl.one_slot(q, *kv[:, 0, :, :-1])  # each (H, D)
+            layers.append(torch.stack(pair)[:, None, :, None])  # (2, 1, H, 1, D)
+        warm = KVCache(layers, torch.tensor([len(ids) - 2]))
+        logits = model(torch.tensor([ids[-1:]]), warm)[0, -1]
+        hint = f"{len(ids) - 1} tokens of {text!r} as one slot: the next token's logits must be the same"
+        torch.testing.assert_close(logits, exact, rtol=1e-3, atol=1e-2, msg=hint)
+
+
+def last_queries(model: GPT, ids: list[int], cache: KVCache) -> tuple[Tensor, list[Tensor]]:
+    """Read a text; return the logits (V,) after it, and its last token's queries (H, D) of each layer."""
+    queries: list[Tensor] = []
+    hooks = [block.attn.register_forward_pre_hook(lambda _, args: queries.append(args[0][0, :, -1]))
+             for block in model.h]  # fmt: skip
+    logits = model(torch.tensor([ids]), cache)[0, -1]
+    for hook in hooks:
+        hook.remove()
+    return logits, queries
+
+
+# --- 6.3 ------------------------------------------------------------------------------------------------------------
+
+
+def augmented(x: Tensor, y: Tensor, penalty: float) -> Tensor:
+    """Ridge as ordinary least squares: F more examples, one a feature, say that its weight should be 0."""
+    x, y = x.double(), y.double()
+    rows = math.sqrt(penalty) * torch.eye(x.size(1), dtype=x.dtype)
+    return torch.linalg.lstsq(torch.cat([x, rows]), torch.cat([y, y.new_zeros(x.size(1), y.size(1))])).solution
+
+
+@pytest.mark.ex6_3
+def test_ridge_is_augmented_least_squares(impl: ModuleType) -> None:
+    draw = random.Random(1)
+    for trial in range(40):
+        N, F, out = draw.randint(1, 30), draw.randint(1, 30), draw.randint(1, 4)
+        x, y, penalty = normal(trial, N, F), normal(100 + trial, N, out), 10 ** draw.uniform(-3, 2)
+        w = impl.ridge(x, y, penalty)
+        assert w.shape == (F, out) and w.dtype == torch.float64
+        torch.testing.assert_close(w, augmented(x, y, penalty), rtol=1e-6, atol=1e-8,
+                                   msg=f"{N} examples, {F} features, penalty {penalty:.3g}")  # fmt: skip
+
+
+@pytest.mark.ex6_3
+def test_ridge_of_features_that_are_nearly_the_same(impl: ModuleType) -> None:
+    for N in (200, 12):
+        x, y = normal(2, N, 1) + 1e-3 * normal(3, N, 20), normal(4, N, 2)
+        hint = f"{N} examples, 20 features: in float32, x^T x loses what tells the features apart"
+        torch.testing.assert_close(impl.ridge(x, y, 1e-5), augmented(x, y, 1e-5), rtol=1e-4, atol=1e-4, msg=hint)
+
+
+@pytest.mark.ex6_3
+def test_few_examples_make_no_large_matrix(impl: ModuleType) -> None:
+    N, F, penalty = 8, 3000, 0.1
+    x, y = normal(5, N, F), normal(6, N, 5)
+
+    class Largest(TorchDispatchMode):
+        """Notes how many numbers the largest tensor has that is made."""
+
+        numbers = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            self.numbers = max([self.numbers, *(t.numel() for t in tree_leaves(made) if isinstance(t, Tensor))])
+            return made
+
+    with Largest() as seen:
+        w = impl.ridge(x, y, penalty)
+    assert seen.numbers <= N * F, f"{N} examples of {F} features: a tensor of {seen.numbers:,} numbers was made"
+    gradient = x.double().T @ (x.double() @ w - y.double()) + penalty * w
+    assert float(gradient.abs().max()) < 1e-8, "not the minimum: its gradient isn't 0"
+
+
+@pytest.mark.ex6_3
+def test_ridge_by_hand(impl: ModuleType) -> None:
+    source = Path(impl.__file__).read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(from|import) projector\b", source, re.M), "without importing projector"
+    assert float(impl.ridge(torch.tensor([[2.0]]), torch.tensor([[6.0]]), 2.0)) == pytest.approx(2)  # 12 / (4 + 2)
+
+
+# --- 6.4 ------------------------------------------------------------------------------------------------------------
+
+
+class Name(str):
+    """A text that hashes as in another process, as texts do by default in Python."""
+
+    salt = 0
+
+    def __hash__(self) -> int:
+        return hash((Name.salt, str(self)))
+
+
+def some_families(seed: int, largest: int = 4) -> list[str]:
+    draw = random.Random(seed)
+    names = [f"family {i}" for i in range(draw.randint(5, 30)) for _ in range(draw.randint(1, largest))]
+    draw.shuffle(names)
+    return names
+
+
+@pytest.mark.ex6_4
+def test_no_family_is_on_both_sides(impl: ModuleType) -> None:
+    for seed in range(40):
+        families, n = some_families(seed), 2 + seed % 4
+        pairs = impl.folds(families, n, seed)
+        assert len(pairs) == n
+        for train, test in pairs:
+            both = {families[i] for i in train} & {families[i] for i in test}
+            assert not both, f"{len(both)} families are fitted on and tested: a paraphrase gives the answer away"
+            assert sorted([*train, *test]) == list(range(len(families))), "a prompt is either fitted on or tested"
+        assert sorted(i for _, test in pairs for i in test) == list(range(len(families))), "each is tested once"
+        sizes = [len({families[i] for i in test}) for _, test in pairs]
+        assert max(sizes) - min(sizes) <= 1, f"families tested, by fold: {sizes}"
+
+
+@pytest.mark.ex6_4
+def test_folds_are_drawn_and_can_be_drawn_again(impl: ModuleType) -> None:
+    plain = some_families(3)
+    drawn = {str(impl.folds(plain, 3, seed)) for seed in range(8)}
+    assert len(drawn) > 1, "the seed makes no difference"
+    again = []
+    for Name.salt in range(4):
+        again.append(impl.folds([Name(name) for name in plain], 3, 1))
+    assert all(other == again[0] for other in again), "the same seed gives other folds in another process"
+
+
+@pytest.mark.ex6_4
+def test_too_few_families(impl: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"(?s)(?=.*\b3\b)(?=.*\b2\b)"):
+        impl.folds(["a", "b", "a", "b", "a", "a"], 3)
+    assert len(impl.folds(["a", "b", "c"], 3)) == 3
+
+
+# --- 6.5 ------------------------------------------------------------------------------------------------------------
+
+
+def data(seed: int, families: int) -> tuple[list[float], list[str]]:
+    """One value each for some families."""
+    return normal(seed, families).double().tolist(), [f"family {i}" for i in range(families)]
+
+
+@pytest.mark.ex6_5
+def test_interval_of_one_value_a_family(impl: ModuleType) -> None:
+    widths = []
+    for seed in range(10):
+        values, families = data(seed, 80)
+        mean, low, high = impl.interval(values, families)
+        assert mean == pytest.approx(statistics.mean(values)) and low < mean < high
+        widths.append((high - low) / (statistics.pstdev(values) / math.sqrt(80)))
+    assert statistics.mean(widths) == pytest.approx(2 * 1.96, rel=0.08), "95%: about 1.96 standard errors each way"
+    assert impl.interval(values, families) == (mean, low, high), "the same seed gives the same interval"
+    assert impl.interval([3.0] * 6, list("aabbcc")) == pytest.approx((3, 3, 3))
+
+
+@pytest.mark.ex6_5
+def test_paraphrases_are_no_independent_evidence(impl: ModuleType) -> None:
+    values, families = data(7, 30)
+    _, low, high = impl.interval(values, families)
+    _, low_4, high_4 = impl.interval(values * 4, families * 4)
+    hint = f"every value four times over is no more evidence: {high - low:.3f} wide before, {high_4 - low_4:.3f} now"
+    assert (high_4 - low_4) == pytest.approx(high - low, rel=0.15), hint
+    values, families = [*values, *[10.0] * 30], [*families, *["large family"] * 30]
+    mean, low, high = impl.interval(values, families)
+    assert mean == pytest.approx(statistics.mean(values)), "the mean is over values, not over families"
+    assert low < 1.5 and high > 6, "a draw may well have the large family not at all, or three times"
+
+
+@pytest.mark.ex6_5
+def test_verdict(impl: ModuleType) -> None:
+    def at(mean: float, width: float = 0.01) -> tuple[float, float, float]:
+        return mean, mean - width, mean + width
+
+    good = at(0.6), at(0.9), at(-0.02)
+    assert impl.verdict(*good) == "SUPPORTED"
+    assert impl.verdict((0.4, 0.35, 0.45), (0.9, 0.8, 1.0), (0.0, -0.01, 0.01)) == "SUPPORTED", "bounds included"
+    for i, bad in enumerate((at(0.2), at(0.7), at(0.05))):
+        parts = [*good[:i], bad, *good[i + 1 :]]
+        assert impl.verdict(*parts) == "REJECTED", f"{parts}: one of three is beyond its threshold"
+        for j in {0, 1, 2} - {i}:
+            others = [None if k == j else part for k, part in enumerate(parts)]
+            assert impl.verdict(*others) == "REJECTED", f"{others}: what was measured refutes it already"
+    for i, unclear in enumerate((at(0.4, 0.1), at(0.79, 0.02), at(0.0, 0.04))):
+        for part in (unclear, None):
+            parts = [*good[:i], part, *good[i + 1 :]]
+            assert impl.verdict(*parts) == "UNDECIDED", f"{parts}: not shown, and not refuted"
+
+
+@pytest.mark.ex6_5
+def test_verdicts_of_the_recorded_run(impl: ModuleType) -> None:
+    kinds = json.loads((ROOT / "benchmarks/projection/summary.json").read_text(encoding="utf-8"))["kinds"]
+    for kind, r in kinds.items():
+        for way in r["verdicts"]:
+            found = r["ways"][way]["retrieved"]
+            parts = r["latency"][way]["saved"], found["good"], found[f"{r['task']}_lost"]
+            (_, saved, _), (_, good, _), (_, _, most) = parts
+            word = impl.verdict(*map(tuple, parts))
+            if way == "as proposed":
+                assert word == "REJECTED", f"{kind}, as proposed: {parts}"
+            if word == "SUPPORTED":
+                assert saved >= 0.35 and good >= 0.8 and most <= 0.01, f"{kind}, {way}: {parts}"

@@ -1,0 +1,254 @@
+"""Chapter 9: checks that find what a naive test doesn't.
+
+A check takes a module as gpt_kv_cache.py is one (GPT, GPTConfig, KVCache, generate) and raises if it has a bug of the
+kind it looks for: AssertionError, or whatever the module itself raises. It must accept every module that is right, so
+it may not look at source texts, nor at the last bits of a number.
+
+B batch, T new tokens, S tokens cached and new, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+
+def small(module: ModuleType, **more: int) -> nn.Module:
+    """Return a small model of a module with random weights, so large that a mistake shows; more: other geometry."""
+    geometry = {"vocab_size": 50, "n_ctx": 48, "n_layer": 2, "n_head": 2, "n_embd": 16} | more
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(**geometry)).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return model.requires_grad_(False)
+
+
+def text(batch: int, n: int, seed: int = 0) -> Tensor:
+    """Return random tokens (batch, n)."""
+    return torch.randint(50, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
+    """Raise AssertionError unless two tensors are equal up to 1e-4 of the largest number expected."""
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    difference = ((got - expected).abs().max() / expected.abs().max()).item()
+    assert difference < 1e-4, f"{what}: off by {difference:.1e}"  # not so if it is NaN
+
+
+@contextmanager
+def interrupted(model: nn.Module, layer: int) -> Iterator[None]:
+    """Within it, a pass of the model is interrupted in the middle of a layer, and the interruption is caught."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.h[layer].mlp.register_forward_pre_hook(stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        hook.remove()
+
+
+def suspects() -> dict[str, str]:
+    """Return, for each report A to F, the function with the bug as gpt_kv_cache.py defines it: "generate",
+    "Block.forward" and so on.
+
+    Six users of six versions of gpt_kv_cache.py, each with a bug in one line, report:
+
+    A. The text is right, but not faster than without a cache. A hook on the model sees passes of 20, 21, 22 ... tokens.
+    B. 5 tokens were read, I interrupted the pass that read 4 more, and fed the 15 that were left. That gave: "The size
+       of tensor a (24) must match the size of tensor b (20)".
+    C. A prompt in one piece is right. What is fed after it gets wrong logits, be it one token or more.
+       cache.pos is 0 1 2 3 4 0 1 2 ... after a piece of 5 tokens and another.
+    D. A prompt in one piece is right. What is fed after it gets wrong logits, be it one token or more.
+       cache.pos is 0 1 2 3 4 5 6 7 ... after the same two pieces.
+    E. I cut a cache of 20 tokens back to 5. len(cache) still is 20.
+    F. I set all numbers in a clone to 0, and now the original writes nonsense.
+
+    `from zoo import specimen` in chapters/09_bug_zoo: specimen("A") is the module that user A has.
+    """
+    # exercise 9.1
+    return {
+        "A": "generate",
+        "B": "KVCache.append",
+        "C": "GPT.forward",
+        "D": "Block.forward",
+        "E": "KVCache.truncate",
+        "F": "KVCache.to",
+    }
+
+
+def check_chunks(module: ModuleType) -> None:
+    """Raise unless the logits of a text are those of one uncached pass, however it is cut into pieces.
+
+    Bugs may show only in the second piece or from the third on, in pieces of one token or only in longer ones, in the
+    second row of a batch, in the second layer, or with last_only=True. They may be small, too: a cache that keeps half
+    of a number's bits is off by more than assert_close allows, and hardly changes a text.
+    """
+    # exercise 9.2
+    model, draw = small(module), random.Random(0)
+    for trial in range(12):
+        batch, n = draw.randint(2, 3), draw.randint(8, 40)
+        ids, cuts = text(batch, n, trial), sorted(draw.sample(range(1, n), draw.randint(1, 5)))
+        cuts = list(range(1, n)) if trial == 0 else cuts
+        exact, cache = model(ids), module.KVCache()
+        pieces = [model(ids[:, a:b], cache) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
+        assert_close(torch.cat(pieces, dim=1), exact, f"cut at {cuts} of {n}")
+        assert len(cache) == n == cache.next_pos, f"{len(cache)} tokens in the cache, next position {cache.next_pos}"
+        cache = module.KVCache()
+        model(ids[:, : cuts[0]], cache)
+        assert_close(model(ids[:, cuts[0] :], cache, last_only=True), exact[:, -1:], "the last token's logits")
+
+
+def check_state(module: ModuleType) -> None:
+    """Raise unless a KVCache always is that of a text: of what it says it holds, and of nothing else.
+
+    - A pass that is interrupted, in any layer, leaves the cache as it was, whether it held tokens or none. So does one
+      that doesn't fit in the context: that is a ValueError.
+    - A clone goes on as the original would. Neither notices what is done to the other, not even if all its tensors
+      (cache.layers) are overwritten.
+    - truncate(n) goes back to the first n tokens: what is fed next follows these. The memory of the others is freed:
+      the tensors in cache.layers own cache.nbytes bytes. An n that can't be is a ValueError that changes nothing.
+    """
+    # exercise 9.3
+    model, ids = small(module), text(2, 20)
+    exact = model(ids)
+
+    def holds(cache: object, n: int, what: str) -> None:
+        assert len(cache) == n == cache.next_pos, f"{what}: {len(cache)} tokens and next position {cache.next_pos}"
+        cache = cache.clone()
+        assert_close(model(ids[:, n:], cache), exact[:, n:], what)
+
+    def read(n: int) -> object:
+        cache = module.KVCache()
+        if n:
+            model(ids[:, :n], cache)
+        return cache
+
+    for n in (0, 5):
+        for layer in (0, 1):
+            cache = read(n)
+            with interrupted(model, layer):
+                model(ids[:, n : n + 4], cache)
+            assert len(cache) == n == cache.next_pos, f"{len(cache)} tokens after an interruption"
+            assert_close(model(ids[:, n:], cache), exact[:, n:], "after an interruption")
+        cache = read(n)
+        _refused(lambda cache=cache, n=n: model(text(2, 49 - n), cache))
+        holds(cache, n, "after a pass that doesn't fit")
+
+    cache = read(5)
+    copy = cache.clone()
+    holds(copy, 5, "a clone")
+    model(ids[:, 5:9], copy)
+    for tensor in cache.clone().layers:
+        tensor.zero_()
+    holds(cache, 5, "the original of two clones")
+
+    for n in (12, 5, 0):
+        cache = read(20)
+        for wrong in (21, -1):
+            _refused(lambda cache=cache, wrong=wrong: cache.truncate(wrong))
+        assert len(cache) == 20
+        cache.truncate(n)
+        holds(cache, n, f"cut back to {n}")
+        owned = sum(layer.untyped_storage().nbytes() for layer in cache.layers)
+        assert owned == cache.nbytes, f"cut back to {n}: {owned} bytes in memory for {cache.nbytes}"
+
+
+def _refused(call: Callable[[], object]) -> None:
+    """Raise AssertionError unless a call raises ValueError."""
+    try:
+        call()
+    except ValueError:
+        return
+    raise AssertionError("what can't be was not refused")
+
+
+def check_ring(module: ModuleType) -> None:
+    """Raise unless SlidingWindowCache(window, sinks) of gpt_bounded_cache.py does what it promises.
+
+    - In each layer a token sees the last `window` tokens, itself included, and the first `sinks`, and no other.
+    - That holds however the text is cut into pieces, also pieces longer than the window, and for texts of many windows.
+    - cache.pos are the positions of what it holds, in any order: of the last `window` tokens and of the first `sinks`.
+    - It takes the number format of the model, which may be .double().
+    - A cache that has read tokens refuses another batch size or number format: that is a ValueError.
+    Where in memory a token is kept is its own affair.
+    """
+    # exercise 9.4
+    draw, model = random.Random(0), small(module)
+    for trial in range(12):
+        window, sinks, n = draw.randint(1, 9), (0, 0, 1, 3)[trial % 4], draw.randint(20, 48)
+        ids, cuts = text(2, n, trial), sorted(draw.sample(range(1, n), draw.randint(1, 4)))
+        one_by_one = module.SlidingWindowCache(window, sinks)
+        exact = torch.cat([model(ids[:, t : t + 1], one_by_one) for t in range(n)], dim=1)
+        for ends in ([n], [*cuts, n]):
+            cache = module.SlidingWindowCache(window, sinks)
+            pieces = [model(ids[:, a:b], cache) for a, b in zip([0, *ends], ends, strict=False)]
+            what = f"window {window}, sinks {sinks}, cut at {ends}"
+            assert_close(torch.cat(pieces, dim=1), exact, what)
+            held = [t for t in range(n) if t < sinks or t >= n - window]
+            assert sorted(cache.pos.tolist()) == held, f"{what}: holds {cache.pos.tolist()} instead of {held}"
+
+    shallow = small(module, n_layer=1)  # one layer: a token's logits depend on what it sees, and on nothing else
+    for window, sinks in ((1, 0), (4, 0), (3, 2)):
+        ids = text(1, 16)
+        before = shallow(ids, module.SlidingWindowCache(window, sinks))
+        for j in range(16):
+            other = ids.clone()
+            other[0, j] = (ids[0, j] + 1) % 50
+            after = shallow(other, module.SlidingWindowCache(window, sinks))
+            changed = ((after - before).abs().amax(-1)[0] > 1e-6).nonzero()[:, 0].tolist()
+            sees = [t for t in range(16) if j <= t and (j > t - window or j < sinks)]
+            assert changed == sees, f"window {window}, sinks {sinks}: token {j} is seen by {changed}, not by {sees}"
+
+    double, cache = small(module).double(), module.SlidingWindowCache(4, 1)
+    pieces = torch.cat([double(piece, cache) for piece in text(2, 12).split(5, dim=1)], dim=1)
+    assert pieces.dtype == torch.float64
+    _refused(lambda: double(text(1, 1), cache))
+    _refused(lambda: model(text(2, 1), cache))
+
+
+def check_padding(module: ModuleType) -> None:
+    """Raise unless every row of a padded batch, in gpt_bounded_cache.py, gets what it would get alone.
+
+    Rows of different lengths are padded on the left, with any tokens, and cache.pad (of a new KVCache) says by how many
+    each; one of them is 0.
+    - Logits of a row's own tokens are those of the row alone, in the first pass and in all that follow. The same goes
+      for a clone.
+    - So is the text that generate() writes, also when it gets longer than the context: each row forgets its oldest
+      half when it would alone.
+    - The cache that it leaves can be given to generate() again, with all that was written, to write on.
+    - A cache that was emptied by truncate(0) isn't padded, and takes any batch.
+    """
+    # exercise 9.5
+    model, rows = small(module, n_ctx=24), [text(1, n, n) for n in (12, 7, 2)]
+    pad = [12 - row.size(1) for row in rows]
+    ids = torch.cat([torch.cat([text(1, n, 99), row], dim=1) for n, row in zip(pad, rows, strict=True)])  # (3, 12)
+    more = text(3, 6, 7)
+
+    cache = module.KVCache()
+    cache.pad = pad
+    pieces = [model(ids[:, :4], cache), model(ids[:, 4:], cache)]
+    for held in (cache.clone(), cache):
+        logits = torch.cat([*pieces, *(model(piece, held) for piece in more.split([1, 1, 4], dim=1))], dim=1)
+        for row, n, new, got in zip(rows, pad, more, logits, strict=True):
+            alone = model(torch.cat([row, new[None]], dim=1))
+            assert_close(got[None, n:], alone, f"a row padded by {n}")
+
+    cache = module.KVCache()
+    cache.pad = pad
+    first = torch.cat([ids, *module.generate(model, ids, 30, cache=cache)], dim=1)
+    both = torch.cat([first, *module.generate(model, first, 30, cache=cache)], dim=1)
+    for row, n, got in zip(rows, pad, both, strict=True):
+        alone = torch.cat([row, *module.generate(model, row, 60)], dim=1)
+        assert torch.equal(got[None, n:], alone), f"a row padded by {n} goes on differently"
+
+    cache.truncate(0)
+    assert_close(model(more[:2], cache), model(more[:2]), "an emptied cache")

@@ -1,0 +1,287 @@
+"""Chapter 9: a check finds every bug of its family, and accepts whatever is right."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+spec = importlib.util.spec_from_file_location("zoo", Path(__file__).with_name("zoo.py"))
+zoo = sys.modules["zoo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(zoo)
+
+POINTS = {"ex9_1": 1, "ex9_2": 2, "ex9_3": 3, "ex9_4": 2, "ex9_5": 2}
+
+
+@pytest.fixture(autouse=True)
+def _the_same_every_time() -> Iterator[None]:
+    """Memory that nobody has written holds the same numbers in every run."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def changed(file: str, *changes: tuple[str, str]) -> ModuleType:
+    """A file of the project as a module, some of its text replaced."""
+    text = (zoo.ROOT / file).read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1, f"{file} holds {text.count(old)} times: {old}"
+        text = text.replace(old, new)
+    return zoo.module_of(text)
+
+
+def body(file: str, name: str) -> str:
+    """The source of a function or of a method, Class.method; nothing if there is none of this name."""
+    text = (zoo.ROOT / file).read_text(encoding="utf-8")
+    nodes = ast.parse(text).body
+    for part in name.split("."):
+        node = next((node for node in nodes if getattr(node, "name", None) == part), None)
+        if node is None:
+            return ""
+        nodes = getattr(node, "body", [])
+    return "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+
+
+def must_find(check: Callable[[ModuleType], object], bug: ModuleType, name: str) -> None:
+    try:
+        check(bug)
+    except NotImplementedError:
+        raise
+    except Exception:  # a failed assertion, or the module itself
+        return
+    pytest.fail(f"{check.__name__} doesn't find this: {name}")
+
+
+KV = "gpt_kv_cache.py"
+RING = "gpt_bounded_cache.py"
+SDPA = "F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)"
+WRITTEN_OUT = (
+    "((q.double() @ k.double().mT / math.sqrt(self.head_dim)).masked_fill(~mask, -math.inf).softmax(-1).nan_to_num()"
+    " @ v.double()).to(v.dtype)"
+)
+OTHER_APPEND = '''    def append(self, layer, k, v, pos):
+        if self.next_pos:
+            old = self.layers[layer].narrow(3, 0, self.pos.numel())
+            k, v, pos = torch.cat((old[0], k), 2), torch.cat((old[1], v), 2), torch.cat((self.pos, pos))
+        both = torch.stack((k, v))
+        self.layers = [*self.layers[:layer], both, *self.layers[layer + 1 :]]
+        return both[0], both[1], pos'''
+OTHER_WORDS = [
+    ('f"can\'t keep {n} tokens of {len(self)}"', '"no"'),
+    ('f"{T} tokens after {start}: must be at least 1 and end within n_ctx = {self.config.n_ctx}"', '"no"'),
+]
+# Right, and written differently: in higher precision, with other words, with another bookkeeping.
+RIGHT = {
+    "gpt_kv_cache.py": lambda: changed(KV),
+    "gpt_bounded_cache.py": lambda: changed(RING),
+    "softmax written out in float64": lambda: changed(KV, (SDPA, WRITTEN_OUT)),
+    "another append, other words": lambda: changed(KV, (body(KV, "KVCache.append"), OTHER_APPEND), *OTHER_WORDS),
+}
+ORDERED = '''    def append(self, layer, k, v, pos):
+        kv = torch.stack([k, v])
+        if len(self):
+            held = self.layers[layer]
+            if held.dtype != kv.dtype or held.shape[1:3] != kv.shape[1:3]:
+                raise ValueError("no")
+        else:
+            held = kv[..., :0, :]
+        self.fed[layer:] = [torch.cat([held, kv.detach()], 3)]
+        kv = torch.cat([held, kv], 3)
+        return kv[0], kv[1], torch.cat([self.pos, pos])'''
+ORDERED_COMMIT = '''    def commit(self, pos):
+        both = torch.cat([self.pos, pos])
+        keep = ((both < self.lasting) | (both > both[-1] - self.window)).nonzero()[:, 0]
+        self.layers, self.pos = [kv[..., keep, :] for kv in self.fed], both[keep]
+        self.n_read, self.fed = self.n_read + len(pos), []'''
+RIGHT_RINGS = {
+    "gpt_bounded_cache.py": lambda: changed(RING),
+    "softmax written out in float64": lambda: changed(RING, (SDPA, WRITTEN_OUT)),
+    "a list in order of positions, no ring": lambda: changed(
+        RING,
+        (body(RING, "SlidingWindowCache.append"), ORDERED),
+        (body(RING, "SlidingWindowCache.commit"), ORDERED_COMMIT),
+    ),
+}
+RIGHT_BATCHES = {name: RIGHT_RINGS[name] for name in ("gpt_bounded_cache.py", "softmax written out in float64")}
+
+
+def patch(name: str) -> Callable[[], ModuleType]:
+    return lambda: zoo.mutant(name)
+
+
+def patches(*names: str) -> dict[str, Callable[[], ModuleType]]:
+    """Mutants of tests/mutants, by what their patches say about them."""
+    return {zoo.PATCHES[n].read_text(encoding="utf-8").partition("\n")[0].lstrip("# "): patch(n) for n in names}
+
+
+MASK = "mask=k_pos <= pos[:, None]"
+HELD = "self.layers[layer][..., : len(self), :]"
+CHUNKS = patches(
+    "kv_mask_of_the_chunk_only", "kv_mask_sees_only_old", "kv_position_starts_over", "kv_append_counts_at_once"
+) | {
+    "In a later piece, the mask of its first token serves all.": lambda: changed(
+        KV, (MASK, "mask=k_pos <= (pos[:1, None] if len(k_pos) > len(pos) else pos[:, None])")
+    ),
+    "A token sees all of its piece, also what comes after it.": lambda: changed(
+        KV, (MASK, "mask=k_pos <= pos[-1:, None]")
+    ),
+    "Once something is cached, all rows of a batch read the first row's keys.": lambda: changed(
+        KV,
+        (
+            "        return kv[0], kv[1], pos  # NEW",
+            "        return (kv[0][:1].expand_as(kv[0]) if len(self) else kv[0]), kv[1], pos",
+        ),
+    ),
+    "What is read from the cache is the first layer's, in every layer.": lambda: changed(
+        KV, (f"torch.cat([{HELD}", f"torch.cat([{HELD.replace('[layer]', '[0]')}")
+    ),
+    "Keys of a later piece are kept as values, and values as keys.": lambda: changed(
+        KV,
+        (
+            "self.layers[layer : layer + 1] = [kv]",
+            "n = len(self)\n        self.layers[layer : layer + 1] = [kv if not n else "
+            "torch.cat([kv[..., :n, :], kv.flip(0)[..., n:, :]], dim=3)]",
+        ),
+    ),
+    "last_only gives the logits of the piece's first token.": lambda: changed(
+        KV, ("x[:, -1:] if last_only", "x[:, :1] if last_only")
+    ),
+    "The cache rounds keys and values to half precision.": lambda: changed(
+        KV, ("kv = torch.stack([k, v])  #", "kv = torch.stack([k, v]).half().to(k.dtype)  #")
+    ),
+}
+STATES = patches(
+    "kv_failed_pass_stays",
+    "kv_append_counts_at_once",
+    "kv_clone_shares_memory",
+    "kv_truncate_forgets_the_positions",
+    "kv_truncate_keeps_the_memory",
+    "kv_bounds_of_the_chunk_only",
+) | {
+    "An interruption in the second layer leaves something behind.": lambda: changed(
+        KV, (f"torch.cat([{HELD}", f"torch.cat([{HELD.replace(': len(self)', ': None if layer else len(self)')}")
+    ),
+    "A clone shares the memory of the second layer.": lambda: changed(
+        KV,
+        (
+            "[kv[..., : len(self), :].to(device, dtype, copy=True) for kv in self.layers]",
+            "[kv[..., : len(self), :].to(device, dtype, copy=not i) for i, kv in enumerate(self.layers)]",
+        ),
+    ),
+    "truncate() keeps the last n tokens, not the first.": lambda: changed(
+        KV, ("kv[..., :n, :].clone()", "kv[..., len(self) - n :, :].clone()")
+    ),
+    "truncate() takes any n for the nearest that can be.": lambda: changed(
+        KV, ("        if not 0 <= n <= len(self):", "        n = min(max(n, 0), len(self))\n        if False:")
+    ),
+    "truncate() refuses, when half of the tokens are gone.": lambda: changed(
+        KV,
+        (
+            "        if not 0 <= n <= len(self):",
+            "        if not 0 <= n <= len(self):\n            half = len(self) // 2\n"
+            "            self.layers, self.pos = [kv[..., :half, :] for kv in self.layers], self.pos[:half]",
+        ),
+    ),
+}
+SEEN = "seen = seen & ((k_pos > pos - cache.window) | (k_pos < first + cache.sinks))"
+RINGS = patches(*(name for name in zoo.PATCHES if name.startswith("ring"))) | {
+    "What will be overwritten is gone before the new tokens have read it.": lambda: changed(
+        RING,
+        (
+            "        return kv[0], kv[1], torch.cat([self.pos.to(pos.device), pos])  # RING",
+            "        held = torch.cat([self.pos, pos])\n"
+            "        last = (held + 10**6 * (held < self.lasting)).argsort()[-self.lasting - self.window :]\n"
+            "        return kv[0][..., last, :], kv[1][..., last, :], held[last]",
+        ),
+    ),
+    "The window is one token short, always.": lambda: changed(
+        RING, (SEEN, SEEN.replace("k_pos > pos - cache.window", "k_pos > pos - max(1, cache.window - 1)"))
+    ),
+    "Sinks are kept, and not seen.": lambda: changed(RING, (SEEN, "seen = seen & (k_pos > pos - cache.window)")),
+    "Within a piece, the window is forgotten.": lambda: changed(
+        RING, (SEEN, f"{SEEN} if len(pos) == 1 else seen & ((k_pos > pos - cache.window) | (k_pos >= pos[0]))")
+    ),
+}
+PADDING = patches(*(name for name in zoo.PATCHES if name.startswith("pad"))) | {
+    "A single token sees the padding, a longer piece doesn't.": lambda: changed(
+        RING, ("seen = seen & (k_pos >= first)", "seen = seen & (k_pos >= first) if len(pos) > 1 else seen")
+    ),
+    "All rows are taken for padded as much as the shortest.": lambda: changed(
+        RING, ("return torch.tensor(starts, device=device)", "return torch.tensor([max(starts) for _ in starts])")
+    ),
+}
+
+
+def function_with_the_bug(letter: str) -> str:
+    """The function, or Class.method, that holds the first line which a patch changes."""
+    text = (zoo.ROOT / KV).read_text(encoding="utf-8")
+    new = zoo.MUTANTS.mutated(zoo.PATCHES[zoo.patch_of(letter)])[1]
+    line = 1 + next(i for i, (a, b) in enumerate(zip(text.splitlines(), new.splitlines(), strict=False)) if a != b)
+    path, nodes = [], ast.parse(text).body
+    while node := next((n for n in nodes if hasattr(n, "name") and n.lineno <= line <= n.end_lineno), None):
+        path, nodes = [*path, node.name], node.body
+    return ".".join(path)
+
+
+@pytest.mark.ex9_1
+def test_suspects(impl: ModuleType) -> None:
+    named = impl.suspects()
+    letters = sorted(zoo.SPECIMENS)
+    assert sorted(named) == letters, f"the reports are {letters}"
+    for name in named.values():
+        assert body(KV, name), f"{KV} defines no {name}"
+    right = sum(named[letter] == function_with_the_bug(letter) for letter in letters)
+    if right < len(letters):
+        pytest.fail(f"{right} of {len(letters)} are right")
+
+
+@pytest.mark.ex9_2
+@pytest.mark.parametrize("name", RIGHT)
+def test_check_chunks_accepts_what_is_right(impl: ModuleType, name: str) -> None:
+    impl.check_chunks(RIGHT[name]())
+
+
+@pytest.mark.ex9_2
+@pytest.mark.parametrize("name", CHUNKS)
+def test_check_chunks_finds(impl: ModuleType, name: str) -> None:
+    must_find(impl.check_chunks, CHUNKS[name](), name)
+
+
+@pytest.mark.ex9_3
+@pytest.mark.parametrize("name", RIGHT)
+def test_check_state_accepts_what_is_right(impl: ModuleType, name: str) -> None:
+    impl.check_state(RIGHT[name]())
+
+
+@pytest.mark.ex9_3
+@pytest.mark.parametrize("name", STATES)
+def test_check_state_finds(impl: ModuleType, name: str) -> None:
+    must_find(impl.check_state, STATES[name](), name)
+
+
+@pytest.mark.ex9_4
+@pytest.mark.parametrize("name", RIGHT_RINGS)
+def test_check_ring_accepts_what_is_right(impl: ModuleType, name: str) -> None:
+    impl.check_ring(RIGHT_RINGS[name]())
+
+
+@pytest.mark.ex9_4
+@pytest.mark.parametrize("name", RINGS)
+def test_check_ring_finds(impl: ModuleType, name: str) -> None:
+    must_find(impl.check_ring, RINGS[name](), name)
+
+
+@pytest.mark.ex9_5
+@pytest.mark.parametrize("name", RIGHT_BATCHES)
+def test_check_padding_accepts_what_is_right(impl: ModuleType, name: str) -> None:
+    impl.check_padding(RIGHT_BATCHES[name]())
+
+
+@pytest.mark.ex9_5
+@pytest.mark.parametrize("name", PADDING)
+def test_check_padding_finds(impl: ModuleType, name: str) -> None:
+    must_find(impl.check_padding, PADDING[name](), name)

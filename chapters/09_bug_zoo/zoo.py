@@ -1,0 +1,159 @@
+"""The zoo: the one-line bugs of tests/mutants as modules, and which tests find them.
+
+`python3 chapters/09_bug_zoo/zoo.py` counts, by family, how many of the mutants of gpt_kv_cache.py and
+gpt_bounded_cache.py three tests find: the one that most people write (one prompt of four tokens, the same text?), the
+same with logits instead of text, and the checks of exercise.py. `--all` names them one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import gpt_baseline
+import gpt_bounded_cache
+from load_gpt2_weights import CommandLine, load_model, load_tokenizer
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def import_file(path: Path) -> ModuleType:
+    """Return a Python file as a module."""
+    spec = importlib.util.spec_from_file_location(f"zoo_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+MUTANTS = import_file(ROOT / "tests" / "test_mutants.py")
+PATCHES = {patch.stem: patch for patch in MUTANTS.PATCHES if not patch.stem.startswith("baseline")}
+FAMILIES = {
+    "masks": "kv_mask_of_the_chunk_only kv_mask_sees_only_old",
+    "positions": "kv_position_starts_over kv_positions_from_slots bct_positions_start_over",
+    "what is fed": "kv_feeds_the_last_token_only kv_reads_everything_again",
+    "resets": "kv_forgotten_reset kv_truncate_forgets_the_positions pad_stays_in_an_emptied_cache",
+    "half a pass": "kv_append_counts_at_once kv_failed_pass_stays bct_commits_in_the_middle",
+    "bounds": "kv_bounds_of_the_chunk_only ring_buffer_without_dtype ring_checks_nothing bct_takes_any_memory",
+    "memory": "kv_clone_shares_memory kv_truncate_keeps_the_memory bct_keeps_the_chunk_in_memory",
+    "the ring": "ring_counts_slots_as_tokens ring_drops_the_oldest_too_early ring_evicts_before_it_attends "
+    "ring_new_buffer_every_pass ring_overwrites_the_sinks ring_slot_out_of_step ring_window_of_one_more",
+    "padding": "pad_is_lost_by_a_copy pad_is_moved_for_good pad_is_seen pad_rows_begin_anew_together "
+    "pad_shifts_no_positions bct_writes_padding",
+    "BCT's sums": "bct_counts_recent_tokens_twice bct_empty_slots_leak bct_forgets_nothing_between_chunks "
+    "bct_ignores_the_mass bct_reads_before_it_writes bct_reads_sums bct_recurrent_ignores_the_mass "
+    "bct_recurrent_keeps_the_oldest bct_step_on_the_keys_only",
+}
+# Who filed which report (exercise 9.1) is not to be read here: the beginning of the SHA-256 of the mutant's name.
+SPECIMENS = {"A": "20045b69", "B": "165c0b01", "C": "25487afe", "D": "c8d0e502", "E": "e88b63fd", "F": "51ab7aeb"}
+
+
+def module_of(text: str) -> ModuleType:
+    """Return a module made of a text."""
+    module = ModuleType("specimen")
+    sys.modules["specimen"] = module  # dataclasses look themselves up
+    exec(compile(text, "<specimen>", "exec"), module.__dict__)
+    return module
+
+
+def mutant(name: str) -> ModuleType:
+    """Return the module that a patch of tests/mutants makes."""
+    return module_of(MUTANTS.mutated(PATCHES[name])[1])
+
+
+def patch_of(letter: str) -> str:
+    """Return the name of the patch behind a letter of exercise 9.1."""
+    return next(name for name in PATCHES if hashlib.sha256(name.encode()).hexdigest().startswith(SPECIMENS[letter]))
+
+
+def specimen(letter: str) -> ModuleType:
+    """Return a gpt_kv_cache.py with the bug of that letter in exercise 9.1. Raises KeyError if there is none."""
+    return mutant(patch_of(letter))
+
+
+@cache
+def pocket(name: str) -> torch.nn.Module:
+    return load_model(name, model_class=gpt_bounded_cache.GPT if name == "pocket-bct" else gpt_baseline.GPT)
+
+
+@torch.no_grad()
+def naive(module: ModuleType) -> tuple[bool, bool]:
+    """Return whether a text is the same with a cache and without one, and whether the logits are too: after one prompt
+    of four tokens, ten more, with every kind of cache that the module has."""
+    prompt = torch.tensor([load_tokenizer("pocket").encode("Halek lives in")])  # (1, 4)
+    caches = {"pocket": [module.KVCache]}
+    if hasattr(module, "SlidingWindowCache"):
+        caches["pocket"].append(lambda: module.SlidingWindowCache(64))
+        caches["pocket-bct"] = [module.BoundedMemory]
+    same_text = same_logits = True
+    for name, kinds in caches.items():
+        model = module.GPT(module.GPTConfig(**vars(pocket(name).config))).eval()
+        model.load_state_dict(pocket(name).state_dict(), assign=True)
+        for new_cache in kinds:
+            seen: list[Tensor] = []
+            hook = model.register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
+            ids = torch.cat([prompt, *module.generate(model, prompt, 10, cache=new_cache())], dim=1)
+            hook.remove()
+            logits, exact = torch.cat(seen, dim=1), model(ids[:, :-1])[:, 3:]  # (1, 10, V), with and without the cache
+            same_text &= torch.equal(exact.argmax(-1), ids[:, 4:])
+            same_logits &= ((logits - exact).abs().max() < 1e-4 * exact.abs().max()).item()
+    return same_text, same_text and same_logits
+
+
+def finds(check: Callable[[ModuleType], object], name: str) -> bool:
+    """Return whether a check finds a mutant."""
+    try:
+        check(mutant(name))
+    except NotImplementedError:  # not written yet
+        return False
+    except Exception:  # a failed assertion, or the module itself
+        return True
+    return False
+
+
+def survey(impl: ModuleType) -> dict[str, list[bool]]:
+    """Return, for every mutant, whether it is found by its text, by its logits, and by the checks of its file."""
+    checks = {"kv": [impl.check_chunks, impl.check_state], "ring": [impl.check_ring], "pad": [impl.check_padding]}
+    found = {}
+    for name in PATCHES:
+        try:
+            text, logits = naive(mutant(name))
+        except Exception:
+            text = logits = False
+        own = any(finds(check, name) for check in checks.get(name.partition("_")[0], []))
+        found[name] = [not text, not logits, own]
+    return found
+
+
+def main() -> None:
+    cli = CommandLine(__doc__, example="python3 chapters/09_bug_zoo/zoo.py --all")
+    cli.add_argument("--impl", choices=("exercise", "solution"), default="exercise", help="whose checks")
+    cli.add_argument("--all", action="store_true", help="name all mutants")
+    with cli.parse() as args:
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)  # some bugs read memory that nobody has written: the same every time
+        found = survey(import_file(HERE / f"{args.impl}.py"))
+        families = {family: sorted(names.split()) for family, names in FAMILIES.items()}
+        families["others"] = sorted({*PATCHES} - {name for names in families.values() for name in names})
+        print(f"bugs  found by{'the same text?':>28}{'the same logits?':>18}{args.impl + '.py':>14}")
+        for family, names in [*families.items(), ("all", list(PATCHES))]:
+            if names:
+                counts = [sum(found[name][i] for name in names) for i in range(3)]
+                print(f"{len(names):4}  {family:22}{counts[0]:14}{counts[1]:18}{counts[2]:14}")
+            for name in names if args.all and family != "all" else []:
+                first, second, own = ("found" if x else "-" for x in found[name])
+                print(f"      - {name:35}{first:5}{second:>18}{own:>14}")
+
+
+if __name__ == "__main__":
+    main()

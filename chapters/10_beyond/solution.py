@@ -1,0 +1,245 @@
+"""Chapter 10: bytes at scale, a pool of blocks, and a cache that changes machines.
+
+Nothing of benchmarks/ or recycle.py is to be imported here.
+
+L layers, H heads, D head size, T new tokens, S tokens cached and new.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import torch
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save as bytes_of
+from torch import Tensor
+
+from gpt_kv_cache import GPT, KVCache
+from load_gpt2_weights import fingerprint
+
+
+def token_bytes(n_layer: int, kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
+    """Return the bytes of a token's keys and values. Of grouped query heads, those of a group share one of kv_heads."""
+    # exercise 10.1
+    return 2 * n_layer * kv_heads * head_dim * itemsize
+
+
+def texts_that_fit(memory: int, weights: int, of_token: int, tokens: int, block: int) -> int:
+    """Return how many texts of so many tokens fit in what the weights leave of the memory; both are bytes, and of_token
+    is those of a cached token. Room is handed out in blocks, of so many tokens each, and no two texts share one."""
+    # exercise 10.1
+    blocks = (memory - weights) // (block * of_token)
+    return max(0, blocks) // -(-tokens // block)
+
+
+def texts_that_outweigh(weights: int, of_token: int, tokens: int) -> int:
+    """Return the smallest number of texts of so many tokens whose caches are more bytes than the weights: from there on
+    a step of decoding reads more cache than weights."""
+    # exercise 10.1
+    return weights // (tokens * of_token) + 1
+
+
+def prefill_s(operations: float, n_layer: int, width: int, tokens: int, rate: float, known: int = 0) -> float:
+    """Return the least seconds to read a prompt at so many operations a second, if its first `known` tokens are cached.
+
+    operations: those of a token that is read, attention aside. Attention takes 4 * width * n_layer more for each pair
+    of a token and one that it sees: n**2 / 2 pairs in a text of n, of which those among the known ones are saved.
+    """
+    # exercise 10.2
+    pairs = (tokens**2 - known**2) / 2
+    return (operations * (tokens - known) + 4 * width * n_layer * pairs) / rate
+
+
+def fetch_from(operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float) -> float:
+    """Return the bandwidth, in bytes a second, from which on to fetch the cache of a prompt's first `known` tokens is
+    faster than to read them. of_token: bytes of a cached token; the rest as in prefill_s."""
+    # exercise 10.2
+    return known * of_token / prefill_s(operations, n_layer, width, known, rate)
+
+
+class BlockTables:
+    """Which blocks of a pool hold which text.
+
+    A block has slots for `size` tokens. The table of a text lists its blocks in order: its token t is in slot
+    table[t // size] * size + t % size of the pool. A text has as many blocks as its tokens need, and no more. Texts may
+    list the same block: count says how many do, and a block that none lists is free.
+    """
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.size, self.count = size, [0] * blocks
+        self.table: dict[str, list[int]] = {}
+        self.length: dict[str, int] = {}  # tokens of each text
+
+    def free(self) -> list[int]:
+        """Return the blocks that no text lists."""
+        return [block for block, count in enumerate(self.count) if not count]
+
+    def slots(self, text: str) -> list[int]:
+        """Return where in the pool the tokens of a text are."""
+        table = self.table[text]
+        return [table[t // self.size] * self.size + t % self.size for t in range(self.length[text])]
+
+    def begin(self, text: str) -> None:
+        """Add a text without tokens."""
+        self.table[text], self.length[text] = [], 0
+
+    def fork(self, text: str, other: str) -> None:
+        """Add a text `other` that has the same tokens so far, in the same blocks: nothing is copied."""
+        # exercise 10.3
+        self.table[other], self.length[other] = list(self.table[text]), self.length[text]
+        for block in self.table[text]:
+            self.count[block] += 1
+
+    def drop(self, text: str) -> None:
+        """Forget a text."""
+        # exercise 10.3
+        for block in self.table.pop(text):
+            self.count[block] -= 1
+        del self.length[text]
+
+    def extend(self, text: str, n: int) -> list[tuple[int, int]]:
+        """Make room for n more tokens, at least 1, which the caller then writes to the last n of slots(text).
+
+        Nobody may write to a block that another text lists as well. If the new tokens begin in such a block, the text
+        gets a free one in its place, and the caller has to copy all of it before writing: return [(from, to)], else [].
+        Raises MemoryError, and changes nothing, if there are too few free blocks.
+        """
+        # exercise 10.3
+        table, length, free = self.table[text], self.length[text], self.free()
+        more = -(-(length + n) // self.size) - len(table)
+        shared = length % self.size > 0 and self.count[table[-1]] > 1
+        if more + shared > len(free):
+            raise MemoryError(f"{more + shared} blocks are needed, {len(free)} are free")
+        copies = []
+        if shared:
+            copies = [(table[-1], free[-1])]
+            self.count[table[-1]] -= 1
+            self.count[free[-1]] += 1
+            table[-1] = free[-1]
+        for block in free[:more]:
+            self.count[block] += 1
+        table += free[:more]
+        self.length[text] += n
+        return copies
+
+
+class PagedCache:
+    """A cache of one text for gpt_kv_cache.GPT, its keys and values in blocks of a pool that many texts share.
+
+    pool: of each layer, keys and values (2, H, blocks * size, D).
+    """
+
+    def __init__(self, tables: BlockTables, pool: list[Tensor], text: str) -> None:
+        self.tables, self.layers, self.text = tables, pool, text
+        self.fed: list[Tensor] = []  # of each layer, what the pass under way appends (2, H, T, D)
+
+    def __len__(self) -> int:
+        return self.tables.length[self.text]
+
+    @property
+    def next_pos(self) -> int:
+        """Position at which the next token is read."""
+        return len(self)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all keys, values (1, H, S, D) and positions (S,) of a layer, gathered from their blocks."""
+        self.fed[layer:] = [torch.stack([k[0], v[0]])]
+        slots = torch.tensor(self.tables.slots(self.text), dtype=torch.long)
+        kv = torch.cat([self.layers[layer][:, :, slots], self.fed[layer]], dim=2)  # (2, H, S, D)
+        return kv[:1], kv[1:], torch.arange(kv.size(2))
+
+    def commit(self, pos: Tensor) -> None:
+        """Write the tokens at positions pos (T,) to their slots. Raises MemoryError if the pool is full."""
+        size = self.tables.size
+        for old, new in self.tables.extend(self.text, len(pos)):
+            for layer in self.layers:
+                layer[:, :, new * size : (new + 1) * size] = layer[:, :, old * size : (old + 1) * size]
+        slots = self.tables.slots(self.text)[-len(pos) :]
+        for layer, fed in zip(self.layers, self.fed, strict=True):
+            layer[:, :, slots] = fed
+
+    def fork(self, text: str) -> PagedCache:
+        """Return a cache of another text that begins with all of this one."""
+        self.tables.fork(self.text, text)
+        return PagedCache(self.tables, self.layers, text)
+
+
+def hit_rate(requests: Sequence[Sequence[int]], capacity: int) -> float:
+    """Return the share of all blocks of all requests that are found in a cache with room for `capacity` blocks.
+
+    A request is a list of the ids of its blocks. An id stands for a block and all that comes before it, so that texts
+    with equal beginnings have equal first ids, and an id has the same ids before it wherever it is. The requests come
+    one after the other. Of each, the first blocks are found, up to the first that isn't in the cache. Then all of its
+    blocks are put there, and count as used now; the blocks used longest ago go until the rest fits, and among those of
+    one request the last goes first: the beginning of a text is of use without its end, the end isn't without its
+    beginning.
+    """
+    # exercise 10.4
+    held: OrderedDict[int, None] = OrderedDict()  # from the one used longest ago to the newest
+    found = 0
+    for request in requests:
+        found += next((i for i, block in enumerate(request) if block not in held), len(request))
+        for block in reversed(request):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > capacity:
+            held.popitem(last=False)
+    return found / sum(map(len, requests))
+
+
+class _Sending(KVCache):
+    """A cache that writes what is appended to a stream, layer by layer."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        all_of_it = super().append(layer, k, v, pos)
+        _write(self.stream, bytes_of({"kv": self.layers[layer].contiguous()}))
+        return all_of_it
+
+
+def _write(stream: BinaryIO, data: bytes) -> None:
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
+
+
+def _read(stream: BinaryIO) -> bytes:
+    head = stream.read(8)
+    data = stream.read(int.from_bytes(head, "little"))
+    if len(head) < 8 or len(data) < int.from_bytes(head, "little"):
+        raise ValueError("the stream ended before the cache was complete")
+    return data
+
+
+@torch.no_grad()
+def send(stream: BinaryIO, model: GPT, ids: Sequence[int]) -> None:
+    """Read a prompt with the model, in one pass, and write to a stream what another process needs to go on.
+
+    The keys and values of a layer are in the stream before the next layer is computed, so that the way and the work
+    overlap. Besides them it gets no more than 4,000 bytes and 16 a token of the prompt. What it looks like is up to you
+    and receive(); safetensors makes bytes of tensors (bytes_of) and tensors of bytes (tensors_of). No pickle.
+    """
+    # exercise 10.5
+    _write(stream, json.dumps({"fingerprint": fingerprint(model), "ids": list(ids)}).encode())
+    logits = model(torch.tensor([list(ids)]), _Sending(stream), last_only=True)
+    _write(stream, json.dumps({"next": int(logits[0, -1].argmax())}).encode())
+
+
+def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
+    """Return the text, a prompt and the token that the sender's model likes best after it, and the cache of the prompt:
+    ready for gpt_kv_cache.generate.
+
+    Raises ValueError if the sender's model is another one, whatever its geometry, as its fingerprint tells, before it
+    reads any keys or values; and if the stream ends too early.
+    """
+    # exercise 10.5
+    head = json.loads(_read(stream))
+    if head["fingerprint"] != fingerprint(model):
+        raise ValueError("this is the cache of another model")
+    layers = [tensors_of(_read(stream))["kv"] for _ in model.h]
+    return [*head["ids"], json.loads(_read(stream))["next"]], KVCache(layers, torch.arange(layers[0].size(3)))
