@@ -22,15 +22,18 @@ stands before them.
 from __future__ import annotations
 
 import ast
+import concurrent.futures
 import difflib
 import html
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -214,6 +217,11 @@ def build(numbers: list[int]) -> dict[Path, str]:
     aside."""
     from chapters import side_by_side
 
+    texts = [(chapter / "README.md").read_text(encoding="utf-8") for chapter in folders(numbers)]
+    commands = [shlex.join(shlex.split(words)) for text in texts for kind, words, _ in BLOCK.findall(text)
+                if kind == "output"]  # fmt: skip
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # at once, since most of them is the start of a process
+        concurrent.futures.wait([pool.submit(run, command) for command in commands])  # one that fails does so again
     files = {}
     for chapter in folders(numbers):
         files[chapter / "README.md"] = text_of(chapter / "README.md")
