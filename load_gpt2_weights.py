@@ -403,6 +403,8 @@ class CommandLine(argparse.ArgumentParser):
             return None
         if Path(args.page).is_dir():
             raise ValueError(f"--trace {args.page} is a folder, and must be a file")
+        if not os.access(Path(args.page).parent, os.W_OK):  # before anything is written
+            raise ValueError(f"--trace {args.page}: there is no folder {Path(args.page).parent} that can be written to")
         from chapters.tracing import Trace
 
         trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, Path(args.page))

@@ -20,21 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from huggingface_hub.utils import tqdm
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
 import gpt_kv_cache
 from benchmarks import scale
-from benchmarks.contenders import CONTENDERS, Clock, Contender, Ours, timed
+from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
 from benchmarks.recycling import figure
 from benchmarks.refreshing import table
 from gpt_kv_cache import GPT, GPTConfig
@@ -43,7 +41,7 @@ from load_gpt2_weights import CommandLine, find_file, load_model, read_json, who
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "gpt_kv_cache.py"  # what ratios are to
 DECODED, UNCACHED = 16, 3  # tokens after each prompt; of an implementation that reads the whole text for each
-SLOW = ("gpt_baseline.py",)
+SLOW = ("gpt_baseline.py", "LLMs-from-scratch, PyPI, no cache")
 NARROW = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
 BUSY = 0.10  # more than this share of the time without a processor, or of change of the bandwidth, is a disturbance
 SIZES = {  # GPT-2's own
@@ -110,15 +108,18 @@ class Worker:
         """Return the next answer. Raises ValueError, with the last line that it printed, if the process has ended."""
         line = self.process.stdout.readline()
         if not line:
-            self.process.wait()
+            status = self.process.wait()
             self.errors.seek(0)
-            raise ValueError(f"{self.name} failed: {(self.errors.read().strip() or 'no message').splitlines()[-1]}")
+            last = (self.errors.read().strip() or f"it ended with status {status}").splitlines()[-1]
+            self.close()
+            raise ValueError(f"{self.name} failed: {last}")
         return json.loads(line)
 
     def __call__(self, **request: Any) -> dict[str, Any]:
-        """Return the answer to a request."""
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        """Return the answer to a request. Raises ValueError if the process has ended."""
+        with suppress(BrokenPipeError):  # read() says why
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
         return self.read()
 
     def close(self) -> None:
@@ -142,55 +143,49 @@ def available(contender: Contender, device: str, peer: Path | None) -> str:
 # --- Measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(folder: Path, names: Sequence[str], lengths: Sequence[int], batches: Sequence[int], turns: int, device: str,
-            threads: int, peer: Path | None) -> dict[str, Any]:  # fmt: skip
-    """Return all raw figures: of every contender for each prompt length, and for larger batches of the shortest; and of
-    the machine's floors.
+def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]], turns: int, device: str, threads: int,
+            peer: Path | None, decoded: int = DECODED) -> dict[str, Any]:  # fmt: skip
+    """Return all raw figures: of every contender for each cell, a batch size and a prompt length, and of the machine's
+    floors.
 
-    One that fails is left out from there on, and said in "failed".
+    In every turn each has a process to itself, in an order that rotates. One that fails is left out from there on, and
+    said in "failed". Raises ValueError if BASE fails, or what measures the floors.
     """
     geometry = geometry_of(folder)
     generator = torch.Generator().manual_seed(0)
-    cells = [(batches[0], T) for T in lengths] + [(B, lengths[0]) for B in batches[1:]]
     prompts = {(B, T): torch.randint(geometry["vocab_size"], (B, T), generator=generator).tolist() for B, T in cells}
     raw: dict[str, Any] = {name: {f"{B} x {T}": [] for B, T in prompts} for name in names}
     reuse: dict[str, list[float]] = {name: [] for name in names}
     floor: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    longest = max(lengths)
+    batch, longest = max(cells, key=lambda cell: (cell[1], -cell[0]))
 
-    def ask(name: str, **request: Any) -> dict[str, Any] | None:
-        if name in failed:
-            return None
-        try:
-            return workers[name](**request)
-        except ValueError as error:
-            failed[name] = str(error)
-            return None
-
-    for _ in tqdm(range(turns), desc="turns", leave=False):
-        with ExitStack() as stack:
-            workers = {}
-            for name in ["floor", *names]:
-                try:
-                    workers[name] = Worker(name, folder, device, threads, peer)
-                    stack.callback(workers[name].close)
-                except ValueError as error:
-                    failed[name] = str(error)
-            for name in names:  # warm up
-                ask(name, ids=prompts[batches[0], longest], decode=0 if name in SLOW else 2, cached=0)
-            floor.append(workers["floor"](geometry=geometry, lengths=[*lengths]))
+    def run(name: str) -> None:
+        with closing(Worker(name, folder, device, threads, peer)) as worker:
+            if name == "floor":
+                floor.append(worker(geometry=geometry, rows=sorted({B * T for B, T in cells})))
+                return
+            decode = UNCACHED if name in SLOW else decoded
+            for ids in prompts.values():
+                worker(ids=ids, decode=0 if name in SLOW else 3, cached=0)  # warms up: memory, kernels, compilers
             for (B, T), ids in prompts.items():
-                for name in names:
-                    decode = UNCACHED if name in SLOW else DECODED
-                    raw[name][f"{B} x {T}"].append(ask(name, ids=ids, decode=decode, cached=0))
-            for name in names:
-                done = ask(name, ids=prompts[batches[0], longest], decode=0, cached=longest * 9 // 10)
-                reuse[name] += [done["resume_ms"]] if done and done["resume_ms"] else []
-    if BASE in failed:
-        raise ValueError(failed[BASE])
+                raw[name][f"{B} x {T}"].append(worker(ids=ids, decode=decode, cached=0))
+            done = worker(ids=prompts[batch, longest][:1], decode=0, cached=longest * 9 // 10)
+            reuse[name] += [done["resume_ms"]] if done["resume_ms"] else []
+
+    for turn in tqdm(range(turns), desc="turns", leave=False):
+        at = turn % len(names)
+        for name in tqdm(["floor", *names[at:], *names[:at]], desc="one by one", leave=False):
+            try:
+                if name not in failed:
+                    run(name)
+            except ValueError as error:
+                failed[name] = str(error)
+        for name in {BASE, "floor"} & {*failed}:
+            raise ValueError(failed[name])
     return {"geometry": geometry, "floor": floor, "contenders": {n: r for n, r in raw.items() if n not in failed},
-            "reuse": reuse, "reuse_lengths": [longest, longest * 9 // 10], "failed": failed}  # fmt: skip
+            "reuse": reuse, "reuse_lengths": [longest, longest * 9 // 10], "failed": failed,
+            "timed_cpu": device == "cpu" and threads == 1}  # fmt: skip
 
 
 def overheads(geometry: dict[str, int], names: Sequence[str], turns: int, device: str, threads: int,
@@ -198,15 +193,15 @@ def overheads(geometry: dict[str, int], names: Sequence[str], turns: int, device
     """Return, by contender, the milliseconds of a step that aren't arithmetic: those of a model with as many layers and
     heads, but so narrow that there is hardly anything to compute."""
     layers, heads = geometry["n_layer"], geometry["n_head"]
-    config = GPTConfig(vocab_size=64, n_ctx=64, n_layer=layers, n_head=heads, n_embd=NARROW * heads)
+    config = GPTConfig(vocab_size=64, n_ctx=128, n_layer=layers, n_head=heads, n_embd=NARROW * heads)
     with random_weights(config) as folder:
-        raw = measure(folder, names, [32], [1], turns, device, threads, peer)
-    return {name: median(min(t["steps_ms"]) for t in cells["1 x 32"]) for name, cells in raw["contenders"].items()}
+        raw = measure(folder, names, [(1, 32)], turns, device, threads, peer, decoded=4 * DECODED)
+    return {name: median(median(t["steps_ms"]) for t in cells["1 x 32"]) for name, cells in raw["contenders"].items()}
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the figures: medians over turns, ratios turn by turn, shares of the floors, and what disturbed them (of
-    waiting, the share of the time that a process of one thread didn't compute)."""
+    waiting, the share of the time that a process of one CPU thread didn't compute)."""
     floor, geometry = raw["floor"], raw["geometry"]
     speeds = [f["bytes_per_ms"] for f in floor]
     roofline = geometry["weights"] / median(speeds)
@@ -220,109 +215,30 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
             steps = [median(t["steps_ms"]) for t in turns]
             ratios = [median(b["steps_ms"]) / s for b, s in zip(base, steps, strict=True)]
             firsts = [b["first_ms"] / t["first_ms"] for b, t in zip(base, turns, strict=True)]
-            products = median(f["products_ms"][str(T)] for f in floor)
             waited += [1 - (t["first_cpu_ms"] + sum(t["steps_cpu_ms"])) / (t["first_ms"] + sum(t["steps_ms"]))
                        for t in turns]  # fmt: skip
+            products = median(f["products_ms"][str(B * T)] for f in floor)
             rows[name][cell] = {
                 "step_ms": median(steps), "tokens_per_s": 1e3 * B / median(steps), "decode_ratio": median(ratios),
                 "of_roofline": roofline / median(steps), "first_ms": median(t["first_ms"] for t in turns),
-                "first_ratio": median(firsts),
-                "of_products": B * products / median(t["first_ms"] for t in turns),
-                "same_tokens": turns[0]["tokens"] == base[0]["tokens"][: len(turns[0]["tokens"])],
-                "cache_bytes": turns[-1]["nbytes"], "peak_bytes": turns[-1]["peak_bytes"],
+                "first_ratio": median(firsts), "ratios": ratios, "first_ratios": firsts,
+                "of_products": products / median(t["first_ms"] for t in turns),
+                "same_tokens": all(row == expected[: len(row)] for t, b in zip(turns, base, strict=True)
+                                   for row, expected in zip(t["tokens"], b["tokens"], strict=True)),
+                "cache_bytes": turns[-1]["nbytes"],
             }  # fmt: skip
+        rows[name]["peak_bytes"] = max(t["peak_bytes"] for turns in cells.values() for t in turns)
         if raw["reuse"][name]:
             rows[name]["reuse_ms"] = median(raw["reuse"][name])
-        if name in raw["overheads"]:
+        if name in raw.get("overheads", {}):
             rows[name]["overhead_ms"] = raw["overheads"][name]
     unrest = (max(speeds) - min(speeds)) / median(speeds)
     return {"rows": rows, "roofline_ms": roofline, "gb_per_s": median(speeds) / 1e6,
             "products_ms": {T: median(f["products_ms"][T] for f in floor) for T in floor[0]["products_ms"]},
-            "bandwidth_change": unrest, "waited": median(waited)}  # fmt: skip
+            "bandwidth_change": unrest, "waited": mean(waited) if raw["timed_cpu"] else None}  # fmt: skip
 
 
 # --- Ablation -------------------------------------------------------------------------------------------------------
-
-
-def ablations() -> dict[str, Callable[[GPT], None]]:
-    """Return, by what they undo, the changes that turn a model into one without one of our choices."""
-
-    def other_layout(model: GPT) -> None:
-        for module in model.modules():
-            if type(module).__name__ == "Conv1D":
-                module.weight.data = module.weight.data.t().contiguous().t()
-
-    def head_by_rows(model: GPT) -> None:
-        model.wte.weight.data = model.wte.weight.data.contiguous()
-
-    def all_logits(model: GPT) -> None:
-        forward = model.forward
-        model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
-
-    def explicit_softmax(model: GPT) -> None:
-        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~mask, float("-inf"))
-            return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-        for block in model.h:
-            block.attn.forward = attend.__get__(block.attn)
-
-    def three_products(model: GPT) -> None:
-        def project(self: nn.Module, x: Tensor) -> list[Tensor]:
-            parts = zip(self.parts, self.c_attn.bias.chunk(3), strict=True)
-            return [F.linear(x, w.t(), b).unflatten(-1, (self.n_head, self.head_dim)).transpose(1, 2) for w, b in parts]
-
-        for block in model.h:
-            block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
-            block.attn.project = project.__get__(block.attn)
-
-    def no_mask(model: GPT) -> None:
-        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            first = q.size(2) == k.size(2)  # with fewer queries than keys PyTorch would align the mask top left
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if first else mask, is_causal=first)
-            return self.c_proj(y.transpose(1, 2).flatten(2))
-
-        for block in model.h:
-            block.attn.forward = attend.__get__(block.attn)
-
-    return {
-        "weights stored (out, in), as nn.Linear does": other_layout,
-        "the head's weights row by row": head_by_rows,
-        "logits of all positions": all_logits,
-        "softmax(q k) v written out": explicit_softmax,
-        "q, k and v by a product each": three_products,
-        "one mask for all cases: is_causal=True for a first prompt": no_mask,
-    }
-
-
-def ablate(folder: Path, lengths: Sequence[int], turns: int, device: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Return how much longer decoding and the first token take without each choice, in one process, in turn; every turn
-    loads the weights anew."""
-    clock, generator, vocab_size = Clock(device), torch.Generator().manual_seed(0), geometry_of(folder)["vocab_size"]
-    prompts = {T: torch.randint(vocab_size, (1, T), generator=generator).to(device) for T in lengths}
-    undone = {"as it is": lambda model: None, **ablations()}
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {(name, T): [] for name in undone for T in lengths}
-    for _ in tqdm(range(turns), desc="turns", leave=False):
-        runners = {}
-        for name, undo in undone.items():
-            runners[name] = Ours(folder, device, gpt_kv_cache, lambda config: gpt_kv_cache.KVCache())
-            undo(runners[name].model)
-            timed(runners[name], clock, prompts[max(lengths)], 2)  # warms up
-        for T, ids in prompts.items():
-            for name, runner in runners.items():
-                runs[name, T].append(timed(runner, clock, ids, DECODED))
-    result: dict[str, dict[str, dict[str, float]]] = {}
-    for (name, T), several in runs.items():
-        base = runs["as it is", T]
-        if several[0]["tokens"] != base[0]["tokens"]:
-            raise ValueError(f"without one choice ({name}) other tokens are written")
-        result.setdefault(name, {})[str(T)] = {
-            "step_ms": median(median(r["steps_ms"]) for r in several),
-            "first_ms": median(r["first_ms"] for r in several),
-            "decode": median(median(r["steps_ms"]) / median(b["steps_ms"]) for r, b in zip(several, base, strict=True)),
-            "first": median(r["first_ms"] / b["first_ms"] for r, b in zip(several, base, strict=True)),
-        }
-    return result
 
 
 def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
@@ -335,7 +251,7 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
         with torch.profiler.profile() as profile:
             model(ids, gpt_kv_cache.KVCache(), last_only=True)
     shares: dict[str, float] = {}
-    events = profile.key_averages()
+    events = [e for e in profile.key_averages() if e.key.startswith("aten::")]  # what a GPU's kernels take is theirs
     times = {e.key: e.self_device_time_total if device == "cuda" else e.self_cpu_time_total for e in events}
     for key, took in times.items():
         kind = "attention" if "attention" in key else kinds.get(key.removeprefix("aten::"), "all else")
@@ -352,8 +268,8 @@ def print_summary(record: dict[str, Any]) -> None:
     print(f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32; "
           f"{record['machine']}; {record['threads']} thread{'s' * (record['threads'] > 1)}; medians of "
           f"{record['turns']} turns")  # fmt: skip
-    print(f"read at {record['gb_per_s']:.1f} GB/s: {record['roofline_ms']:.1f} ms a token at least; the products of a "
-          f"prompt: {', '.join(f'{ms:,.0f} ms for {T}' for T, ms in record['products_ms'].items())}")  # fmt: skip
+    print(f"in float32: read at {record['gb_per_s']:.1f} GB/s, {record['roofline_ms']:.1f} ms a token at least; the "
+          f"products of so many tokens: {', '.join(f'{n}: {ms:,.0f} ms' for n, ms in record['products_ms'].items())}")
     for B in batches:
         cells = [cell for cell in rows[BASE] if cell.startswith(f"{B} x ")]
         header = ["", *(cell.partition(" x ")[2] for cell in cells)]
@@ -368,7 +284,7 @@ def print_summary(record: dict[str, Any]) -> None:
     print("\nbytes of cache after so many tokens; most memory that the process had, in MB")
     print(table(["", *map(str, lengths), "process"], [
         [name, *(f"{r[f'{batches[0]} x {T}']['cache_bytes']:,}" for T in lengths),
-         f"{max(x['peak_bytes'] for cell, x in r.items() if ' x ' in cell) / 1e6:,.0f}"]
+         f"{r['peak_bytes'] / 1e6:,.0f}"]
         for name, r in rows.items()]))  # fmt: skip
     print(f"\noverhead: ms a step of a model with as many layers, {NARROW * record['geometry']['n_head']} wide")
     print(table(["", "ms"], [[name, f"{r['overhead_ms']:.2f}"] for name, r in rows.items() if "overhead_ms" in r]))
@@ -376,27 +292,48 @@ def print_summary(record: dict[str, Any]) -> None:
     reuse = [f"{name} {r['reuse_ms']:,.0f} ms ({r['reuse_ms'] / r[f'{batches[0]} x {total}']['first_ms']:.2f} of cold)"
              for name, r in rows.items() if "reuse_ms" in r]  # fmt: skip
     print(f"\nfirst token of {total} with {cached} of them cached: {'; '.join(reuse)}")
-    for name in record["different"]:
-        print(f"{name} writes other tokens than {BASE}")
     for name, why in record["absent"].items():
         print(f"not measured: {name} ({why})")
+
+
+def warn(record: dict[str, Any]) -> None:
+    """Print what makes figures worth less: other tokens, a busy machine."""
+    for name in record["different"]:
+        print(f"{name}: WRITES OTHER TOKENS than {BASE}")
     if record["disturbed"]:
         print(f"THE MACHINE WAS DISTURBED: {disturbance(record)}; measure again when it is quiet")
 
 
+def disturbed(found: dict[str, Any]) -> bool:
+    """Return whether the machine was too busy for figures that mean something."""
+    return max(found["bandwidth_change"], found["waited"] or 0) > BUSY
+
+
 def disturbance(record: dict[str, Any]) -> str:
     """Return by how much the machine's speed changed, and what a single thread waited for it."""
-    waited = f", and processes waited for {record['waited']:.0%} of their time" if record["threads"] == 1 else ""
+    waited = "" if record["waited"] is None else f", and processes waited for {record['waited']:.0%} of their time"
     return f"its bandwidth changed by {record['bandwidth_change']:.0%} between turns{waited}"
 
 
-def print_ablation(result: dict[str, dict[str, dict[str, float]]]) -> None:
+def ablation(rows: dict[str, Any], lengths: Sequence[int]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Return how many times as long decoding and the first token take without each choice: median, least and most of
+    the turns."""
+
+    def spread(ratios: Sequence[float]) -> list[float]:
+        inverse = [1 / ratio for ratio in ratios]
+        return [median(inverse), min(inverse), max(inverse)]
+
+    return {name: {str(T): {"decode": spread(r[f"1 x {T}"]["ratios"]), "first": spread(r[f"1 x {T}"]["first_ratios"])}
+                   for T in lengths} for name, r in rows.items() if name != BASE}  # fmt: skip
+
+
+def print_ablation(result: dict[str, dict[str, dict[str, list[float]]]], lengths: Sequence[int]) -> None:
     """Print what each choice is worth."""
-    lengths = list(result["as it is"])
     header = ["without", *(f"{what}, {T}" for what in ("decoding", "first token") for T in lengths)]
-    print(f"{BASE}: how many times as long without each of its choices, after so many tokens\n")
-    print(table(header, [[name, *(f"{r[T][what]:.2f}" for what in ("decode", "first") for T in lengths)]
-                         for name, r in result.items() if name != "as it is"]))  # fmt: skip
+    print(f"{BASE}: how many times as long without each of its choices, after so many tokens (least to most)\n")
+    print(table(header, [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what])
+                                  for what in ("decode", "first") for T in lengths)]
+                         for name, r in result.items()]))  # fmt: skip
 
 
 def print_shares(shares: dict[str, float], T: int) -> None:
@@ -410,13 +347,13 @@ def draw(record: dict[str, Any], out: Path) -> None:
     marks = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
 
     def lines(axes: Any, key: str, scale: float, label: str = "", floor: Sequence[float] = ()) -> None:
-        for i, (name, r) in enumerate(record["rows"].items()):
+        colors = [f"C{i}" for i in range(10)] + ["navy", "olive", "black", "darkred"]
+        for i, (name, r) in enumerate((n, r) for n, r in record["rows"].items() if key == "first_ms" or n not in SLOW):
             values = [scale * r[f"{B} x {T}"][key] for T in lengths]
-            if any(values):  # without a cache there are no bytes of it
-                axes.plot(lengths, values, marks[i % 8], color=f"C{i % 10}", markersize=5, linewidth=1, label=name)
+            axes.plot(lengths, values, marks[i % 8], color=colors[i % 14], markersize=5, linewidth=1, label=name)
         if label:
             axes.plot(lengths, floor, color="black", linewidth=2, label=label)
-        axes.set_yscale("log")
+        axes.set_ylim(bottom=0)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
 
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
@@ -424,8 +361,9 @@ def draw(record: dict[str, Any], out: Path) -> None:
            lambda axes: lines(axes, "tokens_per_s", 1, "float32 weights read,\nnothing else", roofline),
            xlabel="tokens in the cache", ylabel="tokens/s",
            title=f"Decoding, {record['model']}, batch {B}")  # fmt: skip
-    products = list(record["products_ms"].values())
-    figure(out / "first_token.png", lambda axes: lines(axes, "first_ms", 1, "matrix products alone", products),
+    products = [record["products_ms"][str(B * T)] for T in lengths]
+    figure(out / "first_token.png",
+           lambda axes: lines(axes, "first_ms", 1, "matrix products alone,\nfloat32", products),
            xlabel="tokens of the prompt", ylabel="ms",
            title=f"Time to the first token, {record['model']}, batch {B}")  # fmt: skip
     figure(out / "memory.png", lambda axes: lines(axes, "cache_bytes", 1e-6), xlabel="tokens of the prompt",
@@ -443,16 +381,17 @@ def machine(device: str) -> str:
 
 def main() -> None:
     cli = CommandLine(__doc__, example="python -m benchmarks --threads 2")
+    cli.prog = "python -m benchmarks"
     names = [contender.name for contender in CONTENDERS]
     cli.add_argument("--model", default="124M", metavar="NAME",
                      help=f"random weights of the size of {', '.join(SIZES)}, or a model's name or folder")
     cli.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of {'; '.join(names)}; default: all")
     cli.add_argument("--peer-path", type=Path, metavar="FOLDER",
                      help="a folder with gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py of LLMs-from-scratch")
-    cli.add_argument("--lengths", nargs="+", type=whole_number(2), default=[128, 512, 1000], metavar="N",
-                     help="tokens of prompts")
-    cli.add_argument("--batches", nargs="+", type=whole_number(1), default=[1, 8], metavar="N",
-                     help="texts at once: the fewest of all lengths, more of the shortest only")
+    cli.add_argument("--lengths", nargs="+", type=whole_number(2), metavar="N",
+                     help="tokens of prompts; default: 128 512 1000, or an eighth, half and all of a smaller context")
+    cli.add_argument("--batches", nargs="+", type=whole_number(1), metavar="N",
+                     help="texts at once: the fewest of all lengths, more of the shortest only; default: 1 8")
     cli.add_argument("--turns", type=whole_number(1), default=5, metavar="N", help="each figure is the median of N")
     cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
@@ -460,49 +399,58 @@ def main() -> None:
     cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")
     cli.add_argument("--out", type=Path, metavar="FOLDER", help="where results go; default: results/benchmarks")
     with cli.parse() as args:
-        out = args.out or ROOT / "results" / "benchmarks"
         if args.scale:
             print(scale.note(read_json(args.scale)))
             return
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
-        lengths, batches = sorted({*args.lengths}), sorted({*args.batches})
+        if args.peer_path and not args.peer_path.is_dir():
+            raise ValueError(f"--peer-path {args.peer_path} is not a folder")
+        for option in ("only", "peer_path", "batches"):
+            if args.ablate and getattr(args, option):
+                raise ValueError(f"--ablate has no --{option.replace('_', '-')}: see --help")
+        out = args.out or ROOT / "results" / "benchmarks"
+        chosen = [c for c in CONTENDERS if c.name == BASE or c.name in (args.only or names)]
+        absent = {c.name: why for c in chosen if (why := available(c, args.on, args.peer_path))}
+        chosen = [c for c in chosen if c.name not in absent]
         with weights(args.model) as folder:
-            n_ctx = geometry_of(folder)["n_ctx"]
-            if lengths[-1] + DECODED > n_ctx:
-                raise ValueError(f"{lengths[-1]} tokens and {DECODED} more exceed the context of {args.model}, {n_ctx}")
+            geometry = geometry_of(folder)
+            most = geometry["n_ctx"] - DECODED
+            lengths = sorted({*(args.lengths or ((128, 512, 1000) if most >= 1000 else (most // 8, most // 2, most)))})
+            batches = sorted({*(args.batches or ([1] if args.ablate else [1, 8]))})
+            if lengths[-1] > most:
+                raise ValueError(f"{lengths[-1]} tokens and {DECODED} more exceed the context of {args.model}, "
+                                 f"{geometry['n_ctx']}")  # fmt: skip
             out.mkdir(parents=True, exist_ok=True)  # before anything takes time
-            about = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
-                     "turns": args.turns, "lengths": lengths, "batches": batches,
-                     "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+            cells = [(batches[0], T) for T in lengths] + [(B, lengths[0]) for B in batches[1:]]
+            options = {"turns": args.turns, "device": args.on, "threads": args.threads, "peer": args.peer_path}
+            taking_part = [BASE, *(c.name for c in WITHOUT)] if args.ablate else [c.name for c in chosen]
+            raw = measure(folder, taking_part, cells, **options)
             if args.ablate:
                 torch.set_num_threads(args.threads)
                 with torch.no_grad():
-                    result = ablate(folder, lengths, args.turns, args.on)
                     shares = where_time_goes(folder, lengths[-1], args.on)
-                print_ablation(result)
-                print_shares(shares, lengths[-1])
-                save(out / "ablation.json", {**about, "without": result, "first_token": shares})
-                return
-            chosen = [c for c in CONTENDERS if c.name == BASE or c.name in (args.only or names)]
-            absent = {c.name: why for c in chosen if (why := available(c, args.on, args.peer_path))}
-            taking_part = [c for c in chosen if c.name not in absent]
-            raw = measure(folder, [c.name for c in taking_part], lengths, batches, args.turns, args.on, args.threads,
-                          args.peer_path)  # fmt: skip
-            raw["overheads"] = overheads(raw["geometry"], list(raw["contenders"]), args.turns, args.on, args.threads,
-                                         args.peer_path)  # fmt: skip
-        absent |= raw["failed"]
-        taking_part = [c for c in taking_part if c.name not in absent]
-        record = {**about, "geometry": raw["geometry"], "reuse_lengths": raw["reuse_lengths"], "absent": absent,
-                  **summary(raw)}  # fmt: skip
-        record["different"] = [
-            c.name for c in taking_part if c.exact
-            and not all(x["same_tokens"] for cell, x in record["rows"][c.name].items() if " x " in cell)
-        ]  # fmt: skip
-        record["disturbed"] = max(record["bandwidth_change"], record["waited"] if args.threads == 1 else 0) > BUSY
-        print_summary(record)
-        save(out / "summary.json", record)
-        draw(record, out)
+            else:
+                raw["overheads"] = overheads(geometry, list(raw["contenders"]), **options)
+        record = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
+                  "turns": args.turns, "lengths": lengths, "batches": batches, "torch": torch.__version__,
+                  "date": time.strftime("%Y-%m-%d"), "geometry": geometry, "reuse_lengths": raw["reuse_lengths"],
+                  "absent": (absent if not args.ablate else {}) | raw["failed"], **summary(raw)}  # fmt: skip
+        exact = [c.name for c in (*CONTENDERS, *WITHOUT) if c.exact and c.name in record["rows"]]
+        record["different"] = [name for name in exact if not all(
+            x["same_tokens"] for cell, x in record["rows"][name].items() if " x " in cell)]  # fmt: skip
+        record["disturbed"] = disturbed(record)
+        if args.ablate:
+            without = ablation(record["rows"], lengths)
+            print_ablation(without, lengths)
+            print_shares(shares, lengths[-1])
+            kept = {key: value for key, value in record.items() if key not in ("rows", "absent", "reuse_lengths")}
+            save(out / "ablation.json", {**kept, "without": without, "first_token": shares})
+        else:
+            print_summary(record)
+            save(out / "summary.json", record)
+            draw(record, out)
+        warn(record)
         print(f"\nWritten to {out}")
 
 

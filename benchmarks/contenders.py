@@ -21,11 +21,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt_baseline
@@ -80,21 +82,22 @@ class Ours(Runner):
 class Transformers(Runner):
     """transformers' GPT-2 with one of its caches."""
 
-    def __init__(self, folder: Path, device: str, static: bool, compiled: bool = False) -> None:
+    def __init__(self, folder: Path, device: str, static: bool, compiled: bool = False,
+                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
         import transformers
 
-        self.model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        self.model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype).eval().to(device)
         if compiled:
             self.model.forward = torch.compile(self.model.forward, mode="reduce-overhead")
-        self.static, self.make, self.cache = static, transformers, None
+        self.static, self.transformers, self.cache = static, transformers, None
 
     @torch.inference_mode()
     def start(self, ids: Tensor) -> Iterator[Tensor]:
         config = self.model.config
         if self.static:
-            self.cache = self.make.StaticCache(config=config, max_cache_len=config.n_positions)
+            self.cache = self.transformers.StaticCache(config=config, max_cache_len=config.n_positions)
         else:
-            self.cache = self.make.DynamicCache()
+            self.cache = self.transformers.DynamicCache()
         while True:
             logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
             ids = logits[:, -1].argmax(-1, keepdim=True)
@@ -118,11 +121,12 @@ class Transformers(Runner):
 
 
 class FromScratch(Runner):
-    """A GPTModel of LLMs-from-scratch: its PyPI package, or the article's files."""
+    """A GPTModel of LLMs-from-scratch: its PyPI package, or the article's files, with a cache or reading the whole text
+    for each token."""
 
-    def __init__(self, folder: Path, device: str, module: Any, own_cache: bool) -> None:
+    def __init__(self, folder: Path, device: str, module: Any, own_cache: bool, cached: bool = True) -> None:
         config = json.loads((folder / "config.json").read_text())
-        self.layers, self.module, self.own_cache = config["n_layer"], module, own_cache
+        self.layers, self.module, self.own_cache, self.cached = config["n_layer"], module, own_cache, cached
         self.model = module.GPTModel({
             "vocab_size": config["vocab_size"], "context_length": config["n_positions"], "emb_dim": config["n_embd"],
             "n_heads": config["n_head"], "n_layers": config["n_layer"], "drop_rate": 0.0, "qkv_bias": True,
@@ -132,6 +136,10 @@ class FromScratch(Runner):
 
     @torch.inference_mode()
     def start(self, ids: Tensor) -> Iterator[Tensor]:
+        while not self.cached:
+            new = self.model(ids)[:, -1].argmax(-1, keepdim=True)
+            yield new
+            ids = torch.cat([ids, new], dim=1)
         if self.own_cache:
             self.model.reset_kv_cache()
         else:
@@ -143,6 +151,8 @@ class FromScratch(Runner):
 
     @property
     def nbytes(self) -> int:
+        if not self.cached:
+            return 0
         if not self.own_cache:
             return sum(kv.nbytes for pair in self.cache.get_all() for kv in pair)
         return sum(b.nbytes for name, b in self.model.named_buffers() if "cache" in name and b is not None)
@@ -204,6 +214,16 @@ def quantized(module: nn.Linear) -> nn.Module:
     from torch.ao.quantization import quantize_dynamic
 
     return quantize_dynamic(nn.Sequential(module), {nn.Linear}, dtype=torch.qint8)[0]
+
+
+class Memory(Ours):
+    """gpt_bounded_cache.py with BCT's slots: the weights that a public model doesn't have are random."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        super().__init__(folder, device, gpt_bounded_cache, lambda config: gpt_bounded_cache.BoundedMemory())
+        weights = self.model.state_dict()
+        self.model = gpt_bounded_cache.GPT(replace(self.model.config, slots=24, recent=8)).eval().to(device)
+        self.model.load_state_dict(weights, strict=False)
 
 
 class Static(Ours):
@@ -270,6 +290,65 @@ class Static(Ours):
         return None  # its prefill is that of the file
 
 
+def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
+    """Return, by what they undo, the changes that turn a model into one without one of our choices."""
+
+    def other_layout(model: gpt_kv_cache.GPT) -> None:
+        for module in model.modules():
+            if type(module).__name__ == "Conv1D":
+                module.weight.data = module.weight.data.t().contiguous().t()
+
+    def head_by_rows(model: gpt_kv_cache.GPT) -> None:
+        model.wte.weight.data = model.wte.weight.data.contiguous()
+
+    def all_logits(model: gpt_kv_cache.GPT) -> None:
+        forward = model.forward
+        model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
+
+    def explicit_softmax(model: gpt_kv_cache.GPT) -> None:
+        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~mask, float("-inf"))
+            return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+        for block in model.h:
+            block.attn.forward = attend.__get__(block.attn)
+
+    def three_products(model: gpt_kv_cache.GPT) -> None:
+        def project(self: nn.Module, x: Tensor) -> list[Tensor]:
+            parts = zip(self.parts, self.c_attn.bias.chunk(3), strict=True)
+            return [F.linear(x, w.t(), b).unflatten(-1, (self.n_head, self.head_dim)).transpose(1, 2) for w, b in parts]
+
+        for block in model.h:
+            block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
+            block.attn.project = project.__get__(block.attn)
+
+    def no_mask(model: gpt_kv_cache.GPT) -> None:
+        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            first = q.size(2) == k.size(2)  # with fewer queries than keys PyTorch would align the mask top left
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if first else mask, is_causal=first)
+            return self.c_proj(y.transpose(1, 2).flatten(2))
+
+        for block in model.h:
+            block.attn.forward = attend.__get__(block.attn)
+
+    return {
+        "weights stored (out, in), as nn.Linear does": other_layout,
+        "the head's weights row by row": head_by_rows,
+        "logits of all positions": all_logits,
+        "softmax(q k) v written out": explicit_softmax,
+        "q, k and v by a product each": three_products,
+        "one mask for all cases: is_causal=True for a first prompt": no_mask,
+    }
+
+
+class Without(Ours):
+    """gpt_kv_cache.py without one of its choices."""
+
+    def __init__(self, folder: Path, device: str, name: str) -> None:
+        super().__init__(folder, device, gpt_kv_cache, lambda config: gpt_kv_cache.KVCache())
+        ablations()[name](self.model)
+
+
 @dataclass(frozen=True)
 class Contender:
     """A name, what makes its runner of (folder, device, peer), and what it needs: a package, a file in the peer's
@@ -307,6 +386,7 @@ CONTENDERS = (
     Contender("gpt_bounded_cache.py, window of 256",
               lambda f, d, p: Ours(f, d, bounded, lambda c: bounded.SlidingWindowCache(min(256, c.n_ctx))),
               exact=False),
+    Contender("gpt_bounded_cache.py, BCT, 24 slots", lambda f, d, p: Memory(f, d), exact=False),
     Contender("gpt_kv_cache.py, bfloat16",
               lambda f, d, p: Ours(f, d, kv, lambda c: kv.KVCache(), torch.bfloat16), exact=False),
     Contender("gpt_kv_cache.py, int8", lambda f, d, p: Int8(f, d), device="cpu", exact=False),
@@ -319,12 +399,18 @@ CONTENDERS = (
     Contender("transformers, StaticCache", lambda f, d, p: Transformers(f, d, True), "transformers"),
     Contender("transformers, StaticCache, torch.compile", lambda f, d, p: Transformers(f, d, True, compiled=True),
               "transformers", device="cuda"),
+    Contender("transformers, StaticCache, bfloat16, torch.compile",
+              lambda f, d, p: Transformers(f, d, True, compiled=True, dtype=torch.bfloat16), "transformers",
+              device="cuda", exact=False),
+    Contender("LLMs-from-scratch, PyPI, no cache", lambda f, d, p: FromScratch(f, d, packaged(), False, cached=False),
+              "llms_from_scratch"),
     Contender("LLMs-from-scratch, PyPI", lambda f, d, p: FromScratch(f, d, packaged(), False), "llms_from_scratch"),
     Contender("LLMs-from-scratch, concat cache", lambda f, d, p: FromScratch(f, d, peer_module(p / ARTICLE), True),
               file=ARTICLE),
     Contender("LLMs-from-scratch, optimized", lambda f, d, p: FromScratch(f, d, peer_module(p / OPTIMIZED), True),
               file=OPTIMIZED),
 )  # fmt: skip
+WITHOUT = tuple(Contender(name, lambda f, d, p, name=name: Without(f, d, name)) for name in ablations())
 
 
 # --- The process of one contender -----------------------------------------------------------------------------------
@@ -361,21 +447,32 @@ def timed(runner: Runner, clock: Clock, ids: Tensor, decode: int) -> dict[str, A
         steps.append(ms)
         steps_cpu.append(cpu_ms)
     return {"first_ms": first, "first_cpu_ms": cpu, "steps_ms": steps, "steps_cpu_ms": steps_cpu,
-            "tokens": torch.cat(written, 1)[0].tolist(), "nbytes": runner.nbytes,
-            "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}  # fmt: skip
+            "tokens": torch.cat(written, 1).tolist(), "nbytes": runner.nbytes,
+            "peak_bytes": peak_bytes(clock.cuda)}  # fmt: skip
 
 
-def floors(clock: Clock, device: str, geometry: dict[str, int], lengths: list[int]) -> dict[str, Any]:
-    """Return what this machine can do: bytes read per millisecond, and milliseconds of nothing but the matrix products
-    of a prefill, by length."""
+def peak_bytes(cuda: bool) -> int:
+    """Return the most memory that this process has had so far: of the GPU, or of the machine (loading included)."""
+    if cuda:
+        return torch.cuda.max_memory_allocated()
+    if (status := Path("/proc/self/status")).exists():
+        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int]) -> dict[str, Any]:
+    """Return what this machine can do in float32: bytes read per millisecond, and milliseconds of nothing but the
+    matrix products of a prefill, by the number of tokens in all texts."""
+    times = 20 if clock.cuda else 1  # a GPU is told to begin so many times before the clock stops
     matrix = torch.rand(8192, 16384, device=device)  # 512 MiB
     vector = torch.rand(1, 8192, device=device)
     calls = (lambda: matrix.sum(), lambda: vector @ matrix, lambda: matrix @ torch.ones(16384, device=device))
-    read = matrix.nbytes / min(clock(call)[0] for call in calls for _ in range(4))
+    read = matrix.nbytes / min(clock(lambda call=call: [call() for _ in range(times)])[0] / times
+                               for call in calls for _ in range(4))  # fmt: skip
     C, inner, HD, V = (geometry[name] for name in ("n_embd", "n_inner", "attention", "vocab_size"))
     weights = [torch.rand(a, b, device=device) for a, b in ((C, 3 * HD), (HD, C), (C, inner), (inner, C))]
     head, products = torch.rand(C, V, device=device), {}
-    for T in lengths:
+    for T in rows:
         x = {w.size(0): torch.rand(T, w.size(0), device=device) for w in weights}
 
         def layer(x: dict[int, Tensor] = x) -> None:
@@ -386,7 +483,8 @@ def floors(clock: Clock, device: str, geometry: dict[str, int], lengths: list[in
             return x @ head
 
         layer()
-        products[str(T)] = min(clock(layer)[0] for _ in range(3)) * geometry["n_layer"] + clock(last)[0]
+        one = min(clock(lambda: [layer() for _ in range(times)])[0] / times for _ in range(3))
+        products[str(T)] = one * geometry["n_layer"] + clock(last)[0]
     return {"bytes_per_ms": read, "products_ms": products}
 
 
@@ -396,17 +494,18 @@ def serve(name: str, folder: Path, device: str, threads: int, peer: Path | None)
     clock, answer = Clock(device), sys.stdout
     sys.stdout = sys.stderr  # whatever an implementation prints
     with torch.no_grad():
-        runner = None if name == "floor" else next(c for c in CONTENDERS if c.name == name).make(folder, device, peer)
+        made = (c.make(folder, device, peer) for c in (*CONTENDERS, *WITHOUT) if c.name == name)
+        runner = None if name == "floor" else next(made)
         print(json.dumps({"ready": name}), file=answer, flush=True)
         for line in sys.stdin:
             request = json.loads(line)
             if runner is None:
-                reply = floors(clock, device, request["geometry"], request["lengths"])
+                reply = floors(clock, device, request["geometry"], request["rows"])
             else:
                 ids = torch.tensor(request["ids"], device=device)
                 if request["cached"]:
                     again = runner.resume(ids, request["cached"])
-                    reply = {"resume_ms": None if again is None else min(clock(again)[0] for _ in range(2))}
+                    reply = {"resume_ms": None if again is None else median(clock(again)[0] for _ in range(3))}
                 else:
                     reply = timed(runner, clock, ids, request["decode"])
             print(json.dumps(reply), file=answer, flush=True)

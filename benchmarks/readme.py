@@ -50,42 +50,41 @@ def standing() -> str:
         cells.append(f"{long['first_ms']:,.0f} ms ({long['first_ratio']:.2f})")
         cells.append(f"{r['reuse_ms']:,.0f} ms" if "reuse_ms" in r else "-")
         lines.append(f"| {name} | {' | '.join(cells)} | {long['cache_bytes']:,} "
-                     f"| {r['overhead_ms']:.1f} ms |")  # fmt: skip
+                     f"| {format(r['overhead_ms'], '.1f') + ' ms' if 'overhead_ms' in r else '-'} |")  # fmt: skip
     goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
     ours = [rows["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
     lines += [
         "",
-        f"No token can be had sooner than the weights are read, {record['roofline_ms']:.1f} ms here "
+        f"No token can be had sooner than its weights are read, in float32 {record['roofline_ms']:.1f} ms here "
         f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
         f"{max(x['of_roofline'] for x in ours):.2f} of that. Of its first token of {last:,} the matrix products alone "
         f"would take {ours[-1]['of_products']:.2f}; PyTorch's profiler has it: {goes}. Overhead is a step of a model "
         "of as many layers with hardly anything to compute.",
     ]
+    lines.append(f"![Tokens per second by tokens in the cache]({folder.relative_to(ROOT)}/decoding.png)")
+    lines += [f"![Time to the first token by the prompt's length]({folder.relative_to(ROOT)}/first_token.png)", ""]
     different = f", but for {', '.join(record['different'])}" if record["different"] else ""
     lines += [f"All that compute in float32 with full attention write the same tokens{different}.", ""]
     failed = [why for why in record["absent"].values() if "failed" in why]
     lines += [f"Not measured: {'; '.join(failed)}.", ""] if failed else []
     both = [two["rows"]["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
-    peer = [two["rows"]["transformers, DynamicCache"][f"{one} x {T}"] for T in lengths]
     lines += [f"With two threads ([all figures]({other.relative_to(ROOT)}/summary.json)) the roofline is "
               f"{two['roofline_ms']:.1f} ms; `gpt_kv_cache.py` writes "
               f"{', '.join(format(x['tokens_per_s'], '.1f') for x in both)} tokens/s after "
               f"{', '.join(map(str, lengths))}, {min(x['of_roofline'] for x in both):.2f} to "
-              f"{max(x['of_roofline'] for x in both):.2f} of it; transformers with its DynamicCache "
-              f"{', '.join(format(x['tokens_per_s'], '.1f') for x in peer)}.", ""]  # fmt: skip
+              f"{max(x['of_roofline'] for x in both):.2f} of it.", ""]  # fmt: skip
     for r in (record, two):
         if r["disturbed"]:
             lines += [f"The machine was disturbed while {r['threads']} thread{'s' * (r['threads'] > 1)} ran: "
                       f"{disturbance(r)}.", ""]  # fmt: skip
-    lines += ["What `gpt_kv_cache.py` would take without each of its choices, times as long (a few hundredths are "
-              "noise: the logits of all positions cost nothing in decoding, where there is one):", "",
-              "| without | " + " | ".join(f"a token after {T}" for T in choices["as it is"]) + " | "
-              + " | ".join(f"first token of {T}" for T in choices["as it is"]) + " |",
-              "|---|" + "---|" * 2 * len(choices["as it is"])]  # fmt: skip
+    lines += ["What `gpt_kv_cache.py` would take without each of its choices, times as long (in brackets the least "
+              "and the most of all turns):", "",
+              "| without | " + " | ".join(f"a token after {T:,}" for T in lengths) + " | "
+              + " | ".join(f"first token of {T:,}" for T in lengths) + " |",
+              "|---|" + "---|" * 2 * len(lengths)]  # fmt: skip
     for name, r in choices.items():
-        if name != "as it is":
-            cells = [f"{x[what]:.2f}" for what in ("decode", "first") for x in r.values()]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = ["{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first") for T in lengths]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -172,7 +172,10 @@ BLOCKS: dict[str, Callable[..., str]] = {"code": code, "diff": diff, "output": o
 def number(match: re.Match[str]) -> str:
     """Return an inline mark with what its expression, the chapter's own, makes of its file."""
     file, expression, _ = match.groups()
-    value = eval(expression, {"r": json.loads(read(file))})
+    try:
+        value = eval(expression, {"r": json.loads(read(file))})
+    except (LookupError, TypeError, NameError, SyntaxError) as error:
+        raise ValueError(f"{expression} of {file}: {error!r}") from error
     return f"<!--= {file} {expression} -->{value}<!--/-->"
 
 
@@ -246,6 +249,8 @@ def main() -> None:
     cli.add_argument("--stubs", action="store_true", help="every exercise.py too: what was done there is lost")
     with cli.parse() as args:
         files = build(args.chapters)
+        if args.stubs and not any((path / "solution.py").exists() for path in folders(args.chapters)):
+            raise ValueError("stubs are made from solution.py, and there is none here: your teacher may have it")
         if args.stubs:
             files |= {path / "exercise.py": stub_of((path / "solution.py").read_text(encoding="utf-8"))
                       for path in folders(args.chapters) if (path / "solution.py").exists()}  # fmt: skip

@@ -119,15 +119,18 @@ def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
             near = (number > 1 and step < 3) or (number < len(hunks) and step >= same - 3)
             if same > 6 and step == (3 if number > 1 else 0):
                 hidden = same - 3 * ((number > 1) + (number < len(hunks)))
-                result.append(f'<tr class="gap"><td colspan="5">{hidden} equal lines: a click shows all</td></tr>')
+                result.append(f'<tr class="gap"><td colspan="5">... {hidden} equal lines: a click shows all</td></tr>')
             kind = "same near" if near or same <= 6 else "same"
-            result.append(row(kind, i + step + 1, left[i + step], j + step + 1, right[j + step], ""))
+            covered = number > 1 and (same <= 6 or step < 3)
+            result.append(row(kind, i + step + 1, left[i + step], j + step + 1, right[j + step],
+                              "" if covered else "<td></td>"))  # fmt: skip
         for step in range(max(end - first, new_end - new_first)):
             a, b = first + step, new_first + step
             kind = " ".join(["changed", *["first"] * (step == 0), *["old"] * (a < end), *["new"] * (b < new_end)])
             notes = ""
             if step == 0:
-                span = max(end - first, new_end - new_first)
+                after = hunks[number][0] - end  # equal lines, over the first of which the words may reach
+                span = max(end - first, new_end - new_first) + (after if after <= 6 else 3)
                 text = "".join(f"<p>{note}</p>" for note in said.get(number, []))
                 notes = f'<td class="words" rowspan="{span}"><div><b>hunk {number}</b> {text}</div></td>'
             result.append(row(kind, a + 1 if a < end else "", left[a] if a < end else "",
@@ -137,7 +140,6 @@ def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
 
 
 def row(kind: str, a: int | str, left: str, b: int | str, right: str, notes: str) -> str:
-    notes = notes or ("" if kind.startswith("changed") else "<td></td>")
     return (f'<tr class="{kind}"><td class="n">{a}</td><td class="left">{left}</td><td class="n">{b}</td>'
             f'<td class="right">{right}</td>{notes}</tr>')  # fmt: skip
 

@@ -5,6 +5,7 @@ The scripts that write text make one with `--trace FILE.html`. It needs nothing 
 
 from __future__ import annotations
 
+import codecs
 import html
 import json
 from collections.abc import Sequence
@@ -91,10 +92,11 @@ class Trace:
 
     def write(self) -> None:
         """Write the page."""
-        tokens = [self.tokenizer.decode_single_token_bytes(i).decode("utf-8", "replace") for i in self.ids]
+        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character goes to the last of its tokens
+        tokens = [utf8.decode(self.tokenizer.decode_single_token_bytes(i)) for i in self.ids]
         data = json.dumps({"title": self.title, "tokens": tokens, "steps": self.steps})
-        page = TEMPLATE.read_text(encoding="utf-8").replace("TITLE", html.escape(self.title))
-        page = page.replace("null /* data */", data.replace("</", "<\\/"))
+        before, after = TEMPLATE.read_text(encoding="utf-8").split("null /* data */")
+        page = before.replace("TITLE", html.escape(self.title)) + data.replace("<", "\\u003c") + after
         write_atomically(self.path, lambda file: file.write_text(page, encoding="utf-8"))
 
 

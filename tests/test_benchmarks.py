@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,12 @@ def plain(folder: Path, ids: torch.Tensor, n: int) -> torch.Tensor:
 def test_equal_weights_give_equal_tokens(contender: contenders.Contender, folder: Path) -> None:
     if why := bench.available(contender, "cpu", None):
         pytest.skip(why)
-    if contender.package == "llms_from_scratch":
+    if contender.name == "LLMs-from-scratch, PyPI":
         pytest.skip("its cache fails at the second token, which a run of the benchmarks says")
     runner = contender.make(folder, "cpu", None)
     with torch.no_grad():
         done = timed(runner, Clock("cpu"), prompt(), 20)
-        assert done["tokens"] == plain(folder, prompt(), 21)[0].tolist()
+        assert done["tokens"] == plain(folder, prompt(), 21).tolist()
         assert len(done["steps_ms"]) == 20 and min(done["steps_ms"]) > 0 and done["first_ms"] > 0
         again = runner.resume(prompt(1), 10)
         if again is not None:
@@ -93,7 +94,7 @@ def test_a_compiled_step_writes_the_same(folder: Path) -> None:
         pytest.skip("torch.compile needs a C++ compiler")
     with torch.no_grad():
         done = timed(Static(folder, "cpu", compiled=True), Clock("cpu"), prompt(1), 5)
-    assert done["tokens"] == plain(folder, prompt(1), 6)[0].tolist()
+    assert done["tokens"] == plain(folder, prompt(1), 6).tolist()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -102,46 +103,83 @@ def test_a_cuda_graph_writes_the_same(folder: Path) -> None:
         runner = Static(folder, "cuda")
         for _ in range(2):  # the graph of the first run serves the second
             done = timed(runner, Clock("cuda"), prompt().cuda(), 20)
-            assert done["tokens"] == plain(folder, prompt(), 21)[0].tolist()
+            assert done["tokens"] == plain(folder, prompt(), 21).tolist()
+
+
+def test_runners_are_what_their_names_say(folder: Path) -> None:
+    made = {c.name: c.make(folder, "cpu", None) for c in CONTENDERS if c.name.startswith(("gpt_", "static"))}
+    for name, runner in made.items():
+        half = "bfloat16" in name
+        assert {p.dtype for p in runner.model.parameters()} == {torch.bfloat16 if half else torch.float32}, name
+    long = GPTConfig(n_ctx=1024)
+    assert made["gpt_bounded_cache.py, window of 256"].new_cache(long).window == 256
+    assert made["gpt_bounded_cache.py, preallocated"].new_cache(long).window == 1024
+    assert made["gpt_bounded_cache.py, BCT, 24 slots"].model.config.slots == 24
+    int8 = made["gpt_kv_cache.py, int8"]
+    ids = prompt()
+    with torch.no_grad():
+        x = int8.model.ln_f(int8.model.wte(ids))
+        exact = x @ int8.model.wte.weight.t()
+        assert 1e-4 < (int8.model.head(int8.model.wte(ids)) - exact).norm() / exact.norm() < 0.05  # the head too
+    if bench.available(next(c for c in CONTENDERS if c.package == "transformers"), "cpu", None):
+        return
+    caches = {}
+    for name in ("transformers, DynamicCache", "transformers, StaticCache"):
+        runner = next(c for c in CONTENDERS if c.name == name).make(folder, "cpu", None)
+        with torch.no_grad():
+            caches[name] = timed(runner, Clock("cpu"), prompt(1), 3)["nbytes"]
+    token = 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
+    assert caches == {"transformers, DynamicCache": 15 * token, "transformers, StaticCache": 64 * token}
 
 
 def test_what_an_ablation_undoes_changes_the_time_only(folder: Path) -> None:
     with torch.no_grad():
-        result = bench.ablate(folder, [12], 1, "cpu")  # raises if the tokens change
-        for name, undo in bench.ablations().items():
+        for name, undo in contenders.ablations().items():
             model = load_model(str(folder), model_class=GPT)
             before = model(prompt())
             undo(model)
-            torch.testing.assert_close(model(prompt()), before, rtol=1e-4, atol=1e-4)
-            assert result[name]["12"]["decode"] > 0
-    assert result["as it is"]["12"]["decode"] == result["as it is"]["12"]["first"] == 1
+            torch.testing.assert_close(model(prompt()), before, rtol=1e-4, atol=1e-4, msg=name)
     layout = load_model(str(folder), model_class=GPT)
     stride = layout.h[0].attn.c_attn.weight.stride()
-    bench.ablations()["weights stored (out, in), as nn.Linear does"](layout)
+    contenders.ablations()["weights stored (out, in), as nn.Linear does"](layout)
     assert layout.h[0].attn.c_attn.weight.stride() == (1, 64) != stride
     assert layout.wte.weight.stride() == (1, 300)
-    bench.ablations()["the head's weights row by row"](layout)
+    contenders.ablations()["the head's weights row by row"](layout)
     assert layout.wte.weight.stride() == (64, 1)
 
 
-def test_an_ablation_that_changes_the_text_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(model: GPT) -> None:
-        model.wpe.weight.data.zero_()
+CHANGED = {"logits of all positions": "head", "softmax(q k) v written out": "aten::softmax",
+           "q, k and v by a product each": "aten::addmm"}  # fmt: skip
 
-    monkeypatch.setattr(bench, "ablations", lambda: {"positions": spoil})
-    with pytest.raises(ValueError, match="positions"), torch.no_grad():
-        bench.ablate(folder, [12], 1, "cpu")
+
+@pytest.mark.parametrize(("name", "changed"), CHANGED.items())
+def test_what_an_ablation_undoes_is_undone(name: str, changed: str, folder: Path) -> None:
+    def calls(model: GPT) -> dict[str, int]:
+        with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
+            model(prompt(1), KVCache(), last_only=True)
+        found = {e.key: e.count for e in profile.key_averages()}
+        rows = [e.input_shapes[0][0] for e in profile.key_averages(group_by_input_shape=True)
+                if e.key == "aten::mm" and e.input_shapes[1][-1] == 300]  # fmt: skip
+        return {key: found.get(key, 0) for key in ("aten::softmax", "aten::addmm")} | {"head": max(rows)}
+
+    model = load_model(str(folder), model_class=GPT)
+    before = calls(model)
+    contenders.ablations()[name](model)
+    after = calls(model)
+    assert after[changed] > before[changed]
+    assert {k: v for k, v in after.items() if k != changed} == {k: v for k, v in before.items() if k != changed}
 
 
 def raw(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) -> dict:
     def turn(first: float, step: float, tokens: list[int]) -> dict:
         return {"first_ms": first, "first_cpu_ms": cpu * first, "steps_ms": [step] * 4,
-                "steps_cpu_ms": [cpu * step] * 4, "tokens": tokens, "nbytes": 100, "peak_bytes": 1000}  # fmt: skip
+                "steps_cpu_ms": [cpu * step] * 4, "tokens": [[1, 1], tokens], "nbytes": 100,
+                "peak_bytes": int(10 * first)}  # fmt: skip
 
     slow = (1.0, 2.0, 1.0)  # the machine in three turns
     return {
         "geometry": {"weights": 500e6}, "reuse_lengths": [100, 90],
-        "floor": [{"bytes_per_ms": b, "products_ms": {"100": 80.0}} for b in bandwidths],
+        "floor": [{"bytes_per_ms": b, "products_ms": {"200": 160.0}} for b in bandwidths], "timed_cpu": True,
         "contenders": {
             "gpt_kv_cache.py": {"2 x 100": [turn(200 * s, 100 * s, [1, 2]) for s in slow]},
             "other": {"2 x 100": [turn(400 * s, 150 * s, [1, 3]) for s in slow]},
@@ -156,27 +194,59 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -
     assert found["roofline_ms"] == 50 and ours["of_roofline"] == 0.5
     assert ours["step_ms"] == 100 and ours["tokens_per_s"] == 20 and ours["decode_ratio"] == 1
     assert other["decode_ratio"] == pytest.approx(100 / 150) and other["first_ratio"] == 0.5
-    assert ours["of_products"] == 2 * 80 / 200  # of two texts
-    assert ours["same_tokens"] and not other["same_tokens"]
+    assert ours["of_products"] == 160 / 200  # of the tokens of both texts
+    assert ours["same_tokens"] and not other["same_tokens"]  # in the second text
+    assert found["rows"]["gpt_kv_cache.py"]["peak_bytes"] == 4000
+    assert bench.ablation(found["rows"] | {"x": {"1 x 9": {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}}}, []) == {
+        "other": {}, "x": {}}  # fmt: skip
+    spread = bench.ablation({"x": {"1 x 9": {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}}}, [9])
+    assert spread == {"x": {"9": {"decode": [1, 0.5, 2], "first": [1, 0.25, 1]}}}
     assert found["rows"]["gpt_kv_cache.py"]["reuse_ms"] == 31 and "reuse_ms" not in found["rows"]["other"]
     assert found["rows"]["other"]["overhead_ms"] == 0.7 and "overhead_ms" not in found["rows"]["gpt_kv_cache.py"]
     assert found["waited"] == pytest.approx(0) and found["bandwidth_change"] == pytest.approx(0.02)
     assert bench.summary(raw(cpu=0.7))["waited"] == pytest.approx(0.3)
     assert bench.summary(raw((5e6, 10e6, 10e6)))["bandwidth_change"] == 0.5
+    found = [bench.disturbed(bench.summary(r)) for r in (raw(), raw(cpu=0.7), raw((5e6, 10e6, 10e6)))]
+    assert found == [False, True, True]
+    assert bench.summary(raw(cpu=0.0) | {"timed_cpu": False})["waited"] is None  # a GPU, or several threads
 
 
 def test_a_contender_that_fails_is_left_out_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = bench.BASE, "nobody"
-    found = bench.measure(folder, [good, bad], [12], [1], 1, "cpu", 1, None)
+    found = bench.measure(folder, [good, bad], [(1, 12), (2, 6)], 1, "cpu", 1, None)
     assert list(found["failed"]) == [bad] and "nobody failed: " in found["failed"][bad]
     assert list(found["contenders"]) == [good] and len(found["contenders"][good]["1 x 12"]) == 1
     assert set(found["floor"][0]["products_ms"]) == {"12"} and found["floor"][0]["bytes_per_ms"] > 1e5
 
 
+def test_floors_are_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ticks(Clock):  # a millisecond a call, however long it takes
+        def __call__(self, call: object) -> tuple[float, float, object]:
+            return 1.0, 1.0, call()
+
+    geometry = {"n_layer": 7, "n_embd": 8, "n_inner": 32, "attention": 8, "vocab_size": 20}
+    assert contenders.floors(Ticks("cpu"), "cpu", geometry, [3])["products_ms"] == {"3": 7 * 1.0 + 1.0}
+
+
+def test_a_worker_that_dies_while_it_waits_is_said(folder: Path) -> None:
+    with closing(bench.Worker(bench.BASE, folder, "cpu", 1, None)) as worker:
+        worker.process.kill()
+        worker.process.wait()
+        with pytest.raises(ValueError, match=r"gpt_kv_cache.py failed: it ended with status -9"):
+            worker(ids=[[1, 2]], decode=1, cached=0)
+
+
+def test_a_run_without_floors_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "BASE", "nobody")
+    with pytest.raises(ValueError, match="nobody failed"):
+        bench.measure(folder, ["nobody"], [(1, 12)], 1, "cpu", 1, None)
+
+
 def test_bounds_at_scale() -> None:
-    shape = scale.Shape("small", layers=2, width=8, kv_heads=2, head_dim=4, parameters=100, tables=20, n_ctx=64)
+    shape = scale.Shape("small", layers=2, width=8, kv_heads=2, head_dim=4, parameters=100, tables=20, unread=5,
+                        n_ctx=64)  # fmt: skip
     assert shape.token_bytes == 2 * 2 * 2 * 4 * 2
-    assert scale.decode_s(shape, 10.0, tokens=5, batch=3) == (200 + 3 * 5 * 64) / 10
+    assert scale.decode_s(shape, 10.0, tokens=5, batch=3) == (190 + 3 * 5 * 64) / 10
     assert scale.prefill_s(shape, 10.0, tokens=5) == (2 * 80 * 5 + 2 * 25 * 8 * 2) / 10
     big = next(s for s in scale.SHAPES if "70B" in s.name)
     assert big.token_bytes == 327_680  # 2 x 80 layers x 8 heads x 128 x 2 bytes
@@ -219,7 +289,7 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
     result = command("--ablate", "--model", "pocket", "--lengths", "24", "--turns", "1", "--out", str(tmp_path))
     assert result.returncode == 0 and "logits of all positions" in result.stdout
     record = json.loads((tmp_path / "ablation.json").read_text())
-    assert set(record["without"]) == {"as it is", *bench.ablations()}
+    assert set(record["without"]) == {*contenders.ablations()} and record["different"] == []
     assert sum(record["first_token"].values()) == pytest.approx(1)
     assert next(iter(record["first_token"])) == "products with weights" and record["first_token"]["attention"] > 0.01
 
@@ -227,6 +297,8 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "culprits"), [
     (["--model", "gpt5"], ["gpt5"]), (["--lengths", "600", "--model", "pocket"], ["600", "512"]),
     (["--only", "nothing"], ["nothing"]), (["--turns", "0"], ["0"]), (["--scale", "nothing.json"], ["nothing.json"]),
+    (["--scale", "pocket/teacher/figures.json"], ["summary.json", "perplexity"]),
+    (["--peer-path", "nowhere"], ["nowhere", "folder"]), (["--ablate", "--batches", "1"], ["--batches"]),
 ])  # fmt: skip
 def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str]) -> None:
     result = command(*words)

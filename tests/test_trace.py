@@ -156,10 +156,10 @@ def test_scripts_write_a_page_of_what_they_print(words: list[str], tmp_path: Pat
 
 def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    evil = "</script><b>&amp;"
+    evil = "<!--<script></script><b>&amp; null /* data */ h\u00e9llo \U0001f600"
     result = subprocess.run([sys.executable, "gpt_kv_cache.py", "--prompt", evil, "--max-new-tokens", "2", "--trace",
                              str(out)], cwd=ROOT, capture_output=True, text=True)  # fmt: skip
-    assert result.returncode == 0 and out.read_text().count("</script>") == 1
+    assert result.returncode == 0 and out.read_text().count("</script>") == 1 == out.read_text().count("<script>")
     assert "".join(data_of(out)["tokens"]).startswith(evil)
     assert "<b>" not in out.read_text().partition("<style>")[0]
 
@@ -167,6 +167,7 @@ def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "culprit"), [
     (["gpt_kv_cache.py", "--trace", "."], "is a folder"), (["recycle.py", "--trace", "x.html"], "run has no --trace"),
     (["overfill.py", "--trace", "x.html"], "run has no --trace"),
+    (["gpt_kv_cache.py", "--trace", "nowhere/x.html"], "no folder nowhere"),
 ])  # fmt: skip
 def test_bad_input_gets_one_sentence(words: list[str], culprit: str) -> None:
     result = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)

@@ -20,7 +20,7 @@ class Hunk(NamedTuple):
 
 
 def hunks(old: list[str], new: list[str]) -> list[Hunk]:
-    """Return the differences of two texts, in order: as few lines as possible go and come.
+    """Return the differences of two texts, in order: those that difflib.SequenceMatcher finds.
 
     Two hunks don't touch: at least one line that both texts have lies between them. Python's difflib finds which lines
     both have: difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes(). (Without autojunk=False it takes

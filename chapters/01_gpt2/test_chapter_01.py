@@ -202,7 +202,7 @@ def counting(model: GPT) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
 
 @pytest.mark.ex1_5
 def test_the_oldest_half_is_forgotten(impl: ModuleType) -> None:
-    for n_ctx in (1, 2, 3, 8, 9, 16, 1024):
+    for n_ctx in (9, 8, 16, 3, 2, 1, 1024):
         for n_tokens in [*range(5 * n_ctx + 3)][:: max(1, n_ctx // 100)]:
             expected = gpt_baseline.context_start(n_tokens, n_ctx)
             assert impl.first_kept(n_tokens, n_ctx) == expected, f"of {n_tokens} tokens in a context of {n_ctx}"

@@ -41,7 +41,8 @@ class Cache:
         raise NotImplementedError("exercise 2.1")
 
     def truncate(self, n: int) -> None:
-        """Keep the first n tokens, and free the memory of the others. Raises ValueError if there are fewer than n."""
+        """Keep the first n tokens, and free the memory of the others. Raises ValueError, with the number of tokens that
+        there are in its message, unless n is between 0 and that number; then nothing has changed."""
         raise NotImplementedError("exercise 2.4")
 
 

@@ -50,7 +50,8 @@ class Cache:
         self.pos = torch.cat([self.pos, pos])
 
     def truncate(self, n: int) -> None:
-        """Keep the first n tokens, and free the memory of the others. Raises ValueError if there are fewer than n."""
+        """Keep the first n tokens, and free the memory of the others. Raises ValueError, with the number of tokens that
+        there are in its message, unless n is between 0 and that number; then nothing has changed."""
         # exercise 2.4
         if not 0 <= n <= len(self):
             raise ValueError(f"can't keep {n} tokens of {len(self)}")

@@ -24,11 +24,14 @@ def ring() -> str:
 def order() -> str:
     return cells(
         "A window of four holds tokens 0 to 3, and tokens 4, 5 and 6 are fed together. Token 4 must see 1, 2, 3 and 4. "
-        "If 5 and 6 are written first, 1 and 2 are gone, and it sees 3 and 4 only.",
+        "After the pass the slots hold 4, 5, 6 and 3. If that is written first, 1 and 2 are gone for token 4.",
         [
-            ("in the slots", [(str(p), "kept") for p in range(4)]),
-            ("write, then read: 4 sees ", [("1", "gone"), ("2", "gone"), ("3", "kept"), ("4", "new")]),
-            ("read, then write: 4 sees ", [("1", "kept"), ("2", "kept"), ("3", "kept"), ("4", "new")]),
+            ("slot ", [(str(s), "") for s in range(4)]),
+            ("before the pass ", [(str(p), "kept") for p in range(4)]),
+            ("after it ", [(str(p), "new") for p in (4, 5, 6)] + [("3", "kept")]),
+            ("", []),
+            ("token 4 must see ", [("1", "kept"), ("2", "kept"), ("3", "kept"), ("4", "new")]),
+            ("if written first, it sees ", [("1", "gone"), ("2", "gone"), ("3", "kept"), ("4", "new")]),
         ],
         {"kept": "held before the pass", "new": "fed", "gone": "overwritten by 5, 6"},
     )

@@ -31,7 +31,7 @@ def layout() -> str:
         "0 to 6, and tokens 7, 8 and 9 as they are. Token 6 has just become too old, and was written.",
         [
             ("written ", [(str(t), "gone") for t in range(6)] + [("6", "new")]),
-            ("read ", [("slot", "kept")] * 3 + [("", "")] + [(str(t), "reused") for t in (7, 8, 9)]),
+            ("read ", [("slot", "kept")] * 3 + [("", "")] * 4 + [(str(t), "reused") for t in (7, 8, 9)]),
         ],
         {"gone": "in the slots only", "new": "written now", "kept": "sums", "reused": "as they are"},
     )

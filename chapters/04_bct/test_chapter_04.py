@@ -111,6 +111,13 @@ def test_an_empty_slot_is_not_there(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex4_2
+def test_an_empty_slot_is_not_there_however_badly_the_others_fit(impl: ModuleType) -> None:
+    q, k, v = torch.ones(8), torch.full((1, 8), -300.0), draw(1, 8)
+    slots = torch.cat([torch.zeros(2, 17), rows(k, v)])
+    torch.testing.assert_close(impl.read(q, slots), v[0], msg="a slot that scores -850 lost to an empty one")
+
+
+@pytest.mark.ex4_2
 def test_a_slot_counts_as_often_as_its_mass(impl: ModuleType) -> None:
     q, k, v = draw(8), draw(3, 8, seed=1), draw(3, 8, seed=2)
     often = [1, 4, 2]
@@ -152,6 +159,15 @@ def test_it_reads_what_the_real_memory_reads(impl: ModuleType) -> None:
 
 
 # --- 4.3 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex4_3
+def test_parallel_sees_no_empty_slot_however_badly_the_others_fit(impl: ModuleType) -> None:
+    q, k, v = torch.ones(3, 8), torch.full((3, 8), -300.0), draw(3, 8)
+    w = torch.zeros(3, 4)
+    w[:, 1] = 1  # one slot is written to, three stay empty
+    expected = torch.stack([v[: t + 1].mean(0) for t in range(3)])
+    torch.testing.assert_close(impl.parallel(q, k, v, w), expected, msg="slots that score -850 lost to empty ones")
 
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:

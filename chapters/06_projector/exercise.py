@@ -19,7 +19,8 @@ MOST_LOST = 0.01  # of the answers that are right
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
     """Return KL(p || q) in nats between the distributions that two sets of logits (..., V) stand for: what it costs to
-    take q for p. Finite for all finite logits, in whatever number format, and 0 for equal ones."""
+    take q for p. Finite for all finite logits, in whatever number format, 0 for equal ones, and never below 0, which
+    rounding alone would make it."""
     raise NotImplementedError("exercise 6.1")
 
 

@@ -69,6 +69,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hn,hnd->hd", scores.softmax(-1), v.double())
 
 
+@pytest.mark.ex6_1
+def test_kl_is_never_negative(impl: ModuleType) -> None:
+    p = 5 * torch.randn(2000, 50, generator=torch.Generator().manual_seed(0))
+    q = p + 1e-9 * torch.randn(2000, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert impl.kl(p.double(), q).min() >= 0, "rounding made it negative"
+
+
 @pytest.mark.ex6_2
 @pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
 def test_one_slot_is_read_as_all(impl: ModuleType, scale: float) -> None:
