@@ -1,9 +1,10 @@
 """Bring the chapters up to date: their code, diffs, outputs, tables and numbers come from the files they are about.
 
-`python chapters/build.py` rewrites what is between the marks of the chapters' README.md files, their pictures and the
-pages of `side_by_side/`; `--check` writes nothing, and fails if anything is stale. With `--stubs` every exercise.py is
-written anew too (or checked), from the solution.py beside it, whatever a student wrote there. A mark is a comment: who
-reads the rendered page doesn't see it. A line of its own opens a block, which ends at <!-- end -->:
+`python chapters/build.py` rewrites what is between the marks of the chapters' README.md files, their pictures, and the
+pages that are made of them: an index.html of each, and those of `side_by_side/`. `--check` writes nothing, and fails if
+anything is stale. With `--stubs` every exercise.py is written anew too (or checked), from the solution.py beside it,
+whatever a student wrote there. A mark is a comment: who reads the rendered page doesn't see it. A line of its own opens
+a block, which ends at <!-- end -->:
 
   code FILE NAME [FROM] [TO]   the source of a class, function or method; or its lines from the first that contains FROM
                                to the next that contains TO (or to that line alone)
@@ -218,7 +219,7 @@ def stub_of(solution: str) -> str:
 def build(numbers: list[int]) -> dict[Path, str]:
     """Return the generated files of these chapters, or of all and what is made of all, as they should be; exercises
     aside."""
-    from chapters import side_by_side
+    from chapters import pages, side_by_side
 
     texts = [(chapter / "README.md").read_text(encoding="utf-8") for chapter in folders(numbers)]
     commands = [shlex.join(shlex.split(words)) for text in texts for kind, words, _ in BLOCK.findall(text)
@@ -231,7 +232,12 @@ def build(numbers: list[int]) -> dict[Path, str]:
         if (chapter / "pictures.py").exists():
             pictures = import_file(chapter / "pictures.py").PICTURES
             files |= {chapter / f"{name}.svg": draw() for name, draw in pictures.items()}
-    return files if numbers else files | side_by_side.pages(files)
+    texts = {path: text for path, text in files.items() if path.suffix == ".md"}
+    if not numbers:
+        files |= side_by_side.pages(texts)
+        texts |= {path: path.read_text(encoding="utf-8") for path in sorted(CHAPTERS.glob("*.md"))}
+    made = {path.with_suffix(".html"): pages.page(text) for path, text in texts.items()}
+    return files | {path.with_stem("index") if path.stem == "README" else path: text for path, text in made.items()}
 
 
 def folders(numbers: list[int]) -> list[Path]:

@@ -102,7 +102,7 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
         for _, old, new, first, last, said in WORDS.findall(text):
             if said.startswith(("#", "<!--", "|", "```", "- ")):
                 continue  # not words on the hunk
-            link = f'<a href="../{path.parent.name}/README.md">chapter {title.partition(".")[0]}</a>'
+            link = f'<a href="../{path.parent.name}/index.html">chapter {title.partition(".")[0]}</a>'
             which = f"hunks {first} to {last}: " if last else ""
             found[old, new].setdefault(int(first), []).append(f"{which}{inline(said)} ({link})")
     return found

@@ -128,6 +128,21 @@ def test_a_refresh_is_framed(page: Any, traces: dict[str, str], tmp_path: Path) 
     assert page.locator("#cache .replaced").count() == 0 and page.locator("#cache .new").count() == 1
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("**/index.html")), ids=lambda path: path.parent.name)
+def test_chapters_open_with_pictures_and_without_marks(path: Path, page: Any) -> None:
+    page.goto(path.as_uri())
+    readme = path.with_name("README.md").read_text()
+    assert page.text_content("h1") == readme.partition("\n")[0].removeprefix("# ")
+    assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0 && i.alt)")
+    assert page.locator("img").count() == readme.count("![")
+    assert page.locator("pre").count() == readme.count("\n```") // 2
+    page.evaluate("document.querySelectorAll('pre, code').forEach(e => e.remove())")
+    shown = page.evaluate("document.body.innerText")
+    assert "**" not in shown and "<!--" not in shown and "](" not in shown and "\n- " not in shown
+    links = page.eval_on_selector_all("a", "links => links.map(a => a.href)")
+    assert [x for x in links if x.startswith("file:") and not Path(x[7:].partition("#")[0]).exists()] == []
+
+
 @pytest.mark.parametrize("name", ["gpt_kv_cache", "gpt_bounded_cache"])
 def test_files_stand_side_by_side(name: str, page: Any) -> None:
     page.goto((PAGES / f"{name}.html").as_uri())

@@ -1,0 +1,110 @@
+"""The chapters as HTML pages, for reading offline in a browser: `build.py` makes an index.html of each README.md.
+
+They use a small part of Markdown (headings, paragraphs, lists, tables, quotes, fences, pictures, links, code, bold and
+italics), and that is what this turns to HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+
+from chapters.side_by_side import coloured
+
+STYLE = """
+  body { font: 17px/1.6 system-ui, sans-serif; max-width: 54em; margin: 1.5em auto; padding: 0 1em; color: #111; }
+  h1, h2, h3 { line-height: 1.25; margin: 1.4em 0 .5em; } img { max-width: 100%; } a { color: #00408a; }
+  pre { background: #f4f4f4; border: 1px solid #ccc; padding: .6em; overflow-x: auto; font-size: .85em;
+        line-height: 1.4; }
+  code { background: #eee; font-size: .92em; } pre code { background: none; font-size: 1em; }
+  table { border-collapse: collapse; display: block; overflow-x: auto; font-size: .92em; }
+  td, th { border: 1px solid #999; padding: .15em .6em; text-align: left; vertical-align: top; }
+  blockquote { border-left: 3px solid #111; margin-left: 0; padding-left: 1em; }
+  sub { color: #555; vertical-align: baseline; }
+  .keyword { font-weight: bold; } .string { color: #6a3500; } .comment { color: #555; font-style: italic; }
+  .mark { background: #111; color: #fff; padding: 0 .2em; } .name { color: #00408a; font-weight: bold; }
+  .old { background: #ffe3df; } .new { background: #dff3e3; }
+"""
+FENCE = re.compile(r"```(\w*)\n(.*?)\n?```$", re.S)
+
+
+def inline(text: str) -> str:
+    """Return a line or paragraph as HTML; what is in backticks is left as it is."""
+    codes = re.findall(r"`([^`]+)`", text)
+    text = html.escape(re.sub(r"`[^`]+`", "\0", text), quote=False)
+    text = text.replace("&lt;sub&gt;", "<sub>").replace("&lt;/sub&gt;", "</sub>")
+    text = re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text)
+    text = re.sub(r"(?<![\w*])\*([^*]+)\*(?![\w*])", r"<i>\1</i>", text)
+    text = re.sub(r"!\[([^\]]*)\]\(([^)]+)\)", lambda m: f'<img src="{m[2]}" alt="{html.escape(m[1])}">', text)
+    text = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", lambda m: f'<a href="{target(m[2])}">{m[1]}</a>', text)
+    return re.sub("\0", lambda _: f"<code>{html.escape(codes.pop(0), quote=False)}</code>", text)
+
+
+def target(link: str) -> str:
+    """Return where a link leads: from page to page, and not to the text that a page was made of."""
+    inside = not link.startswith("../../")
+    return re.sub(r"\.md$", ".html", link.replace("README.md", "index.md")) if inside else link
+
+
+def fence(language: str, code: str) -> str:
+    """Return a block of code."""
+    lines = html.escape(code, quote=False).split("\n")
+    if language == "python":
+        lines = coloured(code)
+    elif language == "diff":
+        kinds = {"+": "new", "-": "old"}
+        lines = [f'<span class="{kinds[x[0]]}">{x}</span>' if x[:1] in kinds else x for x in lines]
+    return "<pre><code>" + "\n".join(lines) + "</code></pre>"
+
+
+def table(lines: list[str]) -> str:
+    """Return a table; its second line only says that it is one."""
+    rows = []
+    for i, line in enumerate(lines):
+        if i != 1:
+            cell = "th" if i == 0 else "td"
+            cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+            rows.append("<tr>" + "".join(f"<{cell}>{inline(c.strip())}</{cell}>" for c in cells) + "</tr>")
+    return "<table>" + "\n".join(rows) + "</table>"
+
+
+def block(text: str) -> str:
+    """Return a block of Markdown, which blank lines surround, as HTML."""
+    lines = text.split("\n")
+    if match := FENCE.match(text):
+        return fence(*match.groups())
+    if match := re.match(r"(#+) (.*)", text):
+        level = len(match[1])
+        return f"<h{level}>{inline(match[2])}</h{level}>"
+    if lines[0].startswith("|"):
+        return table(lines)
+    if lines[0].startswith("> "):
+        return "<blockquote>" + inline("\n".join(line.removeprefix("> ") for line in lines)) + "</blockquote>"
+    if lines[0].startswith("- "):
+        items = re.split(r"^- ", text, flags=re.M)[1:]
+        return "<ul>" + "\n".join(f"<li>{inline(item.strip())}</li>" for item in items) + "</ul>"
+    if re.match(r"\d+\. ", text):
+        items = re.split(r"^\d+\. ", text, flags=re.M)[1:]
+        return "<ol>" + "\n".join(f"<li>{inline(item.strip())}</li>" for item in items) + "</ol>"
+    return f"<p>{inline(text)}</p>"
+
+
+def page(text: str) -> str:
+    """Return a README.md as a page. Comments, and with them the marks of build.py, are left out."""
+    blocks, code = [], []
+    for line in re.sub(r"<!--.*?-->", "", text, flags=re.S).split("\n"):
+        fenced = bool(code and code[0].startswith("```"))
+        other = code and (code[0][:1] == "|") != (line[:1] == "|")  # a table begins or ends
+        if not fenced and (other or not line.strip() or line.startswith(("```", "#"))):
+            blocks += ["\n".join(code)] if code else []
+            code = []
+        if line.strip() or fenced:
+            code.append(line)
+        if fenced and line.startswith("```"):
+            blocks, code = [*blocks, "\n".join(code)], []
+    blocks += ["\n".join(code)] if code else []
+    title = html.escape(text.partition("\n")[0].lstrip("# "))
+    body = "\n".join(map(block, blocks))
+    return (f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{title}</title>\n<style>{STYLE}</style>\n{body}\n</html>\n")  # fmt: skip
