@@ -221,8 +221,8 @@ def test_no_family_is_on_both_sides(impl: ModuleType) -> None:
 @pytest.mark.ex6_4
 def test_folds_are_drawn_and_can_be_drawn_again(impl: ModuleType) -> None:
     plain = some_families(3)
-    drawn = {str(impl.folds(plain, 3, seed)) for seed in range(8)}
-    assert len(drawn) > 1, "the seed makes no difference"
+    drawn = {frozenset(frozenset(test) for _, test in impl.folds(plain, 3, seed)) for seed in range(8)}
+    assert len(drawn) > 1, "the seed makes no difference to which families are tested together"
     again = []
     for Name.salt in range(4):
         again.append(impl.folds([Name(name) for name in plain], 3, 1))
@@ -284,8 +284,11 @@ def test_verdict(impl: ModuleType) -> None:
         for j in {0, 1, 2} - {i}:
             others = [None if k == j else part for k, part in enumerate(parts)]
             assert impl.verdict(*others) == "REJECTED", f"{others}: what was measured refutes it already"
-    for i, unclear in enumerate((at(0.4, 0.1), at(0.79, 0.02), at(0.0, 0.04))):
-        for part in (unclear, None):
+    means_within = at(0.4, 0.1), at(0.81, 0.02), at(0.0, 0.04)
+    means_beyond = at(0.3, 0.1), at(0.79, 0.02), at(0.03, 0.04)
+    at_the_bound = (0.3, 0.25, 0.35), (0.7, 0.6, 0.8), (0.02, 0.01, 0.03)
+    for i in range(3):
+        for part in (means_within[i], means_beyond[i], at_the_bound[i], None):
             parts = [*good[:i], part, *good[i + 1 :]]
             assert impl.verdict(*parts) == "UNDECIDED", f"{parts}: not shown, and not refuted"
 
