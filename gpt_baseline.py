@@ -1,7 +1,8 @@
 """GPT-2 from scratch, without a KV cache: for every new token it reads the whole text again.
 Read this file first, then `diff gpt_baseline.py gpt_kv_cache.py`: the difference is the KV cache.
 
-Shapes: B batch, T tokens fed, S tokens attended to, L layers, H heads, D head size, C width (n_embd), V vocabulary.
+Shapes: B batch, T tokens fed, S tokens attended to, L layers, H heads, D head size, C width
+(n_embd), V vocabulary.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2);
 Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 class GPTConfig:
     """Geometry of a GPT-2; the defaults are those of the 124M model.
 
-    head_dim and n_inner default to n_embd // n_head and 4 * n_embd; dropout is active in train() mode only.
-    Raises ValueError if a size is not positive or n_head does not divide n_embd and head_dim is not given.
+    head_dim and n_inner default to n_embd // n_head and 4 * n_embd; dropout acts in train() only.
+    Raises ValueError if a size is below 1, or n_head doesn't divide n_embd and head_dim is missing.
     """
 
     vocab_size: int = 50257
@@ -36,7 +37,8 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd", "head_dim", "n_inner"):
+        sizes = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd", "head_dim", "n_inner")
+        for name in sizes:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -44,14 +46,15 @@ class GPTConfig:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {self.dropout}")
         if self.head_dim is None:
             if self.n_embd % self.n_head:
-                raise ValueError(f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}; give head_dim")
+                sizes = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
+                raise ValueError(f"{sizes}; give head_dim")
             object.__setattr__(self, "head_dim", self.n_embd // self.n_head)
         if self.n_inner is None:
             object.__setattr__(self, "n_inner", 4 * self.n_embd)
 
 
 class Conv1D(nn.Module):
-    """GPT-2's linear layer, x @ W + b, with W stored (in, out): public weights load without a transpose."""
+    """GPT-2's linear layer, x @ W + b; W is stored (in, out), as in the public weights."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention in two steps, project() and forward(): a cache goes between them."""
+    """Multi-head self-attention in two steps: between project() and forward() a cache fits."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -77,11 +80,11 @@ class Attention(nn.Module):
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Return (B, T, C): every query's mean of the values v (B, H, S, D) that mask (T, S) lets it see."""
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)  # (B, H, T, D)
-        return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return (B, T, C): each query's attention-weighted average of the values up to its own."""
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                           dropout_p=self.dropout * self.training)
+        return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
 
 
 class MLP(nn.Module):
@@ -107,51 +110,55 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
-        q, k, v = self.attn.project(self.ln_1(x))  # (B, H, T, D) each
-        k_pos = pos  # the keys are those of the tokens fed
-        x = x + self.drop(self.attn(q, k, v, mask=k_pos <= pos[:, None]))  # causal: look up to one's own position
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attn(*self.attn.project(self.ln_1(x))))
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
 
 
 class GPT(nn.Module):
     """GPT-2 with its public parameter names; the output head is the token embedding, transposed."""
 
-    config_class = GPTConfig  # for whoever builds a model from a file
+    config_class, block_class = GPTConfig, Block  # the loader builds the first, __init__ the second
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        # Shape (V, C) as published, memory laid out column by column: x @ wte.T, the largest product of
+        # Shape (V, C) as published, memory column by column: x @ wte.T, the largest product of
         # one-token decoding, then reads it in the order a CPU is fastest at.
         self.wte.weight = nn.Parameter(torch.empty(config.n_embd, config.vocab_size).t())
         self.wpe = nn.Embedding(config.n_ctx, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
+        self.context = config.n_ctx  # positions that a text may take
         self.init_weights()
 
     def init_weights(self) -> None:
-        """GPT-2's random start: N(0, 0.02), residual projections narrowed by sqrt(2 L), biases 0."""
+        """Start as GPT-2 did: N(0, 0.02), residual projections narrower by sqrt(2 L), biases 0."""
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
                 nn.init.zeros_(parameter)
             elif ".ln_" not in name and not name.startswith("ln_f"):
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
-                nn.init.normal_(parameter, std=std)
+                branches = 2 * self.config.n_layer if name.endswith("c_proj.weight") else 1
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(branches))
 
     def forward(self, ids: Tensor, last_only: bool = False) -> Tensor:
-        """Return the logits (B, T, V) of ids (B, T), or with last_only those of the last token (B, 1, V).
+        """Return the logits (B, T, V) of ids (B, T); with last_only, the last token's (B, 1, V).
         Raises ValueError if there is no token, or more than n_ctx."""
         start, T = 0, ids.size(1)  # every pass begins at position 0
-        if not 1 <= T <= self.config.n_ctx - start:
-            raise ValueError(f"{T} tokens after {start}: must be at least 1 and end within n_ctx = {self.config.n_ctx}")
-        pos = torch.arange(start, start + T, device=ids.device)  # (T,)
-        x = self.drop(self.wte(ids) + self.wpe(pos))  # (B, T, C)
+        pos = start + torch.arange(T, device=ids.device)  # (T,)
+        if T < 1 or pos.max() >= self.context:
+            limits = f"must be at least 1 and end within n_ctx = {self.context}"
+            raise ValueError(f"{T} tokens after {start}: {limits}")
+        x = self.drop(self.embed(ids, pos))  # (B, T, C)
         for block in self.h:
-            x = block(x, pos)
+            x = block(x)
         return self.head(x[:, -1:] if last_only else x)
+
+    def embed(self, ids: Tensor, pos: Tensor) -> Tensor:
+        """Return (B, T, C): what ids (B, T) mean, and where they stand, at positions pos (T,)."""
+        return self.wte(ids) + self.wpe(pos)
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) of the last block's output (B, T, C)."""
@@ -159,36 +166,40 @@ class GPT(nn.Module):
 
 
 def context_start(n_tokens: int, n_ctx: int) -> int:
-    """Index of the first of n_tokens that is still in the context: past n_ctx the oldest half is forgotten.
+    """Index of the first of n_tokens still in the context: past n_ctx the oldest half is forgotten.
 
-    GPT-2 learned one vector per position and bakes it into K and V, so what is kept is read again from
-    position 0. The result moves in jumps of half a context, and the reading costs O(1) per token.
+    GPT-2 learned one vector per position and bakes it into K and V, so the other half is read again
+    from position 0. The index moves by half a context at a time: reading costs O(1) per token.
     """
+    if n_tokens <= n_ctx:
+        return 0
     half = (n_ctx + 1) // 2
-    return max(0, math.ceil((n_tokens - n_ctx) / half)) * half
+    return math.ceil((n_tokens - n_ctx) / half) * half
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Choose the next tokens (B, 1) from logits (B, V): the best one at temperature 0, else a random draw."""
+def sample(logits: Tensor, temperature: float, top_k: int | None,
+           generator: torch.Generator | None) -> Tensor:
+    """Choose the next tokens (B, 1) from logits (B, V): the best at temperature 0, else a draw."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits.float() - logits.max(dim=-1, keepdim=True).values  # at most 0: dividing can't overflow upwards
+    logits = logits.float() - logits.max(dim=-1, keepdim=True).values  # <= 0: no overflow below
     if top_k is not None:
         kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth_best, -math.inf)
-    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
 @torch.no_grad()
-def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0, top_k: int | None = None,
-             stop_id: int | None = None, generator: torch.Generator | None = None) -> Iterator[Tensor]:
+def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0,
+             top_k: int | None = None, stop_id: int | None = None,
+             generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known.
     A row that has produced stop_id goes on producing it; when all have, generation ends.
     Raises ValueError, at the first token, if ids is empty or an option is out of range."""
     check_options(ids, max_new_tokens, temperature, top_k)
     done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
     for _ in range(max_new_tokens):
-        start = context_start(ids.size(1), model.config.n_ctx)
+        start = context_start(ids.size(1), model.context)
         logits = model(ids[:, start:], last_only=True)[:, -1]  # (B, V)
         next_id = sample(logits, temperature, top_k, generator)  # (B, 1)
         if stop_id is not None:
@@ -201,7 +212,7 @@ def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float
 
 
 def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raise ValueError, with the value given and the values allowed, if generate() can't work with these."""
+    """Raise ValueError, with the value given and those allowed, if generate() can't use these."""
     if ids.dim() != 2 or ids.size(1) == 0:
         raise ValueError(f"ids must have shape (B, T) with T at least 1, got {tuple(ids.shape)}")
     if max_new_tokens < 0:
@@ -220,16 +231,17 @@ def main() -> None:
     with cli.parse() as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
-
-        if ids.size(1) > model.config.n_ctx:
-            print(f"[of the prompt's {ids.size(1)} tokens, the context of {model.config.n_ctx} holds only the last]")
+        prompt = tokenizer.encode(args.prompt, allowed_special="all")
+        ids = torch.tensor([prompt], device=args.device)  # (1, T)
+        if len(prompt) > model.context:
+            print(f"[of {len(prompt)} tokens, the context of {model.context} holds only the last]")
 
         def run(generate: Callable, **more: object) -> tuple[list[int], list[float]]:
             print(f"\n{args.prompt}", end="", flush=True)
-            options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}
-            generator = torch.Generator(args.device).manual_seed(args.seed)
-            tokens = generate(model, ids, args.max_new_tokens, generator=generator, **options, **more)
+            options = {"temperature": args.temperature, "top_k": args.top_k, **more}
+            options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
+            options["stop_id"] = tokenizer.eot_token
+            tokens = generate(model, ids, args.max_new_tokens, **options)
             return stream(tokens, tokenizer, trace=cli.trace(args, tokenizer, model, ids), **more)
 
         with torch.no_grad():

@@ -89,6 +89,9 @@ SUPPORTED = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
+    "step": (True,),  # of a BCT: both gates, and slots that begin empty
+    "forget": (True,),
+    "learned_start": (False,),
 }
 
 
@@ -190,7 +193,9 @@ def read_config(path: Path, config_class: type) -> Any:
     kinds = {field.name: int if field.default is None else type(field.default) for field in fields(config_class)}
     names = [name for name in kinds if name != "dropout"]
     if config.get("slots") and "slots" not in names:
-        raise ValueError(f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.py can read it")
+        raise ValueError(f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.BCT can read it")
+    if "slots" in names and not config.get("slots"):
+        raise ValueError(f"{path} describes a GPT-2 without memory slots, not a Bounded-Cache Transformer (BCT)")
     if bool(config.get("rotary")) != ("rotary" in names):
         raise ValueError(f"{path}: only pocket/rope.py can read a model with rotary positions, and no other")
     given = {name: config[name] for name in names if config.get(name) is not None}
@@ -559,7 +564,8 @@ def main() -> None:
         module, new_cache = gpt_kv_cache, gpt_kv_cache.KVCache
         if is_bct:
             module, new_cache = gpt_bounded_cache, gpt_bounded_cache.BoundedMemory
-        model = load_model(args.model, model_class=module.GPT, device=args.device, dtype=args.dtype)
+        model_class = gpt_bounded_cache.BCT if is_bct else gpt_kv_cache.GPT
+        model = load_model(args.model, model_class=model_class, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         config, count = model.config, sum(parameter.numel() for parameter in model.parameters())
         print(f"{args.model}: {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, width "
