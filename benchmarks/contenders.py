@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -222,7 +222,8 @@ class Memory(Ours):
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder, device, gpt_bounded_cache, lambda config: gpt_bounded_cache.BoundedMemory())
         weights = self.model.state_dict()
-        self.model = gpt_bounded_cache.GPT(replace(self.model.config, slots=24, recent=8)).eval().to(device)
+        config = gpt_bounded_cache.BCTConfig(**vars(self.model.config), slots=24, recent=8)
+        self.model = gpt_bounded_cache.BCT(config).eval().to(device)
         self.model.load_state_dict(weights, strict=False)
 
 
@@ -239,7 +240,7 @@ class Static(Ours):
     def step(self, token: Tensor, pos: Tensor, layers: list[Tensor]) -> Tensor:
         """Return the next token (B, 1) after token (B, 1) at pos (1,), whose keys and values go to layers."""
         model = self.model
-        seen = torch.arange(model.config.n_ctx, device=pos.device) <= pos[:, None]  # (1, n_ctx)
+        seen = torch.arange(layers[0].size(3), device=pos.device) <= pos[:, None]  # (1, S)
         x = model.wte(token) + model.wpe(pos)
         for block, kv in zip(model.h, layers, strict=True):
             q, k, v = block.attn.project(block.ln_1(x))

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 import gpt_bounded_cache as bounded
 import gpt_kv_cache as growing
 from gpt_bounded_cache import SlidingWindowCache
-from load_gpt2_weights import load_model, load_tokenizer, write_atomically, write_csv
+from load_gpt2_weights import find_file, load_model, load_tokenizer, read_json, write_atomically, write_csv
 from pocket import corpus
 from pocket.train import answers
 
@@ -50,22 +51,22 @@ class Memory:
 
 
 def memories_of(name: str, n: int, device: str, dtype: torch.dtype) -> dict[str, Memory]:
-    """Return the memories that a model can have: full, window and sinks of n tokens, and bct for pocket; or bct only,
-    for a BCT. Raises ValueError if n is too small."""
-    model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
-    bct = model if model.config.slots else None
-    if name == "pocket":
-        bct = load_model("pocket-bct", model_class=bounded.GPT, device=device, dtype=dtype)
+    """Return the memories that a model can have: full, window and sinks of n slots, and bct for pocket; or bct only,
+    for a BCT. Raises ValueError if n is too small or too large."""
+    slots = read_json(find_file(name, "config.json")).get("slots")
+    bct = {"pocket": "pocket-bct"}.get(name, name if slots else None)
     memories = {}
-    if not model.config.slots:
+    if not slots:
+        model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
         n_ctx = model.config.n_ctx
-        if not SINKS < n <= n_ctx:
-            raise ValueError(f"a window of {n} tokens must be longer than {SINKS} sinks and at most {n_ctx}")
+        if not SINKS + 1 < n <= n_ctx + 1:
+            raise ValueError(f"{n} slots, one of them spare, must be more than {SINKS + 1} and at most {n_ctx + 1}")
         memories["full"] = Memory(f"full, {n_ctx} tokens", model, lambda: SlidingWindowCache(n_ctx))
-        memories["window"] = Memory(f"window of {n}", model, lambda: SlidingWindowCache(n))
-        memories["sinks"] = Memory(f"{SINKS} sinks + window of {n - SINKS}", model,
-                                   lambda: SlidingWindowCache(n - SINKS, SINKS))  # fmt: skip
+        memories["window"] = Memory(f"window of {n - 1}", model, lambda: SlidingWindowCache(n - 1))
+        memories["sinks"] = Memory(f"{SINKS} sinks + window of {n - 1 - SINKS}", model,
+                                   lambda: SlidingWindowCache(n - 1 - SINKS, SINKS))  # fmt: skip
     if bct:
+        bct = load_model(bct, model_class=bounded.BCT, device=device, dtype=dtype)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
         memories["bct"] = Memory(label, bct, bounded.BoundedMemory)
     return memories
@@ -119,7 +120,7 @@ def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     losses, start, read = [], 0, 0  # start: where the context begins
     while read < ids.size(1) - 1:
         end = min(read + chunk, ids.size(1) - 1)
-        if not model.config.slots:
+        if model.context == n_ctx:  # a BCT's has no end
             if read - start == n_ctx:  # the context is full: forget its oldest half, read the rest again
                 start = bounded.context_start(read + 1, n_ctx)
                 cache.truncate(0)
@@ -146,16 +147,17 @@ def document_losses(memory: Memory, documents: list[list[int]]) -> list[list[flo
 
 
 def explanations(memory: Memory, tokenizer: Any, questions: list[corpus.Question], tokens: int = 220) -> list[str]:
-    """Return the greedy answers to questions, written as one batch: the prompts are padded on the left."""
+    """Return the greedy answers to questions, written in batches of prompts of the same length."""
     prompts = [tokenizer.encode_ordinary(question.prompt) for question in questions]
-    pad = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-    rows = [[tokenizer.eot_token] * n + prompt for n, prompt in zip(pad, prompts, strict=True)]
-    ids = torch.tensor(rows, device=memory.model.wte.weight.device)
-    cache = memory.new_cache()
-    cache.pad = pad
-    new = memory.generate(memory.model, ids, tokens, stop_id=tokenizer.eot_token, cache=cache)
-    rows = torch.cat(list(new), dim=1).tolist()
-    return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip() for row in rows]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    written = {}
+    for _, some in groupby(order, key=lambda i: len(prompts[i])):
+        rows = [*some]
+        ids = torch.tensor([prompts[i] for i in rows], device=memory.model.wte.weight.device)
+        new = memory.generate(memory.model, ids, tokens, stop_id=tokenizer.eot_token, cache=memory.new_cache())
+        for i, row in zip(rows, torch.cat(list(new), dim=1).tolist(), strict=True):
+            written[i] = tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip()
+    return [written[i] for i in range(len(prompts))]
 
 
 def bleu_counts(text: str, reference: str) -> Tensor:
@@ -213,8 +215,7 @@ def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict
         by_distance[key] = stream_losses(memory, streams).mean(dim=0).cpu()
         losses = document_losses(memory, tokens)
         nats = torch.tensor([[sum(document), len(document)] for document in losses], dtype=torch.double)
-        batches = [explain[i : i + 48] for i in range(0, len(explain), 48)]
-        texts = [text for batch in batches for text in explanations(memory, tokenizer, batch)]
+        texts = explanations(memory, tokenizer, explain)
         grams = torch.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
         recall_nats, recall_share = answers(Reader(memory), tokenizer, recall)
         if not figures:
