@@ -641,9 +641,12 @@ class BCT(GPT):  # BCT
 
 
 def main() -> None:
-    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from support.cli import CommandLine
+    from support.printing import stream
 
-    cli = CommandLine(__doc__, example='python %(prog)s --prompt "Notes:" --temperature 0.8')
+    example = 'python %(prog)s --prompt "Notes:" --temperature 0.8'
+    cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--memory", choices=("full", "window", "sinks", "bct"),  # RING
                      help="what holds the text; default: bct for pocket, else window")  # RING
@@ -671,7 +674,8 @@ def main() -> None:
             options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
             options["stop_id"] = tokenizer.eot_token
             tokens = generate(model, ids, args.max_new_tokens, **options)
-            return stream(tokens, tokenizer, trace=cli.trace(args, tokenizer, model, ids), **more)
+            trace = cli.trace(args, tokenizer, model, ids, context_start)
+            return stream(tokens, tokenizer, trace=trace, **more)
 
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
@@ -680,7 +684,7 @@ def main() -> None:
         ring = SlidingWindowCache(window, sinks)  # RING
         run(generate, cache=ring if model.new_cache is KVCache else model.new_cache())  # RING
         if not args.text_only:  # RING
-            from benchmarks.memory import report  # RING
+            from studies.bounding import report  # RING
 
             name = args.model.removesuffix("-bct")  # RING
             report(name, args.slots, args.device, args.dtype, ids, args.out)  # RING

@@ -33,10 +33,12 @@ from safetensors.torch import save_file
 import gpt_kv_cache
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
-from benchmarks.recycling import figure
-from benchmarks.refreshing import table
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import CommandLine, find_file, load_model, read_json, whole_number, write_atomically
+from load_gpt2_weights import find_file, load_model
+from studies.recycling import figure
+from studies.refreshing import table
+from support.cli import CommandLine, whole_number
+from support.files import read_json, write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "gpt_kv_cache.py"  # what ratios are to

@@ -2,8 +2,8 @@
 
 Blocks between <!-- name --> and <!-- /name --> are replaced: `findings` from all claims that were tested, `standing`
 from the newest folders in benchmarks/results, `pocket` from pocket/teacher/figures.json, `memory` from
-benchmarks/bounded/summary.json, `ablation` from pocket/bct/ablation.json, `recycling` and `replay` from
-benchmarks/recycling, `projection` and `refreshing` from the folders of these names, `demo` by running
+studies/bounding/summary.json, `ablation` from pocket/bct/ablation.json, `recycling` and `replay` from
+studies/recycling, `projection` and `refreshing` from the folders of these names, `demo` by running
 `gpt_kv_cache.py --compare`.
 """
 
@@ -21,7 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.__main__ import disturbance
-from load_gpt2_weights import CommandLine, write_atomically
+from support.cli import CommandLine
+from support.files import write_atomically
 
 
 def standing() -> str:
@@ -92,7 +93,7 @@ def findings() -> str:
     """The claims of the papers that were rebuilt, and whether they hold here."""
 
     def read(name: str) -> dict[str, Any]:
-        return json.loads((ROOT / "benchmarks" / name / "summary.json").read_text(encoding="utf-8"))
+        return json.loads((ROOT / "studies" / name / "summary.json").read_text(encoding="utf-8"))
 
     rows = []
     for paper, name in (("BCT", "bounded"), ("KV recycling", "recycling")):
@@ -124,8 +125,8 @@ def pocket() -> str:
 
 
 def memory() -> str:
-    """The tables of benchmarks/bounded/summary.json, and the paper's claims with their verdicts."""
-    record = json.loads((ROOT / "benchmarks" / "bounded" / "summary.json").read_text(encoding="utf-8"))
+    """The tables of studies/bounding/summary.json, and the paper's claims with their verdicts."""
+    record = json.loads((ROOT / "studies" / "bounding" / "summary.json").read_text(encoding="utf-8"))
     memories, n_ctx = record["memories"], record["n_ctx"]
     marks = ["64", str(n_ctx), str(4 * n_ctx)]
     after = " | ".join(f"after {int(n):,} tokens" for n in marks)
@@ -192,8 +193,8 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
 
 
 def recycling() -> str:
-    """The tables of benchmarks/recycling: the paper's experiment and claims, when reuse pays, what finds prefixes."""
-    folder = ROOT / "benchmarks" / "recycling"
+    """The tables of studies/recycling: the paper's experiment and claims, when reuse pays, what finds prefixes."""
+    folder = ROOT / "studies" / "recycling"
     record = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     law = json.loads((folder / "law.json").read_text(encoding="utf-8"))
     rows, n = record["prompts"], len(record["prompts"])
@@ -249,9 +250,9 @@ def recycling() -> str:
 
 
 def replay() -> str:
-    """The hit rates of benchmarks/recycling/replay_*.csv, side by side."""
+    """The hit rates of studies/recycling/replay_*.csv, side by side."""
     tables = {}
-    for path in sorted((ROOT / "benchmarks" / "recycling").glob("replay_*.csv")):
+    for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             tables[path.stem.removeprefix("replay_")] = {row["capacity_blocks"]: row for row in csv.DictReader(file)}
     capacities = sorted({int(c) for table in tables.values() for c in table if c != "no limit"})
@@ -264,8 +265,8 @@ def replay() -> str:
 
 
 def projection() -> str:
-    """The tables of benchmarks/projection: the falsification test, position rules, and how long a start takes."""
-    record = json.loads((ROOT / "benchmarks" / "projection" / "summary.json").read_text(encoding="utf-8"))
+    """The tables of studies/projection: the falsification test, position rules, and how long a start takes."""
+    record = json.loads((ROOT / "studies" / "projection" / "summary.json").read_text(encoding="utf-8"))
     kinds = record["kinds"]
     ways = [way for way in next(iter(kinds.values()))["latency"] if not way.startswith(("ours", "cold"))]
     lines = [
@@ -310,8 +311,8 @@ def projection() -> str:
 
 
 def refreshing() -> str:
-    """The tables of benchmarks/refreshing: what each way of refreshing writes and costs, and the claims."""
-    record = json.loads((ROOT / "benchmarks" / "refreshing" / "summary.json").read_text(encoding="utf-8"))
+    """The tables of studies/refreshing: what each way of refreshing writes and costs, and the claims."""
+    record = json.loads((ROOT / "studies" / "refreshing" / "summary.json").read_text(encoding="utf-8"))
     ways = record["ways"]
     lines = [
         f"{record['measured_prompts']} held-out prompts of {record['prompt_tokens'][0]} tokens and {record['tokens']} "

@@ -42,7 +42,8 @@ from types import ModuleType
 CHAPTERS = Path(__file__).resolve().parent
 ROOT = CHAPTERS.parent
 sys.path.insert(0, str(ROOT))
-from load_gpt2_weights import CommandLine, whole_number, write_atomically
+from support.cli import CommandLine, whole_number
+from support.files import write_atomically
 
 BLOCK = re.compile(r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 EXERCISE = re.compile(r"\s*# (exercise \d+\.\d+)")

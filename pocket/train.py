@@ -46,16 +46,10 @@ sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig, generate
-from load_gpt2_weights import (
-    CommandLine,
-    find_file,
-    load_model,
-    load_tokenizer,
-    read_tokenizer,
-    whole_number,
-    write_atomically,
-)
+from load_gpt2_weights import find_file, load_model, load_tokenizer, read_tokenizer
 from pocket import corpus, rope
+from support.cli import CommandLine, whole_number
+from support.files import write_atomically
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
 VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
@@ -1017,7 +1011,7 @@ class Windowed(nn.Module):
 
 
 def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
-    """Return how many tokens' keys and values take at least the bytes of a BCT's memory (a ring has a spare slot more)."""
+    """Return how many tokens' keys and values take at least the bytes of a BCT's memory; a ring has a spare one."""
     D, M = config.head_dim, config.slots
     return math.ceil((M * (2 * D + 1) + config.recent * (2 * D + 1 + M)) / (2 * D))
 

@@ -16,8 +16,9 @@ import benchmarks.__main__ as bench
 from benchmarks import contenders, scale
 from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, Static, timed
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from load_gpt2_weights import load_model, read_json
+from load_gpt2_weights import load_model
 from pocket.train import export
+from support.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import overfill
-from benchmarks import refreshing
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
@@ -40,6 +39,7 @@ from overfill import (
     with_dropout,
 )
 from pocket.train import Student
+from studies import refreshing
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
@@ -699,7 +699,7 @@ def test_verdicts_follow_the_figures() -> None:
 
 
 def test_the_recorded_cache_error_is_nothing_after_each_refresh() -> None:
-    record = json.loads((ROOT / "benchmarks" / "refreshing" / "summary.json").read_text())
+    record = json.loads((ROOT / "studies" / "refreshing" / "summary.json").read_text())
     for name, every in (("periodic, 64", 64), ("speculative, 8", 8)):
         errors = record["cache"][name]["error"]
         assert all((error < 1e-4) == (t % every == 0) for t, error in enumerate(errors, 1))

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 import gpt_bounded_cache as bounded
 import gpt_kv_cache as growing
 from gpt_bounded_cache import SlidingWindowCache
-from load_gpt2_weights import find_file, load_model, load_tokenizer, read_json, write_atomically, write_csv
+from load_gpt2_weights import find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.train import answers
+from support.files import read_json, write_atomically, write_csv
 
 SINKS = 4
 CONTEXTS = 4  # how many times n_ctx tokens are written, and read

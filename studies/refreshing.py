@@ -25,10 +25,8 @@ import torch
 from huggingface_hub.utils import tqdm
 from torch import Tensor
 
-from benchmarks.recycling import figure, read_prompts
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from load_gpt2_weights import write_atomically, write_csv
 from overfill import (
     Entropy,
     Gate,
@@ -50,6 +48,8 @@ from overfill import (
     threshold_for,
 )
 from pocket import corpus
+from studies.recycling import figure, read_prompts
+from support.files import write_atomically, write_csv
 
 BUDGETS = (2.5, 7.8, 15.6)  # refreshes per 1,000 tokens: the source's, and those of T = 128 and T = 64
 PROBE_EVERY, PROBE_WINDOW = 32, 16
