@@ -27,8 +27,8 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from huggingface_hub.utils import tqdm
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 import gpt_kv_cache
 from benchmarks import scale

@@ -36,9 +36,9 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from huggingface_hub.utils import tqdm  # comes with it: one package less to require
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder

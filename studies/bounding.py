@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.utils import tqdm
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import gpt_bounded_cache as bounded
 import gpt_kv_cache as growing

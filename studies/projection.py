@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import tiktoken
 import torch
-from huggingface_hub.utils import tqdm
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import tiktoken
 import torch
-from huggingface_hub.utils import tqdm
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import END_OF_TEXT
