@@ -1,6 +1,6 @@
-"""Three rings, and by how much their logits differ from those of one masked pass without a cache.
+"""Three rings, and how far their logits are from those of one masked pass without a cache.
 
-A slot too few and a write too early are both right as long as a text is read token by token.
+A slot too few and a write too early are both right while a text is read token by token.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    print(f"{'largest difference, share of the largest logit':50}token by token  chunks  failed pass")
+    print(f"{'largest error, of the largest logit':36}token by token  chunks  failed pass")
     for name, new in [("the ring, W + 1 slots", SlidingWindowCache), ("W slots", NoSpareSlot),
                       ("W + 1 slots, chunks written first", WritesFirst)]:  # fmt: skip
         single, chunks, cache = read(new(WINDOW), 1), read(new(WINDOW), WINDOW), new(WINDOW)
@@ -75,7 +75,7 @@ def main() -> None:
         cache.truncate(WINDOW - 2)
         after = torch.cat([expected[:, : WINDOW - 2], read(cache, 1)], dim=1)
         shares = [(x - expected).abs().max() / expected.abs().max() for x in (single, chunks, after)]
-        print(f"{name:50}{shares[0]:14.1%}{shares[1]:8.1%}{shares[2]:13.1%}")
+        print(f"{name:36}{shares[0]:14.1%}{shares[1]:8.1%}{shares[2]:13.1%}")
 
 
 if __name__ == "__main__":
