@@ -1,4 +1,4 @@
-"""benchmarks/memory.py measures what it says: BLEU, losses of long texts, bytes; and its report writes its files."""
+"""studies/bounding.py measures what it says: BLEU, losses of long texts, bytes; and its report writes its files."""
 
 import csv
 import json
