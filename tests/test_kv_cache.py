@@ -287,12 +287,12 @@ def test_equivalence_of_rows_at_positions_of_their_own_with_each_row_alone(model
 
 def test_a_row_beyond_the_context_is_refused_and_changes_nothing(model: GPT, ids: Tensor) -> None:
     caches = [KVCache(), KVCache()]
-    model(ids[:1, :3], caches[0])
-    model(ids[1:].repeat(1, 2)[:, :22], caches[1])
+    model(ids[1:].repeat(1, 2)[:, :22], caches[0])
+    model(ids[:1, :3], caches[1])
     together = RowCache(caches)
     before = [x.clone() for x in (together.pos, *together.layers)]
     with pytest.raises(ValueError, match="(?s)3 tokens after .*24"):
         model(ids[:, :3], together)
     assert same([together.pos, *together.layers], before)
     model(ids[:, :2], together)
-    assert together.next_pos.tolist() == [[5], [24]]
+    assert together.next_pos.tolist() == [[24], [5]]
