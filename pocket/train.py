@@ -36,9 +36,9 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from huggingface_hub.utils import tqdm  # comes with it: one package less to require
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
@@ -46,16 +46,10 @@ sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig, generate
-from load_gpt2_weights import (
-    CommandLine,
-    find_file,
-    load_model,
-    load_tokenizer,
-    read_tokenizer,
-    whole_number,
-    write_atomically,
-)
+from load_gpt2_weights import find_file, load_model, load_tokenizer, read_tokenizer
 from pocket import corpus, rope
+from support.cli import CommandLine, whole_number
+from support.files import write_atomically
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
 VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
@@ -107,7 +101,7 @@ class Distillation(Recipe):
 
     @property
     def slots(self) -> int:
-        return self.config.slots if isinstance(self.config, bounded.GPTConfig) else 0
+        return self.config.slots if isinstance(self.config, bounded.BCTConfig) else 0
 
 
 @dataclass(frozen=True)
@@ -146,11 +140,12 @@ STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "stud
 
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
     """The recipe that gives a trained model of this geometry a bounded memory."""
-    memory = {name: options.pop(name) for name in vars(bounded.GPTConfig()) if name in options}
+    memory = {name: options.pop(name) for name in vars(AblationConfig()) if name in options}
     phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=6e-4, shuffled=1, answers=8.0)
     if options.get("text"):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
         phase = replace(phase, documents=8, shuffled=0, answers=1.0)
-    new = bounded.GPTConfig(**vars(config) | memory)
+    kind = AblationConfig if {"step", "forget", "learned_start"} & {*memory} else bounded.BCTConfig
+    new = kind(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
     return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
 
 
@@ -307,14 +302,58 @@ def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15
     return centres
 
 
+@dataclass(frozen=True)
+class AblationConfig(bounded.BCTConfig):
+    """Geometry of a BCT without some of its parts, or with slots that begin with something in them."""
+
+    step: bool = True  # a learned step size of each write
+    forget: bool = True  # a learned forgetting at each write
+    learned_start: bool = False  # slots that begin with something in them
+
+
+class AblatedMemory(bounded.WriteMemory):
+    """BCT's attention with the options of an AblationConfig."""
+
+    def __init__(self, config: AblationConfig) -> None:
+        super().__init__(config)
+        H, M, D = config.n_head, config.slots, config.head_dim
+        self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None  # MV_0, log mass
+
+    def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        w, log_keep = super().writes(x)
+        return w if self.config.step else w / w.sum(dim=-1, keepdim=True), log_keep * self.config.forget
+
+    def empty(self, x: Tensor) -> list[Tensor]:
+        keys, values, mass, *recent = super().empty(x)
+        if self.start is not None:
+            D = self.config.head_dim
+            k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
+            keys, values, mass = keys + k * log_mass.exp(), values + v * log_mass.exp(), mass + log_mass.exp()
+        return [keys, values, mass, *recent]
+
+
+class AblatedBlock(bounded.MemoryBlock):
+    """A BCT's block with an AblatedMemory."""
+
+    def __init__(self, config: AblationConfig) -> None:
+        super().__init__(config)
+        self.memory = AblatedMemory(config)
+
+
+class AblatedBCT(bounded.BCT):
+    """A BCT with the options of an AblationConfig."""
+
+    config_class, block_class = AblationConfig, AblatedBlock
+
+
 @torch.no_grad()
-def start_memory(model: bounded.GPT, ids: Tensor, generator: torch.Generator) -> None:
+def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) -> None:
     """Let writing begin with sense: a token is written to the slots whose address is nearest to its key.
 
     W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
     of the texts ids (B, T). Small random addresses would make all slots the same mean.
     """
-    plain = bounded.GPT(replace(model.config, slots=0, recent=0)).to(ids.device).eval()
+    plain = GPT(GPTConfig(**{name: getattr(model.config, name) for name in vars(GPTConfig())})).to(ids.device).eval()
     plain.load_state_dict(model.state_dict(), strict=False)
     inputs: list[Tensor] = []
     for block in plain.h:
@@ -330,7 +369,7 @@ def start_memory(model: bounded.GPT, ids: Tensor, generator: torch.Generator) ->
             raise ValueError(f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as")
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
-        if block.memory.start is not None:
+        if getattr(block.memory, "start", None) is not None:
             block.memory.start[..., -1] = -6  # the logarithm of a mass that hardly counts
 
 
@@ -426,7 +465,8 @@ def start(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module | 
         model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})
         start_looking_back(model)
     else:
-        model = bounded.GPT(recipe.config).to(device)
+        kinds = {AblationConfig: AblatedBCT, bounded.BCTConfig: bounded.BCT, bounded.GPTConfig: bounded.GPT}
+        model = kinds[type(recipe.config)](recipe.config).to(device)
         model.load_state_dict(teacher.state_dict(), strict=False)
     return model.train(), teacher
 
@@ -785,8 +825,8 @@ def export(model: GPT, folder: Path) -> None:
     }  # fmt: skip
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
-    if isinstance(c, bounded.GPTConfig) and c.slots:
-        config |= {name: getattr(c, name) for name in ("slots", "recent", "rule", "step", "forget", "learned_start")}
+    if isinstance(c, bounded.BCTConfig):
+        config |= {name: value for name, value in vars(c).items() if name not in vars(GPTConfig())}
         config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
     if isinstance(c, rope.GPTConfig):
         config |= {"model_type": "rotary", "rotary": True}
@@ -970,13 +1010,13 @@ class Windowed(nn.Module):
         return self.model(ids, bounded.SlidingWindowCache(self.window, self.sinks))
 
 
-def window_of_equal_bytes(config: bounded.GPTConfig) -> int:
-    """Return how many tokens' keys and values take at least the bytes of a BCT's memory."""
+def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
+    """Return how many tokens' keys and values take at least the bytes of a BCT's memory; a ring has a spare one."""
     D, M = config.head_dim, config.slots
-    return math.ceil((M * (2 * D + 1) + config.recent * (2 * D + 2 + M)) / (2 * D))
+    return math.ceil((M * (2 * D + 1) + config.recent * (2 * D + 1 + M)) / (2 * D))
 
 
-def finish_memory(recipe: Distillation, model: bounded.GPT, losses: list[float], folder: Path) -> None:
+def finish_memory(recipe: Distillation, model: bounded.BCT, losses: list[float], folder: Path) -> None:
     """Measure a BCT as it will be shipped, in fp16, beside the model that it comes from; write it and its card.
 
     Raises ValueError, and writes nothing, if it is no better than a sliding window of equal bytes. A model that was
@@ -1010,7 +1050,7 @@ def copy_tokenizer(init: str, folder: Path) -> None:
         write_atomically(folder / own.name, lambda file: shutil.copyfile(own, file))
 
 
-def memory_card(recipe: Distillation, model: bounded.GPT, figures: dict[str, dict[str, float]]) -> str:
+def memory_card(recipe: Distillation, model: bounded.BCT, figures: dict[str, dict[str, float]]) -> str:
     """Return the model card of a BCT: what it is, how it was trained, and what its memory costs in quality."""
     c, phase = model.config, recipe.phases[0]
     new = sum(p.numel() for name, p in model.named_parameters() if ".memory." in name)
@@ -1184,13 +1224,14 @@ The loss is the divergence from `{recipe.init}`; tokens of answers weigh {phase.
 """
 
 
+SLOTS = {"slots": 32, "recent": 0}
 ABLATION = (
     # what it is, options of distillation(); longer: times the steps
-    ("the paper's rule", {"slots": 32, "rule": "sum", "step": False, "forget": False, "clusters": False}),
-    ("+ a step size for each token", {"slots": 32, "rule": "sum", "forget": False, "clusters": False}),
-    ("a slot is the mean, and counts by its mass", {"slots": 32, "forget": False, "clusters": False}),
-    ("+ addresses by k-means of keys", {"slots": 32, "forget": False}),
-    ("+ forgetting", {"slots": 32}),
+    ("the paper's rule", SLOTS | {"rule": "sum", "step": False, "forget": False, "clusters": False}),
+    ("+ a step size for each token", SLOTS | {"rule": "sum", "forget": False, "clusters": False}),
+    ("a slot is the mean, and counts by its mass", SLOTS | {"forget": False, "clusters": False}),
+    ("+ addresses by k-means of keys", SLOTS | {"forget": False}),
+    ("+ forgetting", SLOTS),
     ("+ the last 8 tokens kept exactly, 24 slots", MEMORY),
     ("+ learned start of the slots", MEMORY | {"learned_start": True}),
     ("sliding window of equal bytes, fine-tuned the same", {"window": 36}),

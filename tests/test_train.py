@@ -145,7 +145,7 @@ def test_every_second_step_reads_on_after_another_text(teacher: str, monkeypatch
 
 def test_the_command_fine_tunes_any_model_on_any_text_also_under_torchrun(teacher: str, tmp_path: Path) -> None:
     """What one runs on GPT-2's own weights: --init gpt2 --text FILE."""
-    from gpt_bounded_cache import GPT as BoundedGPT
+    from gpt_bounded_cache import BCT
 
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(d.text for d in corpus.documents("train", 20)))
     script = [str(ROOT / "pocket" / "train.py"), "bct", "--init", teacher, "--text", str(tmp_path / "text.txt")]
@@ -156,7 +156,7 @@ def test_the_command_fine_tunes_any_model_on_any_text_also_under_torchrun(teache
         subprocess.run([*command, *folders], check=True, timeout=300, capture_output=True, cwd=tmp_path)
         files = ["config.json", "loss.png", "model.safetensors", "tokenizer.tiktoken"]
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == files
-        model = load_model(str(tmp_path / name), model_class=BoundedGPT)
+        model = load_model(str(tmp_path / name), model_class=BCT)
         assert (model.config.slots, model.config.recent) == (5, 3)
         assert load_tokenizer(str(tmp_path / name)).n_vocab == train.VOCABULARY
     losses = [torch.load(tmp_path / f"run-{name}" / "last.pt")["losses"] for name in ("one", "two")]
