@@ -154,7 +154,7 @@ class SlidingWindowCache(KVCache):  # RING
         if window < 1 or sinks < 0:  # RING
             raise ValueError(f"window {window}, sinks {sinks}: must be at least 1 and 0")  # RING
         self.window, self.sinks, self.n_read = window, sinks, 0  # RING
-        self.pending: list[Tensor] = []  # RING  a chunk's tokens (2, B, H, T, D), until commit
+        self.pending: list[Tensor | None] = []  # RING  a chunk (2, B, H, T, D), until commit
 
     def held(self, n: int) -> Tensor:  # RING
         """Return the position of the token in each slot (S,), once n tokens have been read."""
@@ -182,7 +182,7 @@ class SlidingWindowCache(KVCache):  # RING
         if (T == 1 or n + T <= size) and not kv.requires_grad:  # RING  overwrites nothing visible
             slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)  # RING
             ring[..., slot : slot + T, :] = kv  # RING
-            kv, self.pending = ring[..., : n + T, :], []  # RING
+            kv, self.pending[layer:] = ring[..., : n + T, :], [None]  # RING
             if n + T < size and (T == 1 or not n):  # RING  plain causal: the window hides nothing
                 return kv[0], kv[1], None  # RING
             k_pos = self.held(n + T)  # RING
@@ -197,8 +197,9 @@ class SlidingWindowCache(KVCache):  # RING
         """Count the tokens at positions pos (T,) as read, and write those of a chunk to slots."""
         n, held = len(self), self.held(len(self) + len(pos)).to(pos)  # RING
         slots = (held >= n).nonzero()[:, 0]  # RING
-        for ring, kv in zip(self.layers, self.pending, strict=False):  # RING  all, or none
-            ring[..., slots, :] = kv[..., held[slots] - n, :]  # RING
+        for ring, kv in zip(self.layers, self.pending, strict=True):  # RING
+            if kv is not None:  # RING
+                ring[..., slots, :] = kv[..., held[slots] - n, :]  # RING
         self.n_read, self.pos, self.pending = n + len(pos), held, []  # RING
 
     def truncate(self, n: int) -> None:  # RING

@@ -54,4 +54,4 @@ def test_diff_is_as_small_as_the_readme_says() -> None:
 
 
 def test_the_number_of_mutants_is_right() -> None:
-    assert f"{len(list((ROOT / 'tests' / 'mutants').glob('*.patch')))} one-line bugs" in README
+    assert f"{len(list((ROOT / 'tests' / 'mutants').glob('*.patch')))} small bugs" in README
