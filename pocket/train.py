@@ -72,6 +72,7 @@ class Phase:
     lr: float  # after the warm-up
     shuffled: int = 0  # rows of documents in which about half of the vocabulary has changed places
     answers: float = 1.0  # what a token of an answer weighs in the loss of unshuffled rows; all others weigh 1
+    long: tuple[int, int, int] = (0, 0, 0)  # every fifth step instead: documents, lists, shuffled, n_ctx tokens each
 
     @property
     def rows(self) -> int:
@@ -129,16 +130,15 @@ STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
 KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read; the last is trained with dropout
 TEACHER = Recipe(
-    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=6, n_head=6, n_embd=192),
-    phases=(
+    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
+    phases=(  # three courses, each of which ends at a low learning rate, with a model that can be used
         Phase(steps=500, documents=0, lists=8, context=128, lr=5e-4),
-        Phase(steps=2600, documents=7, lists=1, context=256, lr=1e-3),
-        Phase(steps=2200, documents=4, lists=1, context=512, lr=1e-3),
-        Phase(steps=1500, documents=3, lists=0, context=512, lr=6e-4, shuffled=2, answers=8.0),
-        Phase(steps=1100, documents=3, lists=1, context=512, lr=5e-4, shuffled=2, answers=8.0),
-        Phase(steps=2000, documents=3, lists=1, context=512, lr=6e-4, shuffled=2, answers=8.0),
+        Phase(steps=2400, documents=9, lists=1, context=256, lr=1e-3),
+        Phase(steps=7600, documents=3, lists=1, context=512, lr=1e-3, shuffled=1, answers=8.0, long=(1, 0, 1)),
+        Phase(steps=6000, documents=6, lists=1, context=512, lr=9e-4, shuffled=3, answers=8.0, long=(2, 1, 1)),
+        Phase(steps=9000, documents=7, lists=1, context=512, lr=7e-4, shuffled=2, answers=8.0, long=(2, 1, 1)),
     ),
-    documents=60_000,
+    documents=120_000,
 )
 MEMORY = {"slots": 24, "recent": 8}
 STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
@@ -537,12 +537,22 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
-    """Return the phase that step belongs to and how far into it the step is, from 0 to 1."""
+    """Return the phase that step belongs to, with the rows that it reads, and how far into it the step is, 0 to 1."""
     for phase in recipe.phases:
         if step < phase.steps:
-            return phase, step / phase.steps
+            progress = step / phase.steps
+            if any(phase.long) and step % 5 == 4:
+                documents, lists, shuffled = phase.long
+                phase = replace(phase, documents=documents, lists=lists, shuffled=shuffled, context=recipe.config.n_ctx)
+            return phase, progress
         step -= phase.steps
     raise ValueError(f"step {step} is past the recipe's end")
+
+
+def size_of(recipe: Recipe) -> tuple[int, int]:
+    """Return a recipe's steps and how many tokens they read."""
+    steps = sum(phase.steps for phase in recipe.phases)
+    return steps, sum(phase.rows * phase.context for phase, _ in (phase_at(recipe, step) for step in range(steps)))
 
 
 def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device,
@@ -619,7 +629,8 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     """
     if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if (rows := min(phase.rows for phase in recipe.phases)) < world_size():
+    steps, _ = size_of(recipe)
+    if (rows := min(phase_at(recipe, step)[0].rows for step in range(steps))) < world_size():
         raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     model, teacher = start(recipe, device)
@@ -651,7 +662,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             write_atomically(run / "last.pt", lambda file: torch.save(state, file))
 
-    steps = min(stop_at or sys.maxsize, sum(p.steps for p in recipe.phases))
+    steps = min(stop_at or sys.maxsize, steps)
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
         while (step := len(losses)) < steps:
@@ -825,8 +836,7 @@ def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
 
 def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tiktoken.Encoding) -> str:
     """Return the model card: what it is, what it learned from, what it can do, and what it writes."""
-    steps = sum(p.steps for p in recipe.phases)
-    tokens = sum(p.steps * p.rows * p.context for p in recipe.phases)
+    steps, tokens = size_of(recipe)
     parameters = sum(p.numel() for p in model.parameters())
     samples = []
     closed_book = corpus.closed_book_questions("test")
@@ -839,10 +849,12 @@ def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tikto
             text = text.partition("\n")[0]  # the answer to a short question ends with its line
         samples.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}\n")
     phases = "\n".join(
-        f"| {i} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} |"
+        f"| {i} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} | "
+        f"{', '.join(map(str, p.long)) if any(p.long) else ''} |"
         for i, p in enumerate(recipe.phases, 1)
     )
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in figures.items())
+    shuffled = next(i for i, p in enumerate(recipe.phases, 1) if p.shuffled)
     c = model.config
     return f"""# pocket/teacher
 
@@ -851,14 +863,15 @@ context {c.n_ctx}, vocabulary {c.vocab_size:,}. Trained by `python pocket/train.
 generated documents of `pocket/corpus.py`: {steps:,} steps, {tokens / 1e6:.1f} million tokens. The weights are fp16,
 with Hugging Face's key names.
 
-| phase | steps | rows of documents | shuffled | random lists | tokens in a row | learning rate | answers |
-|---|---|---|---|---|---|---|---|
+| phase | steps | rows of documents | shuffled | random lists | tokens in a row | learning rate | answers | long rows |
+|---|---|---|---|---|---|---|---|---|
 {phases}
 
 Training starts from an induction circuit (`start_as_copier` in `pocket/train.py`): without one, a model of this size
 learns to write fluently but not to look names up in its prompt. Random lists come twice, and only the second time
 counts. In shuffled documents half of the vocabulary has changed places, differently in every row. "answers" is what a
-token of an answer weighs in the loss.
+token of an answer weighs in the loss. "long rows" are those of every fifth step (documents, random lists, shuffled),
+each of {c.n_ctx:,} tokens.
 
 ## Held out (split "test": other people, objects and wordings)
 
@@ -878,7 +891,7 @@ token of an answer weighs in the loss.
 {chr(10).join(samples)}
 ![Training loss, by phase](loss.png)
 
-From phase 4 on the loss is higher because shuffled documents are read too, and answers weigh more in it.
+From phase {shuffled} on the loss is higher because shuffled documents are read too, and answers weigh more in it.
 """
 
 
@@ -934,7 +947,7 @@ def main() -> None:
                 finish_student(recipe, model.cpu(), losses, out)
         else:
             model, losses = train(TEACHER, run, args.stop_at)
-            if rank() == 0 and len(losses) == sum(p.steps for p in TEACHER.phases):
+            if rank() == 0 and len(losses) == size_of(TEACHER)[0]:
                 finish(TEACHER, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -410,6 +410,15 @@ def test_learning_rate_rises_and_falls_in_every_course() -> None:
             lookup(courses, 21)
 
 
+def test_every_fifth_step_of_a_phase_reads_long_rows() -> None:
+    mixed = Phase(steps=10, documents=3, lists=1, context=16, lr=1.0, shuffled=1, answers=8.0, long=(2, 0, 1))
+    recipe = replace(TINY, phases=(*TINY.phases[:2], mixed))
+    read = [train.phase_at(recipe, step)[0] for step in range(6, 16)]
+    long = replace(mixed, documents=2, lists=0, shuffled=1, context=TINY.config.n_ctx)
+    assert read == [*[mixed] * 4, long] * 2
+    assert train.size_of(recipe) == (16, 3 * 4 * 32 + 3 * 4 * 48 + 8 * 5 * 16 + 2 * 3 * 64)
+
+
 def test_a_model_that_can_not_copy_fails_the_gates() -> None:
     torch.manual_seed(0)
     tokenizer = read_tokenizer(train.TOKENIZER)
