@@ -29,8 +29,9 @@ import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 import torch
@@ -55,7 +56,7 @@ from load_gpt2_weights import (
     whole_number,
     write_atomically,
 )
-from pocket import corpus, rope
+from pocket import coherence, corpus, rope
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
 VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
@@ -685,6 +686,16 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     return model.eval(), losses
 
 
+def compact(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's state at half of its size, to go on from on another machine: weights in fp16, moments in bf16."""
+    moments = {
+        i: {name: x.bfloat16() if x.dim() else x for name, x in of.items()}
+        for i, of in state["optimizer"]["state"].items()
+    }
+    weights = {name: weight.half() for name, weight in state["model"].items()}
+    return state | {"model": weights, "optimizer": state["optimizer"] | {"state": moments}}
+
+
 # --- What a checkpoint must be able to do before it is kept ---------------------------------------------------------
 
 
@@ -748,6 +759,18 @@ def name_losses(model: GPT, tokenizer: tiktoken.Encoding, split: str, n: int) ->
             met.add(mention[0])
     persons = ([sum(nats) / len(nats) for nats in part.values() if nats] for part in losses)
     return tuple(sum(person) / len(person) for person in persons)
+
+
+@torch.inference_mode()
+def perplexities(model: GPT, tokenizer: tiktoken.Encoding, split: str, bounds: list[int]) -> list[float]:
+    """Return the perplexity per token between each two positions that follow one another in bounds, in rows of 300
+    documents, one after the other, that are as long as the last bound."""
+    texts = ([*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents(split, 300))
+    tokens = [token for text in texts for token in text]
+    rows = torch.tensor(tokens[: len(tokens) // bounds[-1] * bounds[-1]], device=model.wte.weight.device)
+    nats = [F.cross_entropy(model(row[None, :-1])[0].float(), row[1:], reduction="none")
+            for row in rows.view(-1, bounds[-1])]  # fmt: skip
+    return [torch.stack(nats)[:, first:end].mean().exp().item() for first, end in pairwise(bounds)]
 
 
 def evaluate(model: GPT, tokenizer: tiktoken.Encoding, split: str = "test") -> dict[str, float]:
@@ -885,6 +908,9 @@ each of {c.n_ctx:,} tokens.
 - name: what completes the name of a new person, at the first mention and (name_nats) at all later ones
 - share: answered exactly, to the end of the line, by greedy decoding; nats: mean loss per token of the answer
 - list: loss per token of a list when it is read first, and when it is repeated
+- coherent: of 200 stories that the model wrote from their openings, greedily and (sampled) at temperature 0.8, those
+  that hold together to their end (`pocket/coherence.py`; the corpus's own all do)
+- perplexity_before_512, after_512: at positions 256 to 511, and 512 to {c.n_ctx - 1:,}, of rows of documents
 
 ## What it writes (greedy, in brackets)
 
@@ -903,6 +929,9 @@ def main() -> None:
     cli.add_argument("--state", type=Path, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
+    cli.add_argument("--compact", type=Path, metavar="FILE",
+                     help="don't train, but write the state at half of its size: a run goes on from it as "
+                     "last.pt in its --state folder")  # fmt: skip
     cli.add_argument("--init", default="pocket", metavar="NAME", help="bct, rotary, student: the model to change")
     cli.add_argument("--text", metavar="FILE", help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
                      "texts; default: the pocket corpus")  # fmt: skip
@@ -925,7 +954,10 @@ def main() -> None:
         memory = {"slots": args.slots, "recent": args.recent}
         if args.out is None and (args.init != "pocket" or args.text or args.steps or memory != MEMORY):
             raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
-        if args.what == "tokenizer":
+        if args.compact:
+            state = compact(torch.load(run / "last.pt", map_location="cpu", weights_only=True))
+            write_atomically(args.compact, lambda file: torch.save(state, file))
+        elif args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":
             ablation(steps, run, out / "ablation.json")
@@ -961,6 +993,13 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     model = model.half().float()
     tokenizer = read_tokenizer(TOKENIZER)
     figures = evaluate(model, tokenizer)
+    near, far = perplexities(model, tokenizer, "test", [256, 512, recipe.config.n_ctx])
+    writer = gpt_kv_cache.GPT(recipe.config).eval()
+    writer.load_state_dict(model.state_dict())
+    for name, temperature in (("", 0.0), ("sampled_", 0.8)):
+        stories = coherence.write(writer, tokenizer, coherence.openings("test", 200), temperature)
+        figures[f"coherent_{name}share"] = coherence.measure(stories)[0]
+    figures |= {"perplexity_before_512": near, "perplexity_after_512": far}
     print(json.dumps(figures, indent=2))
     if failed := failed_gates(figures):
         raise ValueError(f"the model is not kept, because these don't hold: {'; '.join(failed)}")

@@ -44,6 +44,18 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_end(tmp_path: Path) -> N
     assert [p.name for p in (tmp_path / "parts").iterdir()] == ["last.pt"]  # nothing unfinished is left
 
 
+def test_a_run_goes_on_from_its_compact_state(tmp_path: Path) -> None:
+    _, whole = train.train(TINY, tmp_path / "whole")
+    train.train(TINY, tmp_path / "run", stop_at=6)
+    small = tmp_path / "small" / "last.pt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", "teacher", "--state", str(tmp_path / "run"), "--compact", str(small)])
+        train.main()
+    assert small.stat().st_size < 0.55 * (tmp_path / "run" / "last.pt").stat().st_size
+    _, losses = train.train(TINY, tmp_path / "small")
+    assert losses[:6] == whole[:6] and losses[6:] == pytest.approx(whole[6:], rel=1e-2)
+
+
 def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
     train.train(TINY, tmp_path, stop_at=1)
     with pytest.raises(ValueError, match="another recipe"):
