@@ -104,15 +104,24 @@ def readings(story: str) -> list[Reading]:
     return sorted(found, key=lambda reading: reading.span)
 
 
-def faults(story: str) -> list[str]:
-    """Return the kinds of faults of a story's prose, each once; none if it holds together."""
+@dataclass(frozen=True)
+class Verdict:
+    """The kinds of faults of a story, each once, and how often a thread is paid back, and is as it was stated."""
+
+    faults: list[str]
+    paid: int
+    right: int
+
+
+def judge(story: str) -> Verdict:
+    """Read a story's prose back, and compare what its sentences say."""
     found = readings(story)
     sexes = {p.name.lower(): p.female for people in corpus.PEOPLE.values() for p in people}
     opening = [reading.values for reading in found if reading.kind == "opening"]
     travellers = {name for values in opening for field in "ab" for name in values.get(field, [])}
     towns = {name for values in opening for name in values.get("town", [])}
     told: dict[str, dict[str, str]] = {}  # by thread and field
-    faults, unread = set(), list(story)
+    faults, unread, paid = set(), list(story), []
     for reading in found:
         values, thread = reading.values, reading.thread
         unread[slice(*reading.span)] = [""] * (reading.span[1] - reading.span[0])
@@ -126,18 +135,23 @@ def faults(story: str) -> list[str]:
         for name, said in reading.people:
             if sexes.setdefault(name, said in ("she", "her")) != (said in ("she", "her")):
                 faults.add("he or she")
-        if reading.kind == "pay" and thread not in told:
-            faults.add("from nowhere")
-        elif thread:
-            known = told.setdefault(thread, {})
-            for field, stated in values.items():
-                if "_" not in field and field not in free and {*stated} != {known.setdefault(field, stated[0])}:
-                    faults.add(thread)
-    if len(told.keys() - {reading.thread for reading in found if reading.kind == "pay"}) > 1:
+        if not thread:
+            continue
+        before, known = set(told), told.setdefault(thread, {})
+        wrong = [field for field, stated in values.items() if "_" not in field and field not in free
+                 and {*stated} != {known.setdefault(field, stated[0])}]  # fmt: skip
+        if reading.kind == "pay":
+            paid.append(thread in before and not wrong)
+            if thread not in before:
+                faults.add("from nowhere")
+        if wrong:
+            faults.add(thread)
+    stated = {reading.thread for reading in found if reading.kind == "state"}
+    if len(stated - {reading.thread for reading in found if reading.kind == "pay"}) > 1:
         faults.add("left open")
     if "".join(unread).strip():
         faults.add("unread")
-    return sorted(faults)
+    return Verdict(sorted(faults), len(paid), sum(paid))
 
 
 def openings(split: str, n: int, seed: int = 0) -> list[str]:
@@ -162,10 +176,13 @@ def write(model: gpt_kv_cache.GPT, tokenizer: tiktoken.Encoding, prompts: list[s
     return [stories[ids] for ids in encoded]
 
 
-def measure(stories: list[str]) -> tuple[float, Counter[str]]:
-    """Return the share of the stories that hold together, and in how many there is each kind of fault."""
-    found = [faults(story) for story in stories]
-    return found.count([]) / len(found), Counter(kind for kinds in found for kind in kinds)
+def measure(stories: list[str]) -> tuple[dict[str, float], Counter[str]]:
+    """Return the share of the stories that hold together and of their threads that are paid back as they were stated,
+    of all that are paid back; and in how many stories there is each kind of fault."""
+    verdicts = [judge(story) for story in stories]
+    right, paid = sum(v.right for v in verdicts), sum(v.paid for v in verdicts)
+    shares = {"coherent_share": sum(not v.faults for v in verdicts) / len(stories), "paid_share": right / max(1, paid)}
+    return shares, Counter(kind for v in verdicts for kind in v.faults)
 
 
 def main() -> None:
@@ -176,9 +193,11 @@ def main() -> None:
     with cli.parse() as args:
         model, tokenizer = load_model(args.model, model_class=gpt_kv_cache.GPT), load_tokenizer(args.model)
         for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
-            share, kinds = measure(write(model, tokenizer, openings(args.split, args.n), temperature))
+            shares, kinds = measure(write(model, tokenizer, openings(args.split, args.n), temperature))
             counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-            print(f"{name}: {share:.1%} of {args.n} stories hold together; faults: {counts or 'none'}")
+            whole, right = shares.values()
+            print(f"{name}: {whole:.1%} of {args.n} stories hold together, {right:.1%} of what is paid back is right; "
+                  f"faults: {counts or 'none'}")  # fmt: skip
 
 
 if __name__ == "__main__":

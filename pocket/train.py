@@ -909,7 +909,8 @@ each of {c.n_ctx:,} tokens.
 - share: answered exactly, to the end of the line, by greedy decoding; nats: mean loss per token of the answer
 - list: loss per token of a list when it is read first, and when it is repeated
 - coherent: of 200 stories that the model wrote from their openings, greedily and (sampled) at temperature 0.8, those
-  that hold together to their end (`pocket/coherence.py`; the corpus's own all do)
+  that hold together to their end; paid: of the threads that are paid back in them, those that agree with what was
+  stated (`pocket/coherence.py`; both are 1 for the corpus itself)
 - perplexity_before_512, after_512: at positions 256 to 511, and 512 to {c.n_ctx - 1:,}, of rows of documents
 
 ## What it writes (greedy, in brackets)
@@ -998,7 +999,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     writer.load_state_dict(model.state_dict())
     for name, temperature in (("", 0.0), ("sampled_", 0.8)):
         stories = coherence.write(writer, tokenizer, coherence.openings("test", 200), temperature)
-        figures[f"coherent_{name}share"] = coherence.measure(stories)[0]
+        figures |= {name + key: share for key, share in coherence.measure(stories)[0].items()}
     figures |= {"perplexity_before_512": near, "perplexity_after_512": far}
     print(json.dumps(figures, indent=2))
     if failed := failed_gates(figures):

@@ -40,15 +40,16 @@ FAULTS = [
 def test_the_corpus_itself_holds_together(split: str) -> None:
     for i in range(60):
         prose, _, threads = corpus.tell(corpus.Pen(split, f"told {i}"), mute=i % 2 == 0)
-        assert coherence.faults(prose) == [], prose
+        paid = len(threads) - (i % 2 == 0)
+        assert coherence.judge(prose) == coherence.Verdict([], paid, paid), prose
         stated = {reading.thread for reading in coherence.readings(prose) if reading.kind == "state"}
         assert stated == {*threads}
 
 
 @pytest.mark.parametrize(("kind", "old", "new"), FAULTS)
 def test_a_fault_is_found(kind: str, old: str, new: str) -> None:
-    assert coherence.faults(STORY) == [] and old in STORY
-    assert coherence.faults(STORY.replace(old, new)) == [kind]
+    assert coherence.judge(STORY) == coherence.Verdict([], 4, 4) and old in STORY
+    assert coherence.judge(STORY.replace(old, new)).faults == [kind]
 
 
 def test_every_value_that_is_changed_where_a_thread_is_paid_back_is_a_fault() -> None:
@@ -62,7 +63,8 @@ def test_every_value_that_is_changed_where_a_thread_is_paid_back_is_a_fault() ->
             told = re.sub(rf"\b{value}\b", wrong, late, flags=re.IGNORECASE)
             if told != late:
                 changed += 1
-                assert thread in coherence.faults(f"{early}\n{told}"), told
+                verdict = coherence.judge(f"{early}\n{told}")
+                assert thread in verdict.faults and verdict.right < verdict.paid == len(threads), told
     assert changed > 80
 
 
@@ -74,5 +76,5 @@ def test_a_model_goes_on_from_openings_each_by_itself() -> None:
     stories = coherence.write(model, tokenizer, prompts)
     assert all(story.startswith(prompt) for story, prompt in zip(stories, prompts, strict=True))
     assert stories[2:] == coherence.write(model, tokenizer, prompts[2:])
-    share, kinds = coherence.measure([*stories, STORY])
-    assert share == 0.2 and kinds["unread"] == 4
+    shares, kinds = coherence.measure([*stories, STORY])
+    assert shares == {"coherent_share": 0.2, "paid_share": 1.0} and kinds["unread"] == 4
