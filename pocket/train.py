@@ -27,6 +27,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -664,6 +665,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             write_atomically(run / "last.pt", lambda file: torch.save(state, file))
 
     steps = min(stop_at or sys.maxsize, steps)
+    saved = time.monotonic()
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
         while (step := len(losses)) < steps:
@@ -680,8 +682,9 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             losses.append(loss.item())
             bar.update()
             bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
-            if len(losses) % 250 == 0:
+            if time.monotonic() - saved > 300:  # seconds
                 save()
+                saved = time.monotonic()
     save()
     return model.eval(), losses
 
