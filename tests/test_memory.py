@@ -23,6 +23,7 @@ from tests.test_bounded_cache import SMALL, SMALL_BCT, banded, ids_of, model_of
 SENTENCES = [document.text.partition(".")[0] for document in corpus.documents("train", 12)]
 
 
+@pytest.mark.slow
 def test_bleu_is_that_of_sacrebleu() -> None:
     sacrebleu = pytest.importorskip("sacrebleu")
     words = [" ".join(re.findall(r"\w+|[^\w\s]", sentence)) for sentence in SENTENCES]
@@ -117,6 +118,7 @@ def test_explanations_in_one_batch_are_those_of_each_prompt_alone() -> None:
         assert together == [memory.explanations(memories[key], tokenizer, [q], tokens=25)[0] for q in questions]
 
 
+@pytest.mark.slow
 def test_the_report_says_and_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -146,6 +148,7 @@ def test_the_report_says_and_writes_what_it_measured(
     assert spans[0] == ("0", "32") and spans[-1] == ("512", "1024")
 
 
+@pytest.mark.slow
 def test_a_bct_elsewhere_is_measured_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(memory, "CONTEXTS", 3)
     train.export(BCT(SMALL_BCT), tmp_path / "model")

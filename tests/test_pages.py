@@ -16,6 +16,9 @@ PAGES = ROOT / "chapters" / "side_by_side"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
+pytestmark = pytest.mark.slow  # a browser
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

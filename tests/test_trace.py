@@ -134,6 +134,7 @@ def data_of(path: Path) -> dict:
     return json.loads(re.search(r"const data = (.*);\n", path.read_text()).group(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [
     ["gpt_baseline.py"], ["gpt_kv_cache.py"], ["gpt_bounded_cache.py", "--text-only"],
     ["gpt_bounded_cache.py", "--text-only", "--memory", "sinks", "--slots", "12"],
