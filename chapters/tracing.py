@@ -28,7 +28,8 @@ class Trace:
     the context; fed, the first and the end of those whose keys and values were computed; slots, which tokens the
     cache's slots hold afterwards (first slot, first token, how many); bytes; and, where there are such, reused (the
     first and the end of those that were in a cache from before), teacher (first and how many, where a teacher's entries
-    are), replaced (those that are newly so), evicted (the one in a ring's spare slot: it has left the window), mass (how many writes are in each of BCT's slots, in one head) and events.
+    are), replaced (those that are newly so), evicted (the one in a ring's spare slot: it has left the window), mass
+    (what each of BCT's slots has in one head) and events.
     """
 
     def __init__(self, title: str, tokenizer: tiktoken.Encoding, n_ctx: int, path: Path) -> None:
