@@ -641,20 +641,19 @@ class BCT(GPT):  # BCT
         return super().embed(ids, torch.where(pos < half, pos, above))  # BCT
 
 
-def main() -> None:
-    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream
+def main(argv: list[str] | None = None) -> None:
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from support.cli import CommandLine
+    from support.printing import stream
 
-    cli = CommandLine(__doc__, example='python %(prog)s --prompt "Notes:" --temperature 0.8')
+    example = 'python %(prog)s --prompt "Notes:" --temperature 0.8'
+    cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--memory", choices=("full", "window", "sinks", "bct"),  # RING
-                     help="what holds the text; default: bct for pocket, else window")  # RING
-    cli.add_argument("--slots", type=int, default=36, metavar="N",  # RING
-                     help="slots of window and sinks, the spare one included; default: 36")  # RING
-    cli.add_argument("--text-only", action="store_true", help="write, and measure nothing")  # RING
-    cli.add_argument("--out", default="results/bounded", metavar="FOLDER",  # RING
-                     help="where tables and figures go")  # RING
-    with cli.parse() as args:
-        args.memory = args.memory or ("bct" if args.model.startswith("pocket") else "window")  # BCT
+                     help="what holds the text; default: all of them, compared")  # RING
+    cli.add_argument("--slots", type=int, default=37, metavar="N",  # RING
+                     help="slots of window and sinks, the spare one included")  # RING
+    with cli.parse(argv) as args:
         if args.memory == "bct" and args.model == "pocket":  # BCT
             args.model = "pocket-bct"  # BCT
         kind = BCT if args.memory == "bct" else GPT  # BCT
@@ -672,19 +671,19 @@ def main() -> None:
             options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
             options["stop_id"] = tokenizer.eot_token
             tokens = generate(model, ids, args.max_new_tokens, **options)
-            return stream(tokens, tokenizer, trace=cli.trace(args, tokenizer, model, ids), **more)
+            trace = cli.trace(args, tokenizer, model, ids, context_start)
+            return stream(tokens, tokenizer, trace=trace, **more)
 
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
+        if args.memory is None:  # RING
+            from studies.bounding import compare  # RING
+
+            return compare(args, ids)  # RING
         sinks = 4 if args.memory == "sinks" else 0  # RING
         window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
         ring = SlidingWindowCache(window, sinks)  # RING
         run(generate, cache=ring if model.new_cache is KVCache else model.new_cache())  # RING
-        if not args.text_only:  # RING
-            from benchmarks.memory import report  # RING
-
-            name = args.model.removesuffix("-bct")  # RING
-            report(name, args.slots, args.device, args.dtype, ids, args.out)  # RING
 
 
 if __name__ == "__main__":

@@ -318,13 +318,16 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
         raise ValueError(f"top_k must be at least 1, got {top_k}")
 
 
-def main() -> None:
-    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, stream
+def main(argv: list[str] | None = None) -> None:
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from support.cli import CommandLine
+    from support.printing import stream
 
-    cli = CommandLine(__doc__, example='python %(prog)s --prompt "Notes:" --temperature 0.8')
+    example = 'python %(prog)s --prompt "Notes:" --temperature 0.8'
+    cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--compare", action="store_true", help="write without the cache too")  # NEW
-    with cli.parse() as args:
+    with cli.parse(argv) as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         prompt = tokenizer.encode(args.prompt, allowed_special="all")
@@ -338,13 +341,14 @@ def main() -> None:
             options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
             options["stop_id"] = tokenizer.eot_token
             tokens = generate(model, ids, args.max_new_tokens, **options)
-            return stream(tokens, tokenizer, trace=cli.trace(args, tokenizer, model, ids), **more)
+            trace = cli.trace(args, tokenizer, model, ids, context_start)
+            return stream(tokens, tokenizer, trace=trace, **more)
 
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.compare:  # NEW
             from gpt_baseline import generate as generate_uncached  # NEW
-            from load_gpt2_weights import compare  # NEW
+            from support.printing import compare  # NEW
 
             uncached, cached = run(generate_uncached), run(generate, cache=KVCache())  # NEW
             compare(ids.size(1), {"no cache": uncached, "KV cache": cached})  # NEW

@@ -1,29 +1,19 @@
-"""GPT-2 weights and tokenizers by name or folder, for any of the GPT files; and the command line all scripts share.
+"""GPT-2 weights and tokenizers by name or folder, for any of the GPT files.
 
 `python load_gpt2_weights.py gpt2 --verify` downloads GPT-2 and compares what it writes with published text.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
-import codecs
-import csv
-import hashlib
-import json
-import os
 import pickle
-import statistics
 import struct
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import tiktoken
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -38,8 +28,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from support.files import read_json
+
 if TYPE_CHECKING:
-    from chapters.tracing import Trace
+    pass
 
 HERE = Path(__file__).resolve().parent
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
@@ -162,17 +154,6 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise OSError(f"can't download {filename} of {repo} ({reason}): run this once with internet, or give a folder "
                       "that holds the model; the model pocket needs no download") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ValueError if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not text
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__} instead of an object")
-    return content
 
 
 def read_config(path: Path, config_class: type) -> Any:
@@ -306,255 +287,16 @@ def read_tokenizer(path: Path) -> tiktoken.Encoding:
                              special_tokens={END_OF_TEXT: len(ranks)})
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a SHA-256 of all that keys and values depend on: geometry, number format and every weight of a model."""
-    sha = hashlib.sha256(f"KV pages, version 1; {model.config}".encode())
-    for name, parameter in model.named_parameters():
-        sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        sha.update(raw(parameter.detach().cpu()))
-    return sha.hexdigest()
-
-
-def raw(tensor: Tensor) -> np.ndarray:
-    """Return the bytes of a tensor on the CPU."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
-
-
-class TokenEncoder:
-    """Texts as unit vectors, without another model: the mean of their tokens' embeddings, less that of all tokens."""
-
-    def __init__(self, model: nn.Module, tokenizer: tiktoken.Encoding) -> None:
-        table = model.wte.weight.detach().float().cpu().numpy()
-        self.table, self.tokenizer = table - table.mean(axis=0), tokenizer
-
-    def __call__(self, texts: list[str]) -> np.ndarray:
-        """Return the embeddings (N, C) of N texts; an empty text is 0."""
-        tokens = [self.tokenizer.encode(text, allowed_special="all") for text in texts]
-        means = np.stack([self.table[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
-        return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
-
-
-def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> Callable[[list[str]], np.ndarray]:
-    """Return what turns N texts into unit vectors (N, C): "tokens", or a model of sentence-transformers.
-
-    Raises ValueError if that package is missing, OSError if the model can't be had.
-    """
-    if name == "tokens":
-        return TokenEncoder(model, tokenizer)
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing") from error
-    encoder = SentenceTransformer(name, device=str(model.wte.weight.device))
-    return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
-
-
-def nearest(stored: np.ndarray, queries: np.ndarray) -> list[int]:
-    """Return for each of the queries (Q, C) the index of the stored vector (N, C) with the largest dot product; by
-    faiss where it is installed."""
-    try:
-        import faiss
-    except ImportError:
-        return (queries @ stored.T).argmax(axis=1).tolist()
-    index = faiss.IndexFlatIP(stored.shape[1])
-    index.add(np.ascontiguousarray(stored, dtype=np.float32))
-    return index.search(np.ascontiguousarray(queries, dtype=np.float32), 1)[1][:, 0].tolist()
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except those that only mean "not given"."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
-
-
-class CommandLine(argparse.ArgumentParser):
-    """What the command lines of all scripts share: model, device, dtype, seed, and errors in one sentence."""
-
-    def __init__(self, doc: str | None, example: str) -> None:
-        super().__init__(description=(doc or "").partition("\n")[0], epilog=f"example: {example}",
-                         formatter_class=HelpFormatter)
-
-    def add_model_arguments(self, model: str = "--model") -> None:
-        """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
-        optional = {"dest": "model"} if model.startswith("-") else {"nargs": "?"}
-        self.add_argument(model, default="pocket", metavar="NAME", help=NAMES, **optional)
-        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"),
-                          help="where to compute; auto: cuda if there is one, else mps, else cpu")
-        self.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-                          help="number format of weights and activations")
-        self.add_argument("--threads", type=whole_number(1), metavar="N",
-                          help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice")
-        self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="of random draws")
-
-    def add_generation_arguments(self) -> None:
-        """Add what the scripts that write text have in common."""
-        self.add_model_arguments()
-        self.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
-        self.add_argument("--max-new-tokens", default=250, type=whole_number(1), metavar="N", help="tokens to write")
-        self.add_argument("--temperature", default=0.0, type=temperature, metavar="X",
-                          help="0: always the likeliest token; higher: more random")
-        self.add_argument("--top-k", type=whole_number(1), metavar="N", help="draw among the N likeliest tokens only")
-        self.add_trace_argument()
-
-    def add_trace_argument(self, prefix: str = "") -> None:
-        """Add --trace (args.page); prefix: of its help."""
-        self.add_argument("--trace", dest="page", metavar="FILE.html",
-                          help=f"{prefix}also write a page that plays the generation step by step, in any browser")
-
-    def trace(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding, model: Any, ids: Tensor) -> Trace | None:
-        """Return what records a text that begins with ids (1, T), None without --trace."""
-        if args.page is None:
-            return None
-        if Path(args.page).is_dir():
-            raise ValueError(f"--trace {args.page} is a folder, and must be a file")
-        if not os.access(Path(args.page).parent, os.W_OK):  # before anything is written
-            raise ValueError(f"--trace {args.page}: there is no folder {Path(args.page).parent} that can be written to")
-        from chapters.tracing import Trace
-
-        trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, Path(args.page))
-        trace.begin(ids[0].tolist())
-        return trace
-
-    @contextmanager
-    def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
-        """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in the body, the
-        project's ways to say that an input is bad, become one sentence and exit status 2."""
-        args = self.parse_args(argv)
-        if "device" in args:
-            present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-            if args.device == "auto":
-                args.device = next(device for device in present if present[device])
-            if not present[args.device]:
-                self.error(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
-            args.dtype = getattr(torch, args.dtype)
-            torch.set_num_threads(args.threads or (1 if args.model in POCKET else torch.get_num_threads()))
-            torch.manual_seed(args.seed)
-        try:
-            yield args
-            sys.stdout.flush()  # if the reader of a pipe has left, it shows here
-        except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not fail at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.exit(0)
-        except (ValueError, OSError) as error:
-            self.error(" ".join(str(error).split()))
-        except KeyboardInterrupt:
-            self.exit(130, "\n")
-
-    def error(self, message: str) -> NoReturn:
-        """Print one sentence, and end with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = None,
-           trace: Trace | None = None) -> tuple[list[int], list[float]]:  # fmt: skip
-    """Print a batch of one while it is generated, then what it cost; return its ids and the milliseconds of each.
-
-    The first token costs the prefill (reading the prompt), each further one a decoding step. A trace records every step
-    and is written at the end.
-    """
-    ids: list[int] = []
-    ms: list[float] = []
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can span several tokens
-    started = time.perf_counter()
-    for token in tokens:
-        ids.append(int(token))  # waits for the device
-        ms.append(1000 * (time.perf_counter() - started))
-        if ids[-1] != tokenizer.eot_token:
-            print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
-        if trace:
-            trace.step(ids[-1], cache)
-        started = time.perf_counter()
-    print(utf8.decode(b"", final=True), end="")  # a character that was cut off
-    decode = sum(ms[1:]) / max(1, len(ms) - 1)
-    speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
-    print(f"\n\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]")
-    if trace:
-        trace.write()
-        print(f"[step by step: {trace.path}]")
-    return ids, ms
-
-
-def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
-    """Print whether runs, as stream() returns them, wrote the same, and their milliseconds per token as the text grew.
-
-    A line shows medians over (up to) 32 decoded tokens, and in its last column those of the first run over those of
-    the last; the last line is the median over all decoded tokens.
-    """
-    texts = [ids for ids, _ in runs.values()]
-    same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
-    print(f"\nSame tokens: {same} ({', '.join(str(len(ids)) for ids in texts)})")
-    n = min(map(len, texts))
-    if n < 2:
-        return
-    print(f"\ntext length   ms per token: {'   '.join(runs)}   ratio")
-    spans = [(start, min(start + 32, n), str(n_prompt + min(start + 32, n))) for start in range(1, n, 32)]
-    for start, end, label in [*spans, (1, n, "all")]:
-        medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
-        cells = "   ".join(f"{ms:{len(name)}.2f}" for name, ms in zip(runs, medians, strict=True))
-        print(f"{label:>11}   {'':13} {cells}   {medians[0] / medians[-1]:5.1f}")
-
-
-def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return an argument type: whole numbers from low to high."""
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or value < low or (high is not None and value > high):
-            most = "" if high is None else f" and at most {high}"
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}{most}, got {text!r}")
-        return value
-
-    return convert
-
-
-def temperature(text: str) -> float:
-    """Argument type: 0, or a finite number that one can divide by."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (value == 0 or 1e-6 <= value < float("inf")):
-        raise argparse.ArgumentTypeError(f"must be 0, or a number of at least 1e-6, got {text!r}")
-    return value
-
-
-def nonempty(text: str) -> str:
-    """Argument type: text that isn't empty, since a model needs a token to begin with."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty, but the model needs at least one token to begin with")
-    return text
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let write(file) make the file beside its place, then move it there: readers never see half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    write(unfinished)
-    os.replace(unfinished, path)
-
-
-def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table with a header line."""
-
-    def write(file: Path) -> None:
-        with file.open("w", newline="", encoding="utf-8") as handle:
-            csv.writer(handle).writerows([header, *rows])
-
-    write_atomically(path, write)
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     import gpt_bounded_cache
     import gpt_kv_cache
+    from support.cli import PROMPT, CommandLine
+    from support.printing import stream
 
-    cli = CommandLine(__doc__, example="python %(prog)s gpt2 --verify")
+    cli = CommandLine(__doc__, "python %(prog)s gpt2 --verify", NAMES)
     cli.add_model_arguments("model")
     cli.add_argument("--verify", action="store_true", help="compare with published greedy continuations")
-    with cli.parse() as args:
+    with cli.parse(argv) as args:
         published = read_json(EXPECTED_OUTPUTS)["continuations"] if args.verify else []
         expected = [entry for entry in published if entry["model"] == args.model]
         if args.verify and not expected:

@@ -28,10 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_kv_cache import GPT, KVCache, check_options, context_start, sample
-from load_gpt2_weights import find_file, load_model, load_tokenizer, read_json, stream
+from load_gpt2_weights import find_file, load_model, load_tokenizer
+from support.files import read_json
+from support.printing import stream
 
 if TYPE_CHECKING:
-    from chapters.tracing import Trace
+    from support.tracing import Trace
 
 GEOMETRY = ("n_layer", "n_head", "head_dim", "n_ctx")  # what keys and values, and the positions in them, depend on
 
@@ -493,10 +495,11 @@ def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, trac
 
 
 def main() -> None:
-    from benchmarks import refreshing
-    from load_gpt2_weights import PROMPT, CommandLine, nonempty, temperature, whole_number
+    from load_gpt2_weights import NAMES
+    from studies import refreshing
+    from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
 
-    cli = CommandLine(__doc__, example="python %(prog)s write --policy periodic:64 --temperature 1")
+    cli = CommandLine(__doc__, "python %(prog)s write --policy periodic:64 --temperature 1", NAMES)
     cli.add_argument("what", nargs="?", default="run", choices=("run", "write"),
                      help="run: measure all ways to refresh; write: continue a prompt by one of them")
     cli.add_model_arguments("--teacher")

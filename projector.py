@@ -37,8 +37,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT, fingerprint, raw, write_atomically
+from load_gpt2_weights import END_OF_TEXT
 from pocket import rope
+from support.files import write_atomically
+from support.fingerprints import fingerprint, raw
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # for cross-validation
 
@@ -577,10 +579,12 @@ def ask(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_token
 
 
 def main() -> None:
-    from benchmarks import projection
-    from load_gpt2_weights import CommandLine, load_encoder, load_model, load_tokenizer, nonempty, whole_number
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from studies import projection
+    from support.cli import CommandLine, nonempty, whole_number
+    from support.encoders import load_encoder
 
-    cli = CommandLine(__doc__, example='python %(prog)s ask "Which wood lies near Tolben?"')
+    cli = CommandLine(__doc__, 'python %(prog)s ask "Which wood lies near Tolben?"', NAMES)
     cli.add_argument("what", nargs="?", default="run", choices=("run", "ask"),
                      help="run: the falsification test; ask: answer QUESTION from the library that run has kept")
     cli.add_argument("question", nargs="?", type=nonempty, metavar="QUESTION",

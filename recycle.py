@@ -38,10 +38,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, context_start, generate
-from load_gpt2_weights import END_OF_TEXT, fingerprint, load_encoder, raw
+from load_gpt2_weights import END_OF_TEXT
+from support.encoders import load_encoder
+from support.fingerprints import fingerprint, raw
 
 if TYPE_CHECKING:
-    from chapters.tracing import Trace
+    from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
 OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors(\..*\.tmp)?")  # a Store's files: from where to where
@@ -607,10 +609,11 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
 
 
 def main() -> None:
-    from benchmarks import recycling
-    from load_gpt2_weights import CommandLine, load_model, load_tokenizer, whole_number
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from studies import recycling
+    from support.cli import CommandLine, whole_number
 
-    cli = CommandLine(__doc__, example="python %(prog)s chat")
+    cli = CommandLine(__doc__, "python %(prog)s chat", NAMES)
     cli.add_argument("what", nargs="?", default="run", choices=("run", "law", "replay", "chat"),
                      help="run: the paper's experiment; law: when reuse pays, with a --model, else at GPT-2 124M's "
                      "geometry with random weights; replay: hit rates of a trace; chat: a conversation")

@@ -18,12 +18,16 @@ import importlib.util
 import json
 import resource
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -181,6 +185,50 @@ def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         parameter.copy_(tensor)
 
 
+class CTranslate2(Runner):
+    """CTranslate2, an engine in C++, with weights as its own converter makes them. The bytes of its cache are by
+    formula: it can't be asked for them, and concatenates keys and values in float32, whatever the weights are."""
+
+    def __init__(self, folder: Path, compute_type: str) -> None:
+        import ctranslate2
+        from ctranslate2.converters import TransformersConverter
+
+        config = json.loads((folder / "config.json").read_text())
+        self.n_ctx, self.token_bytes = config["n_positions"], 2 * config["n_layer"] * config["n_embd"] * 4
+        names = {str(i): i for i in range(config["vocab_size"])}  # the engine is fed names of tokens
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
+        converter = TransformersConverter(str(folder))
+        converter.load_tokenizer = lambda *args, **options: SimpleNamespace(get_vocab=lambda: names, **special)
+        with tempfile.TemporaryDirectory(prefix="benchmarks-") as made:
+            converter.convert(made, force=True)
+            with suppress(OSError):  # Linux: the conversion doesn't count as memory that the engine needs
+                Path("/proc/self/clear_refs").write_text("5")
+            threads = torch.get_num_threads()
+            self.generator = ctranslate2.Generator(made, compute_type=compute_type, intra_threads=threads)
+
+    def start(self, ids: Tensor) -> Iterator[Tensor]:
+        return self.steps(ids, self.n_ctx + 1 - ids.size(1))
+
+    def steps(self, ids: Tensor, most: int, **options: Any) -> Iterator[Tensor]:
+        """Yield up to `most` tokens (B, 1); they are computed one by one in a thread that doesn't wait to be asked."""
+        prompts = [[*map(str, row)] for row in ids.tolist()]
+        results = self.generator.generate_tokens(prompts, max_length=most, end_token=[], **options)  # nothing ends it
+        read = ids.size(1)
+        while step := sorted(islice(results, len(ids)), key=lambda result: result.batch_id):
+            self.nbytes = len(ids) * read * self.token_bytes
+            read += 1
+            yield torch.tensor([[result.token_id] for result in step])
+
+    def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor]:
+        prefix = [*map(str, ids[0, :cached].tolist())]
+
+        def again() -> Tensor:
+            return next(self.steps(ids[:, cached:], 1, static_prompt=prefix))
+
+        again()  # which keeps the prefix's cache; the next one copies it
+        return again
+
+
 class Int8(Ours):
     """gpt_kv_cache.py with every product by a matrix of weights in int8, as PyTorch's dynamic quantization has it."""
 
@@ -222,7 +270,8 @@ class Memory(Ours):
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder, device, gpt_bounded_cache, lambda config: gpt_bounded_cache.BoundedMemory())
         weights = self.model.state_dict()
-        self.model = gpt_bounded_cache.GPT(replace(self.model.config, slots=24, recent=8)).eval().to(device)
+        config = gpt_bounded_cache.BCTConfig(**vars(self.model.config), slots=24, recent=8)
+        self.model = gpt_bounded_cache.BCT(config).eval().to(device)
         self.model.load_state_dict(weights, strict=False)
 
 
@@ -239,7 +288,7 @@ class Static(Ours):
     def step(self, token: Tensor, pos: Tensor, layers: list[Tensor]) -> Tensor:
         """Return the next token (B, 1) after token (B, 1) at pos (1,), whose keys and values go to layers."""
         model = self.model
-        seen = torch.arange(model.config.n_ctx, device=pos.device) <= pos[:, None]  # (1, n_ctx)
+        seen = torch.arange(layers[0].size(3), device=pos.device) <= pos[:, None]  # (1, S)
         x = model.wte(token) + model.wpe(pos)
         for block, kv in zip(model.h, layers, strict=True):
             q, k, v = block.attn.project(block.ln_1(x))
@@ -351,7 +400,7 @@ class Without(Ours):
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, what makes its runner of (folder, device, peer), and what it needs: a package, a file in the peer's
+    """A name, what makes its runner of (folder, device, peer), and what it needs: packages, a file in the peer's
     folder, or a kind of device. exact: its greedy tokens must be those of all other exact ones."""
 
     name: str
@@ -402,6 +451,9 @@ CONTENDERS = (
     Contender("transformers, StaticCache, bfloat16, torch.compile",
               lambda f, d, p: Transformers(f, d, True, compiled=True, dtype=torch.bfloat16), "transformers",
               device="cuda", exact=False),
+    Contender("CTranslate2", lambda f, d, p: CTranslate2(f, "float32"), "ctranslate2 transformers", device="cpu"),
+    Contender("CTranslate2, int8", lambda f, d, p: CTranslate2(f, "int8"), "ctranslate2 transformers", device="cpu",
+              exact=False),
     Contender("LLMs-from-scratch, PyPI, no cache", lambda f, d, p: FromScratch(f, d, packaged(), False, cached=False),
               "llms_from_scratch"),
     Contender("LLMs-from-scratch, PyPI", lambda f, d, p: FromScratch(f, d, packaged(), False), "llms_from_scratch"),

@@ -152,7 +152,7 @@ def fleet() -> list[str]:
         "| of 400 Gbit/s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for path in sorted((ROOT / "benchmarks" / "recycling").glob("replay_*.csv")):
+    for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for row in (rows[0], rows[len(rows) // 2], rows[-1]):

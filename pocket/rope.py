@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gpt_kv_cache
 
@@ -40,20 +40,18 @@ class Block(gpt_kv_cache.Block):
 
     def forward(self, x: Tensor, pos: Tensor, cache: gpt_kv_cache.KVCache | None, layer: int) -> Tensor:
         q, k, v = self.attn.project(self.ln_1(x))  # (B, H, T, D) each
-        q, k, k_pos = rotate(q, pos), rotate(k, pos), pos
+        q, k, mask = rotate(q, pos), rotate(k, pos), None
         if cache is not None:
-            k, v, k_pos = cache.append(layer, k, v, pos)
-        x = x + self.drop(self.attn(q, k, v, mask=k_pos <= pos[:, None]))
+            k, v, mask = cache.append(layer, k, v, pos)
+        x = x + self.drop(self.attn(q, k, v, mask))
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
 
 
 class GPT(gpt_kv_cache.GPT):
     """A GPT-2 whose wpe is zero, and not trained: positions are in the blocks."""
 
-    config_class = GPTConfig
+    config_class, block_class = GPTConfig, Block
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.init_weights()
         self.wpe.weight.requires_grad_(False).zero_()

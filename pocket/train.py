@@ -27,18 +27,20 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from huggingface_hub.utils import tqdm  # comes with it: one package less to require
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
@@ -46,16 +48,10 @@ sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig, generate
-from load_gpt2_weights import (
-    CommandLine,
-    find_file,
-    load_model,
-    load_tokenizer,
-    read_tokenizer,
-    whole_number,
-    write_atomically,
-)
-from pocket import corpus, rope
+from load_gpt2_weights import find_file, load_model, load_tokenizer, read_tokenizer
+from pocket import coherence, corpus, rope
+from support.cli import CommandLine, whole_number
+from support.files import write_atomically
 
 TOKENIZER = HERE / "teacher" / "tokenizer.tiktoken"
 VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
@@ -72,6 +68,7 @@ class Phase:
     lr: float  # after the warm-up
     shuffled: int = 0  # rows of documents in which about half of the vocabulary has changed places
     answers: float = 1.0  # what a token of an answer weighs in the loss of unshuffled rows; all others weigh 1
+    long: tuple[int, int, int] = (0, 0, 0)  # every fifth step instead: documents, lists, shuffled, n_ctx tokens each
 
     @property
     def rows(self) -> int:
@@ -107,7 +104,7 @@ class Distillation(Recipe):
 
     @property
     def slots(self) -> int:
-        return self.config.slots if isinstance(self.config, bounded.GPTConfig) else 0
+        return self.config.slots if isinstance(self.config, bounded.BCTConfig) else 0
 
 
 @dataclass(frozen=True)
@@ -129,16 +126,15 @@ STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
 KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read; the last is trained with dropout
 TEACHER = Recipe(
-    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=6, n_head=6, n_embd=192),
-    phases=(
+    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
+    phases=(  # three courses, each of which ends at a low learning rate, with a model that can be used
         Phase(steps=500, documents=0, lists=8, context=128, lr=5e-4),
-        Phase(steps=2600, documents=7, lists=1, context=256, lr=1e-3),
-        Phase(steps=2200, documents=4, lists=1, context=512, lr=1e-3),
-        Phase(steps=1500, documents=3, lists=0, context=512, lr=6e-4, shuffled=2, answers=8.0),
-        Phase(steps=1100, documents=3, lists=1, context=512, lr=5e-4, shuffled=2, answers=8.0),
-        Phase(steps=2000, documents=3, lists=1, context=512, lr=6e-4, shuffled=2, answers=8.0),
+        Phase(steps=2400, documents=9, lists=1, context=256, lr=1e-3),
+        Phase(steps=7600, documents=3, lists=1, context=512, lr=1e-3, shuffled=1, answers=8.0, long=(1, 0, 1)),
+        Phase(steps=6000, documents=6, lists=1, context=512, lr=9e-4, shuffled=3, answers=8.0, long=(2, 1, 1)),
+        Phase(steps=9000, documents=7, lists=1, context=512, lr=7e-4, shuffled=2, answers=8.0, long=(2, 1, 1)),
     ),
-    documents=60_000,
+    documents=120_000,
 )
 MEMORY = {"slots": 24, "recent": 8}
 STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
@@ -146,11 +142,12 @@ STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "stud
 
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
     """The recipe that gives a trained model of this geometry a bounded memory."""
-    memory = {name: options.pop(name) for name in vars(bounded.GPTConfig()) if name in options}
+    memory = {name: options.pop(name) for name in vars(AblationConfig()) if name in options}
     phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=6e-4, shuffled=1, answers=8.0)
     if options.get("text"):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
         phase = replace(phase, documents=8, shuffled=0, answers=1.0)
-    new = bounded.GPTConfig(**vars(config) | memory)
+    kind = AblationConfig if {"step", "forget", "learned_start"} & {*memory} else bounded.BCTConfig
+    new = kind(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
     return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
 
 
@@ -307,14 +304,58 @@ def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15
     return centres
 
 
+@dataclass(frozen=True)
+class AblationConfig(bounded.BCTConfig):
+    """Geometry of a BCT without some of its parts, or with slots that begin with something in them."""
+
+    step: bool = True  # a learned step size of each write
+    forget: bool = True  # a learned forgetting at each write
+    learned_start: bool = False  # slots that begin with something in them
+
+
+class AblatedMemory(bounded.WriteMemory):
+    """BCT's attention with the options of an AblationConfig."""
+
+    def __init__(self, config: AblationConfig) -> None:
+        super().__init__(config)
+        H, M, D = config.n_head, config.slots, config.head_dim
+        self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None  # MV_0, log mass
+
+    def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        w, log_keep = super().writes(x)
+        return w if self.config.step else w / w.sum(dim=-1, keepdim=True), log_keep * self.config.forget
+
+    def empty(self, x: Tensor) -> list[Tensor]:
+        keys, values, mass, *recent = super().empty(x)
+        if self.start is not None:
+            D = self.config.head_dim
+            k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
+            keys, values, mass = keys + k * log_mass.exp(), values + v * log_mass.exp(), mass + log_mass.exp()
+        return [keys, values, mass, *recent]
+
+
+class AblatedBlock(bounded.MemoryBlock):
+    """A BCT's block with an AblatedMemory."""
+
+    def __init__(self, config: AblationConfig) -> None:
+        super().__init__(config)
+        self.memory = AblatedMemory(config)
+
+
+class AblatedBCT(bounded.BCT):
+    """A BCT with the options of an AblationConfig."""
+
+    config_class, block_class = AblationConfig, AblatedBlock
+
+
 @torch.no_grad()
-def start_memory(model: bounded.GPT, ids: Tensor, generator: torch.Generator) -> None:
+def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) -> None:
     """Let writing begin with sense: a token is written to the slots whose address is nearest to its key.
 
     W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
     of the texts ids (B, T). Small random addresses would make all slots the same mean.
     """
-    plain = bounded.GPT(replace(model.config, slots=0, recent=0)).to(ids.device).eval()
+    plain = GPT(GPTConfig(**{name: getattr(model.config, name) for name in vars(GPTConfig())})).to(ids.device).eval()
     plain.load_state_dict(model.state_dict(), strict=False)
     inputs: list[Tensor] = []
     for block in plain.h:
@@ -330,7 +371,7 @@ def start_memory(model: bounded.GPT, ids: Tensor, generator: torch.Generator) ->
             raise ValueError(f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as")
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
-        if block.memory.start is not None:
+        if getattr(block.memory, "start", None) is not None:
             block.memory.start[..., -1] = -6  # the logarithm of a mass that hardly counts
 
 
@@ -426,7 +467,8 @@ def start(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module | 
         model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})
         start_looking_back(model)
     else:
-        model = bounded.GPT(recipe.config).to(device)
+        kinds = {AblationConfig: AblatedBCT, bounded.BCTConfig: bounded.BCT, bounded.GPTConfig: bounded.GPT}
+        model = kinds[type(recipe.config)](recipe.config).to(device)
         model.load_state_dict(teacher.state_dict(), strict=False)
     return model.train(), teacher
 
@@ -537,12 +579,22 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
-    """Return the phase that step belongs to and how far into it the step is, from 0 to 1."""
+    """Return the phase that step belongs to, with the rows that it reads, and how far into it the step is, 0 to 1."""
     for phase in recipe.phases:
         if step < phase.steps:
-            return phase, step / phase.steps
+            progress = step / phase.steps
+            if any(phase.long) and step % 5 == 4:
+                documents, lists, shuffled = phase.long
+                phase = replace(phase, documents=documents, lists=lists, shuffled=shuffled, context=recipe.config.n_ctx)
+            return phase, progress
         step -= phase.steps
     raise ValueError(f"step {step} is past the recipe's end")
+
+
+def size_of(recipe: Recipe) -> tuple[int, int]:
+    """Return a recipe's steps and how many tokens they read."""
+    steps = sum(phase.steps for phase in recipe.phases)
+    return steps, sum(phase.rows * phase.context for phase, _ in (phase_at(recipe, step) for step in range(steps)))
 
 
 def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device,
@@ -619,7 +671,8 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     """
     if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if (rows := min(phase.rows for phase in recipe.phases)) < world_size():
+    steps, _ = size_of(recipe)
+    if (rows := min(phase_at(recipe, step)[0].rows for step in range(steps))) < world_size():
         raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     model, teacher = start(recipe, device)
@@ -651,7 +704,8 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             write_atomically(run / "last.pt", lambda file: torch.save(state, file))
 
-    steps = min(stop_at or sys.maxsize, sum(p.steps for p in recipe.phases))
+    steps = min(stop_at or sys.maxsize, steps)
+    saved = time.monotonic()
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
         while (step := len(losses)) < steps:
@@ -668,10 +722,21 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             losses.append(loss.item())
             bar.update()
             bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
-            if len(losses) % 250 == 0:
+            if time.monotonic() - saved > 300:  # seconds
                 save()
+                saved = time.monotonic()
     save()
     return model.eval(), losses
+
+
+def compact(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's state at half of its size, to go on from on another machine: weights in fp16, moments in bf16."""
+    moments = {
+        i: {name: x.bfloat16() if x.dim() else x for name, x in of.items()}
+        for i, of in state["optimizer"]["state"].items()
+    }
+    weights = {name: weight.half() for name, weight in state["model"].items()}
+    return state | {"model": weights, "optimizer": state["optimizer"] | {"state": moments}}
 
 
 # --- What a checkpoint must be able to do before it is kept ---------------------------------------------------------
@@ -739,6 +804,18 @@ def name_losses(model: GPT, tokenizer: tiktoken.Encoding, split: str, n: int) ->
     return tuple(sum(person) / len(person) for person in persons)
 
 
+@torch.inference_mode()
+def perplexities(model: GPT, tokenizer: tiktoken.Encoding, split: str, bounds: list[int]) -> list[float]:
+    """Return the perplexity per token between each two positions that follow one another in bounds, in rows of 300
+    documents, one after the other, that are as long as the last bound."""
+    texts = ([*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents(split, 300))
+    tokens = [token for text in texts for token in text]
+    rows = torch.tensor(tokens[: len(tokens) // bounds[-1] * bounds[-1]], device=model.wte.weight.device)
+    nats = [F.cross_entropy(model(row[None, :-1])[0].float(), row[1:], reduction="none")
+            for row in rows.view(-1, bounds[-1])]  # fmt: skip
+    return [torch.stack(nats)[:, first:end].mean().exp().item() for first, end in pairwise(bounds)]
+
+
 def evaluate(model: GPT, tokenizer: tiktoken.Encoding, split: str = "test") -> dict[str, float]:
     """Measure a model on held-out text: other people, objects and wordings than those it was trained on."""
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents(split, 300)]
@@ -785,8 +862,8 @@ def export(model: GPT, folder: Path) -> None:
     }  # fmt: skip
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
-    if isinstance(c, bounded.GPTConfig) and c.slots:
-        config |= {name: getattr(c, name) for name in ("slots", "recent", "rule", "step", "forget", "learned_start")}
+    if isinstance(c, bounded.BCTConfig):
+        config |= {name: value for name, value in vars(c).items() if name not in vars(GPTConfig())}
         config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
     if isinstance(c, rope.GPTConfig):
         config |= {"model_type": "rotary", "rotary": True}
@@ -825,8 +902,7 @@ def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
 
 def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tiktoken.Encoding) -> str:
     """Return the model card: what it is, what it learned from, what it can do, and what it writes."""
-    steps = sum(p.steps for p in recipe.phases)
-    tokens = sum(p.steps * p.rows * p.context for p in recipe.phases)
+    steps, tokens = size_of(recipe)
     parameters = sum(p.numel() for p in model.parameters())
     samples = []
     closed_book = corpus.closed_book_questions("test")
@@ -839,10 +915,12 @@ def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tikto
             text = text.partition("\n")[0]  # the answer to a short question ends with its line
         samples.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}\n")
     phases = "\n".join(
-        f"| {i} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} |"
+        f"| {i} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} | "
+        f"{', '.join(map(str, p.long)) if any(p.long) else ''} |"
         for i, p in enumerate(recipe.phases, 1)
     )
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in figures.items())
+    shuffled = next(i for i, p in enumerate(recipe.phases, 1) if p.shuffled)
     c = model.config
     return f"""# pocket/teacher
 
@@ -851,14 +929,15 @@ context {c.n_ctx}, vocabulary {c.vocab_size:,}. Trained by `python pocket/train.
 generated documents of `pocket/corpus.py`: {steps:,} steps, {tokens / 1e6:.1f} million tokens. The weights are fp16,
 with Hugging Face's key names.
 
-| phase | steps | rows of documents | shuffled | random lists | tokens in a row | learning rate | answers |
-|---|---|---|---|---|---|---|---|
+| phase | steps | rows of documents | shuffled | random lists | tokens in a row | learning rate | answers | long rows |
+|---|---|---|---|---|---|---|---|---|
 {phases}
 
 Training starts from an induction circuit (`start_as_copier` in `pocket/train.py`): without one, a model of this size
 learns to write fluently but not to look names up in its prompt. Random lists come twice, and only the second time
 counts. In shuffled documents half of the vocabulary has changed places, differently in every row. "answers" is what a
-token of an answer weighs in the loss.
+token of an answer weighs in the loss. "long rows" are those of every fifth step (documents, random lists, shuffled),
+each of {c.n_ctx:,} tokens.
 
 ## Held out (split "test": other people, objects and wordings)
 
@@ -872,13 +951,17 @@ token of an answer weighs in the loss.
 - name: what completes the name of a new person, at the first mention and (name_nats) at all later ones
 - share: answered exactly, to the end of the line, by greedy decoding; nats: mean loss per token of the answer
 - list: loss per token of a list when it is read first, and when it is repeated
+- coherent: of 200 stories that the model wrote from their openings, greedily and (sampled) at temperature 0.8, those
+  that hold together to their end; paid: of the threads that are paid back in them, those that agree with what was
+  stated (`pocket/coherence.py`; both are 1 for the corpus itself)
+- perplexity_before_512, after_512: at positions 256 to 511, and 512 to {c.n_ctx - 1:,}, of rows of documents
 
 ## What it writes (greedy, in brackets)
 
 {chr(10).join(samples)}
 ![Training loss, by phase](loss.png)
 
-From phase 4 on the loss is higher because shuffled documents are read too, and answers weigh more in it.
+From phase {shuffled} on the loss is higher because shuffled documents are read too, and answers weigh more in it.
 """
 
 
@@ -890,6 +973,9 @@ def main() -> None:
     cli.add_argument("--state", type=Path, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
+    cli.add_argument("--compact", type=Path, metavar="FILE",
+                     help="don't train, but write the state at half of its size: a run goes on from it as "
+                     "last.pt in its --state folder")  # fmt: skip
     cli.add_argument("--init", default="pocket", metavar="NAME", help="bct, rotary, student: the model to change")
     cli.add_argument("--text", metavar="FILE", help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
                      "texts; default: the pocket corpus")  # fmt: skip
@@ -912,7 +998,10 @@ def main() -> None:
         memory = {"slots": args.slots, "recent": args.recent}
         if args.out is None and (args.init != "pocket" or args.text or args.steps or memory != MEMORY):
             raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
-        if args.what == "tokenizer":
+        if args.compact:
+            state = compact(torch.load(run / "last.pt", map_location="cpu", weights_only=True))
+            write_atomically(args.compact, lambda file: torch.save(state, file))
+        elif args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":
             ablation(steps, run, out / "ablation.json")
@@ -934,7 +1023,7 @@ def main() -> None:
                 finish_student(recipe, model.cpu(), losses, out)
         else:
             model, losses = train(TEACHER, run, args.stop_at)
-            if rank() == 0 and len(losses) == sum(p.steps for p in TEACHER.phases):
+            if rank() == 0 and len(losses) == size_of(TEACHER)[0]:
                 finish(TEACHER, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -948,6 +1037,13 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     model = model.half().float()
     tokenizer = read_tokenizer(TOKENIZER)
     figures = evaluate(model, tokenizer)
+    near, far = perplexities(model, tokenizer, "test", [256, 512, recipe.config.n_ctx])
+    writer = gpt_kv_cache.GPT(recipe.config).eval()
+    writer.load_state_dict(model.state_dict())
+    for name, temperature in (("", 0.0), ("sampled_", 0.8)):
+        stories = coherence.write(writer, tokenizer, coherence.openings("test", 200), temperature)
+        figures |= {name + key: share for key, share in coherence.measure(stories)[0].items()}
+    figures |= {"perplexity_before_512": near, "perplexity_after_512": far}
     print(json.dumps(figures, indent=2))
     if failed := failed_gates(figures):
         raise ValueError(f"the model is not kept, because these don't hold: {'; '.join(failed)}")
@@ -970,13 +1066,13 @@ class Windowed(nn.Module):
         return self.model(ids, bounded.SlidingWindowCache(self.window, self.sinks))
 
 
-def window_of_equal_bytes(config: bounded.GPTConfig) -> int:
-    """Return how many tokens' keys and values take at least the bytes of a BCT's memory."""
+def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
+    """Return how many tokens' keys and values take at least the bytes of a BCT's memory; a ring has a spare one."""
     D, M = config.head_dim, config.slots
-    return math.ceil((M * (2 * D + 1) + config.recent * (2 * D + 2 + M)) / (2 * D))
+    return math.ceil((M * (2 * D + 1) + config.recent * (2 * D + 1 + M)) / (2 * D))
 
 
-def finish_memory(recipe: Distillation, model: bounded.GPT, losses: list[float], folder: Path) -> None:
+def finish_memory(recipe: Distillation, model: bounded.BCT, losses: list[float], folder: Path) -> None:
     """Measure a BCT as it will be shipped, in fp16, beside the model that it comes from; write it and its card.
 
     Raises ValueError, and writes nothing, if it is no better than a sliding window of equal bytes. A model that was
@@ -1010,7 +1106,7 @@ def copy_tokenizer(init: str, folder: Path) -> None:
         write_atomically(folder / own.name, lambda file: shutil.copyfile(own, file))
 
 
-def memory_card(recipe: Distillation, model: bounded.GPT, figures: dict[str, dict[str, float]]) -> str:
+def memory_card(recipe: Distillation, model: bounded.BCT, figures: dict[str, dict[str, float]]) -> str:
     """Return the model card of a BCT: what it is, how it was trained, and what its memory costs in quality."""
     c, phase = model.config, recipe.phases[0]
     new = sum(p.numel() for name, p in model.named_parameters() if ".memory." in name)
@@ -1184,13 +1280,14 @@ The loss is the divergence from `{recipe.init}`; tokens of answers weigh {phase.
 """
 
 
+SLOTS = {"slots": 32, "recent": 0}
 ABLATION = (
     # what it is, options of distillation(); longer: times the steps
-    ("the paper's rule", {"slots": 32, "rule": "sum", "step": False, "forget": False, "clusters": False}),
-    ("+ a step size for each token", {"slots": 32, "rule": "sum", "forget": False, "clusters": False}),
-    ("a slot is the mean, and counts by its mass", {"slots": 32, "forget": False, "clusters": False}),
-    ("+ addresses by k-means of keys", {"slots": 32, "forget": False}),
-    ("+ forgetting", {"slots": 32}),
+    ("the paper's rule", SLOTS | {"rule": "sum", "step": False, "forget": False, "clusters": False}),
+    ("+ a step size for each token", SLOTS | {"rule": "sum", "forget": False, "clusters": False}),
+    ("a slot is the mean, and counts by its mass", SLOTS | {"forget": False, "clusters": False}),
+    ("+ addresses by k-means of keys", SLOTS | {"forget": False}),
+    ("+ forgetting", SLOTS),
     ("+ the last 8 tokens kept exactly, 24 slots", MEMORY),
     ("+ learned start of the slots", MEMORY | {"learned_start": True}),
     ("sliding window of equal bytes, fine-tuned the same", {"window": 36}),

@@ -9,6 +9,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -16,12 +17,13 @@ import benchmarks.__main__ as bench
 from benchmarks import contenders, scale
 from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, Static, timed
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from load_gpt2_weights import load_model, read_json
+from load_gpt2_weights import load_model
 from pocket.train import export
+from support.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
-EXACT = [c for c in CONTENDERS if c.exact and not c.file and not c.device]
+EXACT = [c for c in CONTENDERS if c.exact and not c.file and c.device != "cuda"]
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,57 @@ def test_int8_is_near(folder: Path) -> None:
     error = (got - expected).norm() / expected.norm()
     assert 1e-5 < error < 0.05  # quantised, and near
     assert type(runner.model.h[0].attn.c_attn).__module__.startswith("torch.ao")
+
+
+def ctranslate2(folder: Path, compute_type: str) -> contenders.CTranslate2:
+    for package in ("ctranslate2", "transformers"):
+        pytest.importorskip(package)
+    return contenders.CTranslate2(folder, compute_type)
+
+
+@pytest.mark.parametrize("B", [1, 4])
+def test_ctranslate2_writes_the_same_up_to_the_context(B: int, folder: Path) -> None:
+    runner, ids = ctranslate2(folder, "float32"), prompt(B)
+    done = timed(runner, Clock("cpu"), ids, CONFIG.n_ctx - 12)  # as many as it has positions for
+    assert done["tokens"] == plain(folder, ids, CONFIG.n_ctx - 11).tolist()
+    assert done["nbytes"] == B * CONFIG.n_ctx * 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
+
+
+def test_no_token_ends_ctranslate2(tmp_path: Path) -> None:
+    model = GPT(CONFIG)
+    with torch.no_grad():
+        model.ln_f.bias.copy_(1e4 * model.wte.weight[0])  # it writes nothing but the token that is named as the end
+    export(model, tmp_path)
+    assert timed(ctranslate2(tmp_path, "float32"), Clock("cpu"), prompt(), 9)["tokens"] == [[0] * 10] * 2
+
+
+def test_ctranslate2_in_int8_is_near(folder: Path) -> None:
+    runner, ids = ctranslate2(folder, "int8"), prompt(4, 40)
+    with torch.no_grad():
+        expected = load_model(str(folder), model_class=GPT)(ids)
+    got = torch.from_numpy(numpy.array(runner.generator.forward_batch([[*map(str, row)] for row in ids.tolist()])))
+    assert 1e-5 < (got - expected).norm() / expected.norm() < 0.05
+
+
+def test_a_missing_package_is_said_with_its_command() -> None:
+    contender = contenders.Contender("x", lambda f, d, p: contenders.Runner(), "json no_such_package")
+    assert bench.available(contender, "cpu", None) == "not installed: python3 -m pip install no_such_package"
+
+
+def test_where_others_are_ahead_is_computed() -> None:
+    def row(decode: float, first: float) -> dict:
+        return {"1 x 9": {"decode_ratio": decode, "first_ratio": first}, "2 x 9": {"decode_ratio": 0.5 * decode,
+                "first_ratio": 0.5 * first}, "peak_bytes": 1}  # fmt: skip
+
+    rows = {bench.BASE: row(1, 1) | {"2 x 9": {"decode_ratio": 1, "first_ratio": 1}}, "static step": row(9, 9)}
+    assert bench.ahead(rows | {"CTranslate2": row(1.004, 0.9)}) == []
+    rows |= {"CTranslate2": row(1.1, 3), "CTranslate2, int8": row(3, 1)}  # of int8, where ours has run
+    assert bench.ahead(rows) == [
+        "CTranslate2 is ahead of gpt_kv_cache.py: decoding 1 x 9 (1.10), first token 1 x 9 (3.00), "
+        "first token 2 x 9 (1.50)"]  # fmt: skip
+    rows["gpt_kv_cache.py, int8"] = row(2, 2)
+    line = "CTranslate2, int8 is ahead of gpt_kv_cache.py, int8: decoding 1 x 9 (1.50), decoding 2 x 9 (1.50)"
+    assert bench.ahead(rows)[1:] == [line]
 
 
 def test_a_compiled_step_writes_the_same(folder: Path) -> None:

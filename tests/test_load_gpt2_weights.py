@@ -31,6 +31,9 @@ from torch import Tensor
 import load_gpt2_weights as loader
 from gpt_baseline import GPT as BaselineGPT
 from gpt_kv_cache import GPT, GPTConfig, generate
+from support.cli import PROMPT, CommandLine
+from support.files import read_json
+from support.printing import compare
 
 ROOT = Path(loader.__file__).parent
 TINY = {"vocab_size": 97, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4}
@@ -343,7 +346,8 @@ class Hub(BaseHTTPRequestHandler):
 LOAD = """
 import sys
 from gpt_kv_cache import GPT
-from load_gpt2_weights import CommandLine, load_model
+from load_gpt2_weights import load_model
+from support.cli import CommandLine
 cli = CommandLine("x", "y")
 cli.add_model_arguments()
 with cli.parse() as args:
@@ -674,7 +678,7 @@ def test_verify_against_greedy_text_of_transformers(hub_cache: Path, tmp_path: P
 
 
 def test_published_continuations_are_well_formed() -> None:
-    published = loader.read_json(loader.EXPECTED_OUTPUTS)["continuations"]
+    published = read_json(loader.EXPECTED_OUTPUTS)["continuations"]
     assert len(published) == 16 and {entry["model"] for entry in published} <= set(loader.PUBLIC)
     for entry in published:
         assert set(entry) == {"model", "prompt", "continuation", "source"} and all(entry.values())
@@ -690,11 +694,11 @@ def test_sample_of_a_folder(tmp_path: Path) -> None:
     assert "2 layers, 4 heads of 4, width 16, context 32, vocabulary 257" in ran.stdout
     n_parameters = sum(tensor.numel() for tensor in random_tensors(config_of(vocab_size=vocab_size)).values())
     assert f"{n_parameters:,} parameters, bfloat16, {2 * n_parameters:,} bytes on cpu" in ran.stdout
-    assert loader.PROMPT in ran.stdout and "KV cache 0 bytes" not in ran.stdout
+    assert PROMPT in ran.stdout and "KV cache 0 bytes" not in ran.stdout
 
 
-def command_line() -> loader.CommandLine:
-    cli = loader.CommandLine("What it does.\n\nMore.", example="python x.py")
+def command_line() -> CommandLine:
+    cli = CommandLine("What it does.\n\nMore.", example="python x.py")
     cli.add_generation_arguments()
     return cli
 
@@ -739,7 +743,7 @@ def test_mistakes_of_ours_keep_their_traceback() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes end differently on Windows")
 def test_reader_that_leaves_early() -> None:
-    script = ("import sys\nfrom load_gpt2_weights import CommandLine\nwith CommandLine('x', 'y').parse([]):\n"
+    script = ("import sys\nfrom support.cli import CommandLine\nwith CommandLine('x', 'y').parse([]):\n"
               "    for i in range(200_000): print(i)\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -752,12 +756,12 @@ def test_reader_that_leaves_early() -> None:
 
 def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = [50.0] + [8.0] * 33 + [30.0], [9.0] + [2.0] * 33 + [3.0]  # a prefill, then 34 tokens
-    loader.compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
+    compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
     printed = capsys.readouterr().out
     assert "Same tokens: yes (35, 35)" in printed
     rows = [line.split() for line in printed.splitlines()[4:]]
     assert rows == [["43", "8.00", "2.00", "4.0"], ["45", "19.00", "2.50", "7.6"], ["all", "8.00", "2.00", "4.0"]]
-    loader.compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
+    compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
     assert "Same tokens: NO (2, 2)" in capsys.readouterr().out
-    loader.compare(10, {"a": ([1], [1.0]), "b": ([1], [1.0])})
+    compare(10, {"a": ([1], [1.0]), "b": ([1], [1.0])})
     assert len(capsys.readouterr().out.splitlines()) == 2  # nothing was decoded

@@ -1,4 +1,4 @@
-"""benchmarks/memory.py measures what it says: BLEU, losses of long texts, bytes; and its report writes its files."""
+"""studies/bounding.py measures what it says: BLEU, losses of long texts, bytes; and its report writes its files."""
 
 import csv
 import json
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
-from benchmarks import memory
 from gpt_bounded_cache import GPT, BoundedMemory, GPTConfig, SlidingWindowCache
 from load_gpt2_weights import load_tokenizer
 from pocket import corpus, train
+from studies import bounding as memory
 from tests.test_bounded_cache import BCT, SMALL, banded, ids_of, model_of
 
 SENTENCES = [document.text.partition(".")[0] for document in corpus.documents("train", 12)]

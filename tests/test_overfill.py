@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import overfill
-from benchmarks import refreshing
+from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import (
@@ -39,6 +39,7 @@ from overfill import (
     with_dropout,
 )
 from pocket.train import Student
+from studies import refreshing
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
@@ -527,7 +528,7 @@ def test_intervals_are_over_prompts_and_ratios_are_paired() -> None:
 def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
     for policy in (Policy(), Periodic(4), Periodic(5, window=2, reads="window"), ProbeKL(2.0, every=4, cooldown=4)):
         plain, _ = run(teacher, student, prompts(3), 30, policy)
-        pair = Pair(teacher, student, prompts(3), lambda: refreshing.Preallocated(39))
+        pair = Pair(teacher, student, prompts(3), lambda: SlidingWindowCache(39))
         assert torch.equal(torch.cat(list(generate_refreshed(pair, 30, policy)), 1), plain)
 
 
@@ -546,20 +547,6 @@ def test_a_study_measures_what_generate_writes(teacher, student) -> None:
     assert sorted(greedy.prompt) == [0, 1, 2] and greedy.refreshes.tolist() == [2, 2, 2]
     assert greedy.teacher_tokens.tolist() == [8, 8, 8]
     assert sorted(study.write(refreshing.Way("", "student"), 1.0).prompt) == [0, 0, 1, 1, 2, 2]
-
-
-@torch.no_grad()
-def test_a_preallocated_cache_checks_its_room() -> None:
-    cache = refreshing.Preallocated(3)
-    k = torch.zeros(1, 2, 2, 4)
-    cache.append(0, k, k, torch.arange(2))
-    cache.commit(torch.arange(2))
-    with pytest.raises(ValueError, match="2 tokens after 2 don't fit into room for 3"):
-        cache.append(0, k, k, torch.arange(2, 4))
-    with pytest.raises(ValueError, match="can't keep 3 tokens of 2"):
-        cache.truncate(3)
-    cache.truncate(1)
-    assert len(cache) == 1 and cache.append(0, k, k, torch.arange(1, 3))[0].size(2) == 3
 
 
 def test_a_study_of_unequal_geometry_is_measured_too(teacher) -> None:
@@ -712,7 +699,7 @@ def test_verdicts_follow_the_figures() -> None:
 
 
 def test_the_recorded_cache_error_is_nothing_after_each_refresh() -> None:
-    record = json.loads((ROOT / "benchmarks" / "refreshing" / "summary.json").read_text())
+    record = json.loads((ROOT / "studies" / "refreshing" / "summary.json").read_text())
     for name, every in (("periodic, 64", 64), ("speculative, 8", 8)):
         errors = record["cache"][name]["error"]
         assert all((error < 1e-4) == (t % every == 0) for t, error in enumerate(errors, 1))

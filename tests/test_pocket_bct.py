@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_bounded_cache import GPT, BoundedMemory, generate
+from gpt_bounded_cache import BCT, GPT, BoundedMemory, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus, train
 from pocket.train import Windowed
@@ -17,8 +17,8 @@ ABLATION = {row["name"]: row for row in json.loads((FOLDER / "ablation.json").re
 
 
 @pytest.fixture(scope="module")
-def model() -> GPT:
-    return load_model("pocket-bct", model_class=GPT)
+def model() -> BCT:
+    return load_model("pocket-bct", model_class=BCT)
 
 
 def test_files_are_small_and_complete() -> None:
@@ -31,10 +31,10 @@ def test_it_beats_the_windows_of_equal_bytes_where_memory_counts() -> None:
     bct = FIGURES["bct"]
     for other in ("window", "sinks"):
         assert bct["perplexity"] < FIGURES[other]["perplexity"] and bct["recall_nats"] < FIGURES[other]["recall_nats"]
-    assert FIGURES["window"]["tokens"] == train.window_of_equal_bytes(load_model("pocket-bct", model_class=GPT).config)
+    assert FIGURES["window"]["tokens"] == train.window_of_equal_bytes(load_model("pocket-bct", model_class=BCT).config)
 
 
-def test_recorded_figures_are_those_of_the_weights(model: GPT) -> None:
+def test_recorded_figures_are_those_of_the_weights(model: BCT) -> None:
     tokenizer, plain = load_tokenizer("pocket-bct"), load_model("pocket", model_class=GPT)
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 40)]
     n = FIGURES["window"]["tokens"]
@@ -46,7 +46,7 @@ def test_recorded_figures_are_those_of_the_weights(model: GPT) -> None:
         assert nats == pytest.approx(FIGURES[key]["recall_nats"], rel=0.35)
 
 
-def test_what_was_said_long_ago_is_still_known(model: GPT) -> None:
+def test_what_was_said_long_ago_is_still_known(model: BCT) -> None:
     """Change a name at the beginning: what the model makes of the text must change beyond the recent tokens."""
     tokenizer = load_tokenizer("pocket-bct")
     prompt = "Everyone in Tolben knew Halek and his sister Belessa. Halek carried a brass lantern for"
@@ -57,7 +57,7 @@ def test_what_was_said_long_ago_is_still_known(model: GPT) -> None:
     assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
 
 
-def test_text_goes_on_past_the_context_as_well_as_before(model: GPT) -> None:
+def test_text_goes_on_past_the_context_as_well_as_before(model: BCT) -> None:
     tokenizer = load_tokenizer("pocket-bct")
     texts = "<|endoftext|>".join(document.text for document in corpus.documents("valid", 40))
     ids = torch.tensor(tokenizer.encode(texts, allowed_special="all")[: 4 * 2048]).view(4, 2048)
@@ -89,5 +89,5 @@ def test_card_is_that_of_the_figures() -> None:
 def test_recipe_is_the_one_of_the_card() -> None:
     plain = load_model("pocket", model_class=train.GPT).config
     recipe = train.distillation("pocket", plain, train.STEPS["bct"], **train.MEMORY)
-    assert recipe.config == load_model("pocket-bct", model_class=GPT).config
+    assert recipe.config == load_model("pocket-bct", model_class=BCT).config
     assert f"{recipe.phases[0].steps:,} steps" in (FOLDER / "README.md").read_text()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 import projector as module
-from benchmarks import projection
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import load_encoder, load_model, load_tokenizer
+from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus, rope
 from projector import (
     Compressor,
@@ -40,6 +39,8 @@ from projector import (
     summarize,
     template,
 )
+from studies import projection
+from support.encoders import load_encoder
 
 ROOT = Path(__file__).resolve().parent.parent
 GEOMETRY = {"vocab_size": 61, "n_ctx": 96, "n_layer": 3, "n_head": 2, "n_embd": 16}

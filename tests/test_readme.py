@@ -1,14 +1,16 @@
-"""README.md and benchmarks/README.md tell the truth: commands, maps and figures."""
+"""README.md and studies/README.md tell the truth: commands, maps and figures."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import benchmarks.pages
+import studies.pages
+from support.blocks import with_blocks
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import readme  # noqa: E402
 
 
 def test_the_first_code_block_is_two_commands() -> None:
@@ -19,10 +21,10 @@ def test_the_first_code_block_is_two_commands() -> None:
 
 
 def test_figures_are_those_that_were_recorded() -> None:
-    for page, made in readme.PAGES.items():
+    for page, made in [*studies.pages.PAGES.items(), *benchmarks.pages.PAGES.items()]:
         text = page.read_text(encoding="utf-8")
         blocks = {name: block() for name, block in made.items() if name != "demo"}  # whose times differ every time
-        assert len(made) == text.count("<!-- /") and readme.with_blocks(text, blocks) == text
+        assert with_blocks(text, blocks) == text
 
 
 def test_the_python_examples_run_one_after_the_other() -> None:
@@ -35,7 +37,7 @@ def test_every_file_that_is_linked_or_run_exists() -> None:
     names = re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"python3? ([\w/]+\.py)", README)
     assert len(names) > 10
     assert [name for name in names if not (ROOT / name).exists()] == []
-    results = ROOT / "benchmarks"
+    results = ROOT / "studies"
     names = re.findall(r"\]\(([^)#:]+)\)", (results / "README.md").read_text(encoding="utf-8"))
     assert len(names) > 10 and [name for name in names if not (results / name).exists()] == []
 

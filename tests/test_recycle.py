@@ -19,10 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import recycle as module
-from benchmarks import recycling
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from load_gpt2_weights import TokenEncoder, fingerprint, load_encoder, load_model, load_tokenizer, nearest
+from load_gpt2_weights import load_model, load_tokenizer
 from recycle import RadixTree, Store, common_prefix, generate_as_published, read_all, recycle
+from studies import recycling
+from support.encoders import TokenEncoder, load_encoder, nearest
+from support.fingerprints import fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)

@@ -14,9 +14,9 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 import overfill
-from chapters.tracing import Trace, runs
 from gpt_kv_cache import GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
+from support.tracing import Trace, runs
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=1000, n_ctx=32, n_layer=2, n_head=2, n_embd=16)

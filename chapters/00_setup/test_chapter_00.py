@@ -163,7 +163,8 @@ def test_the_prompt_does_not_count(impl: ModuleType) -> None:
 @pytest.mark.ex0_4
 def test_tokens_per_second_are_those_that_the_scripts_print(impl: ModuleType, capsys: pytest.CaptureFixture) -> None:
     from gpt_kv_cache import GPT, generate
-    from load_gpt2_weights import load_model, load_tokenizer, stream
+    from load_gpt2_weights import load_model, load_tokenizer
+    from support.printing import stream
 
     tokenizer = load_tokenizer("pocket")
     ids = torch.tensor([tokenizer.encode("Halek lives in")])

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache
-from load_gpt2_weights import fingerprint, raw
+from support.fingerprints import fingerprint, raw
 
 # What safetensors raises on damaged files.
 UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)

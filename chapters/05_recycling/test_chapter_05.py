@@ -194,7 +194,7 @@ def test_break_even_is_the_first_number_that_pays(impl: ModuleType) -> None:
 
 @pytest.mark.ex5_4
 def test_break_even_of_the_recorded_measurements(impl: ModuleType) -> None:
-    record = json.loads((ROOT / "benchmarks/recycling/summary.json").read_text(encoding="utf-8"))["law"]
+    record = json.loads((ROOT / "studies/recycling/summary.json").read_text(encoding="utf-8"))["law"]
     for source in ("memory", "warm disk"):
         ends = record["scan"][0], record["scan"][-1]  # 1 stored token, and many
         read, restore = ((ends[1][key] - ends[0][key]) / (ends[1]["k"] - ends[0]["k"]) if key == "cold" else

@@ -12,11 +12,11 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from benchmarks.projection import divergence
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, Reading, cache_of, fit_slots, own_queries, read, ridge, summarize
+from studies.projection import divergence
 
 QUESTIONS, OTHERS, PENALTY = 24, 40, 0.01  # asked; whose queries slots are fitted to as well; of the ridge in leak()
 

@@ -295,7 +295,7 @@ def test_verdict(impl: ModuleType) -> None:
 
 @pytest.mark.ex6_5
 def test_verdicts_of_the_recorded_run(impl: ModuleType) -> None:
-    kinds = json.loads((ROOT / "benchmarks/projection/summary.json").read_text(encoding="utf-8"))["kinds"]
+    kinds = json.loads((ROOT / "studies/projection/summary.json").read_text(encoding="utf-8"))["kinds"]
     for kind, r in kinds.items():
         for way in r["verdicts"]:
             found = r["ways"][way]["retrieved"]

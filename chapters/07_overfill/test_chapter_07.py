@@ -13,10 +13,10 @@ from torch import Tensor
 
 import gpt_kv_cache
 import overfill
-from benchmarks.refreshing import generate_as_published
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Pair, Periodic, generate_refreshed
+from studies.refreshing import generate_as_published
 
 POINTS = {"ex7_1": 2, "ex7_2": 1, "ex7_3": 2, "ex7_4": 2, "ex7_5": 3}
 WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
@@ -89,7 +89,7 @@ def imports_nothing_of(impl: ModuleType, name: str) -> bool:
 
 @pytest.mark.ex7_1
 def test_the_last_entries_are_the_sources_and_all_others_stay(impl: ModuleType, teacher: GPT, student: GPT) -> None:
-    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "benchmarks"), "write it yourself"
+    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "studies"), "write it yourself"
     draw = random.Random(0)
     for trial in range(30):
         batch, length = draw.randint(1, 3), draw.randint(1, 20)
@@ -221,7 +221,7 @@ def test_the_teacher_reads_what_the_real_one_reads(impl: ModuleType, teacher: GP
 
 @pytest.mark.ex7_3
 def test_entropy_is_in_bits_and_of_any_logits(impl: ModuleType) -> None:
-    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "benchmarks"), "write it yourself"
+    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "studies"), "write it yourself"
     for bits in range(6):
         assert float(impl.entropy(torch.zeros(2**bits))) == pytest.approx(bits, abs=1e-5), f"{2**bits} equal tokens"
     p = torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 1e-30, 1e-30, 1e-30]])
@@ -390,7 +390,7 @@ def by_definition(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -
 @pytest.mark.ex7_5
 @pytest.mark.parametrize("every", [1, 2, 5, 8, 100])
 def test_it_writes_what_the_definition_says(impl: ModuleType, teacher: GPT, student: GPT, every: int) -> None:
-    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "benchmarks"), "write it yourself"
+    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "studies"), "write it yourself"
     for seed in range(3):
         ids = text(5 + seed, seed)
         expected = by_definition(teacher, student, ids, 22, every)

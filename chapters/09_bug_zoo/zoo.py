@@ -21,7 +21,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gpt_baseline
 import gpt_bounded_cache
-from load_gpt2_weights import CommandLine, load_model, load_tokenizer
+from load_gpt2_weights import load_model, load_tokenizer
+from support.cli import CommandLine
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -18,7 +18,7 @@ from safetensors.torch import save as bytes_of
 from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache
-from load_gpt2_weights import fingerprint
+from support.fingerprints import fingerprint
 
 
 def token_bytes(n_layer: int, kv_heads: int, head_dim: int, itemsize: int = 2) -> int:

@@ -1,7 +1,7 @@
 """What the two floors say about large models and fleets, by the formulas of benchmarks/scale.py.
 
 `python3 chapters/10_beyond/floors.py` prints lower bounds for three models on a GPU as its data sheet describes it;
-`... floors.py fleet` what the hit rates of recorded replays (benchmarks/recycling) mean for machines that only prefill.
+`... floors.py fleet` what the hit rates of recorded replays (studies/recycling) mean for machines that only prefill.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.scale import H100, ROOT, SHAPES, decode_s, prefill_s, seconds, token_operations
-from load_gpt2_weights import CommandLine
+from support.cli import CommandLine
 
 
 def models() -> None:
@@ -38,7 +38,7 @@ def fleet() -> None:
     shape, rate = SHAPES[-1], H100[2]
     print(f"{shape.name}, machines that only prefill, {H100[0]}\n")
     print(f"{'':14}{'memory':>8}{'requests that find something':>30}{'tokens found':>14}{'left':>7}{'moved, each':>14}")
-    for path in sorted((ROOT / "benchmarks" / "recycling").glob("replay_*.csv")):
+    for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for row in (rows[0], rows[len(rows) // 2], rows[-1]):

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import tiktoken
 import torch
-from huggingface_hub.utils import tqdm
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from load_gpt2_weights import load_encoder, load_model, load_tokenizer, write_atomically
+from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus, rope
 from projector import (
     Compressor,
@@ -44,6 +44,8 @@ from projector import (
     ridge,
     summarize,
 )
+from support.encoders import load_encoder
+from support.files import write_atomically
 
 PROPOSED = Layout(m=8, true_positions=False)  # the least of its 8 to 32 slots
 SLOTS = (1, 2, 4, 8, 16, 32)

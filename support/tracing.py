@@ -8,15 +8,14 @@ from __future__ import annotations
 import codecs
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 
-from gpt_baseline import context_start
-from load_gpt2_weights import write_atomically
+from support.files import write_atomically
 
 TEMPLATE = Path(__file__).with_name("tracing.html")
 
@@ -32,8 +31,10 @@ class Trace:
     (what each of BCT's slots has in one head) and events.
     """
 
-    def __init__(self, title: str, tokenizer: tiktoken.Encoding, n_ctx: int, path: Path) -> None:
+    def __init__(self, title: str, tokenizer: tiktoken.Encoding, n_ctx: int, path: Path,
+                 context_start: Callable[[int, int], int] | None = None) -> None:
         self.title, self.tokenizer, self.n_ctx, self.path = title, tokenizer, n_ctx, path
+        self.context_start = context_start  # where the context begins without a cache
         self.ids: list[int] = []
         self.start = self.fed = 0
         self.reused: tuple[int, int] | None = None
@@ -54,7 +55,7 @@ class Trace:
         n = len(self.ids)
         pair = cache if hasattr(cache, "teacher") else None
         held = cache.cache if pair else cache
-        start = context_start(n, self.n_ctx) if held is None else n - held.next_pos
+        start = self.context_start(n, self.n_ctx) if held is None else n - held.next_pos
         fed = (start if held is None or start != self.start else self.fed), n
         step: dict[str, Any] = {"n": n, "start": start, "fed": fed, "bytes": 0 if cache is None else cache.nbytes,
                                 "events": []}  # fmt: skip

@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 import tiktoken
 import torch
-from huggingface_hub.utils import tqdm
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT, nearest, write_atomically, write_csv
+from load_gpt2_weights import END_OF_TEXT
 from pocket import corpus
 from recycle import RadixTree, Store, common_prefix, generate_as_published, read_all
+from support.encoders import nearest
+from support.files import write_atomically, write_csv
 
 Encoder = Callable[[list[str]], np.ndarray]
 BLOCK = 512  # tokens in a block of a trace

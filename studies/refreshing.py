@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import tiktoken
 import torch
-from huggingface_hub.utils import tqdm
 from torch import Tensor
+from tqdm import tqdm
 
-from benchmarks.recycling import figure, read_prompts
+from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from load_gpt2_weights import write_atomically, write_csv
 from overfill import (
     Entropy,
     Gate,
@@ -49,6 +48,8 @@ from overfill import (
     threshold_for,
 )
 from pocket import corpus
+from studies.recycling import figure, read_prompts
+from support.files import write_atomically, write_csv
 
 BUDGETS = (2.5, 7.8, 15.6)  # refreshes per 1,000 tokens: the source's, and those of T = 128 and T = 64
 PROBE_EVERY, PROBE_WINDOW = 32, 16
@@ -111,31 +112,6 @@ def prompts_of(tokenizer: tiktoken.Encoding, path: str | None, n: int, tokens: i
     return {split: pocket_prompts(tokenizer, split, k, tokens) for split, k in (("valid", (n + 1) // 2), ("test", n))}
 
 
-class Preallocated(KVCache):
-    """A KV cache in room that is made once: in a batch, copying it for every token would take most of the time."""
-
-    def __init__(self, room: int) -> None:
-        super().__init__()
-        self.room = room
-
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a layer's keys, values (B, H, S, D) and positions (S,), those of the new tokens (T) at their end."""
-        if layer == len(self.layers):
-            self.layers.append(k.new_empty(2, *k.shape[:2], self.room, k.size(-1)))
-        end = len(self) + k.size(2)
-        if end > self.room:
-            raise ValueError(f"{k.size(2)} tokens after {len(self)} don't fit into room for {self.room}")
-        self.layers[layer][0, :, :, len(self) : end], self.layers[layer][1, :, :, len(self) : end] = k, v
-        k, v = self.layers[layer][..., :end, :]
-        return k, v, torch.cat([self.pos.to(pos), pos])
-
-    def truncate(self, n: int) -> None:
-        """Keep the first n tokens; the room stays. Raises ValueError if there are fewer than n."""
-        if not 0 <= n <= len(self):
-            raise ValueError(f"can't keep {n} tokens of {len(self)}")
-        self.pos = self.pos[:n].clone()
-
-
 @dataclass(frozen=True)
 class Way:
     """One way of writing: by a model alone (no policy), or by the teacher and a student under a policy."""
@@ -181,7 +157,7 @@ class Study:
         model = self.models[way.student]
 
         def new_cache() -> KVCache:
-            return KVCache() if len(ids) == 1 else Preallocated(ids.size(1) + n)
+            return KVCache() if len(ids) == 1 else SlidingWindowCache(ids.size(1) + n)
 
         if way.published:
             return generate_as_published(self.models["teacher"], model, ids, n, way.published, new_cache,
@@ -453,7 +429,7 @@ def cache_errors(study: Study, ways: Sequence[Way], prompts: int) -> dict[str, d
     expected = study.models["teacher"](torch.cat([ids, new], 1), truth)[:, ids.size(1) :]  # (B, N, V)
     found = {}
     for way in ways:
-        room = partial(Preallocated, ids.size(1) + new.size(1))
+        room = partial(SlidingWindowCache, ids.size(1) + new.size(1))
         pair = Pair(study.models["teacher"], study.models[way.student], ids, room)
         pair.prefill()
         errors, kl = [], []

@@ -1,33 +1,39 @@
 """What a bounded cache costs and saves: bytes, time and quality of the memories of gpt_bounded_cache.py, side by side.
 
-`python gpt_bounded_cache.py` runs report() after its text. By default the window, the sinks and BCT have the same bytes
-(in float32, in which BCT always is); "full" is a window of n_ctx, beside the growing cache of gpt_kv_cache.py. BCT is
-fine-tuned and the others are not: for windows that are, see pocket/bct/ablation.json.
+`python3 gpt_bounded_cache.py` shows one text in all of them; `python3 -m studies.bounding` is the full study. By
+default the window, the sinks and BCT have about the same bytes (in float32, in which BCT always is); "full" is a window
+of n_ctx, beside the growing cache of gpt_kv_cache.py. BCT is fine-tuned and the others are not: for windows that are,
+see pocket/bct/ablation.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from huggingface_hub.utils import tqdm
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import gpt_bounded_cache as bounded
 import gpt_kv_cache as growing
 from gpt_bounded_cache import SlidingWindowCache
-from load_gpt2_weights import load_model, load_tokenizer, write_atomically, write_csv
+from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.train import answers
+from support.cli import CommandLine
+from support.files import read_json, write_atomically, write_csv
+from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity
+from support.tables import table
 
 SINKS = 4
 CONTEXTS = 4  # how many times n_ctx tokens are written, and read
@@ -50,22 +56,22 @@ class Memory:
 
 
 def memories_of(name: str, n: int, device: str, dtype: torch.dtype) -> dict[str, Memory]:
-    """Return the memories that a model can have: full, window and sinks of n tokens, and bct for pocket; or bct only,
-    for a BCT. Raises ValueError if n is too small."""
-    model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
-    bct = model if model.config.slots else None
-    if name == "pocket":
-        bct = load_model("pocket-bct", model_class=bounded.GPT, device=device, dtype=dtype)
+    """Return the memories that a model can have: full, window and sinks of n slots, and bct for pocket; or bct only,
+    for a BCT. Raises ValueError if n is too small or too large."""
+    slots = read_json(find_file(name, "config.json")).get("slots")
+    bct = {"pocket": "pocket-bct"}.get(name, name if slots else None)
     memories = {}
-    if not model.config.slots:
+    if not slots:
+        model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
         n_ctx = model.config.n_ctx
-        if not SINKS < n <= n_ctx:
-            raise ValueError(f"a window of {n} tokens must be longer than {SINKS} sinks and at most {n_ctx}")
+        if not SINKS + 1 < n <= n_ctx + 1:
+            raise ValueError(f"{n} slots, one of them spare, must be more than {SINKS + 1} and at most {n_ctx + 1}")
         memories["full"] = Memory(f"full, {n_ctx} tokens", model, lambda: SlidingWindowCache(n_ctx))
-        memories["window"] = Memory(f"window of {n}", model, lambda: SlidingWindowCache(n))
-        memories["sinks"] = Memory(f"{SINKS} sinks + window of {n - SINKS}", model,
-                                   lambda: SlidingWindowCache(n - SINKS, SINKS))  # fmt: skip
+        memories["window"] = Memory(f"window of {n - 1}", model, lambda: SlidingWindowCache(n - 1))
+        memories["sinks"] = Memory(f"{SINKS} sinks + window of {n - 1 - SINKS}", model,
+                                   lambda: SlidingWindowCache(n - 1 - SINKS, SINKS))  # fmt: skip
     if bct:
+        bct = load_model(bct, model_class=bounded.BCT, device=device, dtype=dtype)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
         memories["bct"] = Memory(label, bct, bounded.BoundedMemory)
     return memories
@@ -75,6 +81,38 @@ def growing_cache(name: str, device: str, dtype: torch.dtype) -> Memory:
     """Return what they are compared with: the cache of gpt_kv_cache.py."""
     model = load_model(name, model_class=growing.GPT, device=device, dtype=dtype)
     return Memory("growing cache", model, growing.KVCache, growing.generate)
+
+
+# --- One text -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def compare(args: argparse.Namespace, ids: Tensor) -> None:
+    """Continue ids (1, T) with full attention, let every memory read that text, and print what it costs and how far its
+    predictions are from full attention's."""
+    memories = memories_of(args.model, args.slots, args.device, args.dtype)
+    exact, tokenizer = next(iter(memories.values())), load_tokenizer(args.model)
+    options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}
+    options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
+    new = [*exact.generate(exact.model, ids, args.max_new_tokens, cache=exact.new_cache(), **options)]
+    text = torch.cat([ids, *new], dim=1)[:, -exact.model.config.n_ctx :]
+    print(tokenizer.decode(text[0].tolist()))
+    rows, expected = [], None
+    for memory in memories.values():
+        cache, ms, logits = memory.new_cache(), [], []
+        for token in text.split(1, dim=1):
+            started = time.perf_counter()
+            logits.append(memory.model(token, cache)[0].float())
+            ms.append(1000 * (time.perf_counter() - started))
+        got = torch.cat(logits)  # (T, V)
+        expected = got if expected is None else expected
+        same = (got.argmax(-1) == expected.argmax(-1)).float().mean()
+        rows.append([memory.label, f"{cache.nbytes:,}", f"{statistics.median(ms):.2f}",
+                     f"{kl(expected, got).mean():.3f}", f"{same:.0%}"])
+    header = ["memory", "bytes", "ms per token", "KL to full, nats", "same next token"]
+    print(f"\nThe same {text.size(1)} tokens, read one by one:\n{table(header, rows)}\n")
+    print("Full attention is exact; the other memories approximate it, by forgetting.\n"
+          "The full study, in minutes: python3 -m studies.bounding")
 
 
 # --- Bytes and time -------------------------------------------------------------------------------------------------
@@ -119,7 +157,7 @@ def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     losses, start, read = [], 0, 0  # start: where the context begins
     while read < ids.size(1) - 1:
         end = min(read + chunk, ids.size(1) - 1)
-        if not model.config.slots:
+        if model.context == n_ctx:  # a BCT's has no end
             if read - start == n_ctx:  # the context is full: forget its oldest half, read the rest again
                 start = bounded.context_start(read + 1, n_ctx)
                 cache.truncate(0)
@@ -146,52 +184,24 @@ def document_losses(memory: Memory, documents: list[list[int]]) -> list[list[flo
 
 
 def explanations(memory: Memory, tokenizer: Any, questions: list[corpus.Question], tokens: int = 220) -> list[str]:
-    """Return the greedy answers to questions, written as one batch: the prompts are padded on the left."""
+    """Return the greedy answers to questions, written in batches of prompts of the same length."""
     prompts = [tokenizer.encode_ordinary(question.prompt) for question in questions]
-    pad = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-    rows = [[tokenizer.eot_token] * n + prompt for n, prompt in zip(pad, prompts, strict=True)]
-    ids = torch.tensor(rows, device=memory.model.wte.weight.device)
-    cache = memory.new_cache()
-    cache.pad = pad
-    new = memory.generate(memory.model, ids, tokens, stop_id=tokenizer.eot_token, cache=cache)
-    rows = torch.cat(list(new), dim=1).tolist()
-    return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip() for row in rows]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    written = {}
+    for _, some in groupby(order, key=lambda i: len(prompts[i])):
+        rows = [*some]
+        ids = torch.tensor([prompts[i] for i in rows], device=memory.model.wte.weight.device)
+        new = memory.generate(memory.model, ids, tokens, stop_id=tokenizer.eot_token, cache=memory.new_cache())
+        for i, row in zip(rows, torch.cat(list(new), dim=1).tolist(), strict=True):
+            written[i] = tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip()
+    return [written[i] for i in range(len(prompts))]
 
 
-def bleu_counts(text: str, reference: str) -> Tensor:
-    """Return what BLEU counts in a text (10,): n-grams that the reference has too and all n-grams, for n = 1 ... 4, the
-    length, and that of the reference; words and punctuation marks are the tokens."""
-    words, expected = (re.findall(r"\w+|[^\w\s]", t) for t in (text, reference))
-    matches, totals = [], []
-    for n in range(1, 5):
-        grams, known = (Counter(zip(*(w[i:] for i in range(n)), strict=False)) for w in (words, expected))
-        matches.append((grams & known).total())
-        totals.append(grams.total())
-    return torch.tensor([*matches, *totals, len(words), len(expected)], dtype=torch.double)
-
-
-def bleu(counts: Tensor) -> Tensor:
-    """Return the corpus BLEU-4 in percent (...,) of counts (..., texts, 10), with one reference a text.
-
-    Source: Papineni et al. 2002, "BLEU: a Method for Automatic Evaluation of Machine Translation", section 2.3.
-    """
-    matches, totals, lengths = counts.sum(dim=-2).split([4, 4, 2], dim=-1)
-    brevity = (1 - lengths[..., 1] / lengths[..., 0]).clamp_max(0)
-    return 100 * (brevity + (matches / totals).log().mean(dim=-1)).exp()
-
-
-def perplexity(counts: Tensor) -> Tensor:
-    """Return the perplexity (...,) of counts (..., texts, 2): nats and tokens of each text."""
-    nats, tokens = counts.sum(dim=-2).unbind(-1)
-    return (nats / tokens).exp()
-
-
-def change(figure: Callable[[Tensor], Tensor], counts: Tensor, base: Tensor) -> dict[str, float]:
-    """Return by which share a figure differs from that of base, and its 95% interval: both of the same texts, drawn
-    again 2,000 times (paired bootstrap)."""
-    drawn = torch.randint(len(counts), (2000, len(counts)), generator=torch.Generator().manual_seed(0))
-    ratios = (figure(counts[drawn]) / figure(base[drawn]) - 1).sort().values
-    return {"change": (figure(counts) / figure(base) - 1).item(), "low": ratios[50].item(), "high": ratios[1949].item()}
+def change(figure: Callable[[np.ndarray], np.ndarray], counts: np.ndarray, base: np.ndarray) -> dict[str, float]:
+    """Return by which share a figure differs from that of base, both of the same texts, and its 95% interval."""
+    pairs = np.stack([counts, base], axis=1)  # (texts, 2, n)
+    relative = lambda drawn: figure(drawn[..., 0, :]) / figure(drawn[..., 1, :]) - 1  # noqa: E731
+    return dict(zip(("change", "low", "high"), bootstrap(pairs, relative), strict=True))
 
 
 def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
@@ -212,19 +222,18 @@ def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict
     for key, memory in tqdm(memories.items(), desc="quality", leave=False):
         by_distance[key] = stream_losses(memory, streams).mean(dim=0).cpu()
         losses = document_losses(memory, tokens)
-        nats = torch.tensor([[sum(document), len(document)] for document in losses], dtype=torch.double)
-        batches = [explain[i : i + 48] for i in range(0, len(explain), 48)]
-        texts = [text for batch in batches for text in explanations(memory, tokenizer, batch)]
-        grams = torch.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
+        nats = np.array([[sum(document), len(document)] for document in losses])
+        texts = explanations(memory, tokenizer, explain)
+        grams = np.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
         recall_nats, recall_share = answers(Reader(memory), tokenizer, recall)
         if not figures:
             full_nats, full_grams = nats, grams
         figures[key] = {
-            "perplexity": perplexity(nats).item(),
+            "perplexity": float(perplexity(nats)),
             "perplexity_of_long_texts": by_distance[key].mean().exp().item(),
             "recall_nats": recall_nats,
             "recall_share": recall_share,
-            "bleu": bleu(grams).item(),
+            "bleu": float(bleu(grams)),
             "perplexity_against_full": change(perplexity, nats, full_nats),
             "bleu_against_full": change(bleu, grams, full_grams),
         }
@@ -409,3 +418,23 @@ def draw(memories: dict[str, Memory], grown: dict[str, Growth], by_distance: dic
             y = [nats[a : a + n_ctx // 4].mean().exp().item() for a in starts]
             curves[key] = [a + n_ctx / 8 for a in starts], y
         plot("perplexity.png", f"Perplexity by distance from the start ({STREAMS} long texts)", "perplexity", curves)
+
+
+QUICK = {"CONTEXTS": 2, "DOCUMENTS": 16, "STREAMS": 2, "RECALLS": 16, "EXPLANATIONS": 8}
+
+
+def main(argv: list[str] | None = None) -> None:
+    cli = CommandLine(__doc__, "python3 -m studies.bounding --quick", NAMES)
+    cli.add_generation_arguments()
+    cli.add_argument("--slots", type=int, default=37, metavar="N", help="slots of window and sinks, spare one included")
+    cli.add_argument("--quick", action="store_true", help="on fewer and shorter texts, in less than a minute")
+    cli.add_argument("--out", default="results/bounding", metavar="FOLDER", help="where tables and figures go")
+    with cli.parse(argv) as args:
+        if args.quick:
+            globals().update(QUICK)
+        ids = torch.tensor([load_tokenizer(args.model).encode(args.prompt, allowed_special="all")], device=args.device)
+        report(args.model, args.slots, args.device, args.dtype, ids, args.out)
+
+
+if __name__ == "__main__":
+    main()

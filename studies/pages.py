@@ -1,101 +1,26 @@
-"""Write the figures in README.md and benchmarks/README.md anew, from the recorded results and from a run of the demo.
-
-Blocks between <!-- name --> and <!-- /name --> are replaced: `findings` from all claims that were tested, `standing`
-from the newest folders in benchmarks/results, `pocket` from pocket/teacher/figures.json, `memory` from
-benchmarks/bounded/summary.json, `ablation` from pocket/bct/ablation.json, `recycling` and `replay` from
-benchmarks/recycling, `projection` and `refreshing` from the folders of these names, `demo` by running
-`gpt_kv_cache.py --compare`.
-"""
+"""Write the tables of README.md and studies/README.md anew, from the recorded results: `python3 -m studies.pages`."""
 
 from __future__ import annotations
 
 import csv
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.blocks import write_blocks
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmarks.__main__ import disturbance
-from load_gpt2_weights import CommandLine, write_atomically
-
-
-def standing() -> str:
-    """The tables of the newest folders in benchmarks/results: all implementations, and our choices one by one."""
-    folder, other = (sorted((ROOT / "benchmarks" / "results").glob(f"*-{threads}"))[-1]
-                     for threads in ("1-thread", "2-threads"))  # fmt: skip
-    record, two = (json.loads((path / "summary.json").read_text(encoding="utf-8")) for path in (folder, other))
-    ablation = json.loads((folder / "ablation.json").read_text(encoding="utf-8"))
-    choices, shares = ablation["without"], ablation["first_token"]
-    lengths, rows = record["lengths"], record["rows"]
-    one, many, last = record["batches"][0], record["batches"][-1], lengths[-1]
-    lines = [
-        f"GPT-2 {record['model']}, float32 unless it says otherwise, {record['machine']}, {record['threads']} "
-        f"thread{'s' * (record['threads'] > 1)}, {record['date']}; medians of {record['turns']} turns. In brackets how "
-        "many times as fast as `gpt_kv_cache.py` in the same turn:",
-        "",
-        "| | " + " | ".join(f"tokens/s after {T:,}" for T in lengths)
-        + f" | {many} texts, after {lengths[0]:,} | first token of {last:,} | {last * 9 // 10:,} of them cached "
-        f"| bytes of cache for {last:,} | overhead |",
-        "|---|" + "---|" * (len(lengths) + 5),
-    ]
-    for name, r in rows.items():
-        cells = [f"{x['tokens_per_s']:.1f} ({x['decode_ratio']:.2f})" for x in (r[f"{one} x {T}"] for T in lengths)]
-        batch, long = r[f"{many} x {lengths[0]}"], r[f"{one} x {last}"]
-        cells.append(f"{batch['tokens_per_s']:.0f} ({batch['decode_ratio']:.2f})")
-        cells.append(f"{long['first_ms']:,.0f} ms ({long['first_ratio']:.2f})")
-        cells.append(f"{r['reuse_ms']:,.0f} ms" if "reuse_ms" in r else "-")
-        lines.append(f"| {name} | {' | '.join(cells)} | {long['cache_bytes']:,} "
-                     f"| {format(r['overhead_ms'], '.1f') + ' ms' if 'overhead_ms' in r else '-'} |")  # fmt: skip
-    goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
-    ours = [rows["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
-    lines += [
-        "",
-        f"No token can be had sooner than its weights are read, in float32 {record['roofline_ms']:.1f} ms here "
-        f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
-        f"{max(x['of_roofline'] for x in ours):.2f} of that. Of its first token of {last:,} the matrix products alone "
-        f"would take {ours[-1]['of_products']:.2f}; PyTorch's profiler has it: {goes}. Overhead is a step of a model "
-        "of as many layers with hardly anything to compute.",
-    ]
-    lines.append(f"![Tokens per second by tokens in the cache]({folder.relative_to(ROOT)}/decoding.png)")
-    lines += [f"![Time to the first token by the prompt's length]({folder.relative_to(ROOT)}/first_token.png)", ""]
-    different = f", but for {', '.join(record['different'])}" if record["different"] else ""
-    lines += [f"All that compute in float32 with full attention write the same tokens{different}.", ""]
-    failed = [why for why in record["absent"].values() if "failed" in why]
-    lines += [f"Not measured: {'; '.join(failed)}.", ""] if failed else []
-    both = [two["rows"]["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
-    lines += [f"With two threads ([all figures]({other.relative_to(ROOT)}/summary.json)) the roofline is "
-              f"{two['roofline_ms']:.1f} ms; `gpt_kv_cache.py` writes "
-              f"{', '.join(format(x['tokens_per_s'], '.1f') for x in both)} tokens/s after "
-              f"{', '.join(map(str, lengths))}, {min(x['of_roofline'] for x in both):.2f} to "
-              f"{max(x['of_roofline'] for x in both):.2f} of it.", ""]  # fmt: skip
-    for r in (record, two):
-        if r["disturbed"]:
-            lines += [f"The machine was disturbed while {r['threads']} thread{'s' * (r['threads'] > 1)} ran: "
-                      f"{disturbance(r)}.", ""]  # fmt: skip
-    lines += ["What `gpt_kv_cache.py` would take without each of its choices, times as long (in brackets the least "
-              "and the most of all turns):", "",
-              "| without | " + " | ".join(f"a token after {T:,}" for T in lengths) + " | "
-              + " | ".join(f"first token of {T:,}" for T in lengths) + " |",
-              "|---|" + "---|" * 2 * len(lengths)]  # fmt: skip
-    for name, r in choices.items():
-        cells = ["{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first") for T in lengths]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def findings() -> str:
     """The claims of the papers that were rebuilt, and whether they hold here."""
 
     def read(name: str) -> dict[str, Any]:
-        return json.loads((ROOT / "benchmarks" / name / "summary.json").read_text(encoding="utf-8"))
+        return json.loads((ROOT / "studies" / name / "summary.json").read_text(encoding="utf-8"))
 
     rows = []
-    for paper, name in (("BCT", "bounded"), ("KV recycling", "recycling")):
+    for paper, name in (("BCT", "bounding"), ("KV recycling", "recycling")):
         rows += [(paper, c["claim"], c["verdict"]) for c in read(name)["claims"]]
     verdicts = {kind: r["verdicts"]["as proposed"]["verdict"] for kind, r in read("projection")["kinds"].items()}
     rows += [("CP-KVP, a proposal", f"a first token from a similar prompt's cache: its own test, on {kind}", verdict)
@@ -124,8 +49,8 @@ def pocket() -> str:
 
 
 def memory() -> str:
-    """The tables of benchmarks/bounded/summary.json, and the paper's claims with their verdicts."""
-    record = json.loads((ROOT / "benchmarks" / "bounded" / "summary.json").read_text(encoding="utf-8"))
+    """The tables of studies/bounding/summary.json, and the paper's claims with their verdicts."""
+    record = json.loads((ROOT / "studies" / "bounding" / "summary.json").read_text(encoding="utf-8"))
     memories, n_ctx = record["memories"], record["n_ctx"]
     marks = ["64", str(n_ctx), str(4 * n_ctx)]
     after = " | ".join(f"after {int(n):,} tokens" for n in marks)
@@ -174,26 +99,9 @@ def ablation() -> str:
     return "\n".join(lines)
 
 
-def demo() -> str:
-    """What the README's first command prints."""
-    command = [sys.executable, "gpt_kv_cache.py", "--compare"]
-    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{printed.rstrip()}\n```"
-
-
-def with_blocks(text: str, blocks: dict[str, str]) -> str:
-    """Return the text with the content of its blocks replaced. Raises ValueError if one is not there exactly once."""
-    for name, content in blocks.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise ValueError(f"README.md must hold one block {name}, it holds {len(pattern.findall(text))}")
-        text = pattern.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text)
-    return text
-
-
 def recycling() -> str:
-    """The tables of benchmarks/recycling: the paper's experiment and claims, when reuse pays, what finds prefixes."""
-    folder = ROOT / "benchmarks" / "recycling"
+    """The tables of studies/recycling: the paper's experiment and claims, when reuse pays, what finds prefixes."""
+    folder = ROOT / "studies" / "recycling"
     record = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     law = json.loads((folder / "law.json").read_text(encoding="utf-8"))
     rows, n = record["prompts"], len(record["prompts"])
@@ -249,9 +157,9 @@ def recycling() -> str:
 
 
 def replay() -> str:
-    """The hit rates of benchmarks/recycling/replay_*.csv, side by side."""
+    """The hit rates of studies/recycling/replay_*.csv, side by side."""
     tables = {}
-    for path in sorted((ROOT / "benchmarks" / "recycling").glob("replay_*.csv")):
+    for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             tables[path.stem.removeprefix("replay_")] = {row["capacity_blocks"]: row for row in csv.DictReader(file)}
     capacities = sorted({int(c) for table in tables.values() for c in table if c != "no limit"})
@@ -264,8 +172,8 @@ def replay() -> str:
 
 
 def projection() -> str:
-    """The tables of benchmarks/projection: the falsification test, position rules, and how long a start takes."""
-    record = json.loads((ROOT / "benchmarks" / "projection" / "summary.json").read_text(encoding="utf-8"))
+    """The tables of studies/projection: the falsification test, position rules, and how long a start takes."""
+    record = json.loads((ROOT / "studies" / "projection" / "summary.json").read_text(encoding="utf-8"))
     kinds = record["kinds"]
     ways = [way for way in next(iter(kinds.values()))["latency"] if not way.startswith(("ours", "cold"))]
     lines = [
@@ -310,8 +218,8 @@ def projection() -> str:
 
 
 def refreshing() -> str:
-    """The tables of benchmarks/refreshing: what each way of refreshing writes and costs, and the claims."""
-    record = json.loads((ROOT / "benchmarks" / "refreshing" / "summary.json").read_text(encoding="utf-8"))
+    """The tables of studies/refreshing: what each way of refreshing writes and costs, and the claims."""
+    record = json.loads((ROOT / "studies" / "refreshing" / "summary.json").read_text(encoding="utf-8"))
     ways = record["ways"]
     lines = [
         f"{record['measured_prompts']} held-out prompts of {record['prompt_tokens'][0]} tokens and {record['tokens']} "
@@ -381,20 +289,10 @@ def refreshing() -> str:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"findings": findings, "standing": standing, "demo": demo},
-    ROOT / "benchmarks" / "README.md": {"pocket": pocket, "memory": memory, "ablation": ablation,
-                                        "recycling": recycling, "replay": replay, "projection": projection,
-                                        "refreshing": refreshing},
+    ROOT / "README.md": {"findings": findings},
+    ROOT / "studies" / "README.md": {"pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycling,
+                                     "replay": replay, "projection": projection, "refreshing": refreshing},
 }  # fmt: skip
 
-
-def main() -> None:
-    cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
-    with cli.parse():
-        for page, blocks in PAGES.items():
-            text = with_blocks(page.read_text(encoding="utf-8"), {name: block() for name, block in blocks.items()})
-            write_atomically(page, lambda file, text=text: file.write_text(text, encoding="utf-8"))
-
-
 if __name__ == "__main__":
-    main()
+    write_blocks(PAGES)

@@ -1,0 +1,64 @@
+"""Text as it is written, and what it cost."""
+
+from __future__ import annotations
+
+import codecs
+import statistics
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import tiktoken
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from support.tracing import Trace
+
+
+def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = None,
+           trace: Trace | None = None) -> tuple[list[int], list[float]]:  # fmt: skip
+    """Print a batch of one while it is generated, then what it cost; return its ids and the milliseconds of each.
+
+    The first token costs the prefill (reading the prompt), each further one a decoding step. A trace records every step
+    and is written at the end.
+    """
+    ids: list[int] = []
+    ms: list[float] = []
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can span several tokens
+    started = time.perf_counter()
+    for token in tokens:
+        ids.append(int(token))  # waits for the device
+        ms.append(1000 * (time.perf_counter() - started))
+        if ids[-1] != tokenizer.eot_token:
+            print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
+        if trace:
+            trace.step(ids[-1], cache)
+        started = time.perf_counter()
+    print(utf8.decode(b"", final=True), end="")  # a character that was cut off
+    decode = sum(ms[1:]) / max(1, len(ms) - 1)
+    speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
+    print(f"\n\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]")
+    if trace:
+        trace.write()
+        print(f"[step by step: {trace.path}]")
+    return ids, ms
+
+
+def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
+    """Print whether runs, as stream() returns them, wrote the same, and their milliseconds per token as the text grew.
+
+    A line shows medians over (up to) 32 decoded tokens, and in its last column those of the first run over those of
+    the last; the last line is the median over all decoded tokens.
+    """
+    texts = [ids for ids, _ in runs.values()]
+    same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
+    print(f"\nSame tokens: {same} ({', '.join(str(len(ids)) for ids in texts)})")
+    n = min(map(len, texts))
+    if n < 2:
+        return
+    print(f"\ntext length   ms per token: {'   '.join(runs)}   ratio")
+    spans = [(start, min(start + 32, n), str(n_prompt + min(start + 32, n))) for start in range(1, n, 32)]
+    for start, end, label in [*spans, (1, n, "all")]:
+        medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
+        cells = "   ".join(f"{ms:{len(name)}.2f}" for name, ms in zip(runs, medians, strict=True))
+        print(f"{label:>11}   {'':13} {cells}   {medians[0] / medians[-1]:5.1f}")
