@@ -172,7 +172,7 @@ def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     tree = copy_of_the_chapters(tmp_path)
     readme = tree / "chapters" / "02_kv_cache" / "README.md"
     fresh = readme.read_text()
-    readme.write_text(fresh.replace("kv = torch.stack([k, v])", "kv = torch.stack([v, k])"))
+    readme.write_text(fresh.replace("torch.stack([k, v])", "torch.stack([v, k])"))
     exercise = tree / "chapters" / "02_kv_cache" / "exercise.py"
     exercise.write_text("done by a student\n")
     result = run("chapters/build.py", "2", "--check", "--stubs", cwd=tree)

@@ -39,7 +39,7 @@ class WritesFirst(SlidingWindowCache):
         super().append(layer, k, v, pos)
         n, held = len(self), self.held(len(self) + len(pos))
         slots, ring = (held >= n).nonzero()[:, 0], self.layers[layer]
-        if self.pending:
+        if self.pending[layer] is not None:
             ring[..., slots, :] = self.pending[layer][..., held[slots] - n, :]
         return *ring[..., : len(held), :], self.visible(held, pos[:, None])
 
