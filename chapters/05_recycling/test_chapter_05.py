@@ -214,7 +214,7 @@ TEXT = [7, 3, 11, 3, 29, 40, 8, 8, 15]
 @pytest.fixture
 def file(impl: ModuleType, model: GPT, tmp_path: Path) -> Path:
     """A file with the cache of TEXT."""
-    path = tmp_path / "page.safetensors"
+    path = tmp_path / "entry.safetensors"
     impl.save(path, model, TEXT, cache_of(model, TEXT))
     return path
 
