@@ -844,7 +844,9 @@ def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> N
 
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path) -> None:
     towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 3
-    questions = "".join(f"Which river does {town} stand on? {'Say which. ' * 10}\n" for town in towns)
+    questions = "".join(
+        f"{i}: which river does {town} stand on? {'Say which. ' * 10}\n" for i, town in enumerate(towns)
+    )
     result = run(module.main, "chat", "--store", str(tmp_path), "--max-new-tokens", "8",
                  text=questions + "word " * 300 + "\n")  # fmt: skip
     assert result.status == 0, result.err
