@@ -142,7 +142,7 @@ def recycling() -> str:
         return sum(row[name][key] for row in rows) / n
 
     lines = [
-        f"`recycle.py --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of "
+        f"`recycle.py study --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of "
         f"{min(row['tokens'] for row in rows)} to {max(row['tokens'] for row in rows)} tokens, {record['new_tokens']} "
         "new ones:",
         "",
