@@ -37,9 +37,9 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
-from radix_tree import Node, RadixTree
 from support.files import write_atomically
 from support.fingerprints import fingerprint, raw
+from support.radix_tree import Node, RadixTree
 
 if TYPE_CHECKING:
     from support.tracing import Trace

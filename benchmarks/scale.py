@@ -172,7 +172,7 @@ ENGINES = [
     "## Who takes over there", "", "| here | there | what is added |", "|---|---|---|",
     "| a preallocated cache, a slot for each token | vLLM's PagedAttention | slots in blocks that any text may own, so "
     "that memory is shared and hardly wasted |",
-    "| `radix_tree.py`, eviction of the oldest leaf | SGLang's RadixAttention | the same tree over the "
+    "| `support/radix_tree.py`, eviction of the oldest leaf | SGLang's RadixAttention | the same tree over the "
     "GPU's memory, and a scheduler that prefers requests that hit |",
     "| pages on disk, checked and restored | LMCache | tiers of GPU, CPU, disk and remote memory |",
     "| hit rates over a trace, bytes against products | Mooncake | a pool over all machines; prefill and decoding on "

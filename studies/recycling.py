@@ -22,7 +22,6 @@ from tqdm import tqdm
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
 from pocket import corpus
-from radix_tree import RadixTree, common_prefix
 from recycle import Store, read_all
 from studies import latency
 from studies.latency import Run, timed
@@ -30,6 +29,7 @@ from support.cli import CommandLine, whole_number
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.figures import figure
 from support.files import write_atomically, write_csv
+from support.radix_tree import RadixTree, common_prefix
 from support.statistics import bootstrap
 from support.tables import table
 

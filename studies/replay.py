@@ -16,10 +16,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from radix_tree import RadixTree
 from support.cli import CommandLine, whole_number
 from support.figures import figure
 from support.files import write_csv
+from support.radix_tree import RadixTree
 from support.tables import table
 
 BLOCK = 512  # tokens in a block of a trace

@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from radix_tree import RadixTree, common_prefix
 from recycle import Store, read_all, recycle
 from studies import latency, recycling, replay
 from studies.recycling import generate_as_published
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.fingerprints import fingerprint
+from support.radix_tree import RadixTree, common_prefix
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)
