@@ -154,7 +154,7 @@ class SlidingWindowCache(KVCache):  # RING
         if window < 1 or sinks < 0:  # RING
             raise ValueError(f"window {window}, sinks {sinks}: must be at least 1 and 0")  # RING
         self.window, self.sinks, self.n_read = window, sinks, 0  # RING
-        self.pending: list[Tensor] = []  # RING  a chunk's tokens (2, B, H, T, D), until commit
+        self.pending: list[Tensor | None] = []  # RING  a chunk (2, B, H, T, D), until commit
 
     def held(self, n: int) -> Tensor:  # RING
         """Return the position of the token in each slot (S,), once n tokens have been read."""
@@ -182,7 +182,7 @@ class SlidingWindowCache(KVCache):  # RING
         if (T == 1 or n + T <= size) and not kv.requires_grad:  # RING  overwrites nothing visible
             slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)  # RING
             ring[..., slot : slot + T, :] = kv  # RING
-            kv, self.pending = ring[..., : n + T, :], []  # RING
+            kv, self.pending[layer:] = ring[..., : n + T, :], [None]  # RING
             if n + T < size and (T == 1 or not n):  # RING  plain causal: the window hides nothing
                 return kv[0], kv[1], None  # RING
             k_pos = self.held(n + T)  # RING
@@ -197,8 +197,9 @@ class SlidingWindowCache(KVCache):  # RING
         """Count the tokens at positions pos (T,) as read, and write those of a chunk to slots."""
         n, held = len(self), self.held(len(self) + len(pos)).to(pos)  # RING
         slots = (held >= n).nonzero()[:, 0]  # RING
-        for ring, kv in zip(self.layers, self.pending, strict=False):  # RING  all, or none
-            ring[..., slots, :] = kv[..., held[slots] - n, :]  # RING
+        for ring, kv in zip(self.layers, self.pending, strict=True):  # RING
+            if kv is not None:  # RING
+                ring[..., slots, :] = kv[..., held[slots] - n, :]  # RING
         self.n_read, self.pos, self.pending = n + len(pos), held, []  # RING
 
     def truncate(self, n: int) -> None:  # RING
@@ -640,7 +641,7 @@ class BCT(GPT):  # BCT
         return super().embed(ids, torch.where(pos < half, pos, above))  # BCT
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine
     from support.printing import stream
@@ -649,14 +650,10 @@ def main() -> None:
     cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--memory", choices=("full", "window", "sinks", "bct"),  # RING
-                     help="what holds the text; default: bct for pocket, else window")  # RING
+                     help="what holds the text; default: all of them, compared")  # RING
     cli.add_argument("--slots", type=int, default=37, metavar="N",  # RING
-                     help="slots of window and sinks, the spare one included; default: 37")  # RING
-    cli.add_argument("--text-only", action="store_true", help="write, and measure nothing")  # RING
-    cli.add_argument("--out", default="results/bounded", metavar="FOLDER",  # RING
-                     help="where tables and figures go")  # RING
-    with cli.parse() as args:
-        args.memory = args.memory or ("bct" if args.model.startswith("pocket") else "window")  # BCT
+                     help="slots of window and sinks, the spare one included")  # RING
+    with cli.parse(argv) as args:
         if args.memory == "bct" and args.model == "pocket":  # BCT
             args.model = "pocket-bct"  # BCT
         kind = BCT if args.memory == "bct" else GPT  # BCT
@@ -679,15 +676,14 @@ def main() -> None:
 
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
+        if args.memory is None:  # RING
+            from studies.bounding import compare  # RING
+
+            return compare(args, ids)  # RING
         sinks = 4 if args.memory == "sinks" else 0  # RING
         window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
         ring = SlidingWindowCache(window, sinks)  # RING
         run(generate, cache=ring if model.new_cache is KVCache else model.new_cache())  # RING
-        if not args.text_only:  # RING
-            from studies.bounding import report  # RING
-
-            name = args.model.removesuffix("-bct")  # RING
-            report(name, args.slots, args.device, args.dtype, ids, args.out)  # RING
 
 
 if __name__ == "__main__":

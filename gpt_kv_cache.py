@@ -318,7 +318,7 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
         raise ValueError(f"top_k must be at least 1, got {top_k}")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine
     from support.printing import stream
@@ -327,7 +327,7 @@ def main() -> None:
     cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--compare", action="store_true", help="write without the cache too")  # NEW
-    with cli.parse() as args:
+    with cli.parse(argv) as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         prompt = tokenizer.encode(args.prompt, allowed_special="all")

@@ -287,7 +287,7 @@ def read_tokenizer(path: Path) -> tiktoken.Encoding:
                              special_tokens={END_OF_TEXT: len(ranks)})
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     import gpt_bounded_cache
     import gpt_kv_cache
     from support.cli import PROMPT, CommandLine
@@ -296,7 +296,7 @@ def main() -> None:
     cli = CommandLine(__doc__, "python %(prog)s gpt2 --verify", NAMES)
     cli.add_model_arguments("model")
     cli.add_argument("--verify", action="store_true", help="compare with published greedy continuations")
-    with cli.parse() as args:
+    with cli.parse(argv) as args:
         published = read_json(EXPECTED_OUTPUTS)["continuations"] if args.verify else []
         expected = [entry for entry in published if entry["model"] == args.model]
         if args.verify and not expected:

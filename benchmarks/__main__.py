@@ -133,8 +133,8 @@ class Worker:
 
 def available(contender: Contender, device: str, peer: Path | None) -> str:
     """Return why a contender can't take part, "" if it can."""
-    if contender.package and not importlib.util.find_spec(contender.package):
-        return f"the package {contender.package} is not installed"
+    if missing := [name for name in contender.package.split() if not importlib.util.find_spec(name)]:
+        return f"not installed: python3 -m pip install {' '.join(missing)}"
     if contender.file and not (peer and (peer / contender.file).is_file()):
         return f"needs --peer-path with {contender.file}"
     if contender.device and contender.device != device:
@@ -240,6 +240,19 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
             "bandwidth_change": unrest, "waited": mean(waited) if raw["timed_cpu"] else None}  # fmt: skip
 
 
+def ahead(rows: dict[str, Any]) -> list[str]:
+    """Return, a line for each other implementation, where it is faster than BASE in the same precision."""
+    lines = []
+    for name in [c.name for c in CONTENDERS if (c.package or c.file) and c.name in rows]:
+        base = BASE + next((f", {kind}" for kind in ("bfloat16", "int8") if kind in name), "")
+        ratios = {f"{what} {cell}": rows[name][cell][key] / rows[base][cell][key]
+                  for what, key in (("decoding", "decode_ratio"), ("first token", "first_ratio"))
+                  for cell in rows.get(base, {}) if " x " in cell}  # fmt: skip
+        if found := [f"{where} ({ratio:.2f})" for where, ratio in ratios.items() if ratio >= 1.005]:
+            lines.append(f"{name} is ahead of {base}: {', '.join(found)}")
+    return lines
+
+
 # --- Ablation -------------------------------------------------------------------------------------------------------
 
 
@@ -283,7 +296,9 @@ def print_summary(record: dict[str, Any]) -> None:
         print(table(header, [
             [name, *(f"{x['first_ms']:,.0f} ({x['of_products']:.2f}, {x['first_ratio']:.2f})"
                      for x in (r[c] for c in cells))] for name, r in rows.items()]))  # fmt: skip
-    print("\nbytes of cache after so many tokens; most memory that the process had, in MB")
+    print("\nwhere others are ahead, by texts x tokens (times as fast)")
+    print(*(f"  {line}" for line in ahead(rows) or ["nowhere"]), sep="\n")
+    print("\nbytes of cache after so many tokens (CTranslate2's by formula); most memory that the process had, in MB")
     print(table(["", *map(str, lengths), "process"], [
         [name, *(f"{r[f'{batches[0]} x {T}']['cache_bytes']:,}" for T in lengths),
          f"{r['peak_bytes'] / 1e6:,.0f}"]
@@ -381,7 +396,7 @@ def machine(device: str) -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python -m benchmarks --threads 2")
     cli.prog = "python -m benchmarks"
     names = [contender.name for contender in CONTENDERS]
@@ -400,7 +415,7 @@ def main() -> None:
     cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")
     cli.add_argument("--out", type=Path, metavar="FOLDER", help="where results go; default: results/benchmarks")
-    with cli.parse() as args:
+    with cli.parse(argv) as args:
         if args.scale:
             print(scale.note(read_json(args.scale)))
             return

@@ -18,12 +18,16 @@ import importlib.util
 import json
 import resource
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -181,6 +185,50 @@ def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         parameter.copy_(tensor)
 
 
+class CTranslate2(Runner):
+    """CTranslate2, an engine in C++, with weights as its own converter makes them. The bytes of its cache are by
+    formula: it can't be asked for them, and concatenates keys and values in float32, whatever the weights are."""
+
+    def __init__(self, folder: Path, compute_type: str) -> None:
+        import ctranslate2
+        from ctranslate2.converters import TransformersConverter
+
+        config = json.loads((folder / "config.json").read_text())
+        self.n_ctx, self.token_bytes = config["n_positions"], 2 * config["n_layer"] * config["n_embd"] * 4
+        names = {str(i): i for i in range(config["vocab_size"])}  # the engine is fed names of tokens
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
+        converter = TransformersConverter(str(folder))
+        converter.load_tokenizer = lambda *args, **options: SimpleNamespace(get_vocab=lambda: names, **special)
+        with tempfile.TemporaryDirectory(prefix="benchmarks-") as made:
+            converter.convert(made, force=True)
+            with suppress(OSError):  # Linux: the conversion doesn't count as memory that the engine needs
+                Path("/proc/self/clear_refs").write_text("5")
+            threads = torch.get_num_threads()
+            self.generator = ctranslate2.Generator(made, compute_type=compute_type, intra_threads=threads)
+
+    def start(self, ids: Tensor) -> Iterator[Tensor]:
+        return self.steps(ids, self.n_ctx + 1 - ids.size(1))
+
+    def steps(self, ids: Tensor, most: int, **options: Any) -> Iterator[Tensor]:
+        """Yield up to `most` tokens (B, 1); they are computed one by one in a thread that doesn't wait to be asked."""
+        prompts = [[*map(str, row)] for row in ids.tolist()]
+        results = self.generator.generate_tokens(prompts, max_length=most, end_token=[], **options)  # nothing ends it
+        read = ids.size(1)
+        while step := sorted(islice(results, len(ids)), key=lambda result: result.batch_id):
+            self.nbytes = len(ids) * read * self.token_bytes
+            read += 1
+            yield torch.tensor([[result.token_id] for result in step])
+
+    def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor]:
+        prefix = [*map(str, ids[0, :cached].tolist())]
+
+        def again() -> Tensor:
+            return next(self.steps(ids[:, cached:], 1, static_prompt=prefix))
+
+        again()  # which keeps the prefix's cache; the next one copies it
+        return again
+
+
 class Int8(Ours):
     """gpt_kv_cache.py with every product by a matrix of weights in int8, as PyTorch's dynamic quantization has it."""
 
@@ -216,7 +264,7 @@ def quantized(module: nn.Linear) -> nn.Module:
     return quantize_dynamic(nn.Sequential(module), {nn.Linear}, dtype=torch.qint8)[0]
 
 
-class Memory(Ours):
+class RandomBCT(Ours):
     """gpt_bounded_cache.py with BCT's slots: the weights that a public model doesn't have are random."""
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -306,9 +354,14 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
         forward = model.forward
         model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
 
+    def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the mask (T, S) that None stands for."""
+        T, S = q.size(2), k.size(2)
+        return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if mask is None else mask
+
     def explicit_softmax(model: gpt_kv_cache.GPT) -> None:
-        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~mask, float("-inf"))
+        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~explicit(q, k, mask), float("-inf"))
             return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
         for block in model.h:
@@ -323,14 +376,10 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
             block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
             block.attn.project = project.__get__(block.attn)
 
-    def no_mask(model: gpt_kv_cache.GPT) -> None:
-        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            first = q.size(2) == k.size(2)  # with fewer queries than keys PyTorch would align the mask top left
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if first else mask, is_causal=first)
-            return self.c_proj(y.transpose(1, 2).flatten(2))
-
+    def always_a_mask(model: gpt_kv_cache.GPT) -> None:
         for block in model.h:
-            block.attn.forward = attend.__get__(block.attn)
+            attend = block.attn.forward
+            block.attn.forward = lambda q, k, v, mask, attend=attend: attend(q, k, v, explicit(q, k, mask))
 
     return {
         "weights stored (out, in), as nn.Linear does": other_layout,
@@ -338,7 +387,7 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
         "logits of all positions": all_logits,
         "softmax(q k) v written out": explicit_softmax,
         "q, k and v by a product each": three_products,
-        "one mask for all cases: is_causal=True for a first prompt": no_mask,
+        "a mask in every pass, instead of is_causal": always_a_mask,
     }
 
 
@@ -352,7 +401,7 @@ class Without(Ours):
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, what makes its runner of (folder, device, peer), and what it needs: a package, a file in the peer's
+    """A name, what makes its runner of (folder, device, peer), and what it needs: packages, a file in the peer's
     folder, or a kind of device. exact: its greedy tokens must be those of all other exact ones."""
 
     name: str
@@ -387,7 +436,7 @@ CONTENDERS = (
     Contender("gpt_bounded_cache.py, window of 256",
               lambda f, d, p: Ours(f, d, bounded, lambda c: bounded.SlidingWindowCache(min(256, c.n_ctx))),
               exact=False),
-    Contender("gpt_bounded_cache.py, BCT, 24 slots", lambda f, d, p: Memory(f, d), exact=False),
+    Contender("gpt_bounded_cache.py, BCT, 24 slots", lambda f, d, p: RandomBCT(f, d), exact=False),
     Contender("gpt_kv_cache.py, bfloat16",
               lambda f, d, p: Ours(f, d, kv, lambda c: kv.KVCache(), torch.bfloat16), exact=False),
     Contender("gpt_kv_cache.py, int8", lambda f, d, p: Int8(f, d), device="cpu", exact=False),
@@ -403,6 +452,9 @@ CONTENDERS = (
     Contender("transformers, StaticCache, bfloat16, torch.compile",
               lambda f, d, p: Transformers(f, d, True, compiled=True, dtype=torch.bfloat16), "transformers",
               device="cuda", exact=False),
+    Contender("CTranslate2", lambda f, d, p: CTranslate2(f, "float32"), "ctranslate2 transformers", device="cpu"),
+    Contender("CTranslate2, int8", lambda f, d, p: CTranslate2(f, "int8"), "ctranslate2 transformers", device="cpu",
+              exact=False),
     Contender("LLMs-from-scratch, PyPI, no cache", lambda f, d, p: FromScratch(f, d, packaged(), False, cached=False),
               "llms_from_scratch"),
     Contender("LLMs-from-scratch, PyPI", lambda f, d, p: FromScratch(f, d, packaged(), False), "llms_from_scratch"),

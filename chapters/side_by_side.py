@@ -13,7 +13,7 @@ from chapters import build
 
 PAIRS = (("gpt_baseline.py", "gpt_kv_cache.py"), ("gpt_kv_cache.py", "gpt_bounded_cache.py"))
 WORDS = re.compile(r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S)
-MARK = re.compile(r"(?P<mark># (?:NEW|RING|PAD|BCT)\b)(?P<comment>[^\n]*)")
+MARK = re.compile(r"(?P<mark># (?:NEW|RING|BCT)\b)(?P<comment>[^\n]*)")
 PYTHON = re.compile(
     r'(?P<string>[rbf]{0,2}"""(?:\\.|[^\\])*?"""|[rbf]{0,2}"(?:\\.|[^"\\\n])*"|[rbf]{0,2}\'(?:\\.|[^\'\\\n])*\')'
     r"|(?P<comment>#[^\n]*)|(?P<name>(?<=\bdef )\w+|(?<=\bclass )\w+)"

@@ -27,10 +27,12 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 import torch
@@ -47,7 +49,7 @@ import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig, generate
 from load_gpt2_weights import find_file, load_model, load_tokenizer, read_tokenizer
-from pocket import corpus, rope
+from pocket import coherence, corpus, rope
 from support.cli import CommandLine, whole_number
 from support.files import write_atomically
 
@@ -66,6 +68,7 @@ class Phase:
     lr: float  # after the warm-up
     shuffled: int = 0  # rows of documents in which about half of the vocabulary has changed places
     answers: float = 1.0  # what a token of an answer weighs in the loss of unshuffled rows; all others weigh 1
+    long: tuple[int, int, int] = (0, 0, 0)  # every fifth step instead: documents, lists, shuffled, n_ctx tokens each
 
     @property
     def rows(self) -> int:
@@ -123,16 +126,15 @@ STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
 KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read; the last is trained with dropout
 TEACHER = Recipe(
-    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=6, n_head=6, n_embd=192),
-    phases=(
+    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
+    phases=(  # three courses, each of which ends at a low learning rate, with a model that can be used
         Phase(steps=500, documents=0, lists=8, context=128, lr=5e-4),
-        Phase(steps=2600, documents=7, lists=1, context=256, lr=1e-3),
-        Phase(steps=2200, documents=4, lists=1, context=512, lr=1e-3),
-        Phase(steps=1500, documents=3, lists=0, context=512, lr=6e-4, shuffled=2, answers=8.0),
-        Phase(steps=1100, documents=3, lists=1, context=512, lr=5e-4, shuffled=2, answers=8.0),
-        Phase(steps=2000, documents=3, lists=1, context=512, lr=6e-4, shuffled=2, answers=8.0),
+        Phase(steps=2400, documents=9, lists=1, context=256, lr=1e-3),
+        Phase(steps=7600, documents=3, lists=1, context=512, lr=1e-3, shuffled=1, answers=8.0, long=(1, 0, 1)),
+        Phase(steps=6000, documents=6, lists=1, context=512, lr=9e-4, shuffled=3, answers=8.0, long=(2, 1, 1)),
+        Phase(steps=9000, documents=7, lists=1, context=512, lr=7e-4, shuffled=2, answers=8.0, long=(2, 1, 1)),
     ),
-    documents=60_000,
+    documents=120_000,
 )
 MEMORY = {"slots": 24, "recent": 8}
 STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
@@ -577,12 +579,22 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
-    """Return the phase that step belongs to and how far into it the step is, from 0 to 1."""
+    """Return the phase that step belongs to, with the rows that it reads, and how far into it the step is, 0 to 1."""
     for phase in recipe.phases:
         if step < phase.steps:
-            return phase, step / phase.steps
+            progress = step / phase.steps
+            if any(phase.long) and step % 5 == 4:
+                documents, lists, shuffled = phase.long
+                phase = replace(phase, documents=documents, lists=lists, shuffled=shuffled, context=recipe.config.n_ctx)
+            return phase, progress
         step -= phase.steps
     raise ValueError(f"step {step} is past the recipe's end")
+
+
+def size_of(recipe: Recipe) -> tuple[int, int]:
+    """Return a recipe's steps and how many tokens they read."""
+    steps = sum(phase.steps for phase in recipe.phases)
+    return steps, sum(phase.rows * phase.context for phase, _ in (phase_at(recipe, step) for step in range(steps)))
 
 
 def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device,
@@ -659,7 +671,8 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     """
     if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if (rows := min(phase.rows for phase in recipe.phases)) < world_size():
+    steps, _ = size_of(recipe)
+    if (rows := min(phase_at(recipe, step)[0].rows for step in range(steps))) < world_size():
         raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     model, teacher = start(recipe, device)
@@ -691,7 +704,8 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             write_atomically(run / "last.pt", lambda file: torch.save(state, file))
 
-    steps = min(stop_at or sys.maxsize, sum(p.steps for p in recipe.phases))
+    steps = min(stop_at or sys.maxsize, steps)
+    saved = time.monotonic()
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
         while (step := len(losses)) < steps:
@@ -708,10 +722,21 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             losses.append(loss.item())
             bar.update()
             bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
-            if len(losses) % 250 == 0:
+            if time.monotonic() - saved > 300:  # seconds
                 save()
+                saved = time.monotonic()
     save()
     return model.eval(), losses
+
+
+def compact(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's state at half of its size, to go on from on another machine: weights in fp16, moments in bf16."""
+    moments = {
+        i: {name: x.bfloat16() if x.dim() else x for name, x in of.items()}
+        for i, of in state["optimizer"]["state"].items()
+    }
+    weights = {name: weight.half() for name, weight in state["model"].items()}
+    return state | {"model": weights, "optimizer": state["optimizer"] | {"state": moments}}
 
 
 # --- What a checkpoint must be able to do before it is kept ---------------------------------------------------------
@@ -777,6 +802,18 @@ def name_losses(model: GPT, tokenizer: tiktoken.Encoding, split: str, n: int) ->
             met.add(mention[0])
     persons = ([sum(nats) / len(nats) for nats in part.values() if nats] for part in losses)
     return tuple(sum(person) / len(person) for person in persons)
+
+
+@torch.inference_mode()
+def perplexities(model: GPT, tokenizer: tiktoken.Encoding, split: str, bounds: list[int]) -> list[float]:
+    """Return the perplexity per token between each two positions that follow one another in bounds, in rows of 300
+    documents, one after the other, that are as long as the last bound."""
+    texts = ([*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents(split, 300))
+    tokens = [token for text in texts for token in text]
+    rows = torch.tensor(tokens[: len(tokens) // bounds[-1] * bounds[-1]], device=model.wte.weight.device)
+    nats = [F.cross_entropy(model(row[None, :-1])[0].float(), row[1:], reduction="none")
+            for row in rows.view(-1, bounds[-1])]  # fmt: skip
+    return [torch.stack(nats)[:, first:end].mean().exp().item() for first, end in pairwise(bounds)]
 
 
 def evaluate(model: GPT, tokenizer: tiktoken.Encoding, split: str = "test") -> dict[str, float]:
@@ -865,8 +902,7 @@ def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
 
 def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tiktoken.Encoding) -> str:
     """Return the model card: what it is, what it learned from, what it can do, and what it writes."""
-    steps = sum(p.steps for p in recipe.phases)
-    tokens = sum(p.steps * p.rows * p.context for p in recipe.phases)
+    steps, tokens = size_of(recipe)
     parameters = sum(p.numel() for p in model.parameters())
     samples = []
     closed_book = corpus.closed_book_questions("test")
@@ -879,10 +915,12 @@ def card(recipe: Recipe, model: GPT, figures: dict[str, float], tokenizer: tikto
             text = text.partition("\n")[0]  # the answer to a short question ends with its line
         samples.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}\n")
     phases = "\n".join(
-        f"| {i} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} |"
+        f"| {i} | {p.steps:,} | {p.documents} | {p.shuffled} | {p.lists} | {p.context} | {p.lr:g} | {p.answers:g} | "
+        f"{', '.join(map(str, p.long)) if any(p.long) else ''} |"
         for i, p in enumerate(recipe.phases, 1)
     )
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in figures.items())
+    shuffled = next(i for i, p in enumerate(recipe.phases, 1) if p.shuffled)
     c = model.config
     return f"""# pocket/teacher
 
@@ -891,14 +929,15 @@ context {c.n_ctx}, vocabulary {c.vocab_size:,}. Trained by `python pocket/train.
 generated documents of `pocket/corpus.py`: {steps:,} steps, {tokens / 1e6:.1f} million tokens. The weights are fp16,
 with Hugging Face's key names.
 
-| phase | steps | rows of documents | shuffled | random lists | tokens in a row | learning rate | answers |
-|---|---|---|---|---|---|---|---|
+| phase | steps | rows of documents | shuffled | random lists | tokens in a row | learning rate | answers | long rows |
+|---|---|---|---|---|---|---|---|---|
 {phases}
 
 Training starts from an induction circuit (`start_as_copier` in `pocket/train.py`): without one, a model of this size
 learns to write fluently but not to look names up in its prompt. Random lists come twice, and only the second time
 counts. In shuffled documents half of the vocabulary has changed places, differently in every row. "answers" is what a
-token of an answer weighs in the loss.
+token of an answer weighs in the loss. "long rows" are those of every fifth step (documents, random lists, shuffled),
+each of {c.n_ctx:,} tokens.
 
 ## Held out (split "test": other people, objects and wordings)
 
@@ -912,13 +951,17 @@ token of an answer weighs in the loss.
 - name: what completes the name of a new person, at the first mention and (name_nats) at all later ones
 - share: answered exactly, to the end of the line, by greedy decoding; nats: mean loss per token of the answer
 - list: loss per token of a list when it is read first, and when it is repeated
+- coherent: of 200 stories that the model wrote from their openings, greedily and (sampled) at temperature 0.8, those
+  that hold together to their end; paid: of the threads that are paid back in them, those that agree with what was
+  stated (`pocket/coherence.py`; both are 1 for the corpus itself)
+- perplexity_before_512, after_512: at positions 256 to 511, and 512 to {c.n_ctx - 1:,}, of rows of documents
 
 ## What it writes (greedy, in brackets)
 
 {chr(10).join(samples)}
 ![Training loss, by phase](loss.png)
 
-From phase 4 on the loss is higher because shuffled documents are read too, and answers weigh more in it.
+From phase {shuffled} on the loss is higher because shuffled documents are read too, and answers weigh more in it.
 """
 
 
@@ -930,6 +973,9 @@ def main() -> None:
     cli.add_argument("--state", type=Path, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
+    cli.add_argument("--compact", type=Path, metavar="FILE",
+                     help="don't train, but write the state at half of its size: a run goes on from it as "
+                     "last.pt in its --state folder")  # fmt: skip
     cli.add_argument("--init", default="pocket", metavar="NAME", help="bct, rotary, student: the model to change")
     cli.add_argument("--text", metavar="FILE", help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
                      "texts; default: the pocket corpus")  # fmt: skip
@@ -952,7 +998,10 @@ def main() -> None:
         memory = {"slots": args.slots, "recent": args.recent}
         if args.out is None and (args.init != "pocket" or args.text or args.steps or memory != MEMORY):
             raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
-        if args.what == "tokenizer":
+        if args.compact:
+            state = compact(torch.load(run / "last.pt", map_location="cpu", weights_only=True))
+            write_atomically(args.compact, lambda file: torch.save(state, file))
+        elif args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":
             ablation(steps, run, out / "ablation.json")
@@ -974,7 +1023,7 @@ def main() -> None:
                 finish_student(recipe, model.cpu(), losses, out)
         else:
             model, losses = train(TEACHER, run, args.stop_at)
-            if rank() == 0 and len(losses) == sum(p.steps for p in TEACHER.phases):
+            if rank() == 0 and len(losses) == size_of(TEACHER)[0]:
                 finish(TEACHER, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -988,6 +1037,13 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     model = model.half().float()
     tokenizer = read_tokenizer(TOKENIZER)
     figures = evaluate(model, tokenizer)
+    near, far = perplexities(model, tokenizer, "test", [256, 512, recipe.config.n_ctx])
+    writer = gpt_kv_cache.GPT(recipe.config).eval()
+    writer.load_state_dict(model.state_dict())
+    for name, temperature in (("", 0.0), ("sampled_", 0.8)):
+        stories = coherence.write(writer, tokenizer, coherence.openings("test", 200), temperature)
+        figures |= {name + key: share for key, share in coherence.measure(stories)[0].items()}
+    figures |= {"perplexity_before_512": near, "perplexity_after_512": far}
     print(json.dumps(figures, indent=2))
     if failed := failed_gates(figures):
         raise ValueError(f"the model is not kept, because these don't hold: {'; '.join(failed)}")

@@ -1,23 +1,24 @@
 """What a bounded cache costs and saves: bytes, time and quality of the memories of gpt_bounded_cache.py, side by side.
 
-`python gpt_bounded_cache.py` runs report() after its text. By default the window, the sinks and BCT have the same bytes
-(in float32, in which BCT always is); "full" is a window of n_ctx, beside the growing cache of gpt_kv_cache.py. BCT is
-fine-tuned and the others are not: for windows that are, see pocket/bct/ablation.json.
+`python3 gpt_bounded_cache.py` shows one text in all of them; `python3 -m studies.bounding` is the full study. By
+default the window, the sinks and BCT have about the same bytes (in float32, in which BCT always is); "full" is a window
+of n_ctx, beside the growing cache of gpt_kv_cache.py. BCT is fine-tuned and the others are not: for windows that are,
+see pocket/bct/ablation.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,10 +27,13 @@ from tqdm import tqdm
 import gpt_bounded_cache as bounded
 import gpt_kv_cache as growing
 from gpt_bounded_cache import SlidingWindowCache
-from load_gpt2_weights import find_file, load_model, load_tokenizer
+from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.train import answers
+from support.cli import CommandLine
 from support.files import read_json, write_atomically, write_csv
+from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity
+from support.tables import table
 
 SINKS = 4
 CONTEXTS = 4  # how many times n_ctx tokens are written, and read
@@ -77,6 +81,40 @@ def growing_cache(name: str, device: str, dtype: torch.dtype) -> Memory:
     """Return what they are compared with: the cache of gpt_kv_cache.py."""
     model = load_model(name, model_class=growing.GPT, device=device, dtype=dtype)
     return Memory("growing cache", model, growing.KVCache, growing.generate)
+
+
+# --- One text -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def compare(args: argparse.Namespace, ids: Tensor) -> None:
+    """Continue ids (1, T) with full attention, let every memory read that text, and print what it costs and how far its
+    predictions are from full attention's."""
+    if args.page:
+        raise ValueError("--trace plays one memory: give --memory too")
+    memories = memories_of(args.model, args.slots, args.device, args.dtype)
+    exact, tokenizer = next(iter(memories.values())), load_tokenizer(args.model)
+    options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}
+    options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
+    new = [*exact.generate(exact.model, ids, args.max_new_tokens, cache=exact.new_cache(), **options)]
+    text = torch.cat([ids, *new], dim=1)[:, -exact.model.config.n_ctx :]
+    print(tokenizer.decode(text[0].tolist()))
+    rows, expected = [], None
+    for memory in memories.values():
+        cache, ms, logits = memory.new_cache(), [], []
+        for token in text.split(1, dim=1):
+            started = time.perf_counter()
+            logits.append(memory.model(token, cache)[0].float())
+            ms.append(1000 * (time.perf_counter() - started))
+        got = torch.cat(logits)  # (T, V)
+        expected = got if expected is None else expected
+        same = (got.argmax(-1) == expected.argmax(-1)).float().mean()
+        rows.append([memory.label, f"{cache.nbytes:,}", f"{statistics.median(ms):.2f}",
+                     f"{kl(expected, got).mean():.3f}", f"{same:.0%}"])
+    header = ["memory", "bytes", "ms per token", "KL to full, nats", "same next token"]
+    print(f"\nThe same {text.size(1)} tokens, read one by one:\n{table(header, rows)}\n")
+    print("Full attention is exact; the other memories approximate it, by forgetting.\n"
+          "The full study, in minutes: python3 -m studies.bounding")
 
 
 # --- Bytes and time -------------------------------------------------------------------------------------------------
@@ -161,40 +199,11 @@ def explanations(memory: Memory, tokenizer: Any, questions: list[corpus.Question
     return [written[i] for i in range(len(prompts))]
 
 
-def bleu_counts(text: str, reference: str) -> Tensor:
-    """Return what BLEU counts in a text (10,): n-grams that the reference has too and all n-grams, for n = 1 ... 4, the
-    length, and that of the reference; words and punctuation marks are the tokens."""
-    words, expected = (re.findall(r"\w+|[^\w\s]", t) for t in (text, reference))
-    matches, totals = [], []
-    for n in range(1, 5):
-        grams, known = (Counter(zip(*(w[i:] for i in range(n)), strict=False)) for w in (words, expected))
-        matches.append((grams & known).total())
-        totals.append(grams.total())
-    return torch.tensor([*matches, *totals, len(words), len(expected)], dtype=torch.double)
-
-
-def bleu(counts: Tensor) -> Tensor:
-    """Return the corpus BLEU-4 in percent (...,) of counts (..., texts, 10), with one reference a text.
-
-    Source: Papineni et al. 2002, "BLEU: a Method for Automatic Evaluation of Machine Translation", section 2.3.
-    """
-    matches, totals, lengths = counts.sum(dim=-2).split([4, 4, 2], dim=-1)
-    brevity = (1 - lengths[..., 1] / lengths[..., 0]).clamp_max(0)
-    return 100 * (brevity + (matches / totals).log().mean(dim=-1)).exp()
-
-
-def perplexity(counts: Tensor) -> Tensor:
-    """Return the perplexity (...,) of counts (..., texts, 2): nats and tokens of each text."""
-    nats, tokens = counts.sum(dim=-2).unbind(-1)
-    return (nats / tokens).exp()
-
-
-def change(figure: Callable[[Tensor], Tensor], counts: Tensor, base: Tensor) -> dict[str, float]:
-    """Return by which share a figure differs from that of base, and its 95% interval: both of the same texts, drawn
-    again 2,000 times (paired bootstrap)."""
-    drawn = torch.randint(len(counts), (2000, len(counts)), generator=torch.Generator().manual_seed(0))
-    ratios = (figure(counts[drawn]) / figure(base[drawn]) - 1).sort().values
-    return {"change": (figure(counts) / figure(base) - 1).item(), "low": ratios[50].item(), "high": ratios[1949].item()}
+def change(figure: Callable[[np.ndarray], np.ndarray], counts: np.ndarray, base: np.ndarray) -> dict[str, float]:
+    """Return by which share a figure differs from that of base, both of the same texts, and its 95% interval."""
+    pairs = np.stack([counts, base], axis=1)  # (texts, 2, n)
+    relative = lambda drawn: figure(drawn[..., 0, :]) / figure(drawn[..., 1, :]) - 1  # noqa: E731
+    return dict(zip(("change", "low", "high"), bootstrap(pairs, relative), strict=True))
 
 
 def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
@@ -215,18 +224,18 @@ def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict
     for key, memory in tqdm(memories.items(), desc="quality", leave=False):
         by_distance[key] = stream_losses(memory, streams).mean(dim=0).cpu()
         losses = document_losses(memory, tokens)
-        nats = torch.tensor([[sum(document), len(document)] for document in losses], dtype=torch.double)
+        nats = np.array([[sum(document), len(document)] for document in losses])
         texts = explanations(memory, tokenizer, explain)
-        grams = torch.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
+        grams = np.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
         recall_nats, recall_share = answers(Reader(memory), tokenizer, recall)
         if not figures:
             full_nats, full_grams = nats, grams
         figures[key] = {
-            "perplexity": perplexity(nats).item(),
+            "perplexity": float(perplexity(nats)),
             "perplexity_of_long_texts": by_distance[key].mean().exp().item(),
             "recall_nats": recall_nats,
             "recall_share": recall_share,
-            "bleu": bleu(grams).item(),
+            "bleu": float(bleu(grams)),
             "perplexity_against_full": change(perplexity, nats, full_nats),
             "bleu_against_full": change(bleu, grams, full_grams),
         }
@@ -411,3 +420,23 @@ def draw(memories: dict[str, Memory], grown: dict[str, Growth], by_distance: dic
             y = [nats[a : a + n_ctx // 4].mean().exp().item() for a in starts]
             curves[key] = [a + n_ctx / 8 for a in starts], y
         plot("perplexity.png", f"Perplexity by distance from the start ({STREAMS} long texts)", "perplexity", curves)
+
+
+QUICK = {"CONTEXTS": 2, "DOCUMENTS": 16, "STREAMS": 2, "RECALLS": 16, "EXPLANATIONS": 8}
+
+
+def main(argv: list[str] | None = None) -> None:
+    cli = CommandLine(__doc__, "python3 -m studies.bounding --quick", NAMES)
+    cli.add_generation_arguments()
+    cli.add_argument("--slots", type=int, default=37, metavar="N", help="slots of window and sinks, spare one included")
+    cli.add_argument("--quick", action="store_true", help="on fewer and shorter texts, in less than a minute")
+    cli.add_argument("--out", default="results/bounding", metavar="FOLDER", help="where tables and figures go")
+    with cli.parse(argv) as args:
+        if args.quick:
+            globals().update(QUICK)
+        ids = torch.tensor([load_tokenizer(args.model).encode(args.prompt, allowed_special="all")], device=args.device)
+        report(args.model, args.slots, args.device, args.dtype, ids, args.out)
+
+
+if __name__ == "__main__":
+    main()

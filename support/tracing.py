@@ -27,7 +27,8 @@ class Trace:
     the context; fed, the first and the end of those whose keys and values were computed; slots, which tokens the
     cache's slots hold afterwards (first slot, first token, how many); bytes; and, where there are such, reused (the
     first and the end of those that were in a cache from before), teacher (first and how many, where a teacher's entries
-    are), replaced (those that are newly so), mass (what is in each of BCT's slots, in one head) and events.
+    are), replaced (those that are newly so), evicted (the one in a ring's spare slot: it has left the window), mass
+    (what each of BCT's slots has in one head) and events.
     """
 
     def __init__(self, title: str, tokenizer: tiktoken.Encoding, n_ctx: int, path: Path,
@@ -103,15 +104,20 @@ class Trace:
 
 def contents(cache: Any, start: int, n: int) -> dict[str, Any]:
     """Return which tokens, from start to n, are in which slots of a cache, and how many slots there are."""
-    if cache.layers and isinstance(cache.layers[0], tuple):  # BCT: slots, and recent tokens
-        slots, recent = cache.layers[len(cache.layers) // 2]
-        mass = [round(x, 3) for x in slots[0, 0, :, -1].tolist()]
+    if isinstance(cache.layers[0], list):  # BCT: slots, and recent tokens
+        layer = len(cache.layers) // 2
+        _, _, mass, recent, *_ = cache.layers[layer]
         held = min(recent.size(2), n)
-        return {"slots": [[0, n - held, held]], "size": held, "mass": mass, "layer": len(cache.layers) // 2}
+        mass = [round(x, 3) for x in mass[0, 0, :, 0].tolist()]
+        return {"slots": [[0, n - held, held]], "size": held, "mass": mass, "layer": layer}
     held = runs([p + start for p in cache.pos.tolist()])
     starts = accumulate((count for _, count in held), initial=0)
-    return {"slots": [[slot, first, count] for slot, (first, count) in zip(starts, held, strict=False)],
-            "size": cache.layers[0].size(3)}  # fmt: skip
+    found = {"slots": [[slot, first, count] for slot, (first, count) in zip(starts, held, strict=False)],
+             "size": cache.layers[0].size(3)}  # fmt: skip
+    if hasattr(cache, "visible"):  # a ring: later queries see nothing that the last one doesn't
+        hidden = cache.pos[~cache.visible(cache.pos, cache.pos.max())]
+        found["evicted"] = [p + start for p in hidden.tolist()]
+    return found
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

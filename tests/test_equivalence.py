@@ -1,7 +1,9 @@
 """The cached model computes what the uncached one does, however the text is fed, and both compute GPT-2's formula."""
 
+import contextlib
 import math
 import random
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -64,6 +66,58 @@ def feed_in_chunks(model: torch.nn.Module, ids: Tensor, cuts: list[int], cache: 
     return torch.cat([model(ids[:, a:b], cache) for a, b in zip([0, *ends], ends, strict=False)], dim=1)
 
 
+def parts_of(model: torch.nn.Module) -> list[str]:
+    """Names of the submodules that a forward pass runs, each once."""
+    names: list[str] = []
+    hooks = [module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
+             for name, module in model.named_modules() if name]  # fmt: skip
+    model(torch.zeros(1, 1, dtype=torch.long))
+    for hook in hooks:
+        hook.remove()
+    return names
+
+
+@contextlib.contextmanager
+def failing(model: torch.nn.Module, part: str, *, nan: bool = False) -> Iterator[None]:
+    """Any pass fails as it comes to a part; with nan, all keys and values until then are NaN."""
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hooks = [model.get_submodule(part).register_forward_pre_hook(fail)]
+    for block in model.h if nan else []:
+        hooks.append(block.attn.c_attn.register_forward_hook(lambda *args: args[-1] * math.nan))
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    for hook in hooks:
+        hook.remove()
+
+
+def check_any_feeding(model: torch.nn.Module, ids: Tensor, expected: Tensor, cache: KVCache,
+                      seed: int) -> None:  # fmt: skip
+    """Read ids by random chunks with a cache and its clones in turn; between these passes, some
+    fail on other tokens, and caches are truncated. The logits must be the expected ones (B, T, V)
+    at every position."""
+    rng, parts, caches = random.Random(seed), parts_of(model), [cache]
+    for _ in range(40):
+        cache = rng.choice(caches)
+        n = len(cache)
+        action = rng.choice(["read", "read", "read", "fail", "fail", "truncate", "clone"])
+        if action == "clone":
+            caches = [*caches[-2:], cache.clone()]
+        elif action == "truncate" or n == ids.size(1):
+            with contextlib.suppress(ValueError):  # a ring has evicted, a BCT has written
+                cache.truncate(rng.choice([rng.randint(max(0, n - 3), n), rng.randint(0, n), 0]))
+        else:
+            T = rng.choice([1, rng.randint(1, min(4, ids.size(1) - n)), rng.randint(1, ids.size(1) - n)])
+            if action == "fail":
+                with failing(model, rng.choice(parts), nan=rng.random() < 0.5):
+                    model((ids[:, n : n + T] + 1) % model.config.vocab_size, cache)
+                assert len(cache) == cache.next_pos == n
+            else:
+                assert_close(model(ids[:, n : n + T], cache), expected[:, n : n + T], torch.float32)
+
+
 def oracle(model: torch.nn.Module, ids: Tensor) -> Tensor:
     """GPT-2's formula (Radford et al. 2019) in float64, one head and one layer at a time, softmax written out."""
     p = {name: value.double() for name, value in model.state_dict().items()}
@@ -94,6 +148,7 @@ def oracle(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 
 def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == expected.shape
     difference = (got.double() - expected.double()).abs().max() / expected.double().abs().max()
     assert difference < TOLERANCE[dtype], f"{difference:.2e}"
 
@@ -220,6 +275,7 @@ def test_context_forgets_its_oldest_half_when_full(module) -> None:
         for n in range(1, 100):
             start = module.context_start(n, n_ctx)
             assert 1 <= n - start <= n_ctx
+            assert module.context_start(n, math.inf) == 0
 
 
 @pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
@@ -316,7 +372,7 @@ def test_dropout_acts_in_training_only_and_gradients_are_finite() -> None:
     model = gpt_baseline.GPT(config)
     q, k, v = torch.randn(3, 2, 2, 16, 8)
     attend = model.h[0].attn
-    assert not torch.equal(attend(q, k, v, None), attend(q, k, v, None))  # on attention weights
+    assert not torch.equal(attend(q, k, v), attend(q, k, v))  # on attention weights
     ids = torch.randint(20, (2, 16))
     assert not torch.equal(model(ids), model(ids))
     F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()

@@ -1,13 +1,15 @@
 """KVCache: what it holds, and that nothing that fails changes it."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from tests.test_equivalence import randomize
+from tests.test_equivalence import assert_close, check_any_feeding, failing, parts_of, randomize
 
 CONFIG = GPTConfig(vocab_size=50, n_ctx=24, n_layer=3, n_head=2, n_embd=20, head_dim=5)
 
@@ -33,31 +35,45 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-PARTS = [
-    "drop",
-    *(f"h.{i}{part}" for i in range(3) for part in ("", ".ln_1", ".attn", ".attn.c_proj", ".mlp.c_proj")),
-    "ln_f",
-]
+@pytest.mark.parametrize("seed", range(20))
+def test_equivalence_under_any_feeding(model: GPT, seed: int) -> None:
+    ids = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(seed))
+    check_any_feeding(model, ids, model(ids), KVCache(), seed)
 
 
-@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("held", [0, 7])
-def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(model: GPT, ids: Tensor, part: str, held: int) -> None:
+def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(model: GPT, ids: Tensor, held: int) -> None:
+    for part in parts_of(model):
+        cache = KVCache()
+        if held:
+            model(ids[:, :held], cache)
+        before, bytes_before = contents(cache), cache.nbytes
+        for fed in (3, 1):  # twice: a second failure must not find what the first one left
+            with failing(model, part, nan=True):
+                model(ids[:, held : held + fed], cache)
+        assert same(contents(cache), before) and cache.nbytes == bytes_before
+        torch.testing.assert_close(model(ids[:, held:], cache), model(ids)[:, held:])
+
+
+@pytest.mark.parametrize(("held", "fed"), [(0, 1), (0, 5), (4, 1), (4, 2), (4, 5)])
+def test_a_mask_is_none_if_all_keys_are_new_or_the_query_is_single(held: int, fed: int) -> None:
     cache = KVCache()
     if held:
-        model(ids[:, :held], cache)
-    before, bytes_before, text_before = contents(cache), cache.nbytes, len(cache)
+        cache.append(0, *torch.randn(2, 1, 2, held, 5), torch.arange(held))
+        cache.commit(torch.arange(held))
+    pos = held + torch.arange(fed)
+    k, v, mask = cache.append(0, *torch.randn(2, 1, 2, fed, 5), pos)
+    assert k.shape == v.shape == (1, 2, held + fed, 5)
+    if held == 0 or fed == 1:
+        assert mask is None
+    else:
+        assert torch.equal(mask, torch.arange(held + fed) <= pos[:, None])
 
-    def fail(module: torch.nn.Module, inputs: tuple) -> None:
-        raise KeyboardInterrupt
 
-    hook = model.get_submodule(part).register_forward_pre_hook(fail)
-    for _ in range(2):  # twice: a second failure must not find what the first one left
-        with pytest.raises(KeyboardInterrupt):
-            model(ids[:, held : held + 3], cache)
-    hook.remove()
-    assert same(contents(cache), before) and cache.nbytes == bytes_before and len(cache) == text_before
-    torch.testing.assert_close(model(ids[:, held:], cache), model(ids)[:, held:])
+def test_a_single_query_without_a_mask_sees_every_key(model: GPT) -> None:
+    q, (k, v) = torch.randn(2, 2, 1, 5), torch.randn(2, 2, 2, 9, 5)
+    every = model.h[0].attn(q, k, v, torch.ones(1, 9, dtype=torch.bool))
+    torch.testing.assert_close(model.h[0].attn(q, k, v, None), every)
 
 
 @pytest.mark.parametrize(("held", "fed"), [(0, 25), (20, 5), (24, 1), (24, 0)])
@@ -131,10 +147,8 @@ def test_clone_is_independent(model: GPT, ids: Tensor) -> None:
 def test_clone_after_a_failed_pass_has_nothing_of_it(model: GPT, ids: Tensor) -> None:
     cache = KVCache()
     model(ids[:, :6], cache)
-    hook = model.h[2].register_forward_pre_hook(lambda module, inputs: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with failing(model, "h.2"):
         model(ids[:, 6:], cache)
-    hook.remove()
     copy = cache.clone()
     assert [kv.size(3) for kv in copy.layers] == [6, 6, 6] and "6, 5), " in str(cache).splitlines()[0]
 
@@ -217,3 +231,68 @@ def test_print_shows_slots_positions_and_tokens(model: GPT, ids: Tensor) -> None
     long = KVCache()
     model(torch.zeros(1, 24, dtype=torch.long), long)
     assert len(str(long).splitlines()) < 20 and str(long).splitlines()[-1].split() == ["23", "23"]
+
+
+# --- A position for each row ----------------------------------------------------------------------
+
+EMPTY = 10**9  # the position of a slot that a row leaves empty: after every query
+
+
+class RowCache(KVCache):
+    """Texts of different lengths as rows of one cache: pos (B, S) has a position for each row."""
+
+    def __init__(self, caches: list[KVCache]) -> None:
+        super().__init__()
+        spare = [max(map(len, caches)) - len(cache) for cache in caches]
+        pairs = list(zip(caches, spare, strict=True))
+        self.pos = torch.stack([F.pad(cache.pos, (0, n), value=EMPTY) for cache, n in pairs])
+        rows = [[F.pad(kv, (0, 0, 0, n)) for kv in cache.layers] for cache, n in pairs]
+        self.layers = [torch.cat(layer, dim=1) for layer in zip(*rows, strict=True)]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys, the values and a mask (B, 1, T, S)."""
+        kv = torch.cat([self.layers[layer][..., : len(self), :], torch.stack([k, v])], dim=3)
+        self.layers[layer] = kv
+        return kv[0], kv[1], (torch.cat([self.pos, pos], dim=1)[:, None] <= pos[..., None])[:, None]
+
+    def commit(self, pos: Tensor) -> None:
+        self.pos = torch.cat([self.pos, pos], dim=1)
+
+    @property
+    def next_pos(self) -> Tensor:
+        """Position at which each row's next token is read (B, 1)."""
+        return self.pos.masked_fill(self.pos == EMPTY, -1).max(dim=1, keepdim=True).values + 1
+
+    def __len__(self) -> int:
+        return self.pos.size(1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_equivalence_of_rows_at_positions_of_their_own_with_each_row_alone(model: GPT, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 12) for _ in range(3)]
+    ids = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(seed))
+    caches = [KVCache() for _ in lengths]
+    for row, n, cache in zip(ids, lengths, caches, strict=True):
+        model(row[None, :n], cache)
+    together, read = RowCache(caches), 0
+    for fed in (1, rng.randint(2, 6), 1, 3):
+        new = torch.stack([row[n + read :][:fed] for row, n in zip(ids, lengths, strict=True)])
+        got = model(new, together)
+        for i, (row, n) in enumerate(zip(ids, lengths, strict=True)):
+            assert_close(got[i], model(row[None, : n + read + fed])[0, -fed:], torch.float32)
+        read += fed
+    assert together.next_pos[:, 0].tolist() == [n + read for n in lengths]
+
+
+def test_a_row_beyond_the_context_is_refused_and_changes_nothing(model: GPT, ids: Tensor) -> None:
+    caches = [KVCache(), KVCache()]
+    model(ids[1:].repeat(1, 2)[:, :22], caches[0])
+    model(ids[:1, :3], caches[1])
+    together = RowCache(caches)
+    before = [x.clone() for x in (together.pos, *together.layers)]
+    with pytest.raises(ValueError, match="(?s)3 tokens after .*24"):
+        model(ids[:, :3], together)
+    assert same([together.pos, *together.layers], before)
+    model(ids[:, :2], together)
+    assert together.next_pos.tolist() == [[24], [5]]

@@ -38,8 +38,9 @@ def traced(module: object, cache: object, n_prompt: int, n: int, path: Path) -> 
 
 
 def held(step: dict) -> dict[int, int]:
-    """Return the token in every slot that isn't empty."""
-    return {slot + i: first + i for slot, first, count in step["slots"] for i in range(count)}
+    """Return the token in every slot that holds one a later query may see."""
+    slots = {slot + i: first + i for slot, first, count in step["slots"] for i in range(count)}
+    return {slot: token for slot, token in slots.items() if token not in step.get("evicted", [])}
 
 
 def test_without_a_cache_everything_is_computed_again(tmp_path: Path) -> None:
@@ -67,12 +68,13 @@ def test_a_ring_forgets_the_oldest_and_keeps_sinks(tmp_path: Path) -> None:
     cache = gpt_bounded_cache.SlidingWindowCache(6, 2)
     steps = traced(gpt_bounded_cache, cache, 12, 15, tmp_path / "x.html").steps
     for step in steps:
-        assert {*held(step).values()} == {0, 1, *range(step["n"] - 6, step["n"])} and step["size"] == 8
-        assert held(step)[2 + (step["n"] - 1 - 2) % 6] == step["n"] - 1
+        assert {*held(step).values()} == {0, 1, *range(step["n"] - 6, step["n"])} and step["size"] == 9
+        assert held(step)[2 + (step["n"] - 1 - 2) % 7] == step["n"] - 1
+        assert step["evicted"] == [step["n"] - 7], "the spare slot holds what has left the window"
 
 
 def test_bct_shows_recent_tokens_and_the_mass_of_slots(tmp_path: Path) -> None:
-    model, tokenizer = load_model("pocket-bct", model_class=gpt_bounded_cache.GPT), load_tokenizer("pocket-bct")
+    model, tokenizer = load_model("pocket-bct", model_class=gpt_bounded_cache.BCT), load_tokenizer("pocket-bct")
     cache, trace = gpt_bounded_cache.BoundedMemory(), Trace("title", tokenizer, model.config.n_ctx, tmp_path / "x.html")
     ids = torch.tensor([tokenizer.encode("Once, in the town of Tolben, there lived a man.")])
     trace.begin(ids[0].tolist())
@@ -83,8 +85,8 @@ def test_bct_shows_recent_tokens_and_the_mass_of_slots(tmp_path: Path) -> None:
         recent = min(R, step["n"])
         assert [*held(step).values()][-recent:] == [*range(step["n"] - recent, step["n"])]
         assert len(step["mass"]) == M and 0 <= sum(step["mass"]) <= step["n"]
-    slots, _ = cache.layers[trace.steps[-1]["layer"]]
-    assert trace.steps[-1]["mass"] == pytest.approx(slots[0, 0, :, -1].tolist(), abs=1e-3)
+    _, _, mass, *_ = cache.layers[trace.steps[-1]["layer"]]
+    assert trace.steps[-1]["mass"] == pytest.approx(mass[0, 0, :, 0].tolist(), abs=1e-3)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -134,9 +136,10 @@ def data_of(path: Path) -> dict:
     return json.loads(re.search(r"const data = (.*);\n", path.read_text()).group(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [
-    ["gpt_baseline.py"], ["gpt_kv_cache.py"], ["gpt_bounded_cache.py", "--text-only"],
-    ["gpt_bounded_cache.py", "--text-only", "--memory", "sinks", "--slots", "12"],
+    ["gpt_baseline.py"], ["gpt_kv_cache.py"], ["gpt_bounded_cache.py", "--memory", "bct"],
+    ["gpt_bounded_cache.py", "--memory", "sinks", "--slots", "12"],
     ["overfill.py", "write", "--policy", "periodic:8"], ["recycle.py", "chat", "--store"],
 ], ids=lambda words: " ".join(words[:2]))  # fmt: skip
 def test_scripts_write_a_page_of_what_they_print(words: list[str], tmp_path: Path) -> None:

@@ -44,6 +44,18 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_end(tmp_path: Path) -> N
     assert [p.name for p in (tmp_path / "parts").iterdir()] == ["last.pt"]  # nothing unfinished is left
 
 
+def test_a_run_goes_on_from_its_compact_state(tmp_path: Path) -> None:
+    _, whole = train.train(TINY, tmp_path / "whole")
+    train.train(TINY, tmp_path / "run", stop_at=6)
+    small = tmp_path / "small" / "last.pt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", "teacher", "--state", str(tmp_path / "run"), "--compact", str(small)])
+        train.main()
+    assert small.stat().st_size < 0.55 * (tmp_path / "run" / "last.pt").stat().st_size
+    _, losses = train.train(TINY, tmp_path / "small")
+    assert losses[:6] == whole[:6] and losses[6:] == pytest.approx(whole[6:], rel=1e-2)
+
+
 def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
     train.train(TINY, tmp_path, stop_at=1)
     with pytest.raises(ValueError, match="another recipe"):
@@ -408,6 +420,15 @@ def test_learning_rate_rises_and_falls_in_every_course() -> None:
     for lookup in (train.phase_at, train.learning_rate):
         with pytest.raises(ValueError, match="step 21 is past|past the recipe's end"):
             lookup(courses, 21)
+
+
+def test_every_fifth_step_of_a_phase_reads_long_rows() -> None:
+    mixed = Phase(steps=10, documents=3, lists=1, context=16, lr=1.0, shuffled=1, answers=8.0, long=(2, 0, 1))
+    recipe = replace(TINY, phases=(*TINY.phases[:2], mixed))
+    read = [train.phase_at(recipe, step)[0] for step in range(6, 16)]
+    long = replace(mixed, documents=2, lists=0, shuffled=1, context=TINY.config.n_ctx)
+    assert read == [*[mixed] * 4, long] * 2
+    assert train.size_of(recipe) == (16, 3 * 4 * 32 + 3 * 4 * 48 + 8 * 5 * 16 + 2 * 3 * 64)
 
 
 def test_a_model_that_can_not_copy_fails_the_gates() -> None:

@@ -2,27 +2,26 @@
 
 from chapters.svg import cells
 
-LINES = ["def", "def", "project", "k_pos", "if cache", "append", "attend", "return"]
-GONE, COME, KEPT = "gone", "new", "kept"
-OLD = [GONE, "", KEPT, KEPT, "", "", KEPT, KEPT]
-NEW = ["", COME, KEPT, KEPT, COME, COME, KEPT, KEPT]
+LINES = ["drop", "", "def", "attend", "def", "project", "if cache", "append", "attend", "return"]
+KINDS = ["kept", "kept", "gone", "gone", "new", "new", "new", "new", "new", "kept"]
 
 
 def hunks() -> str:
-    def row(kinds: list[str]) -> list[tuple[str, str]]:
-        return [(line if kind else "", kind) for line, kind in zip(LINES, kinds, strict=True)]
+    def row(without: str) -> list[tuple[str, str]]:
+        return [("", "") if kind == without else (line, kind) for line, kind in zip(LINES, KINDS, strict=True)]
 
+    shows = {"kept": "", "gone": "-", "new": "+"}
     return cells(
-        "A function of five lines in the old file and of seven in the new one. Four lines stand in both, in the same "
-        "order. In the first hunk one line goes and one comes in its place, in the second two come and none goes.",
+        "The end of a class in the old file and in the new one. Two lines before a function and the function's last "
+        "line stand in both. Between them two lines go and five come: that is one hunk.",
         [
-            ("old file", row(OLD)),
-            ("new file", row(NEW)),
-            ("diff shows", [(mark, "") for mark in ("-", "+", "", "", "+", "+", "", "")]),
-            ("hunk", [(number, "") for number in ("1", "1", "", "", "2", "2", "", "")]),
+            ("old file", row(without="new")),
+            ("new file", row(without="gone")),
+            ("diff shows", [(shows[kind], "") for kind in KINDS]),
+            ("hunk", [("" if kind == "kept" else "1", "") for kind in KINDS]),
         ],
-        {GONE: "goes", COME: "comes", KEPT: "in both"},
-        width=76,
+        {"gone": "goes", "new": "comes", "kept": "in both"},
+        width=70,
     )
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 POINTS = {"ex0_1": 2, "ex0_2": 3, "ex0_3": 3, "ex0_4": 2}
 PAIRS = [
     ("gpt_baseline.py", "gpt_kv_cache.py", ["# NEW"]),
-    ("gpt_kv_cache.py", "gpt_bounded_cache.py", ["# RING", "# PAD", "# BCT"]),
+    ("gpt_kv_cache.py", "gpt_bounded_cache.py", ["# RING", "# BCT"]),
 ]
 FILES = [pair[:2] for pair in PAIRS]
 

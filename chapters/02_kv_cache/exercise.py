@@ -32,8 +32,11 @@ class Cache:
         """Position at which the next token is read."""
         raise NotImplementedError("exercise 2.1")
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all keys, values (B, H, S, D) and positions (S,) of a layer, the new ones (T) at their end."""
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,). Return all that it has of
+        them (B, H, S, D), the new ones at their end, and the mask (T, S): True where a token sees a key, which is up to
+        its own position. The mask may be None if all keys are new, or if a single token sees them all: the model takes
+        that for plain causal attention, and for anything else it would be wrong."""
         raise NotImplementedError("exercise 2.1")
 
     def commit(self, pos: Tensor) -> None:

@@ -9,7 +9,7 @@ def work() -> str:
     now = [("", "")] * 5
     return cells(
         "Keys and values of the first five tokens are kept and read. Only the new token, of, computes a query, a key "
-        "and a value. The queries of the first five are gone: nobody asks for them again.",
+        "and a value. The queries of the first five are gone: they are not needed again.",
         [
             ("token", [(word, "") for word in TEXT]),
             ("Q", [("q", "gone")] * 5 + [("q", "new")]),

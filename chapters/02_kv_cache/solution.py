@@ -34,15 +34,17 @@ class Cache:
         # exercise 2.1
         return len(self.pos)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all keys, values (B, H, S, D) and positions (S,) of a layer, the new ones (T) at their end."""
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,). Return all that it has of
+        them (B, H, S, D), the new ones at their end, and the mask (T, S): True where a token sees a key, which is up to
+        its own position. The mask may be None if all keys are new, or if a single token sees them all: the model takes
+        that for plain causal attention, and for anything else it would be wrong."""
         # exercise 2.1
         new = torch.stack([k, v])
         if len(self):
             new = torch.cat([self.layers[layer][..., : len(self), :], new], dim=3)
-            pos = torch.cat([self.pos, pos])
         self.layers[layer : layer + 1] = [new]
-        return new[0], new[1], pos
+        return new[0], new[1], torch.cat([self.pos, pos]) <= pos[:, None]
 
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read."""

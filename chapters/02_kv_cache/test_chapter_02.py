@@ -43,6 +43,24 @@ def test_any_cut_of_the_text_gives_the_logits_of_an_uncached_pass(impl: ModuleTy
 
 
 @pytest.mark.ex2_1
+def test_a_chunk_behind_cached_tokens_sees_them_and_its_own_up_to_itself(impl: ModuleType) -> None:
+    for held, T in [(0, 5), (0, 1), (4, 3), (4, 1), (1, 2), (7, 7)]:
+        cache, pos = impl.Cache(), torch.arange(held + T)
+        kv = torch.randn(1, 1, held + T, 2)
+        if held:
+            cache.append(0, kv[:, :, :held], kv[:, :, :held], pos[:held])
+            cache.commit(pos[:held])
+        k, v, mask = cache.append(0, kv[:, :, held:], kv[:, :, held:], pos[held:])
+        assert torch.equal(k, kv) and torch.equal(v, kv), "the keys and values of all tokens, in their order"
+        what = f"{T} tokens behind {held}"
+        if mask is None:
+            assert held == 0 or T == 1, f"{what}: without a mask, the first sees only the first key, and no error"
+        else:
+            sees = [[key <= held + i for key in range(held + T)] for i in range(T)]
+            assert mask.dtype == torch.bool and mask.tolist() == sees, f"{what}: the mask is {mask.int().tolist()}"
+
+
+@pytest.mark.ex2_1
 @torch.no_grad()
 def test_a_pass_that_fails_changes_nothing(impl: ModuleType, model: GPT) -> None:
     ids, cache = text(2, 12), impl.Cache()

@@ -1,6 +1,6 @@
 """Chapter 3: caches that don't grow.
 
-B batch, T new tokens, S tokens held and new, H heads, D head size. A token's position is its column in the batch.
+B batch, T new tokens, S keys that they attend to, H heads, D head size, W window. A slot is an index of a ring.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpt_bounded_cache import KVCache
-
 
 def slot_of(pos: int, window: int, sinks: int = 0) -> int:
-    """Return the slot in which a ring keeps the token at a position.
+    """Return the slot of the token at a position.
 
-    The first `sinks` tokens have the first slots for good. All others take turns in the `window` slots behind these.
+    The first `sinks` tokens keep the first slots. All others share the window + 1 slots behind
+    these, and take them in turns.
     """
     raise NotImplementedError("exercise 3.1")
 
 
 def held(n: int, window: int, sinks: int = 0) -> list[int | None]:
-    """Return the position of the token in each of the sinks + window slots after n tokens; None: still empty."""
+    """Return the position of the token in each of the sinks + window + 1 slots, once n tokens have
+    been read; None for an empty slot."""
     raise NotImplementedError("exercise 3.1")
 
 
@@ -32,7 +32,7 @@ class Preallocated:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.layers: list[Tensor] = []  # of each layer, keys and values (2, B, H, capacity, D)
+        self.layers: list[Tensor] = []  # each layer's keys and values (2, B, H, capacity, D)
         self.pos = torch.empty(0, dtype=torch.long)  # (S,), of the tokens that have been read
 
     def __len__(self) -> int:
@@ -43,14 +43,16 @@ class Preallocated:
         """Position at which the next token is read."""
         return len(self)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write a layer's new keys and values (B, H, T, D) behind those of the tokens that have been read; return the
-        keys, values (B, H, S, D) and positions (S,) of all of them, the new ones at their end.
+    def append(self, layer: int, k: Tensor, v: Tensor,
+               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Write a layer's new keys and values (B, H, T, D) behind those of the tokens that have
+        been read. Return the keys and values (B, H, S, D) of all of them, and the mask (T, S) of
+        the keys that each query sees; None if all keys are new, or if there is one query.
 
-        As long as nothing has been read, a layer's memory is allocated: zeros in the dtype and on the device of k.
-        Afterwards it stays where it is, and what is returned is a part of it, no copy.
-        Raises ValueError, before anything is written, if there is no room. Its message names how many tokens there
-        would be, and the capacity.
+        While nothing has been read, allocate the layer's memory: zeros in the dtype and on the
+        device of k. From then on it stays where it is, and the keys and values that are returned
+        are views of it. Raises ValueError, before anything is written, if there is no room; the
+        message names the number of tokens that there would be, and the capacity.
         """
         raise NotImplementedError("exercise 3.2")
 
@@ -59,33 +61,29 @@ class Preallocated:
         self.pos = torch.cat([self.pos, pos])
 
 
-def seen(k_pos: Tensor, pos: Tensor, window: float, sinks: int = 0, first: int | Tensor = 0) -> Tensor:
-    """Return which keys, at positions k_pos (S,) in any order, the tokens at pos (T,) see: bool (T, S).
+def seen(k_pos: Tensor, pos: Tensor, window: int, sinks: int = 0) -> Tensor:
+    """Return which keys, at positions k_pos (S,) in any order, the queries at pos (T,) see: a
+    mask (T, S) of bool.
 
-    A token sees itself, the window - 1 tokens before it and the text's first `sinks` tokens, but none that comes after
-    it. The text begins at position `first`, and nothing before that is seen. In a batch of padded rows there is a
-    `first` for each row (B, 1, 1, 1), and the mask is (B, 1, T, S). window may be math.inf.
-    Write it without calling gpt_bounded_cache's own.
+    A query sees its own token, the window - 1 tokens before it and the text's first `sinks`
+    tokens, but no token that comes after it. Write it without the file's `visible`.
     """
     raise NotImplementedError("exercise 3.3")
 
 
-class Ring(KVCache):
+class Ring:
     """The last `window` tokens and the first `sinks`, in memory that is allocated once.
 
-    gpt_bounded_cache.GPT calls `append` in every layer, in order, and `commit` at the end of a pass; a pass that fails
-    never gets to `commit`. It hides what no token may see, by its own mask: it knows `window` and `sinks`, and the
-    positions that `append` returns. Write it without gpt_bounded_cache's SlidingWindowCache.
+    gpt_bounded_cache.GPT calls `append` in every layer, in order, and `commit` at the end of a
+    pass. A pass may fail at any point, and then never gets to `commit`: everything that can be
+    read or kept afterwards has to be what it was. Write it without SlidingWindowCache.
     """
 
     def __init__(self, window: int, sinks: int = 0) -> None:
-        super().__init__()
         self.window, self.sinks = window, sinks
-        self.n_read = 0  # tokens, those that are overwritten included
-        self.layers: list[Tensor] = []  # of each layer, keys and values (2, B, H, sinks + window, D)
-        self.pos = torch.empty(0, dtype=torch.long)  # position of the token in each slot that isn't empty: at most
-        # sinks + window of them. Slots are filled in their order, so that the empty ones are the last.
-        self.fed: list[Tensor] = []  # of each layer, the new keys and values (2, B, H, T, D), until they are committed
+        self.n_read = 0  # tokens read, also those that are overwritten
+        self.layers: list[Tensor] = []  # each layer's K and V (2, B, H, sinks + window + 1, D)
+        self.pending: list[Tensor] = []  # each layer's K and V of a chunk (2, B, H, T, D)
 
     def __len__(self) -> int:
         return self.n_read
@@ -95,41 +93,69 @@ class Ring(KVCache):
         """Position at which the next token is read."""
         return self.n_read
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a layer's keys, values (B, H, S + T, D) and positions (S + T,): those in its S slots that aren't
-        empty, then the new ones (T); keep these in `fed`. No slot changes yet.
+    def append(self, layer: int, k: Tensor, v: Tensor,
+               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys and values (B, H, S, D) that hold all that the tokens at positions pos (T,)
+        see, and the mask (T, S) of exercise 3.3; None is allowed where the model may do without:
+        all keys are new and the window hides none of them, or one query sees all keys.
 
-        As long as nothing has been read, a layer's memory is allocated: zeros in the dtype and on the device of k.
-        Afterwards it stays where it is.
+        A single token is written to its slot at once; keys and values are then views of the slots
+        that aren't empty, so that decoding copies nothing. Several tokens overwrite no slot that
+        is in use before `commit`. While nothing has been read, allocate the layer's memory: zeros
+        in the dtype and on the device of k. From then on it stays where it is.
         """
         raise NotImplementedError("exercise 3.4")
 
     def commit(self, pos: Tensor) -> None:
-        """Write what is in `fed`, the tokens at positions pos (T,), to the slots of exercise 3.1, and empty `fed`; set
-        what each slot then holds (`pos`), and count the tokens as read. There may be more of them than the window has
-        slots: of those that share one the last stays."""
+        """Write the tokens of `pending`, at positions pos (T,), to their slots, and empty it; count
+        the tokens at pos as read. There may be more of them than slots: of those that share a slot
+        the last stays."""
+        raise NotImplementedError("exercise 3.4")
+
+    def truncate(self, n: int) -> None:
+        """Keep the first n tokens. While at most sinks + window tokens have been read, any n up to
+        their number is possible, whatever has failed since; after that, only 0 and all. Raises
+        ValueError, and changes nothing, for any other n."""
         raise NotImplementedError("exercise 3.4")
 
 
 def batch(prompts: list[list[int]], filler: int) -> tuple[Tensor, list[int]]:
-    """Return prompts of different lengths as one batch (B, T), and by how many tokens each row is padded.
+    """Return prompts of different lengths as one batch (B, T), and their lengths.
 
-    Padding, copies of the token `filler`, stands on the left, so that all prompts end in the same column.
+    All prompts begin in column 0; copies of the token `filler` pad the shorter ones on the right.
     """
     raise NotImplementedError("exercise 3.5")
 
 
-def places(pos: Tensor, pad: list[int]) -> Tensor:
-    """Return the indices (B, T) into the table of learned positions, of the tokens in the columns pos (T,).
+class PaddedBatch:
+    """A growing cache for prompts of different lengths: every row counts its own positions.
 
-    Row b begins with pad[b] tokens of padding; its text is at the places 0, 1, ... Padding, which nobody sees, is at 0.
+    The first pass reads the prompts as batch() pads them; a later pass reads T tokens of every row.
+    gpt_kv_cache.GPT uses it without a line of its own: positions and mask are the cache's.
     """
-    raise NotImplementedError("exercise 3.5")
 
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = torch.tensor(lengths)[:, None]  # (B, 1), of the prompts
+        self.layers: list[Tensor] = []  # each layer's keys and values (2, B, H, S, D)
+        self.pos = torch.empty(len(lengths), 0, dtype=torch.long)  # (B, S), of what has been read
 
-def lasting(sinks: int, pad: list[int]) -> int:
-    """Return how many slots of a ring must last, so that every row keeps its first `sinks` tokens.
+    def __len__(self) -> int:
+        """Columns, padding included."""
+        return self.pos.size(1)
 
-    A slot is a column of the whole batch. What lasts is the columns from 0 on; none has to if there are no sinks.
-    """
-    raise NotImplementedError("exercise 3.5")
+    @property
+    def next_pos(self) -> int | Tensor:
+        """Position at which each row reads its next token: 0, or (B, 1) once the prompts are read.
+        Padding takes no position."""
+        raise NotImplementedError("exercise 3.5")
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a layer's keys and values (B, H, T, D) of the columns at positions pos: (T,) in the
+        first pass, then (B, T). Return all of its keys and values (B, H, S, D), padding's too, and
+        a mask (B, 1, T, S): a query sees the tokens of its row up to its own position, and no
+        padding. What padding sees doesn't matter. A pass that fails leaves nothing behind."""
+        raise NotImplementedError("exercise 3.5")
+
+    def commit(self, pos: Tensor) -> None:
+        """Count the columns at positions pos, (T,) or (B, T), as read."""
+        raise NotImplementedError("exercise 3.5")

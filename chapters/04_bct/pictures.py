@@ -27,8 +27,9 @@ def writes() -> str:
 
 def layout() -> str:
     return cells(
-        "What a head of BCT reads at token 9, with three slots and three recent tokens: slots that hold sums of tokens "
-        "0 to 6, and tokens 7, 8 and 9 as they are. Token 6 has just become too old, and was written.",
+        "A head of BCT at token 9, with three memory slots and three recent tokens. It reads the slots, which hold "
+        "sums of tokens 0 to 6, and tokens 7, 8 and 9 as they are. Token 6 has just left the recent ones, and was "
+        "written.",
         [
             ("written ", [(str(t), "gone") for t in range(6)] + [("6", "new")]),
             ("read ", [("slot", "kept")] * 3 + [("", "")] * 4 + [(str(t), "reused") for t in (7, 8, 9)]),

@@ -1,7 +1,7 @@
 """Chapter 4: one equation for the KV cache, the ring and BCT.
 
-One head, no batch. T tokens, M slots, D head size. A token is a row [k, v, 1] of 2D + 1 numbers: its key, its value,
-and 1, for itself. Slots (M, 2D + 1) hold sums of such rows: keys, values and mass.
+One head, no batch. T tokens, M memory slots, D head size. A token is a row [k, v, 1] of 2D + 1 numbers: its key, its
+value, and 1, for itself. Slots (M, 2D + 1) hold sums of such rows: keys, values and mass.
 Write all of it without the project's own gpt_bounded_cache.
 """
 
@@ -14,9 +14,8 @@ from torch import Tensor
 
 
 def write(slots: Tensor, token: Tensor, w: Tensor, keep: Tensor) -> Tensor:
-    """Return the slots (M, 2D + 1) once a token (2D + 1,) is written: keep[m] of slot m stays, and w[m] times the token
-    is added to it; w and keep are (M,). The slots that are given don't change.
-    """
+    """Return the slots (M, 2D + 1) once a token (2D + 1,) is written: keep[m] of slot m stays, and
+    w[m] times the token is added to it; w and keep are (M,). The given slots don't change."""
     # exercise 4.1
     return keep[:, None] * slots + w[:, None] * token
 
@@ -28,15 +27,15 @@ def growing(t: int, M: int) -> tuple[Tensor, Tensor]:
 
 
 def ring(t: int, M: int) -> tuple[Tensor, Tensor]:
-    """Return w and keep (M,) for token t of a sliding window of M: it takes the place of what is in slot t mod M."""
+    """Return w and keep (M,) for token t of a ring of M slots: it replaces what is in slot t mod M."""
     # exercise 4.1
     w = torch.eye(M)[t % M]
     return w, 1 - w
 
 
 def soft(query: Tensor, addresses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return w and keep (M,) for a token of BCT: as its write query (D,) fits the slots' addresses (M, D), by softmax
-    of their products, which aren't scaled; everything stays."""
+    """Return w and keep (M,) for a token of BCT: w is the softmax of the products, not scaled, of
+    its write query (D,) with the slots' addresses (M, D); everything stays."""
     # exercise 4.1
     return (addresses @ query).softmax(dim=-1), torch.ones(len(addresses))
 
@@ -44,8 +43,8 @@ def soft(query: Tensor, addresses: Tensor) -> tuple[Tensor, Tensor]:
 def read(q: Tensor, slots: Tensor) -> Tensor:
     """Return (D,): what a query q (D,) reads from slots (M, 2D + 1).
 
-    Softmax attention, with scores q k / sqrt(D), over tokens that aren't there any more: a slot of mass m counts as m
-    copies of the mean of what is in it, also if m isn't whole. A slot of mass 0 isn't there; at least one is.
+    Softmax attention with scores q k / sqrt(D): a slot of mass m counts as m copies of the mean of
+    its writes, also if m isn't a whole number. A slot of mass 0 doesn't count; at least one has mass.
     """
     # exercise 4.2
     D = len(q)
@@ -55,8 +54,9 @@ def read(q: Tensor, slots: Tensor) -> Tensor:
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """Return (T, D): what the queries q (T, D) read, each right after its token, of k and v (T, D), was written with
-    the weights w (T, M). Nothing is forgotten. As for decoding: token by token."""
+    """Return (T, D): what the queries q (T, D) read, each right after its own token of k and v
+    (T, D) is written with its weights of w (T, M). Nothing is forgotten. The form for decoding:
+    token by token."""
     slots, out = k.new_zeros(w.size(1), 2 * k.size(1) + 1), []
     for t in range(len(q)):
         token = torch.cat([k[t], v[t], k.new_ones(1)])
@@ -66,10 +66,11 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 def parallel(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """Return the same (T, D) as recurrent(), as for training: without a loop over tokens or slots, and without a tensor
-    of T x M x D numbers, which the slots after every token would be.
+    """Return the same (T, D) as recurrent(). The form for training: without a loop over tokens or
+    slots, and without a tensor of T x M x D numbers, the size of the slots after every token.
 
-    A slot of mass 0 isn't there, as in read(): weights may be 0. After every token at least one slot has mass.
+    A slot of mass 0 doesn't count, as in read(): weights may be 0. After every token at least one
+    slot has mass.
     """
     # exercise 4.3
     T, D = q.shape
@@ -81,20 +82,22 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return (p @ w.T * causal) @ v
 
 
-def memory_bytes(n_layer: int, n_head: int, head_dim: int, slots: int, recent: int, batch: int = 1) -> int:
+def memory_bytes(n_layer: int, n_head: int, head_dim: int, slots: int, recent: int,
+                 batch: int = 1) -> int:
     """Return the bytes of a BCT's memory, in float32 (4 bytes a number).
 
-    In every layer, for every head and row of the batch: slots, each of a key, a value and the mass; and recent tokens,
-    each of a key, a value, the weights with which it will be written to the slots, what is then kept of these (one
-    number), and whether it is a token or padding (one number).
+    In every layer, for every head and row of the batch: memory slots, each of a key, a value and
+    the mass; and recent tokens, each of a key, a value, the weights with which it will be written
+    to the slots, and the share of the slots that this write keeps (one number).
     """
     # exercise 4.4
-    numbers = slots * (2 * head_dim + 1) + recent * (2 * head_dim + 2 + slots)
+    numbers = slots * (2 * head_dim + 1) + recent * (2 * head_dim + slots + 1)
     return 4 * n_layer * batch * n_head * numbers
 
 
-def equal_window(n_layer: int, n_head: int, head_dim: int, slots: int, recent: int) -> int:
-    """Return the smallest window whose keys and values, in float32, take at least as many bytes as that memory."""
+def equal_ring(n_layer: int, n_head: int, head_dim: int, slots: int, recent: int) -> int:
+    """Return the smallest number of slots of a ring (a key and a value each, in float32, the spare
+    one included) that take at least as many bytes as that memory."""
     # exercise 4.4
     token = 4 * n_layer * n_head * 2 * head_dim
     return math.ceil(memory_bytes(n_layer, n_head, head_dim, slots, recent) / token)

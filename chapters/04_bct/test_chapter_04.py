@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_bounded_cache import GPT, BoundedMemory, GPTConfig, WriteMemory
+from gpt_bounded_cache import BCT, BCTConfig, BoundedMemory, WriteMemory
 
 POINTS = {"ex4_1": 2, "ex4_2": 3, "ex4_3": 4, "ex4_4": 1}
 
@@ -142,19 +142,30 @@ def test_a_slot_of_several_tokens_is_their_mean(impl: ModuleType) -> None:
     torch.testing.assert_close(impl.read(q, rows(k, v).sum(0, keepdim=True)), v.mean(0))
 
 
+def memory_of(slots: int, head_dim: int) -> WriteMemory:
+    """The real memory of one head, without recent tokens."""
+    sizes = {"vocab_size": 9, "n_ctx": 8, "n_layer": 1, "n_head": 1, "n_embd": head_dim}
+    return WriteMemory(BCTConfig(**sizes, slots=slots, recent=0))
+
+
+def step(memory: WriteMemory, slots: list[Tensor], *token: Tensor) -> list[Tensor]:
+    """What a query reads after its token, and the slots: of q, k, v (D,), w (M,), log_keep (1,)."""
+    q, *token = (t[None, None, None] for t in token)
+    return memory.recurrent(q, slots, token, 0)
+
+
 @pytest.mark.ex4_2
 def test_it_reads_what_the_real_memory_reads(impl: ModuleType) -> None:
+    memory = memory_of(4, 8)
     for seed in range(10):
-        config = GPTConfig(vocab_size=9, n_ctx=8, n_layer=1, n_head=1, n_embd=8, slots=4)
-        memory, slots, real = WriteMemory(config), torch.zeros(4, 17), torch.zeros(1, 1, 4, 17)
+        slots, real = torch.zeros(4, 17), [torch.zeros(1, 1, 4, n) for n in (8, 8, 1)]
         for t in range(6):
-            q, token = draw(8, seed=seed), rows(*draw(2, 1, 8, seed=10 * seed + t))
-            w = draw(4, seed=99 * seed + t).softmax(dim=-1)
-            log_keep = torch.tensor([-0.3])
-            slots = impl.write(slots, token[0], w, log_keep.exp().expand(4))
-            both = torch.cat([token[0], log_keep, w])
-            y, real, _ = memory.recurrent(q[None, None, None], real, both[None, None, None])
-            torch.testing.assert_close(slots, real[0, 0], msg="what is in the slots")
+            q, k, v = draw(8, seed=seed), *draw(2, 8, seed=10 * seed + t)
+            w, log_keep = draw(4, seed=99 * seed + t).softmax(dim=-1), torch.tensor([-0.3])
+            slots = impl.write(slots, rows(k[None], v[None])[0], w, log_keep.exp().expand(4))
+            y, *real = step(memory, real, q, k, v, w, log_keep)
+            held = torch.cat(real, dim=-1)[0, 0]
+            torch.testing.assert_close(slots, held, msg="keys, values and mass of the slots")
             torch.testing.assert_close(impl.read(q, slots), y[0, 0, 0], msg="what is read")
 
 
@@ -172,10 +183,10 @@ def test_parallel_sees_no_empty_slot_however_badly_the_others_fit(impl: ModuleTy
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """What the real memory reads, token by token."""
-    config = GPTConfig(vocab_size=9, n_ctx=8, n_layer=1, n_head=1, n_embd=k.size(1), slots=w.size(1))
-    memory, slots, out = WriteMemory(config), torch.zeros(1, 1, w.size(1), 2 * k.size(1) + 1), []
-    for t, token in enumerate(torch.cat([rows(k, v), torch.zeros(len(k), 1), w], dim=-1)):
-        y, slots, _ = memory.recurrent(q[None, None, t : t + 1], slots, token[None, None, None])
+    (_, D), M, out = k.shape, w.size(1), []
+    memory, slots = memory_of(M, D), [torch.zeros(1, 1, M, n) for n in (D, D, 1)]
+    for token in zip(q, k, v, w, torch.zeros(len(k), 1), strict=True):
+        y, *slots = step(memory, slots, *token)
         out.append(y[0, 0, 0])
     return torch.stack(out)
 
@@ -250,23 +261,25 @@ def test_the_formula_gives_what_is_allocated(impl: ModuleType) -> None:
     for seed in range(8):
         L, H, D, M, R, B = (choose.randint(1, 5) for _ in range(6))
         R = choose.choice([0, R])
-        config = GPTConfig(vocab_size=20, n_ctx=16, n_layer=L, n_head=H, n_embd=H * D, slots=M, recent=R)
-        cache = BoundedMemory()
-        GPT(config)(torch.randint(20, (B, choose.randint(1, 40)), generator=torch.Generator().manual_seed(seed)), cache)
+        sizes = {"vocab_size": 20, "n_ctx": 16, "n_layer": L, "n_head": H, "n_embd": H * D}
+        cache, model = BoundedMemory(), BCT(BCTConfig(**sizes, slots=M, recent=R))
+        length, draws = choose.randint(1, 40), torch.Generator().manual_seed(seed)
+        model(torch.randint(20, (B, length), generator=draws), cache)
         allocated = sum(x.untyped_storage().nbytes() for state in cache.layers for x in state)
-        assert impl.memory_bytes(L, H, D, M, R, batch=B) == allocated, f"{L=} {H=} {D=} {M=} {R=} {B=}"
+        what = f"{L=} {H=} {D=} {M=} {R=} {B=}"
+        assert impl.memory_bytes(L, H, D, M, R, batch=B) == allocated, what
 
 
 @pytest.mark.ex4_4
 @torch.no_grad()
-def test_pocket_bct_and_the_window_of_the_same_size(impl: ModuleType) -> None:
+def test_pocket_bct_and_the_ring_of_the_same_size(impl: ModuleType) -> None:
     from load_gpt2_weights import load_model
 
-    model, cache = load_model("pocket-bct", model_class=GPT), BoundedMemory()
+    model, cache = load_model("pocket-bct", model_class=BCT), BoundedMemory()
     model(torch.arange(100)[None], cache)
     c = model.config
     given = c.n_layer, c.n_head, c.head_dim, c.slots, c.recent
     assert impl.memory_bytes(*given) == cache.nbytes
-    assert impl.equal_window(*given) == 36 and isinstance(impl.equal_window(*given), int)
-    assert impl.equal_window(12, 12, 64, 0, 1) == 2  # a key, a value and two numbers: more than a token's
-    assert impl.equal_window(1, 1, 2, 4, 0) == 5  # 80 bytes: five tokens of 16, not one more
+    assert impl.equal_ring(*given) == 36 and isinstance(impl.equal_ring(*given), int)
+    assert impl.equal_ring(12, 12, 64, 0, 1) == 2  # a key, a value and a number: more than a slot's
+    assert impl.equal_ring(1, 1, 2, 4, 0) == 5  # 80 bytes: five slots of 16, not one more

@@ -67,6 +67,7 @@ class Tracer:
     def __init__(self, mark: float) -> None:
         self.mark = mark
         self.config = GPTConfig(vocab_size=512, n_ctx=512, n_layer=1, n_head=1, n_embd=1)
+        self.context = self.config.n_ctx
 
     def __call__(self, ids: Tensor, cache: KVCache, last_only: bool = False) -> Tensor:
         """Read ids (1, T) behind what is cached: append to the one layer of the cache, as chapter 2's model does, keys

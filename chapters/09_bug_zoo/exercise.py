@@ -17,6 +17,8 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+import gpt_baseline
+
 
 def small(module: ModuleType, **more: int) -> nn.Module:
     """Return a small model of a module with random weights, so large that a mistake shows; more: other geometry."""
@@ -42,12 +44,14 @@ def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
 
 @contextmanager
 def interrupted(model: nn.Module, layer: int) -> Iterator[None]:
-    """Within it, a pass of the model is interrupted in the middle of a layer, and the interruption is caught."""
+    """Within it, a pass of the model is interrupted in the middle of a layer, and the interruption is caught. A layer
+    past the last one stands for the head."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    hook = model.h[layer].mlp.register_forward_pre_hook(stop)
+    part = model.h[layer].mlp if layer < len(model.h) else model.ln_f
+    hook = part.register_forward_pre_hook(stop)
     try:
         yield
     except KeyboardInterrupt:
@@ -67,8 +71,8 @@ def suspects() -> dict[str, str]:
        of tensor a (24) must match the size of tensor b (20)".
     C. A prompt in one piece is right. What is fed after it gets wrong logits, be it one token or more.
        cache.pos is 0 1 2 3 4 0 1 2 ... after a piece of 5 tokens and another.
-    D. A prompt in one piece is right. What is fed after it gets wrong logits, be it one token or more.
-       cache.pos is 0 1 2 3 4 5 6 7 ... after the same two pieces.
+    D. A prompt in one piece is right, and so is a piece of several tokens after it. A single token after it gets wrong
+       logits.
     E. I cut a cache of 20 tokens back to 5. len(cache) still is 20.
     F. I set all numbers in a clone to 0, and now the original writes nonsense.
 
@@ -90,8 +94,8 @@ def check_chunks(module: ModuleType) -> None:
 def check_state(module: ModuleType) -> None:
     """Raise unless a KVCache always is that of a text: of what it says it holds, and of nothing else.
 
-    - A pass that is interrupted, in any layer, leaves the cache as it was, whether it held tokens or none. So does one
-      that doesn't fit in the context: that is a ValueError.
+    - A pass that is interrupted, in any layer or before the head, leaves the cache as it was, whether it held tokens or
+      none. So does one that doesn't fit in the context: that is a ValueError.
     - A clone goes on as the original would. Neither notices what is done to the other, not even if all its tensors
       (cache.layers) are overwritten.
     - truncate(n) goes back to the first n tokens: what is fed next follows these. The memory of the others is freed:
@@ -105,7 +109,12 @@ def check_ring(module: ModuleType) -> None:
 
     - In each layer a token sees the last `window` tokens, itself included, and the first `sinks`, and no other.
     - That holds however the text is cut into pieces, also pieces longer than the window, and for texts of many windows.
-    - cache.pos are the positions of what it holds, in any order: of the last `window` tokens and of the first `sinks`.
+    - cache.pos are the positions of what it holds, in any order and each once: of the last `window` tokens, of the
+      first `sinks`, and of at most one more, which no token sees again.
+    - A pass that is interrupted, anywhere, changes nothing for the passes that follow, whether it read one token or
+      several. A clone goes on as the original does, and neither notices what is fed to the other.
+    - As long as no more than `sinks` + `window` tokens have been read, truncate(n) goes back to the first n of them,
+      also after an interruption. After that it is a ValueError that changes nothing, unless n is 0 or all.
     - It takes the number format of the model, which may be .double().
     - A cache that has read tokens refuses another batch size or number format: that is a ValueError.
     Where in memory a token is kept is its own affair.
@@ -113,16 +122,15 @@ def check_ring(module: ModuleType) -> None:
     raise NotImplementedError("exercise 9.4")
 
 
-def check_padding(module: ModuleType) -> None:
-    """Raise unless every row of a padded batch, in gpt_bounded_cache.py, gets what it would get alone.
+def check_generate(module: ModuleType) -> None:
+    """Raise unless generate() with a KVCache writes what gpt_baseline.generate writes, greedily, and reads each token
+    once. (The baseline's generate takes a model of any of the modules, and uses no cache.)
 
-    Rows of different lengths are padded on the left, with any tokens, and cache.pad (of a new KVCache) says by how many
-    each; one of them is 0.
-    - Logits of a row's own tokens are those of the row alone, in the first pass and in all that follow. The same goes
-      for a clone.
-    - So is the text that generate() writes, also when it gets longer than the context: each row forgets its oldest
-      half when it would alone.
-    - The cache that it leaves can be given to generate() again, with all that was written, to write on.
-    - A cache that was emptied by truncate(0) isn't padded, and takes any batch.
+    - The tokens are the same, in every row, also when the text gets longer than the context, or begins so.
+    - Passes read the prompt, and then one token each. When the context is full, the next pass reads what is left of
+      the text, from context_start() on, and those that follow read one token each again. What a given cache holds of
+      the prompt isn't read.
+    - A cache that is given is the one that is used: at the end it holds all but the last token of what is in the
+      context. If it holds as many tokens as there are in ids, or more, that is a ValueError that changes nothing.
     """
     raise NotImplementedError("exercise 9.5")

@@ -17,6 +17,8 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+import gpt_baseline
+
 
 def small(module: ModuleType, **more: int) -> nn.Module:
     """Return a small model of a module with random weights, so large that a mistake shows; more: other geometry."""
@@ -42,12 +44,14 @@ def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
 
 @contextmanager
 def interrupted(model: nn.Module, layer: int) -> Iterator[None]:
-    """Within it, a pass of the model is interrupted in the middle of a layer, and the interruption is caught."""
+    """Within it, a pass of the model is interrupted in the middle of a layer, and the interruption is caught. A layer
+    past the last one stands for the head."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    hook = model.h[layer].mlp.register_forward_pre_hook(stop)
+    part = model.h[layer].mlp if layer < len(model.h) else model.ln_f
+    hook = part.register_forward_pre_hook(stop)
     try:
         yield
     except KeyboardInterrupt:
@@ -67,8 +71,8 @@ def suspects() -> dict[str, str]:
        of tensor a (24) must match the size of tensor b (20)".
     C. A prompt in one piece is right. What is fed after it gets wrong logits, be it one token or more.
        cache.pos is 0 1 2 3 4 0 1 2 ... after a piece of 5 tokens and another.
-    D. A prompt in one piece is right. What is fed after it gets wrong logits, be it one token or more.
-       cache.pos is 0 1 2 3 4 5 6 7 ... after the same two pieces.
+    D. A prompt in one piece is right, and so is a piece of several tokens after it. A single token after it gets wrong
+       logits.
     E. I cut a cache of 20 tokens back to 5. len(cache) still is 20.
     F. I set all numbers in a clone to 0, and now the original writes nonsense.
 
@@ -79,7 +83,7 @@ def suspects() -> dict[str, str]:
         "A": "generate",
         "B": "KVCache.append",
         "C": "GPT.forward",
-        "D": "Block.forward",
+        "D": "Attention.forward",
         "E": "KVCache.truncate",
         "F": "KVCache.to",
     }
@@ -110,8 +114,8 @@ def check_chunks(module: ModuleType) -> None:
 def check_state(module: ModuleType) -> None:
     """Raise unless a KVCache always is that of a text: of what it says it holds, and of nothing else.
 
-    - A pass that is interrupted, in any layer, leaves the cache as it was, whether it held tokens or none. So does one
-      that doesn't fit in the context: that is a ValueError.
+    - A pass that is interrupted, in any layer or before the head, leaves the cache as it was, whether it held tokens or
+      none. So does one that doesn't fit in the context: that is a ValueError.
     - A clone goes on as the original would. Neither notices what is done to the other, not even if all its tensors
       (cache.layers) are overwritten.
     - truncate(n) goes back to the first n tokens: what is fed next follows these. The memory of the others is freed:
@@ -133,7 +137,7 @@ def check_state(module: ModuleType) -> None:
         return cache
 
     for n in (0, 5):
-        for layer in (0, 1):
+        for layer in (0, 1, 2):
             cache = read(n)
             with interrupted(model, layer):
                 model(ids[:, n : n + 4], cache)
@@ -176,7 +180,12 @@ def check_ring(module: ModuleType) -> None:
 
     - In each layer a token sees the last `window` tokens, itself included, and the first `sinks`, and no other.
     - That holds however the text is cut into pieces, also pieces longer than the window, and for texts of many windows.
-    - cache.pos are the positions of what it holds, in any order: of the last `window` tokens and of the first `sinks`.
+    - cache.pos are the positions of what it holds, in any order and each once: of the last `window` tokens, of the
+      first `sinks`, and of at most one more, which no token sees again.
+    - A pass that is interrupted, anywhere, changes nothing for the passes that follow, whether it read one token or
+      several. A clone goes on as the original does, and neither notices what is fed to the other.
+    - As long as no more than `sinks` + `window` tokens have been read, truncate(n) goes back to the first n of them,
+      also after an interruption. After that it is a ValueError that changes nothing, unless n is 0 or all.
     - It takes the number format of the model, which may be .double().
     - A cache that has read tokens refuses another batch size or number format: that is a ValueError.
     Where in memory a token is kept is its own affair.
@@ -193,8 +202,32 @@ def check_ring(module: ModuleType) -> None:
             pieces = [model(ids[:, a:b], cache) for a, b in zip([0, *ends], ends, strict=False)]
             what = f"window {window}, sinks {sinks}, cut at {ends}"
             assert_close(torch.cat(pieces, dim=1), exact, what)
-            held = [t for t in range(n) if t < sinks or t >= n - window]
-            assert sorted(cache.pos.tolist()) == held, f"{what}: holds {cache.pos.tolist()} instead of {held}"
+            held, must = cache.pos.tolist(), {t for t in range(n) if t < sinks or t >= n - window}
+            assert must <= {*held} <= {*range(n)}, f"{what}: holds {held} instead of {must}"
+            assert len(held) == len({*held}) <= len(must) + 1, f"{what}: holds {held}"
+
+    ids = text(2, 30)
+    for n in (3, 5, 6, 20):  # tokens held: fewer than a window of 4 with its sink, as many, one more, many
+        for T in (1, 2, 9):
+            for layer in (0, 1, 2):
+                cache, other = module.SlidingWindowCache(4, 1), module.SlidingWindowCache(4, 1)
+                for held in (cache, other):
+                    model(ids[:, :n], held)
+                with interrupted(model, layer):
+                    model(text(2, T, 9), cache)
+                model(text(2, T, 9), other.clone())
+                what = f"{n} tokens read, {T} interrupted in layer {layer}"
+                assert len(cache) == n == cache.next_pos, what
+                back = cache.clone()
+                if n <= 5:
+                    cache.truncate(n - 1)
+                    model(ids[:, n - 1 : n], cache)
+                else:
+                    _refused(lambda cache=cache, n=n: cache.truncate(n - 1))
+                for piece in ids[:, n:].split([1, 3, 1, 30 - n - 5], dim=1):
+                    expected = model(piece, other)
+                    for held, whose in ((back, "a clone"), (cache, "cut back by one token, and read again")):
+                        assert_close(model(piece, held), expected, f"{what}, {whose}")
 
     shallow = small(module, n_layer=1)  # one layer: a token's logits depend on what it sees, and on nothing else
     for window, sinks in ((1, 0), (4, 0), (3, 2)):
@@ -215,40 +248,41 @@ def check_ring(module: ModuleType) -> None:
     _refused(lambda: model(text(2, 1), cache))
 
 
-def check_padding(module: ModuleType) -> None:
-    """Raise unless every row of a padded batch, in gpt_bounded_cache.py, gets what it would get alone.
+def check_generate(module: ModuleType) -> None:
+    """Raise unless generate() with a KVCache writes what gpt_baseline.generate writes, greedily, and reads each token
+    once. (The baseline's generate takes a model of any of the modules, and uses no cache.)
 
-    Rows of different lengths are padded on the left, with any tokens, and cache.pad (of a new KVCache) says by how many
-    each; one of them is 0.
-    - Logits of a row's own tokens are those of the row alone, in the first pass and in all that follow. The same goes
-      for a clone.
-    - So is the text that generate() writes, also when it gets longer than the context: each row forgets its oldest
-      half when it would alone.
-    - The cache that it leaves can be given to generate() again, with all that was written, to write on.
-    - A cache that was emptied by truncate(0) isn't padded, and takes any batch.
+    - The tokens are the same, in every row, also when the text gets longer than the context, or begins so.
+    - Passes read the prompt, and then one token each. When the context is full, the next pass reads what is left of
+      the text, from context_start() on, and those that follow read one token each again. What a given cache holds of
+      the prompt isn't read.
+    - A cache that is given is the one that is used: at the end it holds all but the last token of what is in the
+      context. If it holds as many tokens as there are in ids, or more, that is a ValueError that changes nothing.
     """
     # exercise 9.5
-    model, rows = small(module, n_ctx=24), [text(1, n, n) for n in (12, 7, 2)]
-    pad = [12 - row.size(1) for row in rows]
-    ids = torch.cat([torch.cat([text(1, n, 99), row], dim=1) for n, row in zip(pad, rows, strict=True)])  # (3, 12)
-    more = text(3, 6, 7)
+    model, fed = small(module, n_ctx=16), []
+    model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
+    for n_prompt, held, n in ((5, 0, 40), (5, 3, 40), (9, 8, 1), (16, 0, 9), (16, 15, 9), (21, 0, 20)):
+        ids, cache = text(2, n_prompt, n_prompt), module.KVCache()
+        exact = list(gpt_baseline.generate(model, ids, n))
+        if held:
+            model(ids[:, :held], cache)
+        fed.clear()
+        got = list(module.generate(model, ids, n, cache=cache))
+        what = f"{n} tokens after {n_prompt}, {held} of them cached"
+        assert torch.equal(torch.cat(got, dim=1), torch.cat(exact, dim=1)), f"{what}: another text"
+        start, expected = 0, []
+        for length in range(n_prompt, n_prompt + n):
+            new_start = gpt_baseline.context_start(length, 16)
+            expected.append(1 if expected else length - held)
+            if new_start > start:
+                start, expected[-1] = new_start, length - new_start
+        assert fed == expected, f"{what}: passes read {fed} tokens instead of {expected}"
+        end = n_prompt + n - 1 - start
+        assert len(cache) == end == cache.next_pos, f"{what}: {len(cache)} tokens in the cache instead of {end}"
 
     cache = module.KVCache()
-    cache.pad = pad
-    pieces = [model(ids[:, :4], cache), model(ids[:, 4:], cache)]
-    for held in (cache.clone(), cache):
-        logits = torch.cat([*pieces, *(model(piece, held) for piece in more.split([1, 1, 4], dim=1))], dim=1)
-        for row, n, new, got in zip(rows, pad, more, logits, strict=True):
-            alone = model(torch.cat([row, new[None]], dim=1))
-            assert_close(got[None, n:], alone, f"a row padded by {n}")
-
-    cache = module.KVCache()
-    cache.pad = pad
-    first = torch.cat([ids, *module.generate(model, ids, 30, cache=cache)], dim=1)
-    both = torch.cat([first, *module.generate(model, first, 30, cache=cache)], dim=1)
-    for row, n, got in zip(rows, pad, both, strict=True):
-        alone = torch.cat([row, *module.generate(model, row, 60)], dim=1)
-        assert torch.equal(got[None, n:], alone), f"a row padded by {n} goes on differently"
-
-    cache.truncate(0)
-    assert_close(model(more[:2], cache), model(more[:2]), "an emptied cache")
+    model(text(2, 7), cache)
+    for n in (7, 3):
+        _refused(lambda n=n: list(module.generate(model, text(2, n), 2, cache=cache)))
+    assert len(cache) == 7, "a refusal changed the cache"

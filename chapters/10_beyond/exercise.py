@@ -105,7 +105,7 @@ class PagedCache:
 
     def __init__(self, tables: BlockTables, pool: list[Tensor], text: str) -> None:
         self.tables, self.layers, self.text = tables, pool, text
-        self.fed: list[Tensor] = []  # of each layer, what the pass under way appends (2, H, T, D)
+        self.pending: list[Tensor] = []  # of each layer, what the pass under way appends (2, H, T, D)
 
     def __len__(self) -> int:
         return self.tables.length[self.text]
@@ -116,11 +116,11 @@ class PagedCache:
         return len(self)
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all keys, values (1, H, S, D) and positions (S,) of a layer, gathered from their blocks."""
-        self.fed[layer:] = [torch.stack([k[0], v[0]])]
+        """Return all keys and values (1, H, S, D) of a layer, gathered from their blocks, and the mask (T, S)."""
+        self.pending[layer:] = [torch.stack([k[0], v[0]])]
         slots = torch.tensor(self.tables.slots(self.text), dtype=torch.long)
-        kv = torch.cat([self.layers[layer][:, :, slots], self.fed[layer]], dim=2)  # (2, H, S, D)
-        return kv[:1], kv[1:], torch.arange(kv.size(2))
+        kv = torch.cat([self.layers[layer][:, :, slots], self.pending[layer]], dim=2)  # (2, H, S, D)
+        return kv[:1], kv[1:], torch.arange(kv.size(2)) <= pos[:, None]
 
     def commit(self, pos: Tensor) -> None:
         """Write the tokens at positions pos (T,) to their slots. Raises MemoryError if the pool is full."""
@@ -129,8 +129,8 @@ class PagedCache:
             for layer in self.layers:
                 layer[:, :, new * size : (new + 1) * size] = layer[:, :, old * size : (old + 1) * size]
         slots = self.tables.slots(self.text)[-len(pos) :]
-        for layer, fed in zip(self.layers, self.fed, strict=True):
-            layer[:, :, slots] = fed
+        for layer, kv in zip(self.layers, self.pending, strict=True):
+            layer[:, :, slots] = kv
 
     def fork(self, text: str) -> PagedCache:
         """Return a cache of another text that begins with all of this one."""

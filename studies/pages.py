@@ -1,92 +1,48 @@
-"""Write the figures in README.md and benchmarks/README.md anew, from the recorded results and from a run of the demo.
-
-Blocks between <!-- name --> and <!-- /name --> are replaced: `findings` from all claims that were tested, `standing`
-from the newest folders in benchmarks/results, `pocket` from pocket/teacher/figures.json, `memory` from
-studies/bounding/summary.json, `ablation` from pocket/bct/ablation.json, `recycling` and `replay` from
-studies/recycling, `projection` and `refreshing` from the folders of these names, `demo` by running
-`gpt_kv_cache.py --compare`.
-"""
+"""Write the tables of README.md and studies/README.md anew, from the recorded results: `python3 -m studies.pages`."""
 
 from __future__ import annotations
 
 import csv
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.blocks import write_blocks
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmarks.__main__ import disturbance
-from support.cli import CommandLine
-from support.files import write_atomically
 
 
-def standing() -> str:
-    """The tables of the newest folders in benchmarks/results: all implementations, and our choices one by one."""
-    folder, other = (sorted((ROOT / "benchmarks" / "results").glob(f"*-{threads}"))[-1]
-                     for threads in ("1-thread", "2-threads"))  # fmt: skip
-    record, two = (json.loads((path / "summary.json").read_text(encoding="utf-8")) for path in (folder, other))
-    ablation = json.loads((folder / "ablation.json").read_text(encoding="utf-8"))
-    choices, shares = ablation["without"], ablation["first_token"]
-    lengths, rows = record["lengths"], record["rows"]
-    one, many, last = record["batches"][0], record["batches"][-1], lengths[-1]
-    lines = [
-        f"GPT-2 {record['model']}, float32 unless it says otherwise, {record['machine']}, {record['threads']} "
-        f"thread{'s' * (record['threads'] > 1)}, {record['date']}; medians of {record['turns']} turns. In brackets how "
-        "many times as fast as `gpt_kv_cache.py` in the same turn:",
-        "",
-        "| | " + " | ".join(f"tokens/s after {T:,}" for T in lengths)
-        + f" | {many} texts, after {lengths[0]:,} | first token of {last:,} | {last * 9 // 10:,} of them cached "
-        f"| bytes of cache for {last:,} | overhead |",
-        "|---|" + "---|" * (len(lengths) + 5),
+def papers() -> str:
+    """A row for each paper: what it promises, and what was seen here."""
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((ROOT / "studies" / name / "summary.json").read_text(encoding="utf-8"))
+
+    memories = read("bounding")["memories"]
+    bct, full, window = ("{:.2f}".format(memories[name]["perplexity"]) for name in ("bct", "full", "window"))
+    prompts = read("recycling")["prompts"]
+    same, published = (sum(p[way]["identical"] for p in prompts) for way in ("recycled", "published"))
+    quiz = read("projection")["kinds"]["quiz"]["ways"]
+    (proposed, *_), (neighbour, *_) = (quiz[way]["retrieved"]["kl"] for way in ("as proposed", "neighbour's logits"))
+    sampled = {name: way["sampled"]["ppl"][0] for name, way in read("refreshing")["ways"].items() if "sampled" in way}
+    rows = [
+        ("BCT: a memory of constant size does nearly as well",
+         f"Constant in bytes and time. Held-out perplexity {bct}; {full} with everything kept, {window} with a window "
+         "of as many bytes"),
+        ("KV recycling: reuse the cache of a stored prompt",
+         f"Exact if only the shared prefix is reused: {same} of {len(prompts)} answers the same. The call as published "
+         f"loses tokens: {published} of {len(prompts)}"),
+        ("CP-KVP: a first token from a similar prompt's projected cache",
+         f"Sooner, but another token: {proposed:.1f} nats off on quiz questions, where the similar prompt's own "
+         f"prediction is {neighbour:.1f} off"),
+        ("OverFill: a small model writes on a large one's cache",
+         f"It writes better than alone: perplexity {sampled['OverFill']:.2f} against {sampled['student']:.2f}"),
+        ("KV refresh: the large model renews that cache now and then",
+         f"A little: {sampled['periodic, 256']:.2f} every 256 tokens, {sampled['periodic, 16']:.2f} every 16"),
     ]
-    for name, r in rows.items():
-        cells = [f"{x['tokens_per_s']:.1f} ({x['decode_ratio']:.2f})" for x in (r[f"{one} x {T}"] for T in lengths)]
-        batch, long = r[f"{many} x {lengths[0]}"], r[f"{one} x {last}"]
-        cells.append(f"{batch['tokens_per_s']:.0f} ({batch['decode_ratio']:.2f})")
-        cells.append(f"{long['first_ms']:,.0f} ms ({long['first_ratio']:.2f})")
-        cells.append(f"{r['reuse_ms']:,.0f} ms" if "reuse_ms" in r else "-")
-        lines.append(f"| {name} | {' | '.join(cells)} | {long['cache_bytes']:,} "
-                     f"| {format(r['overhead_ms'], '.1f') + ' ms' if 'overhead_ms' in r else '-'} |")  # fmt: skip
-    goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
-    ours = [rows["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
-    lines += [
-        "",
-        f"No token can be had sooner than its weights are read, in float32 {record['roofline_ms']:.1f} ms here "
-        f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
-        f"{max(x['of_roofline'] for x in ours):.2f} of that. Of its first token of {last:,} the matrix products alone "
-        f"would take {ours[-1]['of_products']:.2f}; PyTorch's profiler has it: {goes}. Overhead is a step of a model "
-        "of as many layers with hardly anything to compute.",
-    ]
-    lines.append(f"![Tokens per second by tokens in the cache]({folder.relative_to(ROOT)}/decoding.png)")
-    lines += [f"![Time to the first token by the prompt's length]({folder.relative_to(ROOT)}/first_token.png)", ""]
-    different = f", but for {', '.join(record['different'])}" if record["different"] else ""
-    lines += [f"All that compute in float32 with full attention write the same tokens{different}.", ""]
-    failed = [why for why in record["absent"].values() if "failed" in why]
-    lines += [f"Not measured: {'; '.join(failed)}.", ""] if failed else []
-    both = [two["rows"]["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
-    lines += [f"With two threads ([all figures]({other.relative_to(ROOT)}/summary.json)) the roofline is "
-              f"{two['roofline_ms']:.1f} ms; `gpt_kv_cache.py` writes "
-              f"{', '.join(format(x['tokens_per_s'], '.1f') for x in both)} tokens/s after "
-              f"{', '.join(map(str, lengths))}, {min(x['of_roofline'] for x in both):.2f} to "
-              f"{max(x['of_roofline'] for x in both):.2f} of it.", ""]  # fmt: skip
-    for r in (record, two):
-        if r["disturbed"]:
-            lines += [f"The machine was disturbed while {r['threads']} thread{'s' * (r['threads'] > 1)} ran: "
-                      f"{disturbance(r)}.", ""]  # fmt: skip
-    lines += ["What `gpt_kv_cache.py` would take without each of its choices, times as long (in brackets the least "
-              "and the most of all turns):", "",
-              "| without | " + " | ".join(f"a token after {T:,}" for T in lengths) + " | "
-              + " | ".join(f"first token of {T:,}" for T in lengths) + " |",
-              "|---|" + "---|" * 2 * len(lengths)]  # fmt: skip
-    for name, r in choices.items():
-        cells = ["{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first") for T in lengths]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    head = ["| the idea | what we saw, on a model of 3 million parameters |", "|---|---|"]
+    return "\n".join([*head, *(f"| {idea} | {seen} |" for idea, seen in rows)])
 
 
 def findings() -> str:
@@ -96,7 +52,7 @@ def findings() -> str:
         return json.loads((ROOT / "studies" / name / "summary.json").read_text(encoding="utf-8"))
 
     rows = []
-    for paper, name in (("BCT", "bounded"), ("KV recycling", "recycling")):
+    for paper, name in (("BCT", "bounding"), ("KV recycling", "recycling")):
         rows += [(paper, c["claim"], c["verdict"]) for c in read(name)["claims"]]
     verdicts = {kind: r["verdicts"]["as proposed"]["verdict"] for kind, r in read("projection")["kinds"].items()}
     rows += [("CP-KVP, a proposal", f"a first token from a similar prompt's cache: its own test, on {kind}", verdict)
@@ -173,23 +129,6 @@ def ablation() -> str:
             f"| {row['recall_share']:.1%} |"
         )
     return "\n".join(lines)
-
-
-def demo() -> str:
-    """What the README's first command prints."""
-    command = [sys.executable, "gpt_kv_cache.py", "--compare"]
-    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{printed.rstrip()}\n```"
-
-
-def with_blocks(text: str, blocks: dict[str, str]) -> str:
-    """Return the text with the content of its blocks replaced. Raises ValueError if one is not there exactly once."""
-    for name, content in blocks.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise ValueError(f"README.md must hold one block {name}, it holds {len(pattern.findall(text))}")
-        text = pattern.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text)
-    return text
 
 
 def recycling() -> str:
@@ -382,20 +321,12 @@ def refreshing() -> str:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"findings": findings, "standing": standing, "demo": demo},
-    ROOT / "benchmarks" / "README.md": {"pocket": pocket, "memory": memory, "ablation": ablation,
-                                        "recycling": recycling, "replay": replay, "projection": projection,
-                                        "refreshing": refreshing},
+    ROOT / "README.md": {"papers": papers},
+    ROOT / "studies" / "README.md": {
+        "findings": findings, "pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycling,
+        "replay": replay, "projection": projection, "refreshing": refreshing,
+    },
 }  # fmt: skip
 
-
-def main() -> None:
-    cli = CommandLine(__doc__, example="python benchmarks/%(prog)s")
-    with cli.parse():
-        for page, blocks in PAGES.items():
-            text = with_blocks(page.read_text(encoding="utf-8"), {name: block() for name, block in blocks.items()})
-            write_atomically(page, lambda file, text=text: file.write_text(text, encoding="utf-8"))
-
-
 if __name__ == "__main__":
-    main()
+    write_blocks(PAGES)

@@ -1,0 +1,205 @@
+"""Do the stories that a model writes hold together? Read them back with the corpus's own sentences.
+
+  python pocket/coherence.py                  today's model, on openings of the split "test"
+  python pocket/coherence.py --model FOLDER --split valid --n 100
+
+A story of the corpus is made of templates that share one set of values: who owns what, which door, how many. Every
+template becomes a pattern here; what the patterns find in a story is compared. A story holds together if it has none
+of these faults:
+
+meet ... hide  a thread (see THREADS in corpus.py) is paid back otherwise than it was stated
+he or she      a pronoun isn't that of its person
+stranger       what the two travellers do is done by somebody else, or the town that they left is another
+two roles      somebody whom the travellers meet is one of the two
+from nowhere   a thread is paid back that was never stated
+left open      two threads or more are never paid back (the corpus itself leaves one open where a question asks for it)
+unread         a sentence is none of the corpus's
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import tiktoken
+import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, from any folder
+
+import gpt_kv_cache
+from load_gpt2_weights import load_model, load_tokenizer
+from pocket import corpus
+from support.cli import CommandLine, whole_number
+
+NAME = r"(?-i:(?!(?:They|She|He|It|The)\b)[A-Z][a-z]+)"
+PRONOUNS = {"they": "she|he", "them": "her|him", "their": "her|his"}
+FIELDS = {name: NAME for name in ("a", "b", "c", "d", "town", "place")}
+FIELDS |= {name: "[a-z]+" for name in ("n1", "n2", "goods", "word", "colour", "rel")}
+FIELDS |= {"obj": "[a-z]+ [a-z]+", "obj2": "[a-z]+ [a-z]+", "cargo": "[a-z]+ of [a-z]+", "creature_a": "an? [a-z]+"}
+FIELDS |= {name: r"[^.\n\"]+?" for name in ("when", "epithet", "epithet2", "fact")}
+ANY = r"[a-z' ]+?"  # all other fields, in whatever words: what is no door's colour or no place must disagree, not hide
+START = r"(?:^|(?<=[.!?\"] ))"  # of a sentence
+FREE = {"meet": "ab", "word": "ab", "door": "ab", "errand": "ab", "count": "ab"}  # either traveller may do this
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A sentence, or a few, of a story that a template of the corpus has made or could have made."""
+
+    kind: str  # opening, state, pay or other
+    thread: str
+    span: tuple[int, int]
+    values: dict[str, list[str]]  # by field, one value for each time that the template names it
+
+    @property
+    def people(self) -> Iterator[tuple[str, str]]:
+        """The people who are named, with each pronoun that the template has for them."""
+        for field, found in self.values.items():
+            person, _, pronoun = field.partition("_")
+            if pronoun in PRONOUNS:
+                yield from ((name, said) for name in self.values.get(person, [])[:1] for said in found)
+
+
+def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
+    """Return a pattern of all that a template can become, and the field of each of its groups."""
+    fields: list[str] = []
+
+    def piece(match: re.Match[str]) -> str:
+        mark, article, field = match[0], match["article"], match["field"]
+        if field is not None:
+            fields.append(field.replace(".", "_").lower())
+            name, _, pronoun = field.lower().partition(".")
+            return ("an? " if article else "") + f"({PRONOUNS[pronoun] if pronoun else FIELDS.get(name, ANY)})"
+        return {"[": "(?:", "]": ")", "|": "|"}.get(mark) or re.escape(mark) + "?" * bool(match["loose"])
+
+    template = template.replace("{they_said}", f"[{'|'.join(corpus.CREATURE_ASIDE[0])}]")
+    text = re.sub(r"(?P<article>\ba )?{(?P<field>[\w.]+)}|(?P<loose> (?=\[)|(?<=\]) )|.", piece, template)
+    return re.compile(START + text, re.IGNORECASE | re.MULTILINE), fields
+
+
+@cache
+def patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
+    """Return (kind, thread, pattern, fields) of every template of a story."""
+    banks = [("opening", "", corpus.OPENINGS), ("other", "", corpus.INCIDENTS), ("other", "", corpus.ENDINGS)]
+    banks += [("state", thread, bank) for thread, bank in corpus.STATES.items()]
+    banks += [("pay", thread, bank) for thread, bank in corpus.PAYS.items()]
+    return [(kind, thread, *pattern(template)) for kind, thread, (bank, _) in banks for template in bank]
+
+
+def readings(story: str) -> list[Reading]:
+    """Return what the templates find in a story's prose, in its order."""
+    found = []
+    for kind, thread, regex, fields in patterns():
+        for match in regex.finditer(story):
+            values = defaultdict(list)
+            for field, value in zip(fields, match.groups(), strict=True):
+                if value is not None:
+                    values[field].append(value.lower())
+            found.append(Reading(kind, thread, match.span(), dict(values)))
+    return sorted(found, key=lambda reading: reading.span)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The kinds of faults of a story, each once, and how often a thread is paid back, and is as it was stated."""
+
+    faults: list[str]
+    paid: int
+    right: int
+
+
+def judge(story: str) -> Verdict:
+    """Read a story's prose back, and compare what its sentences say."""
+    found = readings(story)
+    sexes = {p.name.lower(): p.female for people in corpus.PEOPLE.values() for p in people}
+    opening = [reading.values for reading in found if reading.kind == "opening"]
+    travellers = {name for values in opening for field in "ab" for name in values.get(field, [])}
+    towns = {name for values in opening for name in values.get("town", [])}
+    told: dict[str, dict[str, str]] = {}  # by thread and field
+    faults, unread, paid = set(), list(story), []
+    for reading in found:
+        values, thread = reading.values, reading.thread
+        unread[slice(*reading.span)] = [""] * (reading.span[1] - reading.span[0])
+        free = "ab" if reading.kind == "other" else FREE.get(thread, "")
+        if {name for field in free for name in values.get(field, [])} - travellers:
+            faults.add("stranger")
+        if reading.kind == "other" and set(values.get("town", [])) - towns:
+            faults.add("stranger")
+        if {name for field in "cd" for name in values.get(field, [])} & travellers:
+            faults.add("two roles")
+        for name, said in reading.people:
+            if sexes.setdefault(name, said in ("she", "her")) != (said in ("she", "her")):
+                faults.add("he or she")
+        if not thread:
+            continue
+        before, known = set(told), told.setdefault(thread, {})
+        wrong = [field for field, stated in values.items() if "_" not in field and field not in free
+                 and {*stated} != {known.setdefault(field, stated[0])}]  # fmt: skip
+        if reading.kind == "pay":
+            paid.append(thread in before and not wrong)
+            if thread not in before:
+                faults.add("from nowhere")
+        if wrong:
+            faults.add(thread)
+    stated = {reading.thread for reading in found if reading.kind == "state"}
+    if len(stated - {reading.thread for reading in found if reading.kind == "pay"}) > 1:
+        faults.add("left open")
+    if "".join(unread).strip():
+        faults.add("unread")
+    return Verdict(sorted(faults), len(paid), sum(paid))
+
+
+def openings(split: str, n: int, seed: int = 0) -> list[str]:
+    """Return the first sentences of n stories of a split: who sets out, and from where."""
+    pens = (corpus.Pen(split, f"{seed}/{split}/told/{i}") for i in range(n))
+    return [pen.say(corpus.OPENINGS, **corpus.scene(pen)[0]) for pen in pens]
+
+
+def write(model: gpt_kv_cache.GPT, tokenizer: tiktoken.Encoding, prompts: list[str], temperature: float = 0.0,
+          seed: int = 0) -> list[str]:  # fmt: skip
+    """Return the prompts, each with the rest of a story's prose as the model goes on."""
+    generator = torch.Generator().manual_seed(seed)
+    encoded = [tuple(tokenizer.encode_ordinary(prompt)) for prompt in prompts]
+    stories = {}
+    for length in sorted({len(ids) for ids in encoded}):  # those of the same length together
+        batch = sorted({ids for ids in encoded if len(ids) == length})
+        new = gpt_kv_cache.generate(model, torch.tensor(batch), 400, temperature=temperature, generator=generator,
+                                    stop_id=tokenizer.eot_token)  # fmt: skip
+        for ids, row in zip(batch, torch.cat(list(new), dim=1).tolist(), strict=True):
+            text = tokenizer.decode([*ids, *row])
+            stories[ids] = re.split(r"\n\n|<\|endoftext\|>", text)[0]
+    return [stories[ids] for ids in encoded]
+
+
+def measure(stories: list[str]) -> tuple[dict[str, float], Counter[str]]:
+    """Return the share of the stories that hold together and of their threads that are paid back as they were stated,
+    of all that are paid back; and in how many stories there is each kind of fault."""
+    verdicts = [judge(story) for story in stories]
+    right, paid = sum(v.right for v in verdicts), sum(v.paid for v in verdicts)
+    shares = {"coherent_share": sum(not v.faults for v in verdicts) / len(stories), "paid_share": right / max(1, paid)}
+    return shares, Counter(kind for v in verdicts for kind in v.faults)
+
+
+def main() -> None:
+    cli = CommandLine(__doc__, example="python pocket/coherence.py --model pocket --n 200")
+    cli.add_argument("--model", default="pocket", metavar="NAME", help="the model that writes")
+    cli.add_argument("--split", default="test", choices=corpus.SPLITS, help="of the corpus: whose openings")
+    cli.add_argument("--n", default=200, type=whole_number(1), metavar="N", help="number of stories")
+    with cli.parse() as args:
+        model, tokenizer = load_model(args.model, model_class=gpt_kv_cache.GPT), load_tokenizer(args.model)
+        for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
+            shares, kinds = measure(write(model, tokenizer, openings(args.split, args.n), temperature))
+            counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+            whole, right = shares.values()
+            print(f"{name}: {whole:.1%} of {args.n} stories hold together, {right:.1%} of what is paid back is right; "
+                  f"faults: {counts or 'none'}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

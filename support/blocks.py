@@ -1,0 +1,26 @@
+"""Blocks of a Markdown page that are made from recorded results: <!-- name --> ... <!-- /name -->."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from support.files import write_atomically
+
+
+def with_blocks(text: str, blocks: dict[str, str]) -> str:
+    """Return the text with the content of its blocks replaced. Raises ValueError if one is not there exactly once."""
+    for name, content in blocks.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"a page must hold one block {name}, it holds {len(pattern.findall(text))}")
+        text = pattern.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text)
+    return text
+
+
+def write_blocks(pages: dict[Path, dict[str, Callable[[], str]]]) -> None:
+    """Write the blocks of each page anew."""
+    for page, blocks in pages.items():
+        text = with_blocks(page.read_text(encoding="utf-8"), {name: block() for name, block in blocks.items()})
+        write_atomically(page, lambda file, text=text: file.write_text(text, encoding="utf-8"))

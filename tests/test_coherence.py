@@ -1,0 +1,80 @@
+"""The judge of stories: the corpus's own hold together, and each kind of fault is found."""
+
+import re
+
+import pytest
+import torch
+
+from gpt_kv_cache import GPT, GPTConfig
+from pocket import coherence, corpus, train
+
+STORY = """\
+Halek lived in Tolben, the town on the Tamble. One misty day in May, he and his sister Belessa packed for a long walk. \
+Zanoth had lent Belessa a clay saucer, and Belessa kept it close. Kelessa lived in the house with the blue door, \
+behind the market. The donkey pulled a cart with nine sacks of flour on it. Halek had a yellow cap, and nobody was to \
+find it. He put it under the third stair.
+Halek slipped and fell into the water. Belessa pulled him out with a branch, and they sat in the sun until his clothes \
+were dry.
+They knocked at the blue door, and Kelessa opened it. Zanoth was pleased to have the clay saucer back. All nine sacks \
+of flour were sold before dark. At home Halek found the yellow cap under the third stair, where he had put it. It had \
+been a long day, but a good one."""
+FAULTS = [
+    ("owner", "Zanoth was pleased", "Varbert was pleased"),
+    ("owner", "clay saucer back", "silk hat back"),
+    ("door", "They knocked at the blue", "They knocked at the green"),
+    ("count", "All nine", "All seven"),
+    ("count", "All nine sacks of flour", "All nine jars of honey"),
+    ("hide", "cap under the third stair, where", "cap behind the beehives, where"),
+    ("he or she", "find it. He put", "find it. She put"),
+    ("he or she", "until his clothes", "until her clothes"),
+    ("stranger", "Belessa pulled him", "Velrin pulled him"),
+    ("two roles", "Kelessa", "Halek"),
+    ("from nowhere", " Kelessa lived in the house with the blue door, behind the market.", ""),
+    ("left open", "They knocked at the blue door, and Kelessa opened it. Zanoth was pleased to have the clay saucer "
+                  "back. ", ""),
+    ("unread", "It had been a long day", "It had been a long, long day"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("split", corpus.SPLITS)
+def test_the_corpus_itself_holds_together(split: str) -> None:
+    for i in range(60):
+        prose, _, threads = corpus.tell(corpus.Pen(split, f"told {i}"), mute=i % 2 == 0)
+        paid = len(threads) - (i % 2 == 0)
+        assert coherence.judge(prose) == coherence.Verdict([], paid, paid), prose
+        stated = {reading.thread for reading in coherence.readings(prose) if reading.kind == "state"}
+        assert stated == {*threads}
+
+
+@pytest.mark.parametrize(("kind", "old", "new"), FAULTS)
+def test_a_fault_is_found(kind: str, old: str, new: str) -> None:
+    assert coherence.judge(STORY) == coherence.Verdict([], 4, 4) and old in STORY
+    assert coherence.judge(STORY.replace(old, new)).faults == [kind]
+
+
+def test_every_value_that_is_changed_where_a_thread_is_paid_back_is_a_fault() -> None:
+    changed = 0
+    for i in range(40):
+        prose, v, threads = corpus.tell(corpus.Pen("test", f"told {i}"), mute=False)
+        early, late = prose.rsplit("\n", 1)
+        for thread in threads:
+            value = corpus.THREADS[thread].format(**v)
+            wrong = {"promise": "forty", "count": "forty", "owner": "Quirin"}.get(thread, "unheard")
+            told = re.sub(rf"\b{value}\b", wrong, late, flags=re.IGNORECASE)
+            if told != late:
+                changed += 1
+                verdict = coherence.judge(f"{early}\n{told}")
+                assert thread in verdict.faults and verdict.right < verdict.paid == len(threads), told
+    assert changed > 80
+
+
+def test_a_model_goes_on_from_openings_each_by_itself() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=train.VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
+    tokenizer, prompts = train.read_tokenizer(train.TOKENIZER), coherence.openings("valid", 4)
+    assert len({*prompts}) == 4 and all(coherence.readings(prompt)[0].kind == "opening" for prompt in prompts)
+    stories = coherence.write(model, tokenizer, prompts)
+    assert all(story.startswith(prompt) for story, prompt in zip(stories, prompts, strict=True))
+    assert stories[2:] == coherence.write(model, tokenizer, prompts[2:])
+    shares, kinds = coherence.measure([*stories, STORY])
+    assert shares == {"coherent_share": 0.2, "paid_share": 1.0} and kinds["unread"] == 4
