@@ -489,7 +489,7 @@ def demo(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding, ids: Tensor, 
 ms, tokens/s:   {n} tokens after the prompt, always the likeliest; prefill included; the faster of two turns
 teacher reads:  tokens of the prompt + tokens of the text
 KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
-same tokens:    before the first that differs from the teacher's text; the texts go on from there:
+same tokens:    as in the teacher's text, up to the first difference; each text goes on from there:
 """)
     for name, text in texts.items():
         at = same[name] % n
@@ -510,7 +510,7 @@ def main(argv: list[str] | None = None) -> None:
         return refreshing.main(argv[1:])
     cli = CommandLine(__doc__, "python %(prog)s write --policy periodic:64 --temperature 1", NAMES)
     cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write", "study"),
-                     help="demo: compare five ways to write a text; write: continue a prompt in one of them; study: "
+                     help="demo: compare ways to write a text; write: continue a prompt in one of them; study: "
                      "measure all on many prompts, see `study --help`")  # fmt: skip
     cli.add_model_arguments("--teacher")
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that decodes")
@@ -539,7 +539,7 @@ def main(argv: list[str] | None = None) -> None:
             policies = {name: replace(policy, rate=rate) for name, policy in policies.items()}
         prompts = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")] * 6
         if args.what == "write":
-            (policy,), ids = [*policies.values()][:1], torch.tensor(prompts[:1], device=args.device)
+            policy, ids = next(iter(policies.values())), torch.tensor(prompts[:1], device=args.device)
             generator = torch.Generator(args.device).manual_seed(args.seed)
             return write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, policy,
                          top_k=args.top_k, temperature=args.temperature or 0.0, generator=generator,

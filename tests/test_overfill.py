@@ -2,7 +2,6 @@
 
 import io
 import math
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +33,8 @@ from overfill import (
 )
 from pocket.train import Student
 from support.statistics import entropy, kl
+from tests.helpers import ROOT, Ran
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
 POLICIES = [
@@ -486,15 +485,15 @@ def test_tokens_are_those_of_the_sources_loop_over_transformers(public_pair, eve
     assert new[0].tolist() == published_loop(*theirs, ids, 40, every, window)
 
 
-def command(*words: str, main: Callable[[list[str]], None] = overfill.main) -> tuple[object, str, str]:
-    """Return the exit status, the output and the errors of a script, in this process."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
+def command(*words: str) -> Ran:
+    """Run overfill.py in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            main([*words])
+            overfill.main([*words])
         except SystemExit as end:
-            status = end.code
-    return status, out.getvalue(), err.getvalue()
+            code = end.code
+    return Ran(code, out.getvalue(), err.getvalue())
 
 
 @pytest.mark.slow

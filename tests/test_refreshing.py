@@ -31,9 +31,8 @@ from studies.refreshing_texts import (
     times,
 )
 from support.statistics import bootstrap
+from tests.helpers import ROOT
 from tests.test_overfill import CONFIG, NARROW, command, model_of, prompts, run
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
