@@ -23,20 +23,9 @@ from tqdm import tqdm
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from pocket import rope
+from studies import projection_quality as quality
 from studies.projection_methods import Method, library_of, methods, one_token, raw_tokens
 from studies.projection_prompts import POCKET, Experiment, Splits, pocket_families, read_pairs
-from studies.projection_quality import (
-    ablate_tau,
-    after_the_swap,
-    bins,
-    both_positions,
-    confidence,
-    measure,
-    retrieve,
-    summary_of,
-    sweep,
-    threshold,
-)
 from studies.projection_report import draw, print_kind, print_lengths, print_positions
 from studies.projection_times import by_length, latencies, on_the_plane
 from support.cli import CommandLine, whole_number
@@ -63,8 +52,8 @@ FEW = {"train": 30, "valid": 12, "test": 12}  # families of a quick run
 def examine(experiment: Experiment, scale: Scale, default: Method | None = None) -> dict[str, Any]:
     """Run the whole protocol on one kind of prompts and return its record. default: our warm start of another kind."""
     steps = tqdm(total=5, desc=experiment.name, leave=False)
-    tau, auc = threshold(experiment)
-    retrieved = {guard: retrieve(experiment, "test", guard) for guard in (False, True)}
+    tau, auc = quality.threshold(experiment)
+    retrieved = {guard: quality.retrieve(experiment, "test", guard) for guard in (False, True)}
     high, guarded = ([q for q in queries if q.similarity >= tau] for queries in retrieved.values())
     record: dict[str, Any] = {
         "tokens": statistics.mean(len(p.ids) for p in experiment.train), "prefix": experiment.prefix,
@@ -89,24 +78,27 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
         ours.append(replace(other, name=f"ours for the first kind: {other.name}"))
     asked = {method: high for method in methods()} | {method: guarded for method in ours}
     given = experiment.related("test")
-    rows = {m.name: [measure(experiment, m, q.found, q.prompt) for q in queries] for m, queries in asked.items()}
-    rows_given = {m.name: [measure(experiment, m, r, p) for p, r in given] for m in asked}
+    rows, found = {}, {}
+    for m, queries in asked.items():
+        rows[m.name] = [quality.measure(experiment, m, q.found, q.prompt) for q in queries]
+        found[m.name] = {"retrieved": quality.summary_of(rows[m.name]),
+                         "given": quality.summary_of([quality.measure(experiment, m, r, p) for p, r in given])}
     steps.update()
     proposal, one = methods()[0], one_token()
     record |= {
         "best": ours[0].name, "best_way": ours[0], "plane": [{k: v for k, v in p.items() if k != "way"} for p in plane],
-        "ways": {name: {"retrieved": summary_of(rows[name]), "given": summary_of(rows_given[name])} for name in rows},
-        "without_guard": summary_of([measure(experiment, ours[0], q.found, q.prompt) for q in high]),
+        "ways": found,
+        "without_guard": quality.summary_of([quality.measure(experiment, ours[0], q.found, q.prompt) for q in high]),
         "latency": latencies(experiment, asked, scale.repeats),
     }
     steps.update()
-    record["sweep"] = sweep(experiment, scale.counts)
+    record["sweep"] = quality.sweep(experiment, scale.counts)
     steps.update()
     record |= {
-        "bins": bins(experiment, retrieved[False], (proposal, one, ours[0])),
-        "tau_ablation": ablate_tau(experiment, retrieved[False], proposal, ours[0]),
-        "confidence": confidence(experiment, one, high, rows[one.name]),
-        "swap": after_the_swap(experiment, ours[0], given[:24]),
+        "bins": quality.bins(experiment, retrieved[False], (proposal, one, ours[0])),
+        "tau_ablation": quality.ablate_tau(experiment, retrieved[False], proposal, ours[0]),
+        "confidence": quality.confidence(experiment, one, high, rows[one.name]),
+        "swap": quality.after_the_swap(experiment, ours[0], given[:24]),
         "verdicts": {method.name: verdict(record, method.name) for method in (proposal, *ours)},
     }
     steps.close()
@@ -185,7 +177,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
         summary["lengths"]["GPT-2 124M"] = by_length(GPT(GPTConfig()).eval(), scale.lengths, min(scale.repeats, 5))
     print_lengths(summary["lengths"])
     if name_of_model == "pocket" and "quiz" in kinds:
-        summary["positions"] = both_positions(encoder, kinds["quiz"], seed)
+        summary["positions"] = quality.both_positions(encoder, kinds["quiz"], seed)
         print_positions(summary["positions"])
     write()
     draw(summary, out)

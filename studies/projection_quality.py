@@ -16,15 +16,7 @@ from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import rope
 from projector import Layout, Library, append_aligned, exact_cache
-from studies.projection_methods import (
-    NEIGHBOUR,
-    Method,
-    divergence,
-    error,
-    first_logits,
-    projected,
-    raw_tokens,
-)
+from studies.projection_methods import NEIGHBOUR, Method, divergence, error, first_logits, projected, raw_tokens
 from studies.projection_prompts import PROPOSED, Experiment, Prompt, Splits
 from support.statistics import area_under_roc, bootstrap, f1, ratio_of_sums, rouge_l
 

@@ -1,5 +1,5 @@
-"""Chapter 6: divergences that don't overflow, a summary token that is a stored answer, fits and splits without cheating,
-and a verdict that says no more than the data."""
+"""Chapter 6: divergences that don't overflow, a summary token that is a stored answer, fits and splits that don't
+cheat, and a verdict that says no more than the data."""
 
 import json
 import math
