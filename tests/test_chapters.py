@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from chapters import build, side_by_side
+import chapters.builder.__main__ as build
+from chapters.builder import blocks, side_by_side, sources
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ROOT / "chapters"
@@ -45,7 +46,7 @@ def copy_of_the_chapters(tree: Path, *without: str) -> Path:
 @pytest.mark.slow
 @with_solutions  # whose checks chapter 9 runs
 def test_chapters_are_up_to_date() -> None:
-    result = run("chapters/build.py", "--check", *(["--stubs"] if os.environ.get("STUBS") else []))
+    result = run("-m", "chapters.builder", "--check", *(["--stubs"] if os.environ.get("STUBS") else []))
     assert result.returncode == 0, result.stderr
 
 
@@ -113,7 +114,7 @@ def test_every_hunk_has_words() -> None:
                                  (folder / "README.md").read_text(), re.M):  # fmt: skip
                 if int(m[1]) in said[pair]:
                     mentioned |= set(range(int(m[1]), int(m[2] or m[1]) + 1))
-        assert mentioned == set(range(1, len(build.hunks(*pair)) + 1))
+        assert mentioned == set(range(1, len(sources.hunks(*pair)) + 1))
 
 
 def test_stubs_lose_what_is_the_solutions_own() -> None:
@@ -163,7 +164,7 @@ def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
             return f"# 2. Chapter\n\n{mark}\n"
 
     with pytest.raises(ValueError, match="chapters/02_kv_cache/README.md: .*" + re.escape(culprit)):
-        build.text_of(Readme(readme))
+        blocks.text_of(Readme(readme))
 
 
 @pytest.mark.slow
@@ -175,12 +176,12 @@ def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     readme.write_text(fresh.replace("torch.stack([k, v])", "torch.stack([v, k])"))
     exercise = tree / "chapters" / "02_kv_cache" / "exercise.py"
     exercise.write_text("done by a student\n")
-    result = run("chapters/build.py", "2", "--check", "--stubs", cwd=tree)
+    result = run("-m", "chapters.builder", "2", "--check", "--stubs", cwd=tree)
     assert result.returncode == 2 and "02_kv_cache/README.md" in result.stderr and "exercise.py" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
-    assert run("chapters/build.py", "2", cwd=tree).returncode == 0
+    assert run("-m", "chapters.builder", "2", cwd=tree).returncode == 0
     assert readme.read_text() == fresh and exercise.read_text() == "done by a student\n"
-    assert run("chapters/build.py", "2", "--stubs", cwd=tree).returncode == 0
+    assert run("-m", "chapters.builder", "2", "--stubs", cwd=tree).returncode == 0
     assert "NotImplemented" in exercise.read_text()
 
 

@@ -1,6 +1,6 @@
 """The picture of this chapter."""
 
-from chapters.svg import cells
+from chapters.builder.svg import cells
 
 LINES = ["drop", "", "def", "attend", "def", "project", "if cache", "append", "attend", "return"]
 KINDS = ["kept", "kept", "gone", "gone", "new", "new", "new", "new", "new", "kept"]

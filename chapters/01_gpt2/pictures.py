@@ -1,6 +1,6 @@
 """The pictures of this chapter."""
 
-from chapters.svg import cells
+from chapters.builder.svg import cells
 
 TEXT = ["Once", ",", "in", "the", "town", "of", "Tolben"]
 

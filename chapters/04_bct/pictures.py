@@ -1,6 +1,6 @@
 """The pictures of this chapter."""
 
-from chapters.svg import cells
+from chapters.builder.svg import cells
 
 SOFT = [(6, 2, 1, 1), (1, 1, 7, 1), (2, 5, 1, 2), (7, 1, 1, 1), (1, 1, 6, 2), (1, 1, 1, 7)]  # tenths
 

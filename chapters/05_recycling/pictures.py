@@ -1,6 +1,6 @@
 """The pictures of this chapter."""
 
-from chapters.svg import cells
+from chapters.builder.svg import cells
 
 SAME = ["Hal", "ek", "lives", "in"]
 REST = [",", "by", "the", "river"]

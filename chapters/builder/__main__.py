@@ -1,202 +1,28 @@
 """Bring the chapters up to date: their code, diffs, outputs, tables and numbers come from the files they are about.
 
-`python chapters/build.py` rewrites what is between the marks of the chapters' README.md files, their pictures, and the
-pages that are made of them: an index.html of each, and those of `side_by_side/`. `--check` writes nothing, and fails if
-anything is stale. With `--stubs` every exercise.py is written anew too (or checked), from the solution.py beside it,
-whatever a student wrote there. A mark is a comment: who reads the rendered page doesn't see it. A line of its own opens
-a block, which ends at <!-- end -->:
-
-  code FILE NAME [FROM] [TO]   the source of a class, function or method; or its lines from the first that contains FROM
-                               to the next that contains TO (or to that line alone)
-  diff OLD NEW N [LAST]        hunk N (to LAST) of the difference between two files
-  output COMMAND               what a command prints, run in the project's folder; python3 stands for this Python
-  table NAME                   a table of studies/pages.py or benchmarks/pages.py
-  picture NAME                 PICTURES[NAME] of the chapter's pictures.py, an SVG file and its alternative text
-
-and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expression makes of a JSON file, `r`: a
-number, words, or the lines of a table.
-FILE may have wildcards: the last that matches. A chapter's words on a hunk, the paragraph after it, are also those in
-the margin of the page that shows both files side by side; where a hunk isn't shown, <!-- about OLD NEW N [LAST] -->
-stands before them.
+`python3 -m chapters.builder` rewrites the blocks between the marks of the chapters' README.md files (blocks.py says
+which marks there are), their pictures, and the pages made of them: an index.html of each, and those of `side_by_side/`.
+`--check` writes nothing, and fails if anything is stale. With `--stubs` every exercise.py is written anew too (or
+checked), from the solution.py beside it, whatever a student wrote there.
 """
 
 from __future__ import annotations
 
 import ast
 import concurrent.futures
-import difflib
-import html
-import importlib.util
-import json
 import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
-CHAPTERS = Path(__file__).resolve().parent
-ROOT = CHAPTERS.parent
-sys.path.insert(0, str(ROOT))
+from chapters.builder import pages, side_by_side
+from chapters.builder.blocks import BLOCK, run, text_of
+from chapters.builder.sources import CHAPTERS, ROOT, import_file
 from support.cli import CommandLine, whole_number
 from support.files import write_atomically
 
-BLOCK = re.compile(r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 EXERCISE = re.compile(r"\s*# (exercise \d+\.\d+)")
-NUMBER = re.compile(r"<!--= (\S+) (.*?) -->(.*?)<!--/-->", re.S)
-LINES = 40  # of code or diff that a chapter shows at once: more is not read
-
-
-def import_file(path: Path) -> ModuleType:
-    """Return a Python file as a module."""
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
-def read(name: str) -> str:
-    """Return the text of a file of the project, or of the last that a name with wildcards matches."""
-    paths = sorted(ROOT.glob(name))
-    if not paths:
-        raise ValueError(f"there is no {name}")
-    return paths[-1].read_text(encoding="utf-8")
-
-
-def source(file: str, name: str) -> tuple[int, list[str]]:
-    """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
-    text = read(file)
-    body, node = ast.parse(text).body, None
-    for part in name.split("."):
-        node = next((n for n in body if part in (getattr(n, "name", None), *assigned(n))), None)
-        if node is None:
-            raise ValueError(f"{file} has no {name}")
-        body = getattr(node, "body", [])
-    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    return first, text.splitlines()[first - 1 : node.end_lineno]
-
-
-def assigned(node: ast.AST) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def code(chapter: Path, file: str, name: str, start: str = "", end: str = "") -> str:
-    """Return a block of Python, and where it is from."""
-    first, lines = source(file, name)
-    if start:
-        i = next((i for i, line in enumerate(lines) if start in line), None)
-        j = i if i is None or not end else next((j for j in range(i, len(lines)) if end in lines[j]), None)
-        if i is None or j is None:
-            raise ValueError(f"{name} of {file} has no {start!r} or, after it, {end!r}")
-        first, lines = first + i, lines[i : j + 1]
-    if len(lines) > LINES:
-        raise ValueError(f"{name} of {file} has {len(lines)} lines, more than {LINES}: show a part")
-    indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
-    text = "\n".join(line[indent:] for line in lines)
-    return f"```python\n{text}\n```\n{place(file, first, len(lines))}"
-
-
-def place(file: str, first: int, count: int) -> str:
-    where = f"line {first}" if count == 1 else f"lines {first} to {first + count - 1}"
-    if file.startswith("chapters/"):  # a student's lines may have moved
-        return f"<sub>[{Path(file).name}](../../{file})</sub>"
-    return f"<sub>[{file}](../../{file}#L{first}), {where}</sub>"
-
-
-@cache
-def hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
-    """Return the changed lines, from 0, of two files: first and end in the old one, first and end in the new one."""
-    matcher = difflib.SequenceMatcher(a=read(old).splitlines(), b=read(new).splitlines(), autojunk=False)
-    return [tuple(code[1:]) for code in matcher.get_opcodes() if code[0] != "equal"]
-
-
-def diff(chapter: Path, old: str, new: str, number: str, last: str = "") -> str:
-    """Return hunks as a block of what goes and what comes."""
-    found, lines = hunks(old, new), []
-    if not 1 <= int(number) <= int(last or number) <= len(found):
-        raise ValueError(f"{old} and {new} differ in {len(found)} hunks; asked for {number} to {last or number}")
-    chosen = found[int(number) - 1 : int(last or number)]
-    for i, end, j, new_end in chosen:
-        lines += ["..."] if lines else []
-        lines += [f"-{line}" for line in read(old).splitlines()[i:end]]
-        lines += [f"+{line}" for line in read(new).splitlines()[j:new_end]]
-    if len(lines) > LINES:
-        raise ValueError(f"hunk {number} of {old} and {new} has {len(lines)} lines, more than {LINES}")
-    which = f"hunks {number} to {last}" if last else f"hunk {number}"
-    text = "\n".join(line.rstrip() for line in lines)
-    return f"```diff\n{text}\n```\n<sub>{which} of {len(found)}, [{new}](../../{new}#L{chosen[0][2] + 1})</sub>"
-
-
-@cache
-def run(command: str) -> str:
-    words = shlex.split(command)
-    words[0] = sys.executable if words[0] == "python3" else words[0]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
-    if result.returncode:
-        raise ValueError(f"{command} failed: {result.stderr.strip().splitlines()[-1]}")
-    return result.stdout
-
-
-def output(chapter: Path, *words: str) -> str:
-    """Return a command and what it prints."""
-    command = shlex.join(words)
-    printed = "\n".join(line.rstrip() for line in run(command).strip("\n").splitlines())
-    return f"```text\n$ {command}\n{printed}\n```"
-
-
-def table(chapter: Path, name: str) -> str:
-    """Return a table that is made of recorded results, links seen from the chapter."""
-    from benchmarks import pages as speed
-    from studies import pages
-
-    return getattr(pages, name, getattr(speed, name, None))().replace("](results/", "](../../benchmarks/results/")
-
-
-def picture(chapter: Path, name: str) -> str:
-    """Return an image of the chapter's pictures.py; the file is written by build()."""
-    pictures = import_file(chapter / "pictures.py").PICTURES
-    if name not in pictures:
-        raise ValueError(f"there is no picture {name}, but {', '.join(pictures)}")
-    alt = html.unescape(re.search(r"<desc>(.*?)</desc>", pictures[name](), re.S).group(1))
-    return f"![{alt}]({name}.svg)"
-
-
-BLOCKS: dict[str, Callable[..., str]] = {"code": code, "diff": diff, "output": output, "table": table,
-                                         "picture": picture}  # fmt: skip
-
-
-def number(match: re.Match[str]) -> str:
-    """Return an inline mark with what its expression, the chapter's own, makes of its file."""
-    file, expression, _ = match.groups()
-    try:
-        value = eval(expression, {"r": json.loads(read(file))})
-    except (LookupError, TypeError, NameError, SyntaxError) as error:
-        raise ValueError(f"{expression} of {file}: {error!r}") from error
-    return f"<!--= {file} {expression} -->{value}<!--/-->"
-
-
-def text_of(readme: Path) -> str:
-    """Return a chapter's README.md as it should be."""
-
-    def block(match: re.Match[str]) -> str:
-        kind, words, _ = match.groups()
-        try:
-            body = BLOCKS[kind](readme.parent, *shlex.split(words))
-        except TypeError as error:
-            raise ValueError(f"<!-- {kind} {words} -->: {error}") from error
-        return f"<!-- {kind} {words} -->\n{body}\n<!-- end -->"
-
-    try:
-        return NUMBER.sub(number, BLOCK.sub(block, readme.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{readme.relative_to(ROOT)}: {error}") from error
 
 
 def stub_of(solution: str) -> str:
@@ -221,8 +47,6 @@ def stub_of(solution: str) -> str:
 def build(numbers: list[int]) -> dict[Path, str]:
     """Return the generated files of these chapters, or of all and what is made of all, as they should be; exercises
     aside."""
-    from chapters import pages, side_by_side
-
     texts = [(chapter / "README.md").read_text(encoding="utf-8") for chapter in folders(numbers)]
     commands = [shlex.join(shlex.split(words)) for text in texts for kind, words, _ in BLOCK.findall(text)
                 if kind == "output"]  # fmt: skip
@@ -250,12 +74,12 @@ def folders(numbers: list[int]) -> list[Path]:
     return [found[number] for number in sorted(numbers or found)]
 
 
-def main() -> None:
-    cli = CommandLine(__doc__, example="python chapters/build.py --check")
+def main(argv: list[str] | None = None) -> None:
+    cli = CommandLine(__doc__, example="python3 -m chapters.builder --check")
     cli.add_argument("chapters", nargs="*", type=whole_number(0), metavar="N", help="of these chapters; default: all")
     cli.add_argument("--check", action="store_true", help="write nothing; fail if anything is stale")
     cli.add_argument("--stubs", action="store_true", help="every exercise.py too: what was done there is lost")
-    with cli.parse() as args:
+    with cli.parse(argv) as args:
         files = build(args.chapters)
         if args.stubs and not any((path / "solution.py").exists() for path in folders(args.chapters)):
             raise ValueError("stubs are made from solution.py, and there is none here: your teacher may have it")
@@ -266,7 +90,7 @@ def main() -> None:
                  if not path.is_file() or path.read_text(encoding="utf-8") != text}  # fmt: skip
         if args.check and stale:
             names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-            raise ValueError(f"stale: {names}; python chapters/build.py brings them up to date")
+            raise ValueError(f"stale: {names}; python3 -m chapters.builder brings them up to date")
         for path, text in stale.items():
             write_atomically(path, lambda file, text=text: file.write_text(text, encoding="utf-8"))
             print(f"written: {path.relative_to(ROOT)}")

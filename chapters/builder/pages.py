@@ -1,4 +1,4 @@
-"""The chapters as HTML pages, for reading offline in a browser: `build.py` makes an index.html of each README.md.
+"""The chapters as HTML pages, for reading offline in a browser: an index.html of each README.md.
 
 They use a small part of Markdown (headings, paragraphs, lists, tables, quotes, fences, pictures, links, code, bold and
 italics), and that is what this turns to HTML.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import re
 
-from chapters.side_by_side import coloured
+from chapters.builder.side_by_side import coloured
 
 STYLE = """
   body { font: 17px/1.6 system-ui, sans-serif; max-width: 54em; margin: 1.5em auto; padding: 0 1em; color: #111; }
@@ -90,7 +90,7 @@ def block(text: str) -> str:
 
 
 def page(text: str) -> str:
-    """Return a README.md as a page. Comments, and with them the marks of build.py, are left out."""
+    """Return a README.md as a page. Comments, and with them the builder's marks, are left out."""
     blocks, code = [], []
     for line in re.sub(r"<!--.*?-->", "", text, flags=re.S).split("\n"):
         fenced = bool(code and code[0].startswith("```"))

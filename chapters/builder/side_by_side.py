@@ -1,6 +1,6 @@
 """The pages of `side_by_side/`: two neighbouring GPT files in two columns, and the chapters' words in the margin.
 
-`build.py` writes them. They need no network, and no style sheet or script of others.
+`python3 -m chapters.builder` writes them. They need no network, and no style sheet or script of others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import html
 import re
 from pathlib import Path
 
-from chapters import build
+from chapters.builder.blocks import NUMBER
+from chapters.builder.sources import CHAPTERS, hunks, read
 
 PAIRS = (("gpt_baseline.py", "gpt_kv_cache.py"), ("gpt_kv_cache.py", "gpt_bounded_cache.py"))
 WORDS = re.compile(r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S)
@@ -83,7 +84,7 @@ def span(kind: str, text: str) -> str:
 
 def inline(text: str) -> str:
     """Return a paragraph of Markdown as HTML: code, bold, italics, and links by their words."""
-    text = build.NUMBER.sub(r"\3", " ".join(text.split()))
+    text = NUMBER.sub(r"\3", " ".join(text.split()))
     text = html.escape(text, quote=False)
     text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
@@ -110,15 +111,15 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
 
 def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
     """Return the rows of two files, side by side."""
-    left, right = coloured(build.read(old).rstrip("\n")), coloured(build.read(new).rstrip("\n"))
+    left, right = coloured(read(old).rstrip("\n")), coloured(read(new).rstrip("\n"))
     result, i, j = [], 0, 0
-    hunks = [*build.hunks(old, new), (len(left), len(left), len(right), len(right))]
-    for number, (first, end, new_first, new_end) in enumerate(hunks, 1):
+    changes = [*hunks(old, new), (len(left), len(left), len(right), len(right))]
+    for number, (first, end, new_first, new_end) in enumerate(changes, 1):
         same = first - i
         for step in range(same):
-            near = (number > 1 and step < 3) or (number < len(hunks) and step >= same - 3)
+            near = (number > 1 and step < 3) or (number < len(changes) and step >= same - 3)
             if same > 6 and step == (3 if number > 1 else 0):
-                hidden = same - 3 * ((number > 1) + (number < len(hunks)))
+                hidden = same - 3 * ((number > 1) + (number < len(changes)))
                 result.append(f'<tr class="gap"><td colspan="5">... {hidden} equal lines: a click shows all</td></tr>')
             kind = "same near" if near or same <= 6 else "same"
             covered = number > 1 and (same <= 6 or step < 3)
@@ -129,7 +130,7 @@ def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
             kind = " ".join(["changed", *["first"] * (step == 0), *["old"] * (a < end), *["new"] * (b < new_end)])
             notes = ""
             if step == 0:
-                after = hunks[number][0] - end  # equal lines, over the first of which the words may reach
+                after = changes[number][0] - end  # equal lines, over the first of which the words may reach
                 span = max(end - first, new_end - new_first) + (after if after <= 6 else 3)
                 text = "".join(f"<p>{note}</p>" for note in said.get(number, []))
                 notes = f'<td class="words" rowspan="{span}"><div><b>hunk {number}</b> {text}</div></td>'
@@ -148,10 +149,10 @@ def pages(chapters: dict[Path, str]) -> dict[Path, str]:
     """Return the pages, named after the newer file, from the chapters' texts."""
     said, result = words(chapters), {}
     for old, new in PAIRS:
-        count = len(build.hunks(old, new))
+        count = len(hunks(old, new))
         others = " ".join(f'<a href="{Path(b).stem}.html">{a} and {b}</a>' for a, b in PAIRS if (a, b) != (old, new))
         body = "\n".join(rows(old, new, said[old, new]))
-        result[build.CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"] = (
+        result[CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"] = (
             f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{old} and {new}</title>\n'
             f"<style>{STYLE}</style>\n<header><h1>{old} and {new}: {count} hunks</h1>\n"
             '<label><input type="checkbox" id="brief" checked> only what differs</label>\n'
