@@ -42,11 +42,11 @@ class Scale:
     counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # of summary tokens
     tails: tuple[int, ...] = (1, 4, 16, 64)
     lengths: tuple[int, ...] = (32, 64, 128, 256, 512, 1000)
-    large: bool = True  # times at GPT-2 124M's geometry, too
+    other_models: bool = True  # times at GPT-2 124M's geometry and the rotary model's positions, too
 
 
-QUICK = Scale(repeats=1, counts=(1, 8), tails=(1, 16), lengths=(32, 128), large=False)
-FEW = {"train": 30, "valid": 12, "test": 12}  # families of a quick run
+QUICK = Scale(repeats=1, counts=(1, 8), tails=(1, 16), lengths=(32, 128), other_models=False)
+FEW = {"train": 20, "valid": 8, "test": 8}  # families of a quick run
 
 
 def examine(experiment: Experiment, scale: Scale, default: Method | None = None) -> dict[str, Any]:
@@ -173,10 +173,10 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
         del experiment
     lengths = [n for n in scale.lengths if n <= model.config.n_ctx]
     summary["lengths"] = {name_of_model: by_length(model, lengths, scale.repeats)}
-    if scale.large and name_of_model == "pocket":  # with random weights: times don't depend on them
+    if scale.other_models and name_of_model == "pocket":  # with random weights: times don't depend on them
         summary["lengths"]["GPT-2 124M"] = by_length(GPT(GPTConfig()).eval(), scale.lengths, min(scale.repeats, 5))
     print_lengths(summary["lengths"])
-    if name_of_model == "pocket" and "quiz" in kinds:
+    if scale.other_models and name_of_model == "pocket" and "quiz" in kinds:
         summary["positions"] = quality.both_positions(encoder, kinds["quiz"], seed)
         print_positions(summary["positions"])
     write()
