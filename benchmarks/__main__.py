@@ -396,7 +396,7 @@ def machine(device: str) -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python -m benchmarks --threads 2")
     cli.prog = "python -m benchmarks"
     names = [contender.name for contender in CONTENDERS]
@@ -415,7 +415,7 @@ def main() -> None:
     cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")
     cli.add_argument("--out", type=Path, metavar="FOLDER", help="where results go; default: results/benchmarks")
-    with cli.parse() as args:
+    with cli.parse(argv) as args:
         if args.scale:
             print(scale.note(read_json(args.scale)))
             return

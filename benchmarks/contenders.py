@@ -264,7 +264,7 @@ def quantized(module: nn.Linear) -> nn.Module:
     return quantize_dynamic(nn.Sequential(module), {nn.Linear}, dtype=torch.qint8)[0]
 
 
-class Memory(Ours):
+class RandomBCT(Ours):
     """gpt_bounded_cache.py with BCT's slots: the weights that a public model doesn't have are random."""
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -354,9 +354,14 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
         forward = model.forward
         model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
 
+    def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the mask (T, S) that None stands for."""
+        T, S = q.size(2), k.size(2)
+        return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if mask is None else mask
+
     def explicit_softmax(model: gpt_kv_cache.GPT) -> None:
-        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~mask, float("-inf"))
+        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~explicit(q, k, mask), float("-inf"))
             return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
         for block in model.h:
@@ -371,14 +376,10 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
             block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
             block.attn.project = project.__get__(block.attn)
 
-    def no_mask(model: gpt_kv_cache.GPT) -> None:
-        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            first = q.size(2) == k.size(2)  # with fewer queries than keys PyTorch would align the mask top left
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if first else mask, is_causal=first)
-            return self.c_proj(y.transpose(1, 2).flatten(2))
-
+    def always_a_mask(model: gpt_kv_cache.GPT) -> None:
         for block in model.h:
-            block.attn.forward = attend.__get__(block.attn)
+            attend = block.attn.forward
+            block.attn.forward = lambda q, k, v, mask, attend=attend: attend(q, k, v, explicit(q, k, mask))
 
     return {
         "weights stored (out, in), as nn.Linear does": other_layout,
@@ -386,7 +387,7 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
         "logits of all positions": all_logits,
         "softmax(q k) v written out": explicit_softmax,
         "q, k and v by a product each": three_products,
-        "one mask for all cases: is_causal=True for a first prompt": no_mask,
+        "a mask in every pass, instead of is_causal": always_a_mask,
     }
 
 
@@ -435,7 +436,7 @@ CONTENDERS = (
     Contender("gpt_bounded_cache.py, window of 256",
               lambda f, d, p: Ours(f, d, bounded, lambda c: bounded.SlidingWindowCache(min(256, c.n_ctx))),
               exact=False),
-    Contender("gpt_bounded_cache.py, BCT, 24 slots", lambda f, d, p: Memory(f, d), exact=False),
+    Contender("gpt_bounded_cache.py, BCT, 24 slots", lambda f, d, p: RandomBCT(f, d), exact=False),
     Contender("gpt_kv_cache.py, bfloat16",
               lambda f, d, p: Ours(f, d, kv, lambda c: kv.KVCache(), torch.bfloat16), exact=False),
     Contender("gpt_kv_cache.py, int8", lambda f, d, p: Int8(f, d), device="cpu", exact=False),

@@ -1,4 +1,4 @@
-"""Write the tables of speed and the demo in README.md anew: `python3 -m benchmarks.pages`."""
+"""Write the tables of speed in benchmarks/README.md, and the demo in README.md, anew: `python3 -m benchmarks.pages`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from benchmarks.__main__ import ahead, disturbance
 from support.blocks import write_blocks
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 
 
 def standing() -> str:
     """The tables of the newest folders in benchmarks/results: all implementations, and our choices one by one."""
-    folder, other = (sorted((ROOT / "benchmarks" / "results").glob(f"*-{threads}"))[-1]
+    folder, other = (sorted((HERE / "results").glob(f"*-{threads}"))[-1]
                      for threads in ("1-thread", "2-threads"))  # fmt: skip
     record, two = (json.loads((path / "summary.json").read_text(encoding="utf-8")) for path in (folder, other))
     ablation = json.loads((folder / "ablation.json").read_text(encoding="utf-8"))
@@ -48,20 +49,20 @@ def standing() -> str:
     ours = [rows["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
     lines += [
         "",
-        f"No token can be had sooner than its weights are read, in float32 {record['roofline_ms']:.1f} ms here "
+        f"A token takes at least as long as reading the weights, in float32 {record['roofline_ms']:.1f} ms here "
         f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
         f"{max(x['of_roofline'] for x in ours):.2f} of that. Of its first token of {last:,} the matrix products alone "
         f"would take {ours[-1]['of_products']:.2f}; PyTorch's profiler has it: {goes}. Overhead is a step of a model "
         "of as many layers with hardly anything to compute.",
     ]
-    lines.append(f"![Tokens per second by tokens in the cache]({folder.relative_to(ROOT)}/decoding.png)")
-    lines += [f"![Time to the first token by the prompt's length]({folder.relative_to(ROOT)}/first_token.png)", ""]
+    lines.append(f"![Tokens per second by tokens in the cache]({folder.relative_to(HERE)}/decoding.png)")
+    lines += [f"![Time to the first token by the prompt's length]({folder.relative_to(HERE)}/first_token.png)", ""]
     different = f", but for {', '.join(record['different'])}" if record["different"] else ""
     lines += [f"All that compute in float32 with full attention write the same tokens{different}.", ""]
     failed = [why for why in record["absent"].values() if "failed" in why]
     lines += [f"Not measured: {'; '.join(failed)}.", ""] if failed else []
     both = [two["rows"]["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
-    lines += [f"With two threads ([all figures]({other.relative_to(ROOT)}/summary.json)) the roofline is "
+    lines += [f"With two threads ([all figures]({other.relative_to(HERE)}/summary.json)) the roofline is "
               f"{two['roofline_ms']:.1f} ms; `gpt_kv_cache.py` writes "
               f"{', '.join(format(x['tokens_per_s'], '.1f') for x in both)} tokens/s after "
               f"{', '.join(map(str, lengths))}, {min(x['of_roofline'] for x in both):.2f} to "
@@ -88,7 +89,10 @@ def demo() -> str:
     return f"```text\n$ python3 gpt_kv_cache.py --compare\n{printed.rstrip()}\n```"
 
 
-PAGES: dict[Path, dict[str, Callable[[], str]]] = {ROOT / "README.md": {"standing": standing, "demo": demo}}
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"demo": demo},
+    ROOT / "benchmarks" / "README.md": {"standing": standing},
+}
 
 if __name__ == "__main__":
     write_blocks(PAGES)

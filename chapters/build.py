@@ -156,7 +156,7 @@ def table(chapter: Path, name: str) -> str:
     from benchmarks import pages as speed
     from studies import pages
 
-    return getattr(pages, name, getattr(speed, name, None))().replace("](benchmarks/", "](../../benchmarks/")
+    return getattr(pages, name, getattr(speed, name, None))().replace("](results/", "](../../benchmarks/results/")
 
 
 def picture(chapter: Path, name: str) -> str:

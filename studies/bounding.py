@@ -90,6 +90,8 @@ def growing_cache(name: str, device: str, dtype: torch.dtype) -> Memory:
 def compare(args: argparse.Namespace, ids: Tensor) -> None:
     """Continue ids (1, T) with full attention, let every memory read that text, and print what it costs and how far its
     predictions are from full attention's."""
+    if args.page:
+        raise ValueError("--trace plays one memory: give --memory too")
     memories = memories_of(args.model, args.slots, args.device, args.dtype)
     exact, tokenizer = next(iter(memories.values())), load_tokenizer(args.model)
     options = {"temperature": args.temperature, "top_k": args.top_k, "stop_id": tokenizer.eot_token}

@@ -13,6 +13,38 @@ from support.blocks import write_blocks
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def papers() -> str:
+    """A row for each paper: what it promises, and what was seen here."""
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((ROOT / "studies" / name / "summary.json").read_text(encoding="utf-8"))
+
+    memories = read("bounding")["memories"]
+    bct, full, window = ("{:.2f}".format(memories[name]["perplexity"]) for name in ("bct", "full", "window"))
+    prompts = read("recycling")["prompts"]
+    same, published = (sum(p[way]["identical"] for p in prompts) for way in ("recycled", "published"))
+    quiz = read("projection")["kinds"]["quiz"]["ways"]
+    (proposed, *_), (neighbour, *_) = (quiz[way]["retrieved"]["kl"] for way in ("as proposed", "neighbour's logits"))
+    sampled = {name: way["sampled"]["ppl"][0] for name, way in read("refreshing")["ways"].items() if "sampled" in way}
+    rows = [
+        ("BCT: a memory of constant size does nearly as well",
+         f"Constant in bytes and time. Held-out perplexity {bct}; {full} with everything kept, {window} with a window "
+         "of as many bytes"),
+        ("KV recycling: reuse the cache of a stored prompt",
+         f"Exact if only the shared prefix is reused: {same} of {len(prompts)} answers the same. The call as published "
+         f"loses tokens: {published} of {len(prompts)}"),
+        ("CP-KVP: a first token from a similar prompt's projected cache",
+         f"Sooner, but another token: {proposed:.1f} nats off on quiz questions, where the similar prompt's own "
+         f"prediction is {neighbour:.1f} off"),
+        ("OverFill: a small model writes on a large one's cache",
+         f"It writes better than alone: perplexity {sampled['OverFill']:.2f} against {sampled['student']:.2f}"),
+        ("KV refresh: the large model renews that cache now and then",
+         f"A little: {sampled['periodic, 256']:.2f} every 256 tokens, {sampled['periodic, 16']:.2f} every 16"),
+    ]
+    head = ["| the idea | what we saw, on a model of 3 million parameters |", "|---|---|"]
+    return "\n".join([*head, *(f"| {idea} | {seen} |" for idea, seen in rows)])
+
+
 def findings() -> str:
     """The claims of the papers that were rebuilt, and whether they hold here."""
 
@@ -289,9 +321,11 @@ def refreshing() -> str:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"findings": findings},
-    ROOT / "studies" / "README.md": {"pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycling,
-                                     "replay": replay, "projection": projection, "refreshing": refreshing},
+    ROOT / "README.md": {"papers": papers},
+    ROOT / "studies" / "README.md": {
+        "findings": findings, "pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycling,
+        "replay": replay, "projection": projection, "refreshing": refreshing,
+    },
 }  # fmt: skip
 
 if __name__ == "__main__":

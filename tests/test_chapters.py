@@ -42,12 +42,14 @@ def copy_of_the_chapters(tree: Path, *without: str) -> Path:
     return tree
 
 
+@pytest.mark.slow
 @with_solutions  # whose checks chapter 9 runs
 def test_chapters_are_up_to_date() -> None:
     result = run("chapters/build.py", "--check", *(["--stubs"] if os.environ.get("STUBS") else []))
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 @with_solutions
 def test_every_solution_passes_as_an_exercise(tmp_path: Path) -> None:
     copy_of_the_chapters(tmp_path, "solution.py")
@@ -59,6 +61,7 @@ def test_every_solution_passes_as_an_exercise(tmp_path: Path) -> None:
     assert total and total.group(1) == total.group(2) and int(total.group(1)) >= 5 * len(FOLDERS)
 
 
+@pytest.mark.slow
 @with_solutions
 def test_every_stub_fails_beside_its_solution(tmp_path: Path) -> None:
     copy_of_the_chapters(tmp_path)
@@ -163,6 +166,7 @@ def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
         build.text_of(Readme(readme))
 
 
+@pytest.mark.slow
 @with_solutions
 def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     tree = copy_of_the_chapters(tmp_path)
@@ -180,6 +184,7 @@ def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     assert "NotImplemented" in exercise.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell's way to write paths")
 def test_commands_of_chapters_exist() -> None:
     """Every script that a chapter's fenced commands name is there, and knows the options they give."""

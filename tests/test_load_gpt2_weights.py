@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -23,17 +26,14 @@ import pytest
 import requests
 import tiktoken
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 import load_gpt2_weights as loader
 from gpt_baseline import GPT as BaselineGPT
 from gpt_kv_cache import GPT, GPTConfig, generate
-from support.cli import PROMPT, CommandLine
+from support.cli import PROMPT
 from support.files import read_json
-from support.printing import compare
 
 ROOT = Path(loader.__file__).parent
 TINY = {"vocab_size": 97, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4}
@@ -137,6 +137,7 @@ def full_size(tmp_path_factory: pytest.TempPathFactory):
     return folder, reference
 
 
+@pytest.mark.slow
 def test_full_gpt2_geometry_equals_transformers(full_size) -> None:
     folder, reference = full_size
     model = loader.load_model(str(folder), model_class=GPT)
@@ -151,6 +152,7 @@ def test_all_model_files_take_the_same_weights(tmp_path: Path) -> None:
     assert_loaded(loader.load_model(folder, model_class=GPT), tensors)
 
 
+@pytest.mark.slow
 def test_dialogpt_medium_layout_equals_transformers(tmp_path: Path) -> None:
     """DialoGPT-medium's width and heads, 4 of its 24 layers: fp16, prefix, masks, separate head, no safetensors."""
     reference = transformers_model(n_embd=1024, n_head=16, n_layer=4).half()
@@ -251,10 +253,19 @@ print((peak - before) / sum(parameter.nbytes for parameter in model.parameters()
 def python(*args: str, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the repository root, with the environment changed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
+    if args[0] == "load_gpt2_weights.py" and not environment:  # in this process, which has PyTorch already
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                loader.main([*args[1:]])
+            except SystemExit as ended:
+                code = ended.code or 0
+        return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
     return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout,
                           encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_peak_memory_is_one_copy(full_size) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc/self/status to tell allocated from mapped memory")
@@ -356,6 +367,7 @@ with cli.parse() as args:
 """
 
 
+@pytest.mark.slow
 def test_download_from_a_hub_then_offline(tmp_path: Path) -> None:
     """Through huggingface_hub itself, from a server on this computer that speaks as Hugging Face's does."""
     tensors = random_tensors()
@@ -533,10 +545,12 @@ def own_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding
     return loader.load_tokenizer(str(folder))
 
 
-@settings(max_examples=300, deadline=None)
-@given(text=st.text(max_size=60) | st.text("theth a é\n<|endoftext|>", max_size=60))
-def test_own_tokenizer_round_trips_any_text(own_tokenizer: tiktoken.Encoding, text: str) -> None:
-    assert own_tokenizer.decode(own_tokenizer.encode(text, disallowed_special=())) == text
+def test_own_tokenizer_round_trips_any_text(own_tokenizer: tiktoken.Encoding) -> None:
+    rng = random.Random(0)
+    anything = [*map(chr, range(0x250)), "語", "🙂", "\u0301", "\x00", *"theth a é\n<|endoftext|>"]
+    for _ in range(300):
+        text = "".join(rng.choices(anything, k=rng.randint(0, 60)))
+        assert own_tokenizer.decode(own_tokenizer.encode(text, disallowed_special=())) == text
 
 
 def test_own_tokenizer(own_tokenizer: tiktoken.Encoding, tmp_path: Path) -> None:
@@ -695,73 +709,3 @@ def test_sample_of_a_folder(tmp_path: Path) -> None:
     n_parameters = sum(tensor.numel() for tensor in random_tensors(config_of(vocab_size=vocab_size)).values())
     assert f"{n_parameters:,} parameters, bfloat16, {2 * n_parameters:,} bytes on cpu" in ran.stdout
     assert PROMPT in ran.stdout and "KV cache 0 bytes" not in ran.stdout
-
-
-def command_line() -> CommandLine:
-    cli = CommandLine("What it does.\n\nMore.", example="python x.py")
-    cli.add_generation_arguments()
-    return cli
-
-
-def test_defaults_of_the_command_line() -> None:
-    with command_line().parse([]) as args:
-        assert (args.model, args.seed, args.max_new_tokens) == ("pocket", 0, 250)
-        assert (args.temperature, args.top_k) == (0.0, None)
-        assert args.dtype == torch.float32 and args.prompt
-        torch.Generator(args.device)
-        first = torch.rand(1)
-    with command_line().parse(["--seed", "0", "--dtype", "bfloat16"]) as args:
-        assert args.dtype == torch.bfloat16 and torch.equal(first, torch.rand(1))
-
-
-@pytest.mark.parametrize("argv", [
-    ["--max-new-tokens", "0"], ["--max-new-tokens", "1.5"], ["--top-k", "0"], ["--seed", "-1"], ["--prompt", ""],
-    ["--seed", str(2**32)], ["--temperature", "warm"], ["--dtype", "int8"], ["--device", "tpu"], ["--nonsense"],
-])
-def test_bad_arguments_are_one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, command_line().parse(argv):
-        pass
-    assert ended.value.code == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1 and argv[0] in message and "usage" not in message
-
-
-@pytest.mark.parametrize("error, code, printed", [
-    (ValueError("two\nlines"), 2, "two lines"), (FileNotFoundError("no x"), 2, "no x"), (KeyboardInterrupt(), 130, ""),
-])
-def test_errors_in_the_body(error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, command_line().parse([]):
-        raise error
-    assert ended.value.code == code
-    assert printed in (message := capsys.readouterr().err) and message.count("\n") == 1
-
-
-def test_mistakes_of_ours_keep_their_traceback() -> None:
-    with pytest.raises(KeyError), command_line().parse([]):
-        raise KeyError("a bug")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="pipes end differently on Windows")
-def test_reader_that_leaves_early() -> None:
-    script = ("import sys\nfrom support.cli import CommandLine\nwith CommandLine('x', 'y').parse([]):\n"
-              "    for i in range(200_000): print(i)\n")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env=env) as process:
-        assert process.stdout.readline() == b"0\n"
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 0
-
-
-def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.CaptureFixture[str]) -> None:
-    slow, fast = [50.0] + [8.0] * 33 + [30.0], [9.0] + [2.0] * 33 + [3.0]  # a prefill, then 34 tokens
-    compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
-    printed = capsys.readouterr().out
-    assert "Same tokens: yes (35, 35)" in printed
-    rows = [line.split() for line in printed.splitlines()[4:]]
-    assert rows == [["43", "8.00", "2.00", "4.0"], ["45", "19.00", "2.50", "7.6"], ["all", "8.00", "2.00", "4.0"]]
-    compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
-    assert "Same tokens: NO (2, 2)" in capsys.readouterr().out
-    compare(10, {"a": ([1], [1.0]), "b": ([1], [1.0])})
-    assert len(capsys.readouterr().out.splitlines()) == 2  # nothing was decoded

@@ -76,6 +76,7 @@ def test_there_are_mutants_of_every_file() -> None:
     assert set(modules) == set(SUITES)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_suite_kills_every_mutant(tmp_path: Path) -> None:
     halves = [PATCHES[::2], PATCHES[1::2]]

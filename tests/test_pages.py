@@ -16,6 +16,9 @@ PAGES = ROOT / "chapters" / "side_by_side"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
+pytestmark = pytest.mark.slow  # a browser
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -45,8 +48,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Pages of four generations of 40 tokens, by name."""
     folder = tmp_path_factory.mktemp("traces")
     commands = {"cache": ["gpt_kv_cache.py"], "none": ["gpt_baseline.py"],
-                "bct": ["gpt_bounded_cache.py", "--text-only"],
-                "ring": ["gpt_bounded_cache.py", "--text-only", "--memory", "sinks", "--slots", "20"],
+                "bct": ["gpt_bounded_cache.py", "--memory", "bct"],
+                "ring": ["gpt_bounded_cache.py", "--memory", "sinks", "--slots", "20"],
                 "pair": ["overfill.py", "write", "--policy", "periodic:8"]}  # fmt: skip
     for name, words in commands.items():
         subprocess.run([sys.executable, *words, "--max-new-tokens", "40", "--trace", str(folder / name)], cwd=ROOT,

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import benchmarks.pages
 import studies.pages
 from support.blocks import with_blocks
@@ -27,6 +29,7 @@ def test_figures_are_those_that_were_recorded() -> None:
         assert with_blocks(text, blocks) == text
 
 
+@pytest.mark.slow
 def test_the_python_examples_run_one_after_the_other() -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

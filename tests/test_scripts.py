@@ -1,85 +1,92 @@
 """Every script as people meet it: --help, the default run, and bad input that gets one sentence and exit status 2."""
 
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import Ran, read_pocket_config
+
 ROOT = Path(__file__).resolve().parent.parent
-GPT_FILES = ["gpt_baseline.py", "gpt_kv_cache.py"]
-BOUNDED = "gpt_bounded_cache.py"
-SCRIPTS = [*GPT_FILES, BOUNDED, "overfill.py", "load_gpt2_weights.py", "pocket/corpus.py", "pocket/train.py"]
+GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
+SCRIPTS = [*GPT_FILES, "gpt_bounded_cache", "recycle", "projector", "overfill", "load_gpt2_weights", "pocket.corpus",
+           "pocket.train", "benchmarks.__main__", "studies.bounding"]  # fmt: skip
+Run = Callable[..., Ran]
+CONFIG = read_pocket_config("teacher")
+TOKEN = 2 * CONFIG["n_layer"] * CONFIG["n_embd"] * 4  # bytes of a token's keys and values
 
 
-def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / words[0]), *words[1:]], capture_output=True, text=True, timeout=300, cwd=cwd
-    )
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Calls a script's main() with its words, in this process."""
+
+    def call(script: str, *words: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *words])
+        code = 0
+        try:
+            importlib.import_module(script).main([*words])
+        except SystemExit as ended:
+            code = ended.code or 0
+        return Ran(code, *capsys.readouterr())
+
+    return call
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_what_it_does(script: str) -> None:
-    result = run(script, "--help")
-    assert result.returncode == 0 and result.stderr == ""
-    assert len(result.stdout.splitlines()) > 5 and "usage:" in result.stdout
+def test_help_says_what_it_does(run: Run, script: str) -> None:
+    ran = run(script, "--help")
+    assert ran.code == 0 and ran.err == ""
+    assert len(ran.out.splitlines()) > 5 and "usage:" in ran.out
 
 
-@pytest.mark.parametrize("script", GPT_FILES)
-def test_default_run_writes_text_and_its_cost_from_any_folder(script: str, tmp_path: Path) -> None:
-    result = run(script, "--max-new-tokens", "30", cwd=tmp_path)
-    assert result.returncode == 0 and result.stderr == ""
-    assert len(result.stdout.split()) > 20
-    assert re.search(
-        r"prefill [\d.]+ ms, decode [\d.]+ ms per token = [\d,]+ tokens/s, KV cache [\d,]+ bytes", result.stdout
-    )
+@pytest.mark.parametrize("script", [*GPT_FILES, "gpt_bounded_cache"])
+def test_a_real_process_writes_text_and_its_cost_from_any_folder(script: str, tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), "--max-new-tokens", "20"], capture_output=True,
+                         text=True, timeout=300, cwd=tmp_path)  # fmt: skip
+    assert ran.returncode == 0 and ran.stderr == ""
+    assert len(ran.stdout.split()) > 15 and re.search(r"tokens/s|ms per token", ran.stdout)
     assert list(tmp_path.iterdir()) == []
 
 
-def text_of(result: subprocess.CompletedProcess[str]) -> str:
-    assert result.returncode == 0, result.stderr
-    return result.stdout.split("\n\n[prefill")[0]
+def text_of(ran: Ran) -> str:
+    assert ran.code == 0, ran.err
+    assert re.search(r"prefill [\d.]+ ms, decode [\d.]+ ms per token = [\d,]+ tokens/s, KV cache [\d,]+ bytes", ran.out)
+    return ran.out.split("\n\n[prefill")[0]
 
 
 @pytest.mark.parametrize("options", [[], ["--temperature", "0.8", "--top-k", "20", "--seed", "5"]])
-def test_both_files_write_the_same(options: list[str]) -> None:
+def test_all_files_write_the_same(run: Run, options: list[str]) -> None:
     words = ["--max-new-tokens", "60", *options]
-    assert (
-        text_of(run("gpt_baseline.py", *words))
-        == text_of(run("gpt_kv_cache.py", *words))
-        == text_of(run("gpt_kv_cache.py", *words))
-    )
+    texts = [text_of(run(script, *words)) for script in GPT_FILES]
+    texts.append(text_of(run("gpt_bounded_cache", "--memory", "full", *words)))
+    assert len(texts[0].split()) > 20 and len({*texts}) == 1
 
 
 @pytest.mark.parametrize("memory", ["full", "window", "sinks", "bct"])
-def test_every_memory_writes_text_and_says_its_bytes(memory: str, tmp_path: Path) -> None:
-    result = run(BOUNDED, "--memory", memory, "--text-only", "--max-new-tokens", "60", cwd=tmp_path)
-    assert len(text_of(result).split()) > 30 and result.stderr == ""
-    held = {"full": 2 * 6 * 6 * 32 * 4 * 513, "bct": 6 * 6 * 4 * (24 * 65 + 8 * 89)}
-    nbytes = held.get(memory, 2 * 6 * 6 * 32 * 4 * 37)
-    assert f"KV cache {nbytes:,} bytes" in result.stdout
-    assert list(tmp_path.iterdir()) == []
-    if memory == "full":
-        assert text_of(result) == text_of(run("gpt_kv_cache.py", "--max-new-tokens", "60"))
+def test_every_memory_writes_text_and_says_its_bytes(run: Run, memory: str) -> None:
+    ran = run("gpt_bounded_cache", "--memory", memory, "--max-new-tokens", "40", "--slots", "50")
+    bct = read_pocket_config("bct")
+    head = bct["slots"] * (2 * 32 + 1) + bct["recent"] * (2 * 32 + 1 + bct["slots"])
+    nbytes = {"full": TOKEN * (CONFIG["n_ctx"] + 1), "bct": 4 * bct["n_layer"] * bct["n_head"] * head}
+    assert len(text_of(ran).split()) > 20 and f"KV cache {nbytes.get(memory, 50 * TOKEN):,} bytes" in ran.out
 
 
-def test_slots_are_those_of_the_window() -> None:
-    words = ["--text-only", "--max-new-tokens", "10"]
-    for memory in ("window", "sinks"):
-        result = run(BOUNDED, "--memory", memory, "--slots", "100", *words)
-        assert f"KV cache {2 * 6 * 6 * 32 * 4 * 100:,} bytes" in result.stdout
-    tall = run(BOUNDED, "--memory", "window", "--slots", "512", *words)
-    assert text_of(tall) == text_of(run("gpt_kv_cache.py", "--max-new-tokens", "10"))
+def test_a_bare_run_compares_the_memories_on_one_text(run: Run) -> None:
+    ran = run("gpt_bounded_cache", "--max-new-tokens", "50", "--prompt", "Notes:")
+    rows = [line.split() for line in ran.out.splitlines() if re.search(r"\d%$", line)]
+    assert [row[0] for row in rows] == ["full,", "window", "4", "BCT:"] and rows[0][-2:] == ["0.000", "100%"]
+    assert "python3 -m studies.bounding" in ran.out.splitlines()[-1]
 
 
-def test_bct_goes_on_past_the_context_and_another_model_has_no_slots() -> None:
-    result = run(BOUNDED, "--text-only", "--max-new-tokens", "20", "--prompt", "Notes: " * 300)
-    assert result.returncode == 0 and "holds only" not in result.stdout
-    result = run(BOUNDED, "--memory", "window", "--text-only", "--max-new-tokens", "5", "--prompt", "Notes: " * 300)
-    assert result.returncode == 0 and "context of 512 holds only the last" in result.stdout
-    result = run("load_gpt2_weights.py", "pocket-bct")
-    assert result.returncode == 0 and "KV cache 327,168 bytes" in result.stdout
+def test_bct_goes_on_past_the_context(run: Run) -> None:
+    long = ["--prompt", "Notes: " * (CONFIG["n_ctx"] // 2), "--max-new-tokens", "5"]
+    assert "holds only" not in run("gpt_bounded_cache", "--memory", "bct", *long).out
+    full = run("gpt_bounded_cache", "--memory", "full", *long)
+    assert f"context of {CONFIG['n_ctx']} holds only the last" in full.out
 
 
 @pytest.mark.parametrize(
@@ -90,30 +97,28 @@ def test_bct_goes_on_past_the_context_and_another_model_has_no_slots() -> None:
         (["--slots", "many"], ["many"]),
         (["--model", "pocket-bct", "--memory", "window"], ["bct", "24 slots"]),
         (["--model", "pocket/teacher", "--memory", "bct"], ["pocket/teacher", "without memory slots"]),
-        (["--model", "gpt5"], ["gpt5", "pocket"]),
         (["--prompt", ""], ["prompt"]),
     ],
 )
-def test_bad_memories_get_one_sentence_and_exit_status_2(words: list[str], culprits: list[str]) -> None:
-    result = run(BOUNDED, *words)
-    assert result.returncode == 2 and result.stdout == ""
-    assert len(result.stderr.strip().splitlines()) == 1 and "Traceback" not in result.stderr
-    assert all(culprit in result.stderr for culprit in culprits), result.stderr
+def test_bad_memories_get_one_sentence(run: Run, words: list[str], culprits: list[str]) -> None:
+    refused(run("gpt_bounded_cache", *words), culprits)
 
 
-def test_seed_changes_what_is_drawn() -> None:
+def refused(ran: Ran, culprits: list[str]) -> None:
+    assert ran.code == 2 and len(ran.err.strip().splitlines()) == 1
+    assert all(culprit in ran.err for culprit in culprits), ran.err
+
+
+def test_seed_changes_what_is_drawn(run: Run) -> None:
     words = ["--max-new-tokens", "60", "--temperature", "1"]
-    assert text_of(run("gpt_kv_cache.py", *words, "--seed", "1")) != text_of(
-        run("gpt_kv_cache.py", *words, "--seed", "2")
-    )
+    one, two = (text_of(run("gpt_kv_cache", *words, "--seed", seed)) for seed in "12")
+    assert one != two
 
 
-def test_compare_shows_the_same_tokens_and_a_table_over_lengths() -> None:
-    result = run("gpt_kv_cache.py", "--compare", "--max-new-tokens", "80")
-    assert result.returncode == 0 and result.stderr == ""
-    assert "Same tokens: yes" in result.stdout
-    assert result.stdout.count("KV cache ") >= 2
-    rows = [line.split() for line in result.stdout.splitlines() if re.fullmatch(r"\s*(\d+|all)( +[\d.]+){3}", line)]
+def test_compare_shows_the_same_tokens_and_a_table_over_lengths(run: Run) -> None:
+    ran = run("gpt_kv_cache", "--compare", "--max-new-tokens", "80")
+    assert ran.code == 0 and "Same tokens: yes" in ran.out
+    rows = [line.split() for line in ran.out.splitlines() if re.fullmatch(r"\s*(\d+|all)( +[\d.]+){3}", line)]
     assert len(rows) >= 3 and rows[-1][0] == "all"
     lengths = [int(row[0]) for row in rows[:-1]]
     assert lengths == sorted(set(lengths))
@@ -136,19 +141,16 @@ def test_compare_shows_the_same_tokens_and_a_table_over_lengths() -> None:
         (["--nonsense"], ["--nonsense"]),
     ],
 )
-def test_bad_input_gets_one_sentence_and_exit_status_2(script: str, words: list[str], culprits: list[str]) -> None:
-    result = run(script, *words)
-    assert result.returncode == 2
-    assert len(result.stderr.strip().splitlines()) == 1 and "Traceback" not in result.stderr
-    assert all(culprit in result.stderr for culprit in culprits), result.stderr
+def test_bad_input_gets_one_sentence(run: Run, script: str, words: list[str], culprits: list[str]) -> None:
+    refused(run(script, *words), culprits)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_runs(dtype: str) -> None:
-    result = run("gpt_kv_cache.py", "--dtype", dtype, "--max-new-tokens", "10")
-    assert result.returncode == 0 and "KV cache" in result.stdout
+def test_half_precision_runs(run: Run, dtype: str) -> None:
+    assert "KV cache" in run("gpt_kv_cache", "--dtype", dtype, "--max-new-tokens", "10").out
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_not_an_error() -> None:
     command = f"{sys.executable} gpt_kv_cache.py --max-new-tokens 60 | head -c 20"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120)

@@ -136,9 +136,10 @@ def data_of(path: Path) -> dict:
     return json.loads(re.search(r"const data = (.*);\n", path.read_text()).group(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [
-    ["gpt_baseline.py"], ["gpt_kv_cache.py"], ["gpt_bounded_cache.py", "--text-only"],
-    ["gpt_bounded_cache.py", "--text-only", "--memory", "sinks", "--slots", "12"],
+    ["gpt_baseline.py"], ["gpt_kv_cache.py"], ["gpt_bounded_cache.py", "--memory", "bct"],
+    ["gpt_bounded_cache.py", "--memory", "sinks", "--slots", "12"],
     ["overfill.py", "write", "--policy", "periodic:8"], ["recycle.py", "chat", "--store"],
 ], ids=lambda words: " ".join(words[:2]))  # fmt: skip
 def test_scripts_write_a_page_of_what_they_print(words: list[str], tmp_path: Path) -> None:

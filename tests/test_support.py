@@ -1,0 +1,84 @@
+"""What every script stands on: the command line, printing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.cli import CommandLine
+from support.printing import compare
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def command_line() -> CommandLine:
+    cli = CommandLine("What it does.\n\nMore.", example="python x.py")
+    cli.add_generation_arguments()
+    return cli
+
+
+def test_defaults_of_the_command_line() -> None:
+    with command_line().parse([]) as args:
+        assert (args.model, args.seed, args.max_new_tokens) == ("pocket", 0, 250)
+        assert (args.temperature, args.top_k) == (0.0, None)
+        assert args.dtype == torch.float32 and args.prompt
+        torch.Generator(args.device)
+        first = torch.rand(1)
+    with command_line().parse(["--seed", "0", "--dtype", "bfloat16"]) as args:
+        assert args.dtype == torch.bfloat16 and torch.equal(first, torch.rand(1))
+
+
+@pytest.mark.parametrize("argv", [
+    ["--max-new-tokens", "0"], ["--max-new-tokens", "1.5"], ["--top-k", "0"], ["--seed", "-1"], ["--prompt", ""],
+    ["--seed", str(2**32)], ["--temperature", "warm"], ["--dtype", "int8"], ["--device", "tpu"], ["--nonsense"],
+])
+def test_bad_arguments_are_one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, command_line().parse(argv):
+        pass
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and argv[0] in message and "usage" not in message
+
+
+@pytest.mark.parametrize("error, code, printed", [
+    (ValueError("two\nlines"), 2, "two lines"), (FileNotFoundError("no x"), 2, "no x"), (KeyboardInterrupt(), 130, ""),
+])
+def test_errors_in_the_body(error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, command_line().parse([]):
+        raise error
+    assert ended.value.code == code
+    assert printed in (message := capsys.readouterr().err) and message.count("\n") == 1
+
+
+def test_mistakes_of_ours_keep_their_traceback() -> None:
+    with pytest.raises(KeyError), command_line().parse([]):
+        raise KeyError("a bug")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end differently on Windows")
+def test_reader_that_leaves_early() -> None:
+    script = ("import sys\nfrom support.cli import CommandLine\nwith CommandLine('x', 'y').parse([]):\n"
+              "    for i in range(200_000): print(i)\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=env) as process:
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = [50.0] + [8.0] * 33 + [30.0], [9.0] + [2.0] * 33 + [3.0]  # a prefill, then 34 tokens
+    compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
+    printed = capsys.readouterr().out
+    assert "Same tokens: yes (35, 35)" in printed
+    rows = [line.split() for line in printed.splitlines()[4:]]
+    assert rows == [["43", "8.00", "2.00", "4.0"], ["45", "19.00", "2.50", "7.6"], ["all", "8.00", "2.00", "4.0"]]
+    compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
+    assert "Same tokens: NO (2, 2)" in capsys.readouterr().out
+    compare(10, {"a": ([1], [1.0]), "b": ([1], [1.0])})
+    assert len(capsys.readouterr().out.splitlines()) == 2  # nothing was decoded
