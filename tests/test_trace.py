@@ -29,7 +29,7 @@ def prompt(n: int) -> torch.Tensor:
 def traced(module: object, cache: object, n_prompt: int, n: int, path: Path) -> Trace:
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(**vars(CONFIG))).eval()
-    trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, path)
+    trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, path, gpt_baseline.context_start)
     trace.begin(prompt(n_prompt)[0].tolist())
     options = {} if cache is None else {"cache": cache}
     for token in module.generate(model, prompt(n_prompt), n, **options):
