@@ -1,5 +1,7 @@
 """OverFill: a teacher reads the prompt, a smaller student writes on its KV cache; and seven ways to refresh that cache.
-`overfill.py` measures them on long texts, against the teacher and the student alone; `write` shows one at work.
+
+`python3 overfill.py` writes one text in five ways and compares them, in seconds; `write` shows one way at work; `study`
+measures all of them on long texts, in half an hour.
 
 A student's own keys and values differ a little from those that the teacher would have written, and what it writes next
 is computed from them. At a refresh the teacher reads what was written and its entries replace the student's. That needs
@@ -15,11 +17,11 @@ Gal and Ghahramani 2016, "Dropout as a Bayesian Approximation".
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tiktoken
@@ -27,10 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, KVCache, check_options, context_start, sample
+from gpt_kv_cache import GPT, KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import find_file, load_model, load_tokenizer
 from support.files import read_json
 from support.printing import stream
+from support.statistics import entropy, kl
+from support.tables import table
 
 if TYPE_CHECKING:
     from support.tracing import Trace
@@ -88,7 +92,7 @@ class Pair:
         self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
         self.fits = not misfit(teacher, student)
         self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
-        self.start = 0  # where in ids the caches begin
+        self.cached_from = 0  # index in ids of the first cached token
         self.read, self.cache = new_cache(), new_cache()  # what the teacher has read; what the student writes on
         self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
         self.consulted: tuple[KVCache, Tensor] | None = None  # what the teacher has read at this token, and its logits
@@ -103,15 +107,15 @@ class Pair:
 
     def prefill(self) -> None:
         """Let the teacher read the text, or what of it stays in the context, and hand its cache over."""
-        self.start = context_start(self.ids.size(1), self.n_ctx)
+        self.cached_from = context_start(self.ids.size(1), self.n_ctx)
         self.read, self.cache, self.consulted = self.new_cache(), self.new_cache(), None
-        self.logits = self.teacher(self.ids[:, self.start :], self.read, last_only=True)[:, -1]
+        self.logits = self.teacher(self.ids[:, self.cached_from :], self.read, last_only=True)[:, -1]
         if self.fits:
             for layer, kv in enumerate(self.read.layers):
                 self.cache.append(layer, *kv[..., : len(self.read), :], self.read.pos)  # a copy
             self.cache.commit(self.read.pos)
         else:
-            self.student(self.ids[:, self.start :], self.cache, last_only=True)
+            self.student(self.ids[:, self.cached_from :], self.cache, last_only=True)
         self.since.zero_()
         self.unread.zero_()
 
@@ -120,7 +124,7 @@ class Pair:
         self.ids = torch.cat([self.ids, token], 1)
         self.written += 1
         self.consulted = None
-        if context_start(self.ids.size(1), self.n_ctx) > self.start:
+        if context_start(self.ids.size(1), self.n_ctx) > self.cached_from:
             self.prefill()
             self.teacher_tokens += len(self.read)
             return
@@ -140,14 +144,14 @@ class Pair:
         if not self.since.any():
             raise ValueError(f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read")
         begun = time.perf_counter()
-        cache, n = self.read, self.ids.size(1) - self.start - len(self.read)
+        cache, n = self.read, self.ids.size(1) - self.cached_from - len(self.read)
         counts = self.unread
         if policy.reads == "window" and self.fits:  # what precedes the window stays as the student wrote it
             n = min(policy.window, int(self.since.max()))
             cache = KVCache([kv[..., : len(self.cache) - n, :] for kv in self.cache.layers], self.cache.pos[:-n])
             counts = self.since.clamp(max=n)
         elif policy.reads == "all":
-            n = self.ids.size(1) - self.start
+            n = self.ids.size(1) - self.cached_from
             cache = self.read = self.new_cache()
             counts = torch.full_like(self.unread, n)
         self.teacher_tokens += counts * rows
@@ -211,6 +215,18 @@ def generate_refreshed(pair: Pair, max_new_tokens: int, policy: Policy | None = 
         yield token
         if stop_id is not None and done.all():
             return
+
+
+@torch.no_grad()
+def read_along(pair: Pair, new: Tensor, policy: Policy) -> Iterator[Tensor]:
+    """Let a pair read new tokens (B, N) after its prompts, as if it wrote them; yield the logits (B, V) after each."""
+    pair.prefill()
+    for token in new.split(1, 1):
+        pair.step(token)
+        rows = policy.due(pair)
+        if rows.any():
+            pair.refresh(rows, policy)
+        yield pair.logits
 
 
 @torch.no_grad()
@@ -312,7 +328,7 @@ class ProbeKL(Gate):
     def signal(self, pair: Pair) -> Tensor:
         everyone = torch.ones_like(pair.since, dtype=torch.bool)
         _, expected = pair.consult(everyone, self)
-        return divergence(expected, pair.logits)
+        return kl(expected, pair.logits)
 
 
 @dataclass(frozen=True)
@@ -326,31 +342,9 @@ class MonteCarloDropout(Gate):
         return logit_variance(dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, self.passes, self.rate))
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """Return the entropy in bits (...) of the distributions that logits (..., V) stand for."""
-    logs = logits.float().log_softmax(-1)
-    return -(logs.exp() * logs).sum(-1) / math.log(2)
-
-
-def divergence(expected: Tensor, got: Tensor) -> Tensor:
-    """Return KL(expected || got) in nats (...) of logits (..., V)."""
-    expected, got = expected.float().log_softmax(-1), got.float().log_softmax(-1)
-    return (expected.exp() * (expected - got)).sum(-1)
-
-
 def logit_variance(logits: Tensor) -> Tensor:
     """Return U(t) (...), the mean over the vocabulary of the variance of logits (..., N, V) over N passes."""
     return logits.float().var(-2, correction=0).mean(-1)
-
-
-def mutual_information(logits: Tensor) -> Tensor:
-    """Return what passes disagree on, in bits (...), of logits (..., N, V): the entropy of their mean distribution less
-    their mean entropy. The variance of logits counts tokens that no pass would ever write; this doesn't.
-
-    Source: Houlsby et al. 2011, "Bayesian Active Learning for Classification and Preference Learning" (BALD).
-    """
-    mean = logits.float().softmax(-1).mean(-2).clamp(min=1e-30)
-    return entropy(mean.log()) - entropy(logits).mean(-1)
 
 
 @contextmanager
@@ -391,33 +385,6 @@ def dropout_logits(model: GPT, token: Tensor, cache: KVCache, passes: int, rate:
             x = x + block.drop(block.attn(q, k, v, mask))
             x = x + block.drop(block.mlp(block.ln_2(x)))
     return model.head(x)
-
-
-def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
-    """Return the threshold by which a gate would fire about per_1000 times in 1,000 tokens, given its signals (B, T) on
-    texts that nothing refreshes. Raises ValueError if that many are impossible with the cooldown."""
-    if not 0 < per_1000 <= 1000 / cooldown:
-        raise ValueError(f"{per_1000:g} refreshes in 1,000 tokens are not possible with {cooldown} tokens between two: "
-                         f"at most {1000 / cooldown:g}")  # fmt: skip
-    levels = signals.flatten().sort(descending=True).values
-    low, high = 0, len(levels) - 1  # the more levels are above the threshold, the more often it fires
-    while low < high:
-        middle = (low + high + 1) // 2
-        if 1000 * firings(signals, float(levels[middle]), cooldown) / signals.numel() <= per_1000:
-            low = middle
-        else:
-            high = middle - 1
-    return float(levels[low])
-
-
-def firings(signals: Tensor, threshold: float, cooldown: int) -> int:
-    """Return how often a gate fires over signals (B, T) of which none changes for it."""
-    count, last = 0, torch.zeros(signals.size(0), dtype=torch.long)
-    for t, fires in enumerate((signals > threshold).T, 1):
-        fires = fires & (t - last >= cooldown)
-        last = torch.where(fires, t, last)
-        count += int(fires.sum())
-    return count
 
 
 # --- Command line ---------------------------------------------------------------------------------------------------
@@ -494,67 +461,99 @@ def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, trac
         print(f"[past the context of {pair.n_ctx} the teacher began anew with the later half: no perplexity of it all]")
 
 
-def main() -> None:
+@torch.no_grad()
+def demo(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding, ids: Tensor, n: int, policies: dict[str, Policy],
+         seed: int = 0) -> None:  # fmt: skip
+    """Print what the teacher, the student and pairs of both write greedily after the first of the prompts (B, T), how
+    long it takes, and how far their predictions are from the teacher's on texts that it has sampled after all."""
+    width, models = ids.size(1), {"teacher": teacher, "student alone": student}
+    generator = torch.Generator(ids.device).manual_seed(seed)
+    new = torch.cat(list(generate(teacher, ids, n, temperature=1.0, generator=generator)), 1)  # (B, n)
+    logits = {name: model(torch.cat([ids, new], 1))[:, width:] for name, model in models.items()}  # (B, n, V)
+    for name, policy in policies.items():
+        logits[name] = torch.stack(list(read_along(Pair(teacher, student, ids), new, policy)), 1)
+    texts, seconds, reads = {}, dict.fromkeys(logits, math.inf), {"student alone": "0", "teacher": f"{width} + {n - 1}"}
+    for name in 2 * [*logits]:  # in turn, and the faster turn counts
+        begun, pair = time.perf_counter(), Pair(teacher, student, ids[:1])
+        tokens = generate(models[name], pair.ids, n) if name in models else generate_refreshed(pair, n, policies[name])
+        texts[name] = [int(token) for token in tokens]
+        seconds[name] = min(seconds[name], time.perf_counter() - begun)
+        reads.setdefault(name, f"{width} + {int(pair.teacher_tokens)}")
+    same = {name: next((i for i in range(n) if text[i] != texts["teacher"][i]), n) for name, text in texts.items()}
+    rows = [[name, f"{1e3 * seconds[name]:.0f}", f"{n / seconds[name]:.0f}", reads[name],
+             f"{float(kl(logits['teacher'], logits[name]).mean()):.3f}", f"{same[name]} of {n}"]
+            for name in logits]  # fmt: skip
+    print(f"A prompt of {width} tokens, which ends with: {tokenizer.decode(ids[0, -20:].tolist())!r}\n")
+    print(table(["", "ms", "tokens/s", "teacher reads", "KL to teacher", "same tokens"], rows))
+    print(f"""
+ms, tokens/s:   {n} tokens after the prompt, always the likeliest; prefill included; the faster of two turns
+teacher reads:  tokens of the prompt + tokens of the text
+KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
+same tokens:    as in the teacher's text, up to the first difference; each text goes on from there:
+""")
+    for name, text in texts.items():
+        at = same[name] % n
+        print(f"  {name:{max(map(len, texts))}}  {'... ' * (at > 0)}{tokenizer.decode(text[at : at + 20])!r}")
+    print("""
+Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
+Approximate: every further token, because the student predicts it.""")
+
+
+def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES
-    from studies import refreshing
     from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
 
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["study"]:
+        from studies import refreshing
+
+        return refreshing.main(argv[1:])
     cli = CommandLine(__doc__, "python %(prog)s write --policy periodic:64 --temperature 1", NAMES)
-    cli.add_argument("what", nargs="?", default="run", choices=("run", "write"),
-                     help="run: measure all ways to refresh; write: continue a prompt by one of them")
+    cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write", "study"),
+                     help="demo: compare ways to write a text; write: continue a prompt in one of them; study: "
+                     "measure all on many prompts, see `study --help`")  # fmt: skip
     cli.add_model_arguments("--teacher")
-    cli.add_argument("--student", default="pocket-student", metavar="NAME", help="what decodes: a name or folder too")
+    cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that decodes")
     forms = (":".join([name, *letters]) + f" ({about})" for name, (_, _, letters, about) in FORMS.items())
-    cli.add_argument("--policy", metavar="P", help=f"write: when to refresh, one of {'; '.join(forms)}; gates wait for "
-                     f"{Gate.cooldown} tokens after a refresh; default: periodic:64")  # fmt: skip
-    cli.add_argument("--prompt", type=nonempty, metavar="TEXT", help=f"write: text to continue; default: {PROMPT}")
+    cli.add_argument("--policy", metavar="P", help=f"when to refresh, one of {'; '.join(forms)}; gates wait for "
+                     f"{Gate.cooldown} tokens after a refresh; default: periodic:64, in the demo 16 too")  # fmt: skip
+    cli.add_argument("--prompt", type=nonempty, metavar="TEXT",
+                     help=f"text to continue; default: {PROMPT}; in the demo the beginning of a longer text")
     cli.add_argument("--temperature", type=temperature, metavar="X", help="write: 0, the default, for the likeliest")
     cli.add_argument("--top-k", type=whole_number(1), metavar="N", help="write: draw among the N likeliest tokens only")
     cli.add_trace_argument("write: ")
-    cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: write 250, "
-                     f"run {refreshing.FULL.new_tokens}, with --quick {refreshing.QUICK.new_tokens}")  # fmt: skip
-    cli.add_argument("--prompts", metavar="FILE", help="run: prompts of your own, for any models: CSV, column prompt")
-    cli.add_argument("--prompt-tokens", type=whole_number(1), metavar="N",
-                     help="run: tokens of the pocket world's prompts; default: 192")
-    cli.add_argument("--quick", action="store_true", help="run: less of everything, in about a minute")
-    cli.add_argument("--out", default="results/overfill", metavar="FOLDER", help="run: where results go")
-    with cli.parse() as args:
-        policy = parse_policy(args.policy or "periodic:64")
-        others = (("--prompts", "--prompt-tokens", "--quick") if args.what == "write" else
-                  ("--policy", "--prompt", "--temperature", "--top-k", "--trace"))  # fmt: skip
-        values = {**vars(args), "trace": args.page}
-        if given := [name for name in others if values[name[2:].replace("-", "_")] not in (None, False)]:
-            raise ValueError(f"{args.what} has no {given[0]}: see --help")
-        options = {"device": args.device, "dtype": args.dtype}
-        teacher, student, tokenizer = load_pair(args.model, args.student, **options)
-        if args.what == "run" and not args.prompts and tokens_of(tokenizer) != tokens_of(load_tokenizer("pocket")):
-            raise ValueError(f"{args.model} doesn't have the tokens of the pocket world: give it --prompts FILE")
+    cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N",
+                     help="tokens to write; default: write 250, demo 128")
+    with cli.parse(argv) as args:
+        if args.what == "study":
+            raise ValueError("study comes first: overfill.py study --help")
+        write_only = {"--temperature": args.temperature, "--top-k": args.top_k, "--trace": args.page}
+        if args.what == "demo" and (given := [name for name, value in write_only.items() if value is not None]):
+            raise ValueError(f"the demo has no {given[0]}: see --help")
+        names = [args.policy] if args.policy else ["periodic:64", "periodic:16"]
+        policies = {f"OverFill, {name}": parse_policy(name) for name in names}
+        teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
+        if any(isinstance(policy, MonteCarloDropout) for policy in policies.values()):
+            if not (rate := dropout_of(args.student)):
+                raise ValueError(f"{args.student} was trained without dropout: passes with it say nothing")
+            policies = {name: replace(policy, rate=rate) for name, policy in policies.items()}
+        prompts = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")] * 6
         if args.what == "write":
-            if isinstance(policy, MonteCarloDropout):
-                if not (rate := dropout_of(args.student)):
-                    raise ValueError(f"{args.student} was trained without dropout: passes with it say nothing")
-                policy = replace(policy, rate=rate)
-            ids = torch.tensor([tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device)
+            policy, ids = next(iter(policies.values())), torch.tensor(prompts[:1], device=args.device)
             generator = torch.Generator(args.device).manual_seed(args.seed)
-            write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, policy, top_k=args.top_k,
-                  temperature=args.temperature or 0.0, generator=generator,
-                  trace=cli.trace(args, tokenizer, student, ids))  # fmt: skip
-            return
-        size = refreshing.QUICK if args.quick else refreshing.FULL
-        size = replace(size, new_tokens=args.max_new_tokens or size.new_tokens)
-        if size.new_tokens < refreshing.LEAST:
-            raise ValueError(f"{size.new_tokens} tokens are too few to measure refreshes: at least {refreshing.LEAST}")
-        models, names = {"teacher": teacher, "student": student}, {"student": args.student}
-        if args.student == "pocket-student":
-            names |= {kind: f"pocket-student-{kind}" for kind in ("alone", "prompt", "dropout")}
-            models |= {kind: load_model(names[kind], model_class=GPT, **options) for kind in [*names][1:]}
-        room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
-        prompts = refreshing.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens or 192, room)
-        rates = {key: rate for key, name in names.items() if (rate := dropout_of(name))}
-        about = {"teacher": args.model, "student": args.student, "prompts": args.prompts or "pocket",
-                 "device": args.device, "dtype": str(args.dtype).removeprefix("torch.")}  # fmt: skip
-        study = refreshing.Study(models, tokenizer, prompts, size, rates, args.seed)
-        refreshing.report(study, about, Path(args.out))
+            return write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, policy,
+                         top_k=args.top_k, temperature=args.temperature or 0.0, generator=generator,
+                         trace=cli.trace(args, tokenizer, student, ids))  # fmt: skip
+        if not args.prompt and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
+            from studies.refreshing_texts import pocket_prompts
+
+            prompts = pocket_prompts(tokenizer, "test", 6, 192)
+        n, room = args.max_new_tokens or 128, min(teacher.config.n_ctx, student.config.n_ctx)
+        if len(prompts[0]) + n > room:
+            raise ValueError(f"{len(prompts[0])} tokens of the prompt and {n} more exceed the context of {room}")
+        demo(teacher, student, tokenizer, torch.tensor(prompts, device=args.device), n,
+             {"OverFill": Policy(), **policies}, args.seed)  # fmt: skip
+        print("\nThe full study, in half an hour (--quick: in a minute): python3 overfill.py study")
 
 
 if __name__ == "__main__":

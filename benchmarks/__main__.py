@@ -35,10 +35,10 @@ from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import find_file, load_model
-from studies.recycling import figure
-from studies.refreshing import table
 from support.cli import CommandLine, whole_number
+from support.figures import figure
 from support.files import read_json, write_atomically
+from support.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "gpt_kv_cache.py"  # what ratios are to

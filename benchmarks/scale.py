@@ -144,7 +144,7 @@ def fleet() -> list[str]:
     lines = [
         "## A fleet",
         "",
-        f"Hit rates of our store over public traces (`recycle.py replay`), {shape.name}, {H100[0]}. A hit saves "
+        f"Hit rates of our store over public traces (`studies/replay.py`), {shape.name}, {H100[0]}. A hit saves "
         f"{1e6 * token_operations(shape) / rate:,.0f} microseconds of products a token, and moves "
         f"{shape.token_bytes:,} bytes.",
         "",
@@ -172,7 +172,7 @@ ENGINES = [
     "## Who takes over there", "", "| here | there | what is added |", "|---|---|---|",
     "| a preallocated cache, a slot for each token | vLLM's PagedAttention | slots in blocks that any text may own, so "
     "that memory is shared and hardly wasted |",
-    "| the radix tree of `recycle.py`, eviction of the oldest leaf | SGLang's RadixAttention | the same tree over the "
+    "| `support/radix_tree.py`, eviction of the oldest leaf | SGLang's RadixAttention | the same tree over the "
     "GPU's memory, and a scheduler that prefers requests that hit |",
     "| pages on disk, checked and restored | LMCache | tiers of GPU, CPU, disk and remote memory |",
     "| hit rates over a trace, bytes against products | Mooncake | a pool over all machines; prefill and decoding on "

@@ -142,7 +142,7 @@ def recycling() -> str:
         return sum(row[name][key] for row in rows) / n
 
     lines = [
-        f"`recycle.py --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of "
+        f"`recycle.py study --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of "
         f"{min(row['tokens'] for row in rows)} to {max(row['tokens'] for row in rows)} tokens, {record['new_tokens']} "
         "new ones:",
         "",
@@ -209,9 +209,9 @@ def projection() -> str:
     kinds = record["kinds"]
     ways = [way for way in next(iter(kinds.values()))["latency"] if not way.startswith(("ours", "cold"))]
     lines = [
-        f"`projector.py --encoder {record['encoder']}` on `{record['model']}`, test prompts at least as similar to "
-        "a stored one as tau: how much sooner the first token comes, KL from the exact distribution in nats, and how "
-        "many prompts have at most 0.05 of it.",
+        f"`projector.py study --encoder {record['encoder']}` on `{record['model']}`, test prompts at least as similar "
+        "to a stored one as tau: how much sooner the first token comes, KL from the exact distribution in nats, and "
+        "how many prompts have at most 0.05 of it.",
         "",
         "| | " + " | ".join(f"{name}, {r['tokens']:.0f} tokens" for name, r in kinds.items()) + " |",
         "|---|" + "---|" * len(kinds),
@@ -238,13 +238,13 @@ def projection() -> str:
         "",
         "KL, and how many have at most 0.05, on quiz questions whose relative is given, by where the tail is read:",
         "",
-        "| positions of the model | slots | | right after the slots | where it is |",
+        "| positions of the model | summary tokens | | right after them | where it is |",
         "|---|---|---|---|---|",
     ]
     found = {(r["model"], r["m"], r["way"], r["positions"]): f"{r['kl']:.2f}, {r['good']:.0%}"
              for r in record["positions"]}  # fmt: skip
     for model, m, way in dict.fromkeys(key[:3] for key in found):
-        after, true = found.get((model, m, way, "after the slots"), ""), found[model, m, way, "true"]
+        after, true = found.get((model, m, way, "after the summary tokens"), ""), found[model, m, way, "true"]
         lines.append(f"| {'rotary' if 'rotary' in model else 'learned'} | {m or ''} | {way} | {after} | {true} |")
     return "\n".join(lines)
 

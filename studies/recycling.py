@@ -1,17 +1,15 @@
-"""What reusing KV caches across prompts saves: the paper's experiment, when reuse pays, which index finds what, and hit
-rates over a trace of requests. `recycle.py` runs these; all times are medians of runs in turn, in one process.
+"""What reusing KV caches across prompts saves: the paper's experiment, its claims, and which index
+finds what. `recycle.py` shows its first part; all times are medians of runs in turn, in one process.
+
+Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +20,41 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT
+from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
 from pocket import corpus
-from recycle import RadixTree, Store, common_prefix, generate_as_published, read_all
-from support.encoders import nearest
+from recycle import Store, read_all
+from studies import latency
+from studies.latency import Run, timed
+from support.cli import CommandLine, whole_number
+from support.encoders import TokenEncoder, load_encoder, nearest
+from support.figures import figure
 from support.files import write_atomically, write_csv
+from support.radix_tree import RadixTree, common_prefix
+from support.statistics import bootstrap
+from support.tables import table
 
+DATA = Path(__file__).resolve().parent.parent / "data"
 Encoder = Callable[[list[str]], np.ndarray]
-BLOCK = 512  # tokens in a block of a trace
-LLAMA_70B = 2 * 80 * 8 * 128 * 2  # bytes of a token's keys and values: 80 layers, 8 key-value heads of 128, 16 bits
-SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # of a prompt that is stored; 1: all but its last token
-LENGTHS = (64, 128, 256, 512, 1000)
-SOURCES = ("memory", "warm disk", "cold disk")
-DECODED = 100  # tokens written after a prompt, for times from end to end
 
 
-# --- The paper's experiment -----------------------------------------------------------------------------------------
+@torch.no_grad()
+def generate_as_published(model: GPT, new: Tensor, cache: KVCache, max_new_tokens: int,
+                          stop_id: int | None = None) -> Iterator[Tensor]:  # fmt: skip
+    """Yield what the paper's call writes, `model.generate(input_ids=new, past_key_values=cache)` (transformers 4.45.2).
 
-
-@dataclass
-class Run:
-    """One generation: its tokens, and the seconds to the first of them and to the last."""
-
-    ids: list[int]
-    ttft: float
-    total: float
-
-
-def timed(start: Callable[[], Iterator[Tensor]]) -> Run:
-    """Run a generation to its end; int() waits for the device."""
-    ids, ttft, begun = [], 0.0, time.perf_counter()
-    for token in start():
-        ids.append(int(token))
-        ttft = ttft or time.perf_counter() - begun
-    return Run(ids, ttft, time.perf_counter() - begun)
+    Given a cache, that generate() takes input_ids for the whole text. Of T new tokens (1, T) after k cached ones it
+    drops the first k, or all but the last if T is no more than k; and it counts positions from the first new token on.
+    So the model sees a text with a hole, at positions it has used before. For comparison only: changes the cache.
+    """
+    k, T = len(cache), new.size(1)
+    fed = new[:, k:] if k < T else new[:, -1:]
+    at = T - fed.size(1)  # position of the first token fed
+    cache.pos = torch.arange(at - k, at, device=new.device)  # what is cached is seen, wherever it was read
+    for _ in range(max_new_tokens):
+        fed = model(fed, cache, last_only=True)[:, -1].argmax(dim=-1, keepdim=True)
+        yield fed
+        if int(fed) == stop_id:
+            return
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -73,26 +72,23 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def experiment(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, cached: list[str], tests: list[str],
-               n_new: int, repeats: int, ending: str, out: Path) -> list[dict[str, Any]]:  # fmt: skip
+def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cached: list[str], tests: list[str],
+               n_new: int, repeats: int, ending: str) -> list[dict[str, Any]]:  # fmt: skip
     """Store the caches of some prompts; answer others cold, recycled, and as published; return a row for each.
 
     Recycled: on the longest prefix that the store has. Published: if the nearest prompt by embedding is a full prefix,
     by the paper's call, else cold. ending: what follows a test prompt, but no stored one. Raises ValueError if a prompt
-    leaves no room for n_new tokens.
+    leaves no room for n_new tokens. repeats: runs after one that warms up; 0: that one counts.
     """
-    device, stop = model.wte.weight.device, tokenizer.eot_token
+    model, device, stop = store.model, store.device, tokenizer.eot_token
     prompts = [tokenizer.encode(text + ending, allowed_special={END_OF_TEXT}) for text in tests]
     records = [tokenizer.encode(text, allowed_special={END_OF_TEXT}) for text in cached]
     if (longest := max(map(len, prompts))) + n_new > model.config.n_ctx:
         raise ValueError(f"a prompt of {longest} tokens and {n_new} new ones exceed the context, {model.config.n_ctx}")
-    store = Store(model, out / "cache")
     store.clear()  # of what an earlier run left
     for ids in tqdm(records, desc="cache", leave=False):
         store.put(ids, read_all(model, ids))
-    embeddings = encoder(cached)
-    write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
-    found = [records[i] for i in nearest(embeddings, encoder(tests))]
+    found = [records[i] for i in nearest(encoder(cached), encoder(tests))]
 
     def cold(ids: list[int], record: list[int]) -> Iterator[Tensor]:
         return generate(model, torch.tensor([ids], device=device), n_new, stop_id=stop)
@@ -111,20 +107,20 @@ def experiment(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, cache
     def usable(ids: list[int], record: list[int]) -> int:
         return len(record) if record == ids[: len(record)] and len(record) < len(ids) else 0
 
-    ways = {"cold": cold, "recycled": recycled, "published": published}
-    runs: list[dict[str, list[Run]]] = [{name: [] for name in ways} for _ in prompts]
+    methods = {"cold": cold, "recycled": recycled, "published": published}
+    runs: list[dict[str, list[Run]]] = [{name: [] for name in methods} for _ in prompts]
     for _ in tqdm(range(repeats + 1), desc="runs", leave=False):  # the first warms up
         for ids, record, done in zip(prompts, found, runs, strict=True):
-            for name, way in ways.items():
-                done[name].append(timed(lambda way=way, ids=ids, record=record: way(ids, record)))
-    outputs = {name: [tokenizer.decode(done[name][0].ids) for done in runs] for name in ways}
+            for name, method in methods.items():
+                done[name].append(timed(lambda method=method, ids=ids, record=record: method(ids, record)))
+    outputs = {name: [tokenizer.decode(done[name][0].ids) for done in runs] for name in methods}
     vectors = {name: encoder([text.removesuffix(END_OF_TEXT) for text in texts]) for name, texts in outputs.items()}
     rows = []
     for i, (ids, record, done) in enumerate(zip(prompts, found, runs, strict=True)):
         rows.append({"prompt": tests[i], "tokens": len(ids), "nearest": tokenizer.decode(record),
                      "nearest_tokens": len(record), "nearest_prefix_tokens": common_prefix(ids, record)})  # fmt: skip
         for name, several in done.items():
-            latency, ttft = ([getattr(run, what) for run in several[1:]] for what in ("total", "ttft"))
+            latency, ttft = ([getattr(run, what) for run in several[1:] or several] for what in ("total", "ttft"))
             reused = {"cold": 0, "recycled": len(store.get(ids)), "published": usable(ids, record)}[name]
             rows[-1][name] = {
                 "output": outputs[name][i], "new_tokens": len(several[0].ids), "reused_tokens": reused,
@@ -145,39 +141,39 @@ def save_array(file: Path, array: np.ndarray) -> None:
 
 
 def alpha(rows: list[dict[str, Any]], what: str) -> tuple[float, float, float]:
-    """Return the slope of S = alpha k / m through 0 by least squares, and its 95% interval by bootstrap over prompts.
+    """Return the slope of S = alpha k / m through 0 by least squares, and its 95% interval over prompts.
 
     S: the share of what ("latency" or "ttft") that is saved; k: tokens reused; m: tokens of the prompt. Source: the
     paper, section 5.5.
     """
-    x = np.array([row["recycled"]["reused_tokens"] / row["tokens"] for row in rows])
-    y = np.array([row["recycled"][f"{what}_saved"] for row in rows])
-    draws = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
-    slopes = [slope(x[draw], y[draw]) for draw in draws]
-    low, high = np.quantile(slopes, [0.025, 0.975])
-    return slope(x, y), float(low), float(high)
+    return bootstrap(np.array([[row["recycled"]["reused_tokens"] / row["tokens"], row["recycled"][f"{what}_saved"]]
+                               for row in rows]), slope)  # fmt: skip
 
 
-def slope(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the slope of the line through 0 that fits best, 0 if all x are 0."""
-    return float(x @ y / max(x @ x, 1e-12))
+def slope(points: np.ndarray) -> np.ndarray:
+    """Return the slopes (...,) of the lines through 0 that fit points (..., n, 2) best, 0 if all x are 0."""
+    x, y = points[..., 0], points[..., 1]
+    return (x * y).sum(-1) / np.maximum((x * x).sum(-1), 1e-12)
 
 
 def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: Sequence[Path], n_new: int,
-           repeats: int, ending: str, about: dict[str, str], out: Path) -> None:  # fmt: skip
+           repeats: int, queries: int, lengths: Sequence[int], ending: str, about: dict[str, str],
+           out: Path) -> None:  # fmt: skip
     """Run the experiment, the comparison of indices and, for a small model, the law; print, write and draw them."""
     cached, tests = map(read_prompts, prompts)
     out.mkdir(parents=True, exist_ok=True)  # before anything takes time
-    rows = experiment(model, tokenizer, encoder, cached, tests, n_new, repeats, ending, out)
-    print_rows(rows, f"{len(cached)} prompts stored; greedy, up to {n_new} tokens; medians of {repeats} runs in turn")
+    rows = experiment(Store(model, out / "cache"), tokenizer, encoder, cached, tests, n_new, repeats, ending)
+    embeddings = encoder(cached)
+    write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
+    show(rows, f"{len(cached)} prompts stored; greedy, up to {n_new} tokens; medians of {repeats} runs in turn; ms")
     if about["encoder"] == "tokens":
         print("\nMeans of token embeddings find most texts similar; --encoder all-MiniLM-L6-v2 tells them apart.")
-    compared = indices(model, tokenizer, encoder)
-    print_indices(compared)
+    compared = indices(model, tokenizer, encoder, queries)
+    show_indices(compared)
     measured = None
-    if model.config.n_embd < 512:  # else it takes minutes, and `recycle.py law` is there for it
-        measured = law(model, repeats)
-        print_law(measured)
+    if model.config.n_embd < 512:  # else it takes minutes, and studies.latency is there for it
+        measured = latency.measure(model, repeats, lengths)
+        latency.show(measured)
     verdicts = claims(rows)
     print("\nWhat the paper claims (sections 5.2 to 5.5):")
     for claim in verdicts:
@@ -190,7 +186,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
     write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n"))
     draw(rows, fits, out)
     if measured:
-        draw_law(measured, out, "pocket_law")
+        latency.draw(measured, out, "pocket_law")
     print(f"\nWritten to {out}")
 
 
@@ -236,27 +232,64 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     ]
 
 
-def print_rows(rows: list[dict[str, Any]], about: str) -> None:
+def show(rows: list[dict[str, Any]], about: str) -> None:
     """Print what the runs took and wrote, and the text that the published call changed earliest."""
-    print(f"{about}\n\n    prompt         ms to the last token                  ms to the first token"
-          "       similar to cold     tokens as cold's")  # fmt: skip
-    print("tokens reused   cold recycled published  saved    cold recycled  saved   recycled published  recycled publ.")
+    cells = []
     for row in rows:
         c, r, p = row["cold"], row["recycled"], row["published"]
-        n, ms = c["new_tokens"], [1e3 * x for x in (c["ttft_s"], r["ttft_s"])]
-        print(f"{row['tokens']:>6}{r['reused_tokens']:>7}{1e3 * c['latency_s']:>7.0f}{1e3 * r['latency_s']:>9.0f}"
-              f"{1e3 * p['latency_s']:>10.0f}{r['latency_saved']:>7.1%}{ms[0]:>8.2f}{ms[1]:>9.2f}"
-              f"{r['ttft_saved']:>7.0%}{r['similarity']:>11.2f}{p['similarity']:>10.2f}"
-              f"{r['same_tokens']:>7}/{n:<3}{p['same_tokens']:>6}/{n:<3}")  # fmt: skip
-    print()
+        cells.append([str(row["tokens"]), str(r["reused_tokens"]), *(f"{1e3 * x['latency_s']:.0f}" for x in (c, r, p)),
+                      f"{r['latency_saved']:.1%}", f"{1e3 * c['ttft_s']:.2f}", f"{1e3 * r['ttft_s']:.2f}",
+                      f"{r['ttft_saved']:.0%}", *(f"{x['similarity']:.2f}" for x in (r, p)),
+                      *(f"{x['same_tokens']}/{c['new_tokens']}" for x in (r, p))])  # fmt: skip
+    header = ["tokens", "reused", "all: cold", "recycled", "published", "saved", "first: cold", "recycled", "saved",
+              "similar: rec.", "publ.", "as cold: rec.", "publ."]  # fmt: skip
+    print(f"{about}\n\n{table(header, cells)}\n")
     for name in ("recycled", "published"):
-        same = sum(row[name]["identical"] for row in rows)
-        print(f"{name}: the same tokens as cold in {same} of {len(rows)}")
+        print(f"{name}: the same tokens as cold in {sum(row[name]['identical'] for row in rows)} of {len(rows)}")
     example = min(rows, key=lambda row: row["published"]["same_tokens"])
     if not example["published"]["identical"]:
         print("The published call skips tokens of the prompt. For example:\n")
         for name in ("cold", "recycled", "published"):
             print(f"{name:>10}: {example['prompt']!r} -> {example[name]['output'][:100]!r}")
+
+
+def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> None:
+    """Run the experiment in memory, with a long prompt more; print what reuse saved beside the exact result."""
+    (cached, tests), ending = map(read_prompts, prompt_files(name)), END_OF_TEXT * ("DialoGPT" in name)
+    stored = "\n".join(cached)
+
+    def run(n_new: int, repeats: int) -> list[dict[str, Any]]:
+        encoder, rows = TokenEncoder(model, tokenizer), []
+        for store, test in ((cached, tests), ([stored], [f"{stored}\n{tests[0]}"])):
+            rows += experiment(Store(model), tokenizer, encoder, store, test, n_new, repeats, ending)
+        return rows
+
+    def saved(rows: list[dict[str, Any]], what: str) -> str:
+        recycled, cold = (sum(row[method][what] for row in rows) for method in ("recycled", "cold"))
+        return f"{1 - recycled / cold:.0%}"
+
+    first, texts, cells = run(1, 9), run(n_new, 0), []  # the first token takes milliseconds: many times
+    for row, fast in zip(texts, first, strict=True):
+        start = row["prompt"].replace("\n", " ")
+        label = f"{start[:27]}..." if row is not texts[-1] else "all stored, then the first"
+        times = [f"{1e3 * fast[method]['ttft_s']:.1f}" for method in ("cold", "recycled", "published")]
+        same = ["the same" if row[method]["identical"] else f"differs at token {row[method]['same_tokens'] + 1}"
+                for method in ("recycled", "published")]  # fmt: skip
+        if not row["published"]["reused_tokens"]:
+            same[1] = "(no prefix found)"
+        cells.append([label, str(row["tokens"]), str(row["recycled"]["reused_tokens"]), *times, *same])
+    header = ["prompt", "tokens", "reused", "cold", "recycled", "published", "recycled text", "published text"]
+    exact = sum(row["recycled"]["identical"] for row in texts)
+    print(f"The caches of {len(cached)} prompts are stored, and {len(tests)} other prompts are answered; then a long "
+          f"one that begins with all {len(cached)}.\n{n_new} greedy tokens each. Times: ms to the first token, medians "
+          "of 9.\n\n"
+          f"{table(header, cells)}\n\n"
+          f"Recycled: the longest stored prefix is reused. Exact: {exact} of {len(texts)} texts are the cold run's, "
+          f"token for token.\n  Saved to the first token: {saved(first[:-1], 'ttft_s')} for the short prompts, "
+          f"{saved(first[-1:], 'ttft_s')} for the long one;\n  to the last token: {saved(texts, 'latency_s')} in all, "
+          "since most of the time goes into writing.\nPublished: the nearest prompt is reused by the paper's own "
+          "call. Not exact: the call skips tokens\n  of the prompt, and uses positions twice.\n\n"
+          "The full study: python3 recycle.py study")  # fmt: skip
 
 
 def write_tables(rows: list[dict[str, Any]], out: Path) -> None:
@@ -273,10 +306,7 @@ def write_tables(rows: list[dict[str, Any]], out: Path) -> None:
     write_csv(out / "comparison.csv", header, table)
 
 
-# --- Which index finds the prefix -----------------------------------------------------------------------------------
-
-
-def indices(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, n: int = 150) -> dict[str, dict[str, float]]:
+def indices(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, n: int) -> dict[str, dict[str, float]]:
     """Return how many tokens the radix tree and the nearest embedding find to reuse, for three kinds of queries.
 
     Stored: the first halves of n held-out texts of the pocket corpus. Queries: whole texts; a stored half followed by a
@@ -312,246 +342,12 @@ def indices(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, n: int =
     return result
 
 
-def print_indices(compared: dict[str, dict[str, float]]) -> None:
+def show_indices(compared: dict[str, dict[str, float]]) -> None:
     """Print how many tokens each index finds to reuse."""
-    print("\nWhat finds the stored prefix? Mean tokens to reuse, and how often the nearest text has fewer")
-    print(f"\n{'queries':>34}   tree   nearest by embedding   nearest, if it is a full prefix   fewer")
-    for kind, c in compared.items():
-        print(f"{kind:>34}{c['tree']:>7.1f}{c['nearest']:>23.1f}{c['full_prefix']:>34.1f}{c['missed']:>8.0%}")
-
-
-# --- When reuse pays ------------------------------------------------------------------------------------------------
-
-
-def drop_from_memory(folder: Path) -> bool:
-    """Let the operating system forget the content of files, so that they come from the disk; False if it can't."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    for path in folder.iterdir():
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)  # only what is on the disk can be forgotten
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
-    return True
-
-
-@torch.no_grad()
-def law(model: GPT, repeats: int, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
-    """Measure the time to the first token of prompts of m tokens, cold and with k of them stored, by where they are.
-
-    Returns seconds: cells, one for each m and k, with cold and, for each of SOURCES, restore, ttft, and the median
-    ratio of ttft to the cold run of the same turn; answers, from the prompt to the last of DECODED tokens; and
-    crossover, by source, the smallest k that pays for a prompt of k tokens and one more.
-    """
-    device, n_ctx = model.wte.weight.device, model.config.n_ctx
-    lengths = [m for m in lengths if m <= n_ctx] or [n_ctx]
-    generator = torch.Generator().manual_seed(0)
-    stores = {"memory": Store(model)}
-    scratch = tempfile.TemporaryDirectory(prefix="recycle-")
-    with scratch as folder:
-        stores["warm disk"] = stores["cold disk"] = Store(model, folder)
-
-        def first_token(ids: Tensor, cache: KVCache) -> float:
-            begun = time.perf_counter()
-            int(model(ids[:, len(cache) :], cache, last_only=True).argmax())  # int() waits for the device
-            return time.perf_counter() - begun
-
-        def cell(m: int, k: int) -> dict[str, Any]:
-            ids = torch.randint(model.config.vocab_size, (1, m), generator=generator)
-            text, ids = ids[0].tolist(), ids.to(device)
-            for store in (stores["memory"], stores["warm disk"]):
-                if k:
-                    store.put(text, read_all(model, text[:k]))
-            taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ("cold", *stores)}
-            for _ in range(repeats):
-                taken["cold"].append((0.0, first_token(ids, KVCache())))
-                for source, store in stores.items():
-                    if source == "cold disk" and not drop_from_memory(store.folder):
-                        continue
-                    begun = time.perf_counter()
-                    cache = store.get(text)
-                    restore = time.perf_counter() - begun
-                    if len(cache) != k:
-                        raise RuntimeError(f"the store gave {len(cache)} tokens instead of {k}")
-                    taken[source].append((restore, restore + first_token(ids, cache)))
-            for store in (stores["memory"], stores["warm disk"]):
-                store.clear()
-            cold = [ttft for _, ttft in taken.pop("cold")]
-            result: dict[str, Any] = {"m": m, "k": k, "cold": statistics.median(cold)}
-            for source, pairs in taken.items():
-                if pairs:
-                    restores, ttfts = zip(*pairs, strict=True)
-                    ratio = statistics.median(ttft / beside for ttft, beside in zip(ttfts, cold, strict=True))
-                    result[source] = {"restore": statistics.median(restores), "ttft": statistics.median(ttfts),
-                                      "ratio": ratio}  # fmt: skip
-            return result
-
-        def answer(m: int, k: int) -> dict[str, Any]:
-            ids = torch.randint(model.config.vocab_size, (1, m), generator=generator)
-            text, ids, store = ids[0].tolist(), ids.to(device), stores["warm disk"]
-            store.put(text, read_all(model, text[:k]))
-            seconds: list[tuple[float, float]] = []
-            for _ in range(max(1, repeats // 2)):
-                seconds.append((
-                    timed(lambda: generate(model, ids, DECODED)).total,
-                    timed(lambda: generate(model, ids, DECODED, cache=store.get(text))).total,
-                ))  # fmt: skip
-            store.clear()
-            cold, warm = (statistics.median(way) for way in zip(*seconds, strict=True))
-            saved = statistics.median(1 - b / a for a, b in seconds)
-            return {"m": m, "k": k, "cold": cold, "warm disk": warm, "saved": saved}
-
-        grid = [(m, min(round(share * m), m - 1)) for m in lengths for share in SHARES]
-        cell(*grid[-1])  # warms up
-        cells = [cell(m, k) for m, k in tqdm(grid, desc="law", leave=False)]
-        depths = [2**i for i in range(9) if 2**i < max(lengths)]
-        scan = [cell(k + 1, k) for k in tqdm(depths, desc="crossover", leave=False)]
-        answers = [answer(m, round(share * m)) for m, share in tqdm(
-            [(m, share) for m in lengths if m + DECODED <= n_ctx for share in (0.5, 0.9)], desc="answers", leave=False
-        )]  # fmt: skip
-    crossover = {}
-    for source in SOURCES:
-        pays = [source in c and c[source]["ratio"] < 0.97 for c in scan]  # 3% are taken for noise
-        last_loss = max((i for i, p in enumerate(pays) if not p), default=-1)
-        crossover[source] = scan[last_loss + 1]["k"] if last_loss + 1 < len(scan) else None
-    return {"layers": model.config.n_layer, "width": model.config.n_embd, "threads": torch.get_num_threads(),
-            "device": str(device), "repeats": repeats, "cells": cells, "answers": answers, "scan": scan,
-            "crossover": crossover}  # fmt: skip
-
-
-def print_law(measured: dict[str, Any]) -> None:
-    """Print times to the first token, what is saved also of whole answers, and from how many tokens on reuse pays."""
-    print(f"\nWhen reuse pays: {measured['layers']} layers, width {measured['width']}, {measured['threads']} threads, "
-          f"{measured['device']}; ms, medians of {measured['repeats']}\n")  # fmt: skip
-    sources = [source for source in SOURCES if source in measured["cells"][0]]
-    print("prompt  stored   k/m   first token: cold" + "".join(f"{source:>12} (restore)" for source in sources)
-          + "   warm disk / cold")  # fmt: skip
-    for c in measured["cells"]:
-        print(f"{c['m']:>6}{c['k']:>8}{c['k'] / c['m']:>6.2f}{1e3 * c['cold']:>20.1f}"
-              + "".join(f"{1e3 * c[s]['ttft']:>12.1f} ({1e3 * c[s]['restore']:>7.2f})" for s in sources)
-              + f"{c['warm disk']['ratio']:>19.3f}")  # fmt: skip
-    print(f"\nprompt  stored   to the last of {DECODED} tokens: cold   warm disk   saved")
-    for c in measured["answers"]:
-        print(f"{c['m']:>6}{c['k']:>8}{1e3 * c['cold']:>32.0f}{1e3 * c['warm disk']:>12.0f}{c['saved']:>8.1%}")
-    pays = (f"{measured['crossover'][source] or 'none measured'} ({source})" for source in sources)
-    print("\nReuse pays, if only one token is left to read, from so many stored tokens on: " + ", ".join(pays))
-
-
-def report_law(model: GPT, repeats: int, out: Path) -> None:
-    """Measure when reuse pays; print, write and draw it."""
-    out.mkdir(parents=True, exist_ok=True)
-    measured = law(model, repeats)
-    print_law(measured)
-    write_atomically(out / "law.json", lambda file: file.write_text(json.dumps(measured, indent=2) + "\n"))
-    draw_law(measured, out, "law")
-    print(f"\nWritten to {out}")
-
-
-# --- A trace of requests --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt of a trace: how many tokens, and the ids of its blocks; equal ids mean equal text up to there."""
-
-    tokens: int
-    blocks: tuple[int, ...]
-
-
-def read_trace(path: Path) -> list[Request]:
-    """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one."""
-    requests = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-                tokens, blocks = entry["input_length"], tuple(entry["hash_ids"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: no input_length and hash_ids ({error})") from error
-            if type(tokens) is not int or not all(type(block) is int for block in blocks):
-                raise ValueError(f"{path}, line {number}: input_length and hash_ids must be whole numbers")
-            if not 0 < tokens <= BLOCK * len(blocks) < tokens + BLOCK:
-                raise ValueError(f"{path}, line {number}: {tokens} tokens don't make {len(blocks)} blocks of {BLOCK}")
-            requests.append(Request(tokens, blocks))
-    if not requests:
-        raise ValueError(f"{path} is empty")
-    return requests
-
-
-def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, float]:
-    """Run the store's index and eviction over a trace, with room for so many blocks; return the shares that were found.
-
-    Of a prompt that is stored whole, the last token still has to be read.
-    """
-    tree, held, hits, found, whole = RadixTree(), 0, 0, 0, 0
-    for request in requests:
-        known = sum(shared for _, shared in tree.match(request.blocks))
-        hits += known
-        found += min(known * BLOCK, request.tokens - 1)
-        whole += known > 0
-        tree.insert(request.blocks)
-        held += len(request.blocks) - known
-        while held > capacity:
-            leaf, keep = tree.oldest(held - int(capacity))
-            tree.cut(leaf, keep)
-            held -= len(leaf.ids) - keep
-        bar.update()
-    blocks, tokens = (sum(sizes) for sizes in zip(*((len(r.blocks), r.tokens) for r in requests), strict=True))
-    return {"blocks": hits / blocks, "tokens": found / tokens, "requests": whole / len(requests)}
-
-
-def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
-    """Print, write and draw the hit rates of a trace over capacities, and those of a cache without limit."""
-    requests = read_trace(path)
-    out.mkdir(parents=True, exist_ok=True)
-    unique = len({block for request in requests for block in request.blocks})
-    if not capacities:
-        capacities = [size for size in (500 * 2**i for i in range(30)) if size < unique] or [max(1, unique // 2)]
-    sizes = [*sorted(capacities), float("inf")]
-    print(f"{path.name}: {len(requests):,} requests, {sum(r.tokens for r in requests):,} tokens in "
-          f"{sum(len(r.blocks) for r in requests):,} blocks of {BLOCK}, {unique:,} of them different\n")  # fmt: skip
-    begun = time.perf_counter()
-    with tqdm(total=len(requests) * len(sizes), desc="replay", leave=False) as bar:
-        rates = {size: hit_rates(requests, size, bar) for size in sizes}
-    print(" capacity: blocks        tokens    GB at 70B   hit rate: blocks  tokens   requests with a hit")
-    rows = []
-    for size, rate in rates.items():
-        blocks = unique if size == float("inf") else int(size)
-        label = "no limit" if size == float("inf") else f"{blocks:,}"
-        capacity = "no limit" if size == float("inf") else blocks
-        rows.append([capacity, blocks * BLOCK, blocks * BLOCK * LLAMA_70B / 1e9, *rate.values()])
-        print(f"{label:>17}{blocks * BLOCK:>14,}{rows[-1][2]:>13,.0f}{rate['blocks']:>19.1%}{rate['tokens']:>8.1%}"
-              f"{rate['requests']:>14.1%}")  # fmt: skip
-    print(f"\n{(time.perf_counter() - begun) / len(sizes):.2f} s per capacity. 70B: {LLAMA_70B:,} bytes a token (80 "
-          "layers, 8 key-value heads of 128, 16 bits). The order of requests counts, their times don't.")  # fmt: skip
-    header = ["capacity_blocks", "tokens", "gigabytes_70b", "block_hit_rate", "token_hit_rate", "request_hit_rate"]
-    write_csv(out / f"replay_{path.stem}.csv", header, rows)
-    draw_replay(path.stem, rates, unique, out)
-    print(f"Written to {out}")
-
-
-# --- Figures --------------------------------------------------------------------------------------------------------
-
-
-def figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
-    """Draw one pair of axes, with a legend unless `draw_on` makes one, and write it as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    image, axes = plt.subplots(figsize=(8, 4.5))
-    draw_on(axes)
-    axes.set(**labels)
-    if axes.get_legend_handles_labels()[0] and not axes.get_legend():
-        axes.legend(fontsize=8, framealpha=0.6)
-    image.tight_layout()
-    write_atomically(path, lambda file: image.savefig(file, dpi=120, format="png"))
-    plt.close(image)
+    print("\nWhich index finds the stored prefix? Mean tokens to reuse; fewer: how often the nearest text has fewer\n")
+    print(table(["queries", "tree", "nearest by embedding", "nearest, if a full prefix", "fewer"],
+                [[kind, *(f"{c[key]:.1f}" for key in ("tree", "nearest", "full_prefix")), f"{c['missed']:.0%}"]
+                 for kind, c in compared.items()]))  # fmt: skip
 
 
 def draw(rows: list[dict[str, Any]], fits: dict[str, tuple[float, float, float]], out: Path) -> None:
@@ -597,34 +393,33 @@ def draw(rows: list[dict[str, Any]], fits: dict[str, tuple[float, float, float]]
            xlabel="k / m", ylabel="% saved", xlim=(0, 1), ylim=(min(-40, lowest - 10), 110))  # fmt: skip
 
 
-def draw_law(measured: dict[str, Any], out: Path, name: str) -> None:
-    """Draw what reuse saves of the time to the first token, and from end to end, over k/m."""
-    lengths = sorted({c["m"] for c in measured["cells"]})
-
-    def curves(axes: Any, saved: Callable[[dict[str, Any]], float]) -> None:
-        for i, m in enumerate(lengths):
-            cells = [c for c in measured["cells"] if c["m"] == m]
-            style = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))[i % 5]
-            axes.plot([c["k"] / m for c in cells], [100 * saved(c) for c in cells], linestyle=style, marker="o",
-                      markersize=3, label=f"m = {m}")  # fmt: skip
-        axes.axhline(0, color="black", linewidth=0.6)
-
-    what = f"{measured['layers']} layers, width {measured['width']}, from the warm disk"
-    figure(out / f"{name}_first_token.png", lambda axes: curves(axes, lambda c: 1 - c["warm disk"]["ratio"]),
-           title=f"Time to the first token: {what}", xlabel="k / m", ylabel="% saved", xlim=(0, 1),
-           ylim=(-20, 100))  # fmt: skip
+def prompt_files(model: str) -> list[Path]:
+    """Return the prompts to store and those to test: the paper's, for pocket its own."""
+    return [DATA / f"{'pocket_' * (model == 'pocket')}{kind}_prompts.csv" for kind in ("cache", "test")]
 
 
-def draw_replay(name: str, rates: dict[float, dict[str, float]], unique: int, out: Path) -> None:
-    """Draw hit rates against capacity."""
-    finite = [size for size in rates if size != float("inf")]
+def main(argv: list[str] | None = None) -> None:
+    cli = CommandLine(__doc__, "python3 -m studies.recycling --quick", NAMES)
+    cli.add_model_arguments()
+    cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="to write")
+    cli.add_argument("--prompts", nargs=2, metavar=("STORE.csv", "TEST.csv"),
+                     help="what to store and what to test, in the column prompt; default: those in data, for pocket "
+                     "its own")  # fmt: skip
+    cli.add_argument("--encoder", default="tokens", metavar="NAME",
+                     help="what finds the nearest prompt: tokens, the model's own embeddings, or a model of "
+                     "sentence-transformers, say all-MiniLM-L6-v2")  # fmt: skip
+    cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
+    cli.add_argument("--quick", action="store_true", help="once, with fewer queries, in less than a minute")
+    cli.add_argument("--out", default="results/recycle", metavar="FOLDER", help="where tables and figures go")
+    with cli.parse(argv) as args:
+        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        tokenizer = load_tokenizer(args.model)
+        repeats, queries, lengths = (1, 40, latency.QUICK) if args.quick else (args.repeats, 150, latency.LENGTHS)
+        report(model, tokenizer, load_encoder(args.encoder, model, tokenizer),
+               [*map(Path, args.prompts or prompt_files(args.model))], args.max_new_tokens, repeats, queries, lengths,
+               END_OF_TEXT * ("DialoGPT" in args.model), {"model": args.model, "encoder": Path(args.encoder).name},
+               Path(args.out))  # fmt: skip
 
-    def curves(axes: Any) -> None:
-        for key, style in (("tokens", "o-"), ("blocks", "s--")):
-            axes.plot(finite, [100 * rates[size][key] for size in finite], style, label=f"{key}", markersize=4)
-        axes.axhline(100 * rates[float("inf")]["tokens"], color="grey", linestyle=":", label="no limit (tokens)")
-        axes.set_xscale("log", base=2)
 
-    figure(out / f"replay_{name}.png", curves, title=f"{name}: what is found in the cache",
-           xlabel=f"capacity in blocks of {BLOCK} tokens ({unique:,} different ones in the trace)", ylabel="% found",
-           ylim=(0, None))  # fmt: skip
+if __name__ == "__main__":
+    main()

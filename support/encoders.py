@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tiktoken
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from support.regression import cross_validate, ridge
 
 
 class TokenEncoder:
@@ -21,6 +24,49 @@ class TokenEncoder:
         tokens = [self.tokenizer.encode(text, allowed_special="all") for text in texts]
         means = np.stack([self.table[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
         return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+
+
+class PairEncoder:
+    """Texts as unit vectors, without another model: their tokens, as a set, mapped by ridge regression to the mean set
+    of their family, so that words count as much as they tell what paraphrases have in common."""
+
+    def __init__(self, tokenizer: tiktoken.Encoding, tokens: Sequence[int], mean: Tensor, weight: Tensor) -> None:
+        """tokens: the V that count; mean (V,) and weight (V, V) of the map."""
+        self.tokenizer, self.mean, self.weight = tokenizer, mean, weight
+        self.column = {token: i for i, token in enumerate(tokens)}
+
+    def sets(self, texts: Sequence[str]) -> Tensor:
+        """Return which of the tokens that count each text has (N, V)."""
+        x = torch.zeros(len(texts), len(self.column))
+        for row, text in zip(x, texts, strict=True):
+            columns = {self.column.get(token) for token in self.tokenizer.encode(text, allowed_special="all")}
+            row[list(columns - {None})] = 1.0
+        return x
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the embeddings (N, V) of N texts."""
+        z = (self.sets(texts) - self.mean) @ self.weight
+        return (z / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).numpy()
+
+    @classmethod
+    def fit(cls, tokenizer: tiktoken.Encoding, texts: Sequence[str], families: Sequence[str]) -> PairEncoder:
+        """Fit on texts of some families, with the penalty that finds most relatives of texts it wasn't fitted on."""
+        tokens = sorted({token for text in texts for token in tokenizer.encode(text, allowed_special="all")})
+        plain = cls(tokenizer, tokens, torch.zeros(len(tokens)), torch.eye(len(tokens)))
+        x, names = plain.sets(texts), np.array(families)
+
+        def fitted(rows: Tensor, penalty: float) -> PairEncoder:
+            mean = x[rows].mean(0)
+            same = torch.from_numpy(names[rows][:, None] == names[rows]).float()  # (N, N)
+            target = same / same.sum(1, keepdim=True) @ x[rows] - mean
+            return cls(tokenizer, tokens, mean, ridge(x[rows] - mean, target, penalty).float())
+
+        def error(train: Tensor, test: Tensor, penalty: float) -> float:
+            z = fitted(train, penalty)([texts[i] for i in test])
+            alike = z @ z.T - 2 * np.eye(len(z))
+            return float((names[test][alike.argmax(1)] != names[test]).sum())
+
+        return fitted(torch.arange(len(x)), cross_validate(error, families))
 
 
 def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> Callable[[list[str]], np.ndarray]:

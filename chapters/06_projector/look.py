@@ -1,6 +1,6 @@
-"""What chapter 6 shows of the real model: `slots`, what the first token is if slots stand for a prompt, and `leak`, how
-a split of prompts that isn't one of families finds what isn't there. From the project's folder:
-`python3 -m chapters.06_projector.look slots`.
+"""Chapter 6 on the real model: `summaries`, the first token if summary tokens stand for a prompt, and `leak`, how a
+split of prompts that isn't one of families finds a relation that isn't there. From the project's folder:
+`python3 -m chapters.06_projector.look summaries`.
 """
 
 from __future__ import annotations
@@ -15,43 +15,46 @@ from torch import Tensor
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from projector import Layout, Reading, cache_of, fit_slots, own_queries, read, ridge, summarize
-from studies.projection import divergence
+from projector import Layout, Prefill, cache_of, measure_segments, own_queries, prefill, summarize
+from studies.projection_methods import divergence
+from support.regression import ridge
+from support.tables import table
 
-QUESTIONS, OTHERS, PENALTY = 24, 40, 0.01  # asked; whose queries slots are fitted to as well; of the ridge in leak()
+QUESTIONS, OTHERS, PENALTY = 24, 40, 0.01  # asked; more, for their queries; of the ridge in leak()
 
 
-def slots(model: GPT, tokenizer: tiktoken.Encoding) -> None:
-    """Print KL of the first token after questions, on slots of three prompts and by these prompts' logits."""
+def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
+    """Print KL of the first token after questions, on summary tokens of three prompts and by these prompts' logits."""
 
-    def reading(question: corpus.Question) -> Reading:
-        return read(model, tokenizer.encode(question.prompt))
+    def exact(question: corpus.Question) -> Prefill:
+        return prefill(model, tokenizer.encode(question.prompt))
 
     def bank(layout: Layout) -> Tensor:
         return torch.cat([own_queries(model, other, layout) for other in others], 2)  # (L, H, OTHERS, D)
 
     families = corpus.quiz_families("test")
-    others = [reading(family[0]) for family in corpus.quiz_families("train")[:OTHERS]]
+    others = [exact(family[0]) for family in corpus.quiz_families("train")[:OTHERS]]
     layouts = {layout: bank(layout) for layout in (Layout(1), Layout(32))}
     kl: dict[str, list[Tensor]] = {}  # of each way, a row a question
     for i, family in enumerate(families[:QUESTIONS]):
         kind = family[0].family.split(":")[1::2]  # such as a town's river
         another = next(f for f in families[i + 1 :] + families if f[0].family.split(":")[1::2] == kind and f != family)
-        asked = reading(family[2])
+        asked = exact(family[2])
         for name, question in (("the prompt itself", family[2]), ("the same in other words", family[1]),
                                ("of another town or animal", another[2])):  # fmt: skip
-            source, row = reading(question), []
+            source, row = exact(question), []
             for layout, queries in layouts.items():
-                kv = fit_slots(summarize(model, source, layout, queries))  # (L, 2, H, m, D)
-                warm = cache_of(model, kv, layout.start(len(asked.ids)))
+                kv = summarize(measure_segments(model, source, layout, queries))  # (L, 2, H, m, D)
+                warm = cache_of(model, kv, layout.tail_position(len(asked.ids)))
                 row.append(divergence(asked.logits, model(torch.tensor([asked.ids[-1:]]), warm)[0, -1]))
             kl.setdefault(name, []).append(torch.stack([*row, divergence(asked.logits, source.logits)]))
-    print(f"{QUESTIONS} questions: mean KL of the first token in nats, and how many have at most 0.05\n\n"
-          f"{'on what is left of':<26}{'one slot':>16}{'32 slots':>16}{'its logits':>16}")  # fmt: skip
+    print(f"{QUESTIONS} questions: mean KL of the first token in nats, and how many have at most 0.05\n")
+    lines = []
     for name, rows in kl.items():
         found = torch.stack(rows)  # (QUESTIONS, 3)
         cells = zip(found.mean(0).tolist(), (found <= 0.05).sum(0).tolist(), strict=True)
-        print(f"{name:<26}" + "".join(f"{mean:>11.2f}, {n:>3}" for mean, n in cells))
+        lines.append([name, *(f"{mean:.2f}, {n:>2}" for mean, n in cells)])
+    print(table(["on what is left of", "one summary token", "32 summary tokens", "its logits"], lines))
 
 
 def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
@@ -59,7 +62,7 @@ def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     with prompts held out, and with families held out."""
     families = [family[:4] for family in corpus.quiz_families("train", header=0)[:100]]
     prompts = [(i, question.prompt) for i, family in enumerate(families) for question in family]
-    x = torch.stack([read(model, tokenizer.encode(text)).hidden for _, text in prompts])  # (N, C)
+    x = torch.stack([prefill(model, tokenizer.encode(text)).hidden for _, text in prompts])  # (N, C)
     lots = torch.randn(len(families), generator=torch.Generator().manual_seed(0))
     y = torch.stack([lots[i] for i, _ in prompts])[:, None]  # (N, 1)
     print(f"{len(prompts)} prompts of {len(families)} families; share of the variance that is explained\n")
@@ -76,7 +79,7 @@ def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
 
 def main() -> None:
     torch.set_grad_enabled(False)
-    {"slots": slots, "leak": leak}[sys.argv[1]](load_model("pocket", model_class=GPT), load_tokenizer("pocket"))
+    {"summaries": summaries, "leak": leak}[sys.argv[1]](load_model("pocket", model_class=GPT), load_tokenizer("pocket"))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from chapters.svg import cells
 
 
-def slots() -> str:
+def summary_tokens() -> str:
     stored = ["Which", "river", "is", "by", "Hexley", "?", "A", ":"]
     asked = ["Name", "the", "river", "of", "Hexley", ".", "A"]
     blank = [("", "")] * 5
     return cells(
-        "The keys and values of a stored prompt's first seven tokens become two slots. A new prompt in other words is "
-        "not read, but for its last token, which attends to the two slots.",
+        "The keys and values of a stored prompt's first seven tokens become two summary tokens. A new prompt in other "
+        "words is not read, but for its last token, which attends to the two summary tokens.",
         [
             ("stored prompt", [(word, "kept") for word in stored]),
-            ("its slots", [*blank, ("s1", "reused"), ("s2", "reused")]),
+            ("its summary", [*blank, ("s1", "reused"), ("s2", "reused")]),
             ("new prompt", [(word, "gone") for word in asked] + [(":", "")]),
             ("is read as", [*blank, ("s1", "reused"), ("s2", "reused"), (":", "new")]),
         ],
@@ -33,4 +33,4 @@ def split() -> str:
     )
 
 
-PICTURES = {"slots": slots, "split": split}
+PICTURES = {"summary_tokens": summary_tokens, "split": split}

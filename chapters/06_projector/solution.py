@@ -26,11 +26,11 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 
-def one_slot(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def one_summary_token(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return one key and one value a head (H, D) that stand for keys and values k and v (H, n, D), as far as the query
-    q (H, D) can tell: whatever other keys and values are beside them, q reads of the slot and the others what it reads
-    of all n and the others. Scores are q k / sqrt(D), as in GPT-2. Any key that does it will do. Scores may be large:
-    float32 overflows at exp(89)."""
+    q (H, D) can tell: whatever other keys and values are beside them, q reads of the summary token and the others what
+    it reads of all n and the others. Scores are q k / sqrt(D), as in GPT-2. Any key that does it will do. Scores may be
+    large: float32 overflows at exp(89)."""
     # exercise 6.2
     scores = (k @ q[:, :, None])[:, :, 0] / math.sqrt(q.size(-1))  # (H, n)
     mass = scores.logsumexp(-1, keepdim=True)  # (H, 1), the score that weighs as much as all n

@@ -1,5 +1,5 @@
-"""Chapter 6: divergences that don't overflow, one slot that is a stored answer, fits and splits that don't cheat, and a
-verdict that says no more than the data."""
+"""Chapter 6: divergences that don't overflow, a summary token that is a stored answer, fits and splits that don't
+cheat, and a verdict that says no more than the data."""
 
 import json
 import math
@@ -78,39 +78,39 @@ def test_kl_is_never_negative(impl: ModuleType) -> None:
 
 @pytest.mark.ex6_2
 @pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
-def test_one_slot_is_read_as_all(impl: ModuleType, scale: float) -> None:
+def test_one_summary_token_is_read_as_all(impl: ModuleType, scale: float) -> None:
     draw = random.Random(0)
     for trial in range(30):
         H, D, n, others = draw.randint(1, 4), draw.choice((4, 16, 64)), draw.randint(1, 30), draw.randint(0, 5)
         q, k, v = scale * normal(trial, H, D), normal(1000 + trial, H, n, D), normal(2000 + trial, H, n, D)
         other = normal(3000 + trial, H, others, D), normal(4000 + trial, H, others, D)
         before = [x.clone() for x in (q, k, v)]
-        key, value = impl.one_slot(q, k, v)
+        key, value = impl.one_summary_token(q, k, v)
         assert key.shape == value.shape == (H, D), "a key and a value a head"
         assert all(map(torch.equal, (q, k, v), before)), "q, k and v are the caller's"
         assert key.isfinite().all() and value.isfinite().all(), "not finite: subtract the maximum before exp"
         torch.testing.assert_close(
             attend(q, torch.cat([key[:, None], other[0]], 1), torch.cat([value[:, None], other[1]], 1)),
             attend(q, torch.cat([k, other[0]], 1), torch.cat([v, other[1]], 1)), rtol=1e-3, atol=1e-3,
-            msg=f"{n} keys as one slot beside {others} others" if others else f"a slot alone, for {n}",
+            msg=f"{n} keys as one summary token beside {others} others" if others else f"a summary token for {n}",
         )  # fmt: skip
 
 
 @pytest.mark.ex6_2
 @torch.no_grad()
-def test_one_slot_holds_the_answer_to_a_prompt(impl: ModuleType) -> None:
-    """On the real model: all of a prompt but its last token becomes one slot in each head of each layer."""
+def test_one_summary_token_holds_the_answer_to_a_prompt(impl: ModuleType) -> None:
+    """On the real model: all of a prompt but its last token becomes one summary token in each head of each layer."""
     model, tokenizer = load_model("pocket", model_class=GPT), load_tokenizer("pocket")
     for text in ("Question: What does the yaffin like to eat?\nAnswer:", "Once, in the town of Tolben, Halek"):
         ids, cache = tokenizer.encode(text), KVCache()
         exact, queries = last_queries(model, ids, cache)
         layers = []
         for q, kv in zip(queries, cache.layers, strict=True):
-            pair = impl.one_slot(q, *kv[:, 0, :, :-1])  # each (H, D)
+            pair = impl.one_summary_token(q, *kv[:, 0, :, :-1])  # each (H, D)
             layers.append(torch.stack(pair)[:, None, :, None])  # (2, 1, H, 1, D)
         warm = KVCache(layers, torch.tensor([len(ids) - 2]))
         logits = model(torch.tensor([ids[-1:]]), warm)[0, -1]
-        hint = f"{len(ids) - 1} tokens of {text!r} as one slot: the next token's logits must be the same"
+        hint = f"{len(ids) - 1} tokens of {text!r} as one summary token: the next token's logits must be the same"
         torch.testing.assert_close(logits, exact, rtol=1e-3, atol=1e-2, msg=hint)
 
 

@@ -16,7 +16,8 @@ import overfill
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Pair, Periodic, generate_refreshed
-from studies.refreshing import generate_as_published
+from studies.refreshing_signals import firings
+from studies.refreshing_texts import generate_as_published
 
 POINTS = {"ex7_1": 2, "ex7_2": 1, "ex7_3": 2, "ex7_4": 2, "ex7_5": 3}
 WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
@@ -252,7 +253,7 @@ def test_a_gate_fires_as_often_as_it_may(impl: ModuleType) -> None:
         for t in range(1, T + 1):
             free = t - max([0, *(a for a in at if a < t)]) >= cooldown
             assert t in at or not free or signals[t - 1] <= threshold, f"it may fire after token {t}, and does not"
-        assert len(at) == overfill.firings(signals[None], threshold, cooldown)
+        assert len(at) == firings(signals[None], threshold, cooldown)
     assert impl.fires(torch.full((10,), 2.0), 2.0, 1) == [], "equal to the threshold is not above it"
 
 

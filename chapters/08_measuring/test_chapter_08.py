@@ -291,25 +291,28 @@ def test_errors_are_within_their_bounds(impl: ModuleType) -> None:
         assert torch.equal(x, before), "the numbers that were given are not yours"
 
 
-def causal(q: Tensor) -> Tensor:
-    """The mask (T, T) of an uncached pass, which is given none."""
-    return torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril()
+def causal(q: Tensor, k: Tensor) -> Tensor:
+    """The mask (T, S) that None stands for."""
+    return torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
 
 
 class _NotItself(Attention):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return super().forward(q, k, v, causal(q).tril(-1) | (torch.arange(q.size(2)) == 0))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        mask = causal(q, k)
+        own = torch.ones_like(mask).tril(mask.size(1) - mask.size(0)).triu(mask.size(1) - mask.size(0))
+        return super().forward(q, k, v, (mask & ~own) | (torch.arange(mask.size(1)) == 0))
 
 
 class _NotTheFirst(Attention):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        positions = torch.arange(q.size(2))
-        return super().forward(q, k, v, causal(q) & ((positions > 0) | (positions[:, None] == 0)))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        mask = causal(q, k)
+        return super().forward(q, k, v, mask & ((torch.arange(mask.size(1)) > 0) | (mask.sum(1, keepdim=True) == 1)))
 
 
 class _TheNextToo(Attention):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return super().forward(q, k, v, causal(q) | causal(q).roll(1, -1))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        mask = causal(q, k)
+        return super().forward(q, k, v, mask | mask.roll(1, -1))
 
 
 class _ExactGELU(MLP):

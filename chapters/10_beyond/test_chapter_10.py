@@ -19,7 +19,7 @@ from benchmarks.scale import H100, SHAPES, decode_s, token_operations
 from benchmarks.scale import prefill_s as floor_of_prefill
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from studies.recycling import Request, hit_rates
+from studies.replay import Request, hit_rates
 
 POINTS = {"ex10_1": 2, "ex10_2": 1, "ex10_3": 3, "ex10_4": 2, "ex10_5": 2}
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,210 @@
+"""When reuse pays: the time to the first token, cold and with a part of the prompt stored, by where it
+is stored. Without --model at GPT-2 124M's geometry, with random weights: times don't depend on them.
+
+All times are medians of runs in turn, in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from load_gpt2_weights import NAMES, load_model
+from recycle import Store, read_all
+from support.cli import CommandLine, whole_number
+from support.figures import figure
+from support.files import write_atomically
+from support.tables import table
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # of a prompt that is stored; 1: all but its last token
+LENGTHS = (64, 128, 256, 512, 1000)
+QUICK = (64, 256)
+SOURCES = ("memory", "warm disk", "cold disk")
+DECODED = 100  # tokens written after a prompt, for times from end to end
+
+
+@dataclass
+class Run:
+    """One generation: its tokens, and the seconds to the first of them and to the last."""
+
+    ids: list[int]
+    ttft: float
+    total: float
+
+
+def timed(generation: Callable[[], Iterator[Tensor]]) -> Run:
+    """Run a generation to its end; int() waits for the device."""
+    ids, ttft, begun = [], 0.0, time.perf_counter()
+    for token in generation():
+        ids.append(int(token))
+        ttft = ttft or time.perf_counter() - begun
+    return Run(ids, ttft, time.perf_counter() - begun)
+
+
+def drop_from_memory(folder: Path) -> bool:
+    """Let the operating system forget the content of files, so that they come from the disk; False if it can't."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in folder.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)  # only what is on the disk can be forgotten
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+    return True
+
+
+@torch.no_grad()
+def measure(model: GPT, repeats: int, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
+    """Measure the time to the first token of prompts of m tokens, cold and with k of them stored, by where they are.
+
+    Returns seconds: cells, one for each m and k, with cold and, for each of SOURCES, restore, ttft, and the median
+    ratio of ttft to the cold run of the same turn; answers, from the prompt to the last of DECODED tokens; and
+    crossover, by source, the smallest k that pays for a prompt of k tokens and one more.
+    """
+    device, n_ctx = model.wte.weight.device, model.config.n_ctx
+    lengths = [m for m in lengths if m <= n_ctx] or [n_ctx]
+    generator = torch.Generator().manual_seed(0)
+    stores = {"memory": Store(model)}
+    with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
+        stores["warm disk"] = stores["cold disk"] = Store(model, folder)
+
+        def first_token(ids: Tensor, cache: KVCache) -> float:
+            begun = time.perf_counter()
+            int(model(ids[:, len(cache) :], cache, last_only=True).argmax())  # int() waits for the device
+            return time.perf_counter() - begun
+
+        def cell(m: int, k: int) -> dict[str, Any]:
+            ids = torch.randint(model.config.vocab_size, (1, m), generator=generator)
+            text, ids = ids[0].tolist(), ids.to(device)
+            for store in (stores["memory"], stores["warm disk"]):
+                if k:
+                    store.put(text, read_all(model, text[:k]))
+            taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ("cold", *stores)}
+            for _ in range(repeats):
+                taken["cold"].append((0.0, first_token(ids, KVCache())))
+                for source, store in stores.items():
+                    if source == "cold disk" and not drop_from_memory(store.folder):
+                        continue
+                    begun = time.perf_counter()
+                    cache = store.get(text)
+                    restore = time.perf_counter() - begun
+                    if len(cache) != k:
+                        raise RuntimeError(f"the store gave {len(cache)} tokens instead of {k}")
+                    taken[source].append((restore, restore + first_token(ids, cache)))
+            for store in (stores["memory"], stores["warm disk"]):
+                store.clear()
+            cold = [ttft for _, ttft in taken.pop("cold")]
+            result: dict[str, Any] = {"m": m, "k": k, "cold": statistics.median(cold)}
+            for source, pairs in taken.items():
+                if pairs:
+                    restores, ttfts = zip(*pairs, strict=True)
+                    ratio = statistics.median(ttft / beside for ttft, beside in zip(ttfts, cold, strict=True))
+                    result[source] = {"restore": statistics.median(restores), "ttft": statistics.median(ttfts),
+                                      "ratio": ratio}  # fmt: skip
+            return result
+
+        def answer(m: int, k: int) -> dict[str, Any]:
+            ids = torch.randint(model.config.vocab_size, (1, m), generator=generator)
+            text, ids, store = ids[0].tolist(), ids.to(device), stores["warm disk"]
+            store.put(text, read_all(model, text[:k]))
+            seconds: list[tuple[float, float]] = []
+            for _ in range(max(1, repeats // 2)):
+                seconds.append((
+                    timed(lambda: generate(model, ids, DECODED)).total,
+                    timed(lambda: generate(model, ids, DECODED, cache=store.get(text))).total,
+                ))  # fmt: skip
+            store.clear()
+            cold, warm = map(statistics.median, zip(*seconds, strict=True))
+            saved = statistics.median(1 - b / a for a, b in seconds)
+            return {"m": m, "k": k, "cold": cold, "warm disk": warm, "saved": saved}
+
+        grid = [(m, min(round(share * m), m - 1)) for m in lengths for share in SHARES]
+        cell(*grid[-1])  # warms up
+        cells = [cell(m, k) for m, k in tqdm(grid, desc="law", leave=False)]
+        depths = [2**i for i in range(9) if 2**i < max(lengths)]
+        scan = [cell(k + 1, k) for k in tqdm(depths, desc="crossover", leave=False)]
+        answers = [answer(m, round(share * m)) for m, share in tqdm(
+            [(m, share) for m in lengths if m + DECODED <= n_ctx for share in (0.5, 0.9)], desc="answers", leave=False
+        )]  # fmt: skip
+    crossover = {}
+    for source in SOURCES:
+        pays = [source in c and c[source]["ratio"] < 0.97 for c in scan]  # 3% are taken for noise
+        last_loss = max((i for i, p in enumerate(pays) if not p), default=-1)
+        crossover[source] = scan[last_loss + 1]["k"] if last_loss + 1 < len(scan) else None
+    return {"layers": model.config.n_layer, "width": model.config.n_embd, "threads": torch.get_num_threads(),
+            "device": str(device), "repeats": repeats, "cells": cells, "answers": answers, "scan": scan,
+            "crossover": crossover}  # fmt: skip
+
+
+def show(measured: dict[str, Any]) -> None:
+    """Print times to the first token, what is saved also of whole answers, and from how many tokens on reuse pays."""
+    sources = [source for source in SOURCES if source in measured["cells"][0]]
+    print(f"\nWhen reuse pays: {measured['layers']} layers, width {measured['width']}, {measured['threads']} threads, "
+          f"{measured['device']}; ms to the first token (to restore the cache), medians of {measured['repeats']}\n")
+    rows = [[str(c["m"]), str(c["k"]), f"{c['k'] / c['m']:.2f}", f"{1e3 * c['cold']:.1f}",
+             *(f"{1e3 * c[s]['ttft']:.1f} ({1e3 * c[s]['restore']:.2f})" for s in sources),
+             f"{c['warm disk']['ratio']:.3f}"] for c in measured["cells"]]  # fmt: skip
+    print(table(["prompt", "stored", "k/m", "cold", *sources, "warm disk / cold"], rows))
+    if measured["answers"]:
+        print(f"\nms to the last of {DECODED} tokens\n")
+        rows = [[str(a["m"]), str(a["k"]), f"{1e3 * a['cold']:.0f}", f"{1e3 * a['warm disk']:.0f}",
+                 f"{a['saved']:.1%}"] for a in measured["answers"]]  # fmt: skip
+        print(table(["prompt", "stored", "cold", "warm disk", "saved"], rows))
+    pays = (f"{measured['crossover'][source] or 'none measured'} ({source})" for source in sources)
+    print("\nReuse pays, if only one token is left to read, from so many stored tokens on: " + ", ".join(pays))
+
+
+def draw(measured: dict[str, Any], out: Path, name: str) -> None:
+    """Draw what reuse saves of the time to the first token, and from end to end, over k/m."""
+    lengths = sorted({c["m"] for c in measured["cells"]})
+
+    def curves(axes: Any, saved: Callable[[dict[str, Any]], float]) -> None:
+        for i, m in enumerate(lengths):
+            cells = [c for c in measured["cells"] if c["m"] == m]
+            style = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))[i % 5]
+            axes.plot([c["k"] / m for c in cells], [100 * saved(c) for c in cells], linestyle=style, marker="o",
+                      markersize=3, label=f"m = {m}")  # fmt: skip
+        axes.axhline(0, color="black", linewidth=0.6)
+
+    what = f"{measured['layers']} layers, width {measured['width']}, from the warm disk"
+    figure(out / f"{name}_first_token.png", lambda axes: curves(axes, lambda c: 1 - c["warm disk"]["ratio"]),
+           title=f"Time to the first token: {what}", xlabel="k / m", ylabel="% saved", xlim=(0, 1),
+           ylim=(-20, 100))  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    models = f"random: GPT-2 124M's geometry, with random weights; {NAMES}"
+    cli = CommandLine(__doc__, "python3 -m studies.latency --quick", models)
+    cli.add_model_arguments()
+    cli.set_defaults(model="random")
+    cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
+    cli.add_argument("--quick", action="store_true", help="short prompts only, once each, in less than a minute")
+    cli.add_argument("--out", default="results/recycle", metavar="FOLDER", help="where law.json and its figure go")
+    with cli.parse(argv) as args:
+        model = (GPT(GPTConfig()).to(args.device, args.dtype).eval() if args.model == "random" else
+                 load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)  # before anything takes time
+        measured = measure(model, 1 if args.quick else args.repeats, QUICK if args.quick else LENGTHS)
+        show(measured)
+        write_atomically(out / "law.json", lambda file: file.write_text(json.dumps(measured, indent=2) + "\n"))
+        draw(measured, out, "law")
+        print(f"\nWritten to {out}")
+
+
+if __name__ == "__main__":
+    main()

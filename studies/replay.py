@@ -1,0 +1,137 @@
+"""Hit rates over a trace of requests: the store's index and eviction, with room for so many blocks.
+
+TRACE: requests as JSON, one a line, with input_length and hash_ids, the prefix-chained ids of their
+blocks of 512 tokens. Source: Qin et al. 2024, "Mooncake: A KVCache-centric Disaggregated Architecture
+for LLM Serving", whose public traces have this format.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from support.cli import CommandLine, whole_number
+from support.figures import figure
+from support.files import write_csv
+from support.radix_tree import RadixTree
+from support.tables import table
+
+BLOCK = 512  # tokens in a block of a trace
+LLAMA_70B = 2 * 80 * 8 * 128 * 2  # bytes of a token: 80 layers, 8 key-value heads of 128, 16 bits
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of a trace: how many tokens, and the ids of its blocks; equal ids mean equal text up to there."""
+
+    tokens: int
+    blocks: tuple[int, ...]
+
+
+def read_trace(path: Path) -> list[Request]:
+    """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one."""
+    requests = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+                tokens, blocks = entry["input_length"], tuple(entry["hash_ids"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: no input_length and hash_ids ({error})") from error
+            if type(tokens) is not int or not all(type(block) is int for block in blocks):
+                raise ValueError(f"{path}, line {number}: input_length and hash_ids must be whole numbers")
+            if not 0 < tokens <= BLOCK * len(blocks) < tokens + BLOCK:
+                raise ValueError(f"{path}, line {number}: {tokens} tokens don't make {len(blocks)} blocks of {BLOCK}")
+            requests.append(Request(tokens, blocks))
+    if not requests:
+        raise ValueError(f"{path} is empty")
+    return requests
+
+
+def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, float]:
+    """Run the store's index and eviction over a trace, with room for so many blocks; return the shares that were found.
+
+    Of a prompt that is stored whole, the last token still has to be read.
+    """
+    tree, held, hits, found, whole = RadixTree(), 0, 0, 0, 0
+    for request in requests:
+        known = sum(shared for _, shared in tree.match(request.blocks))
+        hits += known
+        found += min(known * BLOCK, request.tokens - 1)
+        whole += known > 0
+        tree.insert(request.blocks)
+        held += len(request.blocks) - known
+        while held > capacity:
+            leaf, keep = tree.oldest(held - int(capacity))
+            tree.cut(leaf, keep)
+            held -= len(leaf.ids) - keep
+        bar.update()
+    blocks, tokens = (sum(sizes) for sizes in zip(*((len(r.blocks), r.tokens) for r in requests), strict=True))
+    return {"blocks": hits / blocks, "tokens": found / tokens, "requests": whole / len(requests)}
+
+
+def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
+    """Print, write and draw the hit rates of a trace over capacities, and those of a cache without limit."""
+    requests = read_trace(path)
+    out.mkdir(parents=True, exist_ok=True)
+    unique = len({block for request in requests for block in request.blocks})
+    if not capacities:
+        capacities = [size for size in (500 * 2**i for i in range(30)) if size < unique] or [max(1, unique // 2)]
+    sizes = [*sorted(capacities), float("inf")]
+    print(f"{path.name}: {len(requests):,} requests, {sum(r.tokens for r in requests):,} tokens in "
+          f"{sum(len(r.blocks) for r in requests):,} blocks of {BLOCK}, {unique:,} of them different\n")  # fmt: skip
+    begun = time.perf_counter()
+    with tqdm(total=len(requests) * len(sizes), desc="replay", leave=False) as bar:
+        rates = {size: hit_rates(requests, size, bar) for size in sizes}
+    seconds, rows, cells = time.perf_counter() - begun, [], []
+    for size, rate in rates.items():
+        blocks, label = (unique, "no limit") if size == float("inf") else (int(size), int(size))
+        rows.append([label, blocks * BLOCK, blocks * BLOCK * LLAMA_70B / 1e9, *rate.values()])
+        cells.append([f"{label:,}" if size < float("inf") else label, f"{rows[-1][1]:,}", f"{rows[-1][2]:,.0f}",
+                      *(f"{share:.1%}" for share in rate.values())])  # fmt: skip
+    print(table(["capacity, blocks", "tokens", "GB at 70B", "blocks found", "tokens found", "requests with a hit"],
+                cells))  # fmt: skip
+    print(f"\n{seconds / len(sizes):.2f} s per capacity. 70B: {LLAMA_70B:,} bytes a token (80 layers, 8 key-value "
+          "heads of 128, 16 bits). The order of requests counts, their times don't.")  # fmt: skip
+    header = ["capacity_blocks", "tokens", "gigabytes_70b", "block_hit_rate", "token_hit_rate", "request_hit_rate"]
+    write_csv(out / f"replay_{path.stem}.csv", header, rows)
+    draw(path.stem, rates, unique, out)
+    print(f"Written to {out}")
+
+
+def draw(name: str, rates: dict[float, dict[str, float]], unique: int, out: Path) -> None:
+    """Draw hit rates against capacity."""
+    finite = [size for size in rates if size != float("inf")]
+
+    def curves(axes: Any) -> None:
+        for key, style in (("tokens", "o-"), ("blocks", "s--")):
+            axes.plot(finite, [100 * rates[size][key] for size in finite], style, label=f"{key}", markersize=4)
+        axes.axhline(100 * rates[float("inf")]["tokens"], color="grey", linestyle=":", label="no limit (tokens)")
+        axes.set_xscale("log", base=2)
+
+    figure(out / f"replay_{name}.png", curves, title=f"{name}: what is found in the cache",
+           xlabel=f"capacity in blocks of {BLOCK} tokens ({unique:,} different ones in the trace)", ylabel="% found",
+           ylim=(0, None))  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    cli = CommandLine(__doc__, "python3 -m studies.replay trace.jsonl --quick")
+    cli.add_argument("trace", metavar="TRACE", help="a JSON object a line, with input_length and hash_ids")
+    cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N",
+                     help="capacities, in blocks of 512 tokens; default: 500, doubled again and again")
+    cli.add_argument("--quick", action="store_true", help="three capacities only: 500, 4,000, 32,000")
+    cli.add_argument("--out", default="results/recycle", metavar="FOLDER", help="where the table and the figure go")
+    with cli.parse(argv) as args:
+        replay(Path(args.trace), args.blocks or ([500, 4000, 32000] if args.quick else None), Path(args.out))
+
+
+if __name__ == "__main__":
+    main()

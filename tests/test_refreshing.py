@@ -1,0 +1,365 @@
+"""studies/refreshing*.py: figures of made-up texts and clocks, verdicts by their figures, and a whole run."""
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_bounded_cache import SlidingWindowCache
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from load_gpt2_weights import load_tokenizer
+from overfill import Pair, Periodic, Policy, ProbeKL, generate_refreshed, teacher_nats
+from studies import refreshing
+from studies.refreshing_claims import claims, verdict
+from studies.refreshing_signals import firings, mutual_information, simulation, threshold_for
+from studies.refreshing_texts import (
+    Experiment,
+    Size,
+    Writer,
+    Written,
+    by_prompt,
+    figures_of,
+    generate_as_published,
+    ratio,
+    repeated,
+    times,
+)
+from support.statistics import bootstrap
+from tests.helpers import ROOT
+from tests.test_overfill import CONFIG, NARROW, command, model_of, prompts, run
+
+
+@pytest.fixture(scope="module")
+def teacher() -> GPT:
+    return model_of(CONFIG, 0)
+
+
+@pytest.fixture(scope="module")
+def student() -> GPT:
+    return model_of(NARROW, 1)
+
+
+def test_a_threshold_meets_its_budget() -> None:
+    signals = torch.rand(20, 1000, generator=torch.Generator().manual_seed(0))
+    for budget in (2.5, 7.8, 40.0):
+        count = 1000 * firings(signals, threshold_for(signals, budget, 16), 16) / signals.numel()
+        assert 0.8 * budget <= count <= budget
+    with pytest.raises(ValueError, match=r"at most 62.5"):
+        threshold_for(signals, 63, 16)
+    with pytest.raises(ValueError, match="0 refreshes"):
+        threshold_for(signals, 0, 16)
+
+
+def test_firings_are_those_of_a_gate() -> None:
+    signals = torch.tensor([[9, 9, 0, 9, 9, 9, 9, 0, 0, 9.0], [0, 0, 0, 0, 0, 9, 0, 0, 0, 0]])
+    assert firings(signals, 5.0, 1) == 7 + 1
+    assert firings(signals, 5.0, 3) == 3 + 1  # 4, 7 and 10: not before a cooldown from the start
+    assert firings(signals, 10.0, 1) == 0
+
+
+def test_repeated_trigrams() -> None:
+    assert repeated([1, 2, 3, 4]) == 0
+    assert repeated([1, 2, 1, 2, 1, 2]) == pytest.approx(0.5)  # 121 212 121 212
+    assert repeated([1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
+    assert repeated([1]) == 0
+
+
+def test_intervals_are_over_prompts_and_ratios_are_paired() -> None:
+    values = np.array([1.0, 3.0, 5.0, 7.0])
+    assert by_prompt(values, np.array([4, 4, 9, 9])).tolist() == [2.0, 6.0]
+    mean, low, high = bootstrap(np.random.default_rng(0).normal(2.0, 1.0, 400))
+    assert low < 2.0 < high and high - low == pytest.approx(4 * 1.96 / 20 / 2, rel=0.15) and low < mean < high
+    one, other = ({"nats": {8: [x + by for x in (1.0, 2.0, 9.0)]}} for by in (0.1, 0.0))
+    assert ratio(one, other) == pytest.approx([math.exp(0.1)] * 3)  # however much the prompts differ
+
+
+def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
+    for policy in (Policy(), Periodic(4), Periodic(5, window=2, reads="window"), ProbeKL(2.0, every=4, cooldown=4)):
+        plain, _ = run(teacher, student, prompts(3), 30, policy)
+        pair = Pair(teacher, student, prompts(3), lambda: SlidingWindowCache(39))
+        assert torch.equal(torch.cat(list(generate_refreshed(pair, 30, policy)), 1), plain)
+
+
+def test_a_study_measures_what_generate_writes(teacher, student) -> None:
+    lengths = (5, 9, 9)
+    texts = {"test": [prompts(1, n)[0].tolist() for n in lengths]}
+    size = Size(prompts=3, seeds=2, new_tokens=10, timed=1, repeats=1, facts=1, simulations=1)
+    experiment = Experiment({"teacher": teacher, "student": student}, None, texts, size, {})
+    greedy = experiment.write(Writer("", policy=Periodic(4)), 0.0)
+    for row, i in zip(greedy.ids, greedy.prompt, strict=True):
+        ids = torch.tensor([texts["test"][i]])
+        new, pair = run(teacher, student, ids, 10, Periodic(4))
+        assert row.tolist() == new[0].tolist() and pair.counts.tolist() == [2]
+        torch.testing.assert_close(greedy.nats[list(greedy.prompt).index(i)], teacher_nats(teacher, ids, new)[0],
+                                   rtol=1e-3, atol=1e-4)  # fmt: skip
+    assert sorted(greedy.prompt) == [0, 1, 2] and greedy.refreshes.tolist() == [2, 2, 2]
+    assert greedy.teacher_tokens.tolist() == [8, 8, 8]
+    assert sorted(experiment.write(Writer("", "student"), 1.0).prompt) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_study_of_unequal_geometry_is_measured_too(teacher) -> None:
+    other = model_of(replace(CONFIG, n_layer=2, n_head=4, head_dim=8), 3)
+    size = Size(2, 2, 20, 1, 1, 1, 1)
+    experiment = Experiment({"teacher": teacher, "student": other}, None, {"test": prompts(2).tolist()}, size, {})
+    for policy in (Policy(), Periodic(4), Periodic(8, window=3), ProbeKL(1.0, every=8)):
+        written = experiment.write(Writer("", policy=policy), 0.0)
+        for row, ids in zip(written.ids, prompts(2), strict=True):
+            assert row.tolist() == run(teacher, other, ids[None], 20, policy)[0][0].tolist()
+
+
+class Words:
+    """A tokenizer of letters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "ab" * len(ids)
+
+
+def test_figures_of_made_up_texts() -> None:
+    size = Size(2, 2, 80, 1, 1, 1, 1)
+    experiment = Experiment({"teacher": model_of(CONFIG, 0)}, Words(), {"test": [[1], [2]]}, size, {})
+    nats = torch.full((4, 80), 1.0)
+    nats[:, 40:] = 2.0
+    nats[2:, 0] = 5.0  # one slip in 80 tokens of the second prompt: its teacher gives it less than 1%
+    written = Written(torch.arange(320).view(4, 80) % 7, nats, np.array([0, 0, 1, 1]),
+                                 np.array([1, 3, 5, 7]), np.array([10, 10, 30, 30]))  # fmt: skip
+    found = figures_of(experiment, written)
+    assert found["tail_logprob"][0] == pytest.approx(-(10 * 1 + 40 * 2) / 50)  # the last 50
+    assert found["slips"][0] == pytest.approx(0.5 / 80) and found["characters"][0] == 160
+    assert found["refreshes"][0] == 4 and found["teacher_tokens"][0] == 20
+    assert found["repeat_3"][0] == pytest.approx(1 - 7 / 78)
+    assert found["ppl"][0] == pytest.approx(math.exp((1.5 + 1.55) / 2), rel=1e-4)
+    assert found["nats"] == {"32": [1.0, 1.125], "64": [1.375, 1.4375], "80": [1.5, 1.55]}
+
+
+def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def tokens(writer: Writer, ids: Tensor, n: int, **_: object) -> tuple:
+        def generation() -> object:
+            for i in range(n):
+                now[0] += 3.0 if i == 0 else (0.5 if writer.name == "OverFill" else 0.75)
+                yield torch.tensor([[1]])
+
+        return generation(), None
+
+    size = Size(1, 1, 11, timed=1, repeats=2, facts=1, simulations=1)
+    experiment = Experiment({"teacher": model_of(CONFIG, 0)}, None, {"test": [[1, 2]]}, size, {})
+    monkeypatch.setattr(experiment, "tokens", tokens)
+    found = times(experiment, [Writer("OverFill"), Writer("slow")])
+    assert found["OverFill"]["ttft_s"] == 3 and found["OverFill"]["total_s"] == 8
+    assert found["OverFill"]["decode_tps"] == 2 and found["OverFill"]["end_to_end_tps"] == 11 / 8
+    assert found["slow"]["overheads"] == [pytest.approx(10.5 / 8 - 1, abs=1e-4)] * 2
+    assert found["slow"]["by_teacher"] is None
+
+
+def test_gates_meet_their_budgets_where_nothing_refreshes(teacher) -> None:
+    long = [model_of(replace(config, n_ctx=256), seed) for config, seed in ((CONFIG, 0), (NARROW, 1))]
+    texts = {"valid": torch.randint(50, (12, 8), generator=torch.Generator().manual_seed(1)).tolist()}
+    size = Size(12, 1, 240, 1, 1, 1, 1)
+    experiment = Experiment(dict(zip(("teacher", "student"), long, strict=True)), None, texts, size, {})
+    gates = refreshing.calibrated(experiment)
+    for name, budget in (("entropy, 7.8 in 1,000", 7.8), ("entropy, 15.6 in 1,000", 15.6)):
+        signals = experiment.record("student", {"": gates[name].signal}, "valid")[""]
+        rate = 1000 * firings(signals, gates[name].threshold, 16) / signals.numel()
+        assert 0.7 * budget <= rate <= budget
+    probe = gates["probe-KL, 7.8 in 1,000"]
+    signals = experiment.record("student", {"": probe.signal}, "valid")[""][:, 31::32]
+    rate = 1000 * float((signals > probe.threshold).sum()) / (32 * signals.numel())
+    assert 0.7 * 7.8 <= rate <= 7.8
+    assert gates["entropy, 7.8, teacher's next"].teacher_next and "dropout student: entropy, 7.8" not in gates
+
+
+def test_mutual_information_is_what_passes_disagree_on() -> None:
+    sure = torch.tensor([[20.0, 0.0], [0.0, 20.0]])  # two passes, each sure, of different things
+    assert float(mutual_information(sure)) == pytest.approx(1.0, abs=1e-4)
+    unsure = torch.zeros(2, 2)
+    assert float(mutual_information(unsure)) == pytest.approx(0.0, abs=1e-6)
+    one_sided = torch.tensor([[90.0, 0.0], [90.0, 0.0]])  # a probability of 0
+    assert float(mutual_information(one_sided)) == pytest.approx(0.0, abs=1e-6)
+
+
+def made_up_record(**ppl: float) -> dict:
+    """A record in which every way's perplexity is given, 2 unless it is, with narrow intervals."""
+    noise = np.random.default_rng(0).normal(0, 0.01, 40)
+    names = ["teacher", "OverFill", "student", "periodic, 256", "periodic, 128", "periodic, 64", "periodic, 16",
+             "periodic, 64, all read", "speculative, 8", "entropy, 2.5 in 1,000",
+             "dropout student: MC dropout, 7.8", "dropout student: entropy, 7.8"]  # fmt: skip
+    ways = {}
+    for name in names:
+        mean = ppl.get(name.replace(", ", "_").partition(" ")[0], 2.0)
+        nats = (math.log(mean) + noise).tolist()
+        at = [{"tokens": 8.0, "seconds": 0.01}, {"tokens": 8.0, "seconds": 0.01}]
+        ways[name] = {"sampled": {"ppl": [mean] * 3, "nats": {"320": nats}},
+                      "times": {"decode_tps": 100.0, "overheads": (noise + 0.1).tolist(), "by_length": at}}  # fmt: skip
+    signal = {"area": [0.7, 0.6, 0.8], "above_entropy": [-0.2, -0.1]}
+    signals = ("entropy", "MC dropout, U(t)", "MC dropout, mutual information")
+    return {
+        "tokens": 320, "ways": ways, "dropout_student": "dropout",
+        "simulation": {"fires": {"source": {"entropy": [], "variance": [112]}}},
+        "ambiguous": {"source": {"entropy": 1.0, "variance": 0.0}},
+        "signals": {"dropout": dict.fromkeys(signals, signal)},
+    }  # fmt: skip
+
+
+def verdicts(record: dict) -> dict[str, str]:
+    return {claim["claim"]: claim["verdict"] for claim in claims(record)}
+
+
+def test_verdicts_follow_the_figures() -> None:
+    order, more, reach = "perplexity: teacher <", "the more refreshes", "two or three refreshes"
+
+    def found(record: dict, start: str) -> str:
+        return next(v for claim, v in verdicts(record).items() if claim.startswith(start))
+
+    good = {"teacher": 1.5, "student": 3.0, "periodic_256": 1.9, "periodic_128": 1.8, "periodic_64": 1.7}
+    assert found(made_up_record(**good, **{"entropy_2.5": 1.7}), order) == "HOLDS"
+    assert found(made_up_record(**good), more) == "HOLDS"
+    assert found(made_up_record(**good, **{"entropy_2.5": 1.7}), reach) == "HOLDS"
+    assert found(made_up_record(**good, **{"entropy_2.5": 1.9}), reach) == "DOES NOT HOLD"
+    assert found(made_up_record(**{**good, "student": 1.8}), order) == "DOES NOT HOLD"
+    assert found(made_up_record(teacher=2.5, student=3.0), order) == "DOES NOT HOLD"
+    assert found(made_up_record(teacher=1.5), order) == "NOT SHOWN"  # OverFill and student are the same
+    assert found(made_up_record(periodic_64=2.2), more) == "DOES NOT HOLD"
+    assert found(made_up_record(periodic_256=1.7, periodic_128=1.9, periodic_64=1.8), more) == "NOT SHOWN"
+    assert found(made_up_record(), reach) == "NOT SHOWN"  # nothing is better than none: there is nothing to reach
+    record = made_up_record()
+    assert found(record, "and take less time") == "NOT SHOWN" and found(record, "a speculative") == "HOLDS"
+    assert found(record, "a periodic") == "DOES NOT HOLD" and found(record, "OverFill decodes") == "HOLDS"
+    record["ways"]["entropy, 2.5 in 1,000"]["times"]["overheads"] = [0.05, 0.06]
+    record["ways"]["periodic, 64"]["times"] |= {"overheads": [0.15, 0.17], "by_length": [
+        {"tokens": 8.0, "seconds": 0.01}, {"tokens": 80.0, "seconds": 0.1}]}  # fmt: skip
+    record["ways"]["speculative, 8"]["times"]["overheads"] = [0.3, 0.31]
+    record["ways"]["student"]["times"]["decode_tps"] = 120.0
+    assert found(record, "and take less time") == "HOLDS" and found(record, "a periodic") == "HOLDS"
+    assert found(record, "bursts of 8") == found(record, "OverFill decodes") == "DOES NOT HOLD"
+    assert found(record, "simulated") == "HOLDS" and found(record, "a real model") == "DOES NOT HOLD"
+    record["signals"]["dropout"]["MC dropout, U(t)"] = {"area": [0.9, 0.8, 1.0], "above_entropy": [0.1, 0.2]}
+    record["ambiguous"]["source"] = {"entropy": 1.0, "variance": 0.2}
+    assert found(record, "a real model") == "HOLDS" and found(record, "simulated") == "DOES NOT HOLD"
+
+
+def test_the_recorded_cache_error_is_nothing_after_each_refresh() -> None:
+    record = json.loads((ROOT / "studies" / "refreshing" / "summary.json").read_text())
+    for name, every in (("periodic, 64", 64), ("speculative, 8", 8)):
+        errors = record["cache"][name]["error"]
+        assert all((error < 1e-4) == (t % every == 0) for t, error in enumerate(errors, 1))
+
+
+def test_the_source_s_code_moves_every_entry_by_one_token(teacher, student) -> None:
+    ids = prompts()
+    options = {"temperature": 0.0, "generator": None}
+    same = torch.cat(list(generate_as_published(teacher, teacher, ids, 20, 8, KVCache, **options)), 1)
+    plain = torch.cat(list(generate(teacher, ids, 20)), 1)
+    assert not torch.equal(same, plain)  # with a teacher for a student it should make no difference
+    cache = KVCache()
+    teacher(torch.cat([ids, ids[:, -1:]], 1)[:, :9], cache)
+    assert int(same[0, 0]) == int(teacher(ids[:, -1:], cache)[0, -1].argmax())
+
+
+def test_the_error_of_the_cache_falls_to_the_refreshed_part(teacher, student) -> None:
+    size = Size(prompts=2, seeds=1, new_tokens=20, timed=1, repeats=1, facts=1, simulations=1)
+    experiment = Experiment({"teacher": teacher, "student": student}, None, {"test": prompts(2).tolist()}, size, {})
+    writers = [Writer(name, policy=policy) for name, policy in
+            (("none", Policy()), ("every 5", Periodic(5)), ("every 1", Periodic(1)))]  # fmt: skip
+    found = refreshing.cache_errors(experiment, writers, 2)
+    none, five, one = (found[writer.name]["error"] for writer in writers)
+    assert none == sorted(none) and none[0] > 0.01
+    assert [e < 1e-5 for e in five] == [t % 5 == 0 for t in range(1, 21)]
+    assert max(one) < 1e-5
+    assert found["none"]["kl"][0] == found["every 5"]["kl"][0]  # one text for all
+
+
+def test_the_simulation_is_the_sources() -> None:
+    found = simulation()
+    phases = found["phases"]
+    assert [phases[name]["steps"] for name in ("conf", "drift", "post", "alea")] == [150, 100, 50, 100]
+    source = {"conf": (0.0096, 0.0001), "drift": (8.1466, 0.0028), "post": (0.0096, 0.0001), "alea": (8.5172, 0.0001)}
+    for name, (bits, variance) in source.items():
+        assert phases[name]["mean_entropy"] == pytest.approx(bits, rel=0.02)
+        assert round(phases[name]["mean_variance"], 4) == pytest.approx(variance, abs=1e-9)
+    levels = found["thresholds"]["source"]
+    assert round(levels["entropy"], 4) == 8.5172 and round(levels["variance"], 6) == 0.000096
+    assert found["fires"]["source"]["variance"][:3] == [112, 144, 176]
+    ambiguous = {name: [t for t in steps if 250 <= t < 350] for name, steps in found["fires"]["same rule"].items()}
+    assert not ambiguous["variance"] and ambiguous["entropy"]
+
+
+def test_verdicts_have_three_values() -> None:
+    assert verdict(True, False) == verdict(True) == "HOLDS"
+    assert verdict(False) == verdict(False, True) == "DOES NOT HOLD"
+    assert verdict(False, False) == "NOT SHOWN"
+
+
+# --- End to end ------------------------------------------------------------------------------------------------------
+
+
+def study(*words: object) -> str:
+    """Return what a short run of the study prints, by the door of overfill.py."""
+    status, out, err = command("study", "--quick", "--max-new-tokens", "40", *map(str, words))
+    assert status == 0, err
+    return out
+
+
+@pytest.mark.slow
+def test_a_run_writes_its_tables_and_figures_and_the_same_ones_again(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    printed = study("--out", out)
+    names = {"summary.json", "quality.csv", "times.csv", "cache.csv", "simulation.csv", "cache_error.png",
+             "divergence.png", "quality.png", "simulation.png"}  # fmt: skip
+    assert {path.name for path in out.iterdir()} == names
+    for part in ("sampled: temperature 1", "greedy", "times: ", "students by what", "by tokens of the prompt",
+                 "what the signals say", "simulated: ", "What is claimed:"):  # fmt: skip
+        assert part in printed
+    record = json.loads((out / "summary.json").read_text())
+    assert {claim["verdict"] for claim in record["claims"]} <= {"HOLDS", "DOES NOT HOLD", "NOT SHOWN"}
+    assert all(claim["claim"] in printed for claim in record["claims"])
+    ways = record["ways"]
+    assert ways["teacher"]["sampled"]["ppl"][0] < ways["OverFill"]["sampled"]["ppl"][0]
+    assert ways["periodic, 16"]["greedy"]["refreshes"][0] == 2  # after 16 and 32 of 39
+    assert ways["speculative, 8"]["greedy"]["teacher_tokens"][0] == 32
+    assert {r["tokens"] for r in ways["speculative, 8"]["times"]["by_length"]} == {8}
+    read = [r["tokens"] for r in ways["periodic, 64, all read"]["times"]["by_length"]]
+    assert read == sorted(read)
+    study("--out", tmp_path / "again")
+    assert (tmp_path / "again" / "quality.csv").read_bytes() == (out / "quality.csv").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_measures_unequal_models_too(tmp_path: Path) -> None:
+    from pocket.train import export
+
+    export(model_of(replace(GPTConfig(), vocab_size=1536, n_ctx=512, n_layer=2, n_head=2, n_embd=32), 0), tmp_path)
+    (tmp_path / "tokenizer.tiktoken").write_bytes((ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes())
+    out = tmp_path / "out"
+    assert "doesn't fit" in study("--student", tmp_path, "--out", out)
+    record = json.loads((out / "summary.json").read_text())
+    assert "cache" not in record and "as published, every 8" not in record["ways"]
+    assert record["ways"]["speculative, 8"]["greedy"]["teacher_tokens"][0] == 0
+    said = {claim["claim"]: claim["figures"] for claim in record["claims"]}
+    assert "reads nothing" in said["a speculative refresh costs the same however long the text"]
+
+
+@pytest.mark.slow
+def test_a_run_measures_models_of_any_tokenizer_on_prompts_of_ones_own(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    try:
+        load_tokenizer("gpt2")
+    except OSError:
+        pytest.skip("tiktoken can't load GPT-2's tokenizer here")
+    for name, inner in (("teacher", 256), ("student", 128)):
+        config = transformers.GPT2Config(n_positions=64, n_embd=64, n_layer=3, n_head=4, n_inner=inner)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
+    rows = "".join(f"Once there was a {word} of many words\n" for word in "abcdefgh")
+    (tmp_path / "prompts.csv").write_text("prompt\n" + rows)
+    study("--teacher", tmp_path / "teacher", "--student", tmp_path / "student", "--prompts", tmp_path / "prompts.csv",
+          "--out", tmp_path)  # fmt: skip
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert record["measured_prompts"] == 6 and "lengths" not in record
+    assert "MC dropout, U(t)" in record["signals"]["student"]  # GPT-2's config says 0.1
