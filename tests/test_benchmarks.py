@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import benchmarks.__main__ as bench
-from benchmarks import contenders, scale
+from benchmarks import contenders, peers, runners, scale
 from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, Static, timed
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model
@@ -76,7 +76,7 @@ def test_bytes_are_those_of_the_formula(folder: Path) -> None:
 
 def test_weights_reach_the_names_of_llms_from_scratch(folder: Path) -> None:
     gpt2 = pytest.importorskip("llms_from_scratch.kv_cache.gpt2")
-    runner = contenders.FromScratch(folder, "cpu", gpt2, own_cache=False)
+    runner = peers.FromScratch(folder, "cpu", gpt2, own_cache=False)
     ids = prompt()
     with torch.no_grad():
         expected = load_model(str(folder), model_class=GPT)(ids)
@@ -93,10 +93,10 @@ def test_int8_is_near(folder: Path) -> None:
     assert type(runner.model.h[0].attn.c_attn).__module__.startswith("torch.ao")
 
 
-def ctranslate2(folder: Path, compute_type: str) -> contenders.CTranslate2:
+def ctranslate2(folder: Path, compute_type: str) -> peers.CTranslate2:
     for package in ("ctranslate2", "transformers"):
         pytest.importorskip(package)
-    return contenders.CTranslate2(folder, compute_type)
+    return peers.CTranslate2(folder, compute_type)
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_ctranslate2_in_int8_is_near(folder: Path) -> None:
 
 
 def test_a_missing_package_is_said_with_its_command() -> None:
-    contender = contenders.Contender("x", lambda f, d, p: contenders.Runner(), "json no_such_package")
+    contender = contenders.Contender("x", lambda f, d, p: runners.Runner(), "json no_such_package")
     assert bench.available(contender, "cpu", None) == "not installed: python3 -m pip install no_such_package"
 
 
@@ -194,17 +194,17 @@ def test_runners_are_what_their_names_say(folder: Path) -> None:
 @pytest.mark.slow
 def test_what_an_ablation_undoes_changes_the_time_only(folder: Path) -> None:
     with torch.no_grad():
-        for name, undo in contenders.ablations().items():
+        for name, undo in runners.ablations().items():
             model = load_model(str(folder), model_class=GPT)
             before = model(prompt())
             undo(model)
             torch.testing.assert_close(model(prompt()), before, rtol=1e-4, atol=1e-4, msg=name)
     layout = load_model(str(folder), model_class=GPT)
     stride = layout.h[0].attn.c_attn.weight.stride()
-    contenders.ablations()["weights stored (out, in), as nn.Linear does"](layout)
+    runners.ablations()["weights stored (out, in), as nn.Linear does"](layout)
     assert layout.h[0].attn.c_attn.weight.stride() == (1, 64) != stride
     assert layout.wte.weight.stride() == (1, 300)
-    contenders.ablations()["the head's weights row by row"](layout)
+    runners.ablations()["the head's weights row by row"](layout)
     assert layout.wte.weight.stride() == (64, 1)
 
 
@@ -224,7 +224,7 @@ def test_what_an_ablation_undoes_is_undone(name: str, changed: str, folder: Path
 
     model = load_model(str(folder), model_class=GPT)
     before = calls(model)
-    contenders.ablations()[name](model)
+    runners.ablations()[name](model)
     after = calls(model)
     assert after[changed] > before[changed]
     assert {k: v for k, v in after.items() if k != changed} == {k: v for k, v in before.items() if k != changed}
@@ -353,7 +353,7 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
     result = command("--ablate", "--model", "pocket", "--lengths", "24", "--turns", "1", "--out", str(tmp_path))
     assert result.returncode == 0 and "logits of all positions" in result.stdout
     record = json.loads((tmp_path / "ablation.json").read_text())
-    assert set(record["without"]) == {*contenders.ablations()} and record["different"] == []
+    assert set(record["without"]) == {*runners.ablations()} and record["different"] == []
     assert sum(record["first_token"].values()) == pytest.approx(1)
     assert next(iter(record["first_token"])) == "products with weights" and record["first_token"]["attention"] > 0.01
 

@@ -33,6 +33,7 @@ from tests.test_equivalence import (
     randomize,
 )
 
+pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 SMALL = GPTConfig(vocab_size=50, n_ctx=24, n_layer=3, n_head=2, n_embd=20, head_dim=5)
 SMALL_BCT = BCTConfig(**vars(SMALL), slots=4, recent=3)
 

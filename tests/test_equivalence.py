@@ -15,6 +15,7 @@ import gpt_baseline
 import gpt_kv_cache
 from gpt_kv_cache import KVCache
 
+pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 # Largest difference of logits, relative to their largest size: sums are taken in another order when a text is fed in
 # other chunks, so the last bits differ. fp32 has 24 of them, fp16 11 and bf16 8.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -379,16 +380,3 @@ def test_dropout_acts_in_training_only_and_gradients_are_finite() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     model.eval()
     assert torch.equal(model(ids), model(ids))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equivalence_on_a_gpu(dtype: torch.dtype) -> None:
-    pair = model_pair(5, vocab_size=99, n_ctx=64, n_layer=3, n_head=4, n_embd=32)
-    baseline, cached = (model.to("cuda", dtype) for model in pair)
-    ids = torch.randint(99, (2, 64), device="cuda")
-    with torch.no_grad():
-        assert_close(feed_in_chunks(cached, ids, [1, 9, 40], KVCache()), baseline(ids), dtype)
-    if dtype == torch.float32:
-        got = torch.cat(list(gpt_kv_cache.generate(cached, ids[:, :5], 150)), dim=1)
-        assert torch.equal(got, torch.cat(list(gpt_baseline.generate(baseline, ids[:, :5], 150)), dim=1))

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from tests.test_equivalence import assert_close, check_any_feeding, failing, parts_of, randomize
 
+pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 CONFIG = GPTConfig(vocab_size=50, n_ctx=24, n_layer=3, n_head=2, n_embd=20, head_dim=5)
 
 
