@@ -1,7 +1,7 @@
-"""When reuse pays: the time to the first token, cold and with a part of the prompt stored, by where it
-is stored. Without --model at GPT-2 124M's geometry, with random weights: times don't depend on them.
+"""When reuse pays: the time to the first token, cold and with a part of the prompt stored.
 
-All times are medians of runs in turn, in one process.
+Without --model at GPT-2 124M's geometry, with random weights: times don't depend on them. All times
+are medians of runs in turn, in one process.
 """
 
 from __future__ import annotations

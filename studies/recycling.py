@@ -1,5 +1,6 @@
-"""What reusing KV caches across prompts saves: the paper's experiment, its claims, and which index
-finds what. `recycle.py` shows its first part; all times are medians of runs in turn, in one process.
+"""The KV recycling paper's experiment: what reusing caches across prompts saves, and its claims.
+
+`recycle.py` shows a part of it. All times are medians of runs in turn, in one process.
 
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
