@@ -63,7 +63,7 @@ from support.files import write_atomically
 from support.statistics import bootstrap, kl
 
 FULL = Size(prompts=50, seeds=3, new_tokens=320, timed=4, repeats=4, facts=200, simulations=20)
-QUICK = Size(prompts=6, seeds=1, new_tokens=72, timed=1, repeats=1, facts=10, simulations=3)
+QUICK = Size(prompts=5, seeds=1, new_tokens=72, timed=1, repeats=1, facts=8, simulations=3)
 
 
 # --- What is compared -----------------------------------------------------------------------------------------------
