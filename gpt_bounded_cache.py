@@ -162,7 +162,7 @@ class SlidingWindowCache(KVCache):  # RING
         ring = last - (last - slot) % (self.window + 1)  # RING
         return torch.where(slot < self.sinks, slot, ring)  # RING
 
-    def visible(self, k_pos: Tensor, pos: Tensor) -> Tensor:  # RING
+    def visible(self, k_pos: Tensor, pos: Tensor | int) -> Tensor:  # RING
         """Return which keys at k_pos (S,) a query at pos sees: (S,), or (T, S) for pos (T, 1)."""
         return (k_pos <= pos) & ((k_pos > pos - self.window) | (k_pos < self.sinks))  # RING
 
@@ -188,9 +188,9 @@ class SlidingWindowCache(KVCache):  # RING
             k_pos = self.held(n + T)  # RING
         else:  # RING  read before writing: the first new token sees what the last one evicts
             self.pending[layer:] = [kv.detach()]  # RING
-            seen = self.visible(self.pos, pos[0])  # RING  not what a failed pass left
+            seen = self.visible(self.pos, n)  # RING  not what a failed pass left
             kv = torch.cat([ring[..., : len(seen), :][..., seen, :], kv], dim=3)  # RING
-            k_pos = torch.cat([self.pos[seen], pos])  # RING
+            k_pos = torch.cat([self.pos[seen].to(pos), pos])  # RING
         return kv[0], kv[1], self.visible(k_pos.to(pos), pos[:, None])  # RING
 
     def commit(self, pos: Tensor) -> None:  # RING
