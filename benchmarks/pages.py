@@ -61,12 +61,15 @@ def standing() -> str:
     lines += [f"All that compute in float32 with full attention write the same tokens{different}.", ""]
     failed = [why for why in record["absent"].values() if "failed" in why]
     lines += [f"Not measured: {'; '.join(failed)}.", ""] if failed else []
-    both = [two["rows"]["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
-    lines += [f"With two threads ([all figures]({other.relative_to(HERE)}/summary.json)) the roofline is "
-              f"{two['roofline_ms']:.1f} ms; `gpt_kv_cache.py` writes "
-              f"{', '.join(format(x['tokens_per_s'], '.1f') for x in both)} tokens/s after "
-              f"{', '.join(map(str, lengths))}, {min(x['of_roofline'] for x in both):.2f} to "
-              f"{max(x['of_roofline'] for x in both):.2f} of it.", ""]  # fmt: skip
+    lines += [f"With two threads ([{two['date']}]({other.relative_to(HERE)}/summary.json)) reading the weights takes "
+              f"{two['roofline_ms']:.1f} ms:", "",
+              "| | " + " | ".join(f"tokens/s after {T:,}" for T in lengths) + f" | first token of {last:,} |",
+              "|---|" + "---|" * (len(lengths) + 1)]  # fmt: skip
+    for name, r in two["rows"].items():
+        cells = [f"{x['tokens_per_s']:.1f} ({x['decode_ratio']:.2f})" for x in (r[f"{one} x {T}"] for T in lengths)]
+        long = r[f"{one} x {last}"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {long['first_ms']:,.0f} ms ({long['first_ratio']:.2f}) |")
+    lines.append("")
     for r in (record, two):
         if r["disturbed"]:
             lines += [f"The machine was disturbed while {r['threads']} thread{'s' * (r['threads'] > 1)} ran: "
