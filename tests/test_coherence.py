@@ -7,6 +7,7 @@ import torch
 
 from gpt_kv_cache import GPT, GPTConfig
 from pocket import coherence, corpus, train
+from pocket.sentences.stories import THREADS
 
 STORY = """\
 Halek lived in Tolben, the town on the Tamble. One misty day in May, he and his sister Belessa packed for a long walk. \
@@ -58,7 +59,7 @@ def test_every_value_that_is_changed_where_a_thread_is_paid_back_is_a_fault() ->
         prose, v, threads = corpus.tell(corpus.Pen("test", f"told {i}"), mute=False)
         early, late = prose.rsplit("\n", 1)
         for thread in threads:
-            value = corpus.THREADS[thread].format(**v)
+            value = THREADS[thread].format(**v)
             wrong = {"promise": "forty", "count": "forty", "owner": "Quirin"}.get(thread, "unheard")
             told = re.sub(rf"\b{value}\b", wrong, late, flags=re.IGNORECASE)
             if told != late:
