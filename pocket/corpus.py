@@ -13,8 +13,6 @@ that training also uses. Their prose is worded as in training, so that perplexit
 makes of new names and things rather than how it likes a new phrase.
 """
 
-import argparse
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ if __name__ == "__main__":
 from pocket.sentences import articles, dialogues, explanations, lists, nouns, stories
 from pocket.sentences.templates import Bank
 from pocket.sentences.world import ASKS, CREATURE_FACTS, CREATURES, FOLLOWS, SAYS, TOWN_FACTS, TOWNS
+from support.cli import CommandLine, whole_number
 
 SPLITS = ("train", "valid", "test")
 
@@ -547,29 +546,16 @@ def repeated_lists(split: str, n: int, seed: int = 0) -> list[tuple[str, str]]:
     return [recite(Pen(split, f"{seed}/{split}/list/{i}"))[:2] for i in range(n)]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def main() -> None:
-    parser = _Parser(description="Print documents of the corpus with their kinds.",
-                     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                     epilog="example: python pocket/corpus.py --split valid --n 3 --seed 0")
-    parser.add_argument("--split", default="train", help="train, valid or test")
-    parser.add_argument("--n", type=int, default=3, help="number of documents")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the corpus")
-    parser.add_argument("--start", type=int, default=0, help="index of the first document")
-    args = parser.parse_args()
-    if args.n < 1:
-        parser.error(f"--n must be 1 or more, got {args.n}")
-    try:
+def main(argv: list[str] | None = None) -> None:
+    cli = CommandLine("Print documents of the corpus with their kinds.",
+                      example="python pocket/corpus.py --split valid --n 3 --seed 0")
+    cli.add_argument("--split", default="train", choices=SPLITS, help="training or held-out text")
+    cli.add_argument("--n", type=whole_number(1), default=3, metavar="N", help="number of documents")
+    cli.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the corpus")
+    cli.add_argument("--start", type=whole_number(0), default=0, metavar="N", help="index of the first document")
+    with cli.parse(argv) as args:
         for i, doc in enumerate(documents(args.split, args.n, args.seed, args.start), args.start):
             print(f"--- {args.split} {i}: {doc.kind}, {len(doc.text)} characters\n{doc.text}\n", flush=True)
-    except ValueError as error:
-        parser.error(str(error))
-    except BrokenPipeError:  # the reader has seen enough; give Python's own last flush nowhere to fail
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
