@@ -38,7 +38,7 @@ from overfill import (
     threshold_for,
     with_dropout,
 )
-from pocket.train import Student
+from pocket.pruning import Student
 from studies import refreshing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -873,7 +873,7 @@ def test_models_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_measures_unequal_models_too(tmp_path: Path) -> None:
-    from pocket.train import export
+    from pocket.checkpoints import export
 
     export(model_of(replace(GPTConfig(), vocab_size=1536, n_ctx=512, n_layer=2, n_head=2, n_embd=32), 0), tmp_path)
     (tmp_path / "tokenizer.tiktoken").write_bytes((ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes())
@@ -890,7 +890,7 @@ def test_a_run_measures_unequal_models_too(tmp_path: Path) -> None:
 def test_unequal_geometry_is_said(tmp_path: Path) -> None:
     result = command("write", "--teacher", "pocket-student", "--student", "pocket", "--max-new-tokens", "5")
     assert result.returncode == 0 and "doesn't fit" not in result.stdout  # they fit both ways
-    from pocket.train import export
+    from pocket.checkpoints import export
 
     export(model_of(replace(GPTConfig(), vocab_size=1536, n_ctx=512, n_layer=2, n_head=2, n_embd=32), 0), tmp_path)
     (tmp_path / "tokenizer.tiktoken").write_bytes((ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes())

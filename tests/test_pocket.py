@@ -8,7 +8,7 @@ import torch
 
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import corpus, train
+from pocket import corpus, evaluation
 
 FOLDER = Path(__file__).resolve().parent.parent / "pocket" / "teacher"
 FIGURES = json.loads((FOLDER / "figures.json").read_text())
@@ -51,17 +51,17 @@ def test_end_of_text_is_the_last_token(tokenizer, model: GPT) -> None:
 
 
 def test_gates_hold_for_what_was_recorded() -> None:
-    assert train.failed_gates(FIGURES) == []
+    assert evaluation.failed_gates(FIGURES) == []
 
 
 def test_recorded_figures_are_those_of_the_weights(model: GPT, tokenizer) -> None:
     closed_book = corpus.closed_book_questions("test")[::6]
-    nats, share = train.answers(model, tokenizer, closed_book)
+    nats, share = evaluation.answers(model, tokenizer, closed_book)
     assert share > 0.9 and nats < 2 * FIGURES["closed_book_nats"] + 0.1
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 60)]
-    nats, _ = train.continuation_loss(model, tokenizer, documents)
+    nats, _ = evaluation.continuation_loss(model, tokenizer, documents)
     assert torch.tensor(nats).exp().item() == pytest.approx(FIGURES["perplexity"], rel=0.1)
-    first, second = train.continuation_loss(model, tokenizer, corpus.repeated_lists("test", 20))
+    first, second = evaluation.continuation_loss(model, tokenizer, corpus.repeated_lists("test", 20))
     assert first == pytest.approx(FIGURES["list_first_nats"], rel=0.2) and second < 0.2 * first
 
 

@@ -8,8 +8,8 @@ import torch
 
 from gpt_bounded_cache import BCT, GPT, BoundedMemory, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import corpus, train
-from pocket.train import Windowed
+from pocket import ablation, corpus, evaluation, recipes
+from pocket.evaluation import Windowed
 
 FOLDER = Path(__file__).resolve().parent.parent / "pocket" / "bct"
 FIGURES = json.loads((FOLDER / "figures.json").read_text())
@@ -31,7 +31,8 @@ def test_it_beats_the_windows_of_equal_bytes_where_memory_counts() -> None:
     bct = FIGURES["bct"]
     for other in ("window", "sinks"):
         assert bct["perplexity"] < FIGURES[other]["perplexity"] and bct["recall_nats"] < FIGURES[other]["recall_nats"]
-    assert FIGURES["window"]["tokens"] == train.window_of_equal_bytes(load_model("pocket-bct", model_class=BCT).config)
+    config = load_model("pocket-bct", model_class=BCT).config
+    assert FIGURES["window"]["tokens"] == evaluation.window_of_equal_bytes(config)
 
 
 def test_recorded_figures_are_those_of_the_weights(model: BCT) -> None:
@@ -40,9 +41,9 @@ def test_recorded_figures_are_those_of_the_weights(model: BCT) -> None:
     n = FIGURES["window"]["tokens"]
     windows = {"window": Windowed(plain, n), "sinks": Windowed(plain, n - 4, 4)}
     for key, memory in {"bct": model, "full": plain, **windows}.items():
-        nats, _ = train.continuation_loss(memory, tokenizer, documents)
+        nats, _ = evaluation.continuation_loss(memory, tokenizer, documents)
         assert torch.tensor(nats).exp().item() == pytest.approx(FIGURES[key]["perplexity"], rel=0.15)
-        nats, _ = train.answers(memory, tokenizer, corpus.recall_questions("test", 60))
+        nats, _ = evaluation.answers(memory, tokenizer, corpus.recall_questions("test", 60))
         assert nats == pytest.approx(FIGURES[key]["recall_nats"], rel=0.35)
 
 
@@ -75,7 +76,7 @@ def test_the_plain_files_refuse_it_in_one_sentence() -> None:
 
 
 def test_ablation_has_all_rows_and_finds_what_the_recipe_uses() -> None:
-    assert len(ABLATION) == 3 + len(train.ABLATION)
+    assert len(ABLATION) == 3 + len(ablation.ABLATION)
     ours = ABLATION["+ the last 8 tokens kept exactly, 24 slots"]
     assert ours["perplexity"] == min(row["perplexity"] for row in ABLATION.values() if row["steps"] == ours["steps"])
 
@@ -87,7 +88,7 @@ def test_card_is_that_of_the_figures() -> None:
 
 
 def test_recipe_is_the_one_of_the_card() -> None:
-    plain = load_model("pocket", model_class=train.GPT).config
-    recipe = train.distillation("pocket", plain, train.STEPS["bct"], **train.MEMORY)
+    plain = load_model("pocket", model_class=GPT).config
+    recipe = recipes.distillation("pocket", plain, recipes.STEPS["bct"], **recipes.MEMORY)
     assert recipe.config == load_model("pocket-bct", model_class=BCT).config
     assert f"{recipe.phases[0].steps:,} steps" in (FOLDER / "README.md").read_text()
