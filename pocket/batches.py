@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from load_gpt2_weights import load_tokenizer, read_tokenizer
 from pocket import corpus
-from pocket.recipes import Distillation, Phase, Pruning, Recipe
-from pocket.tokenizer import TOKENIZER
+from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, phase_at
 
 
 def rank() -> int:
@@ -58,9 +56,7 @@ def lists_batch(phase: Phase, vocabulary: int, progress: float, generator: torch
 class Corpus:
     """The tokens of the training documents, <|endoftext|> after each; where each document starts; what is an answer."""
 
-    def __init__(self, documents: int, seed: int, tokenizer: tiktoken.Encoding | None = None,
-                 file: str | None = None) -> None:  # fmt: skip
-        tokenizer = tokenizer or read_tokenizer(TOKENIZER)
+    def __init__(self, documents: int, seed: int, tokenizer: tiktoken.Encoding, file: str | None = None) -> None:
         self.vocabulary = tokenizer.n_vocab
         tokens: list[int] = []
         starts: list[int] = []
@@ -108,9 +104,7 @@ class Corpus:
 
 def text_of(recipe: Recipe) -> Corpus:
     """Return the text that a recipe trains on, in the tokens of its model."""
-    if not isinstance(recipe, Distillation | Pruning):
-        return Corpus(recipe.documents, recipe.seed)
-    return Corpus(recipe.documents, recipe.seed, load_tokenizer(recipe.init), recipe.text)
+    return Corpus(recipe.documents, recipe.seed, recipe.tokenizer, recipe.text)
 
 
 def segment_starts(mode: str, rows: int, T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -128,3 +122,21 @@ def segment_starts(mode: str, rows: int, T: int, generator: torch.Generator) -> 
     offset = first % stride
     start = torch.where(at < offset, 0, offset + (at - offset) // stride * stride)
     return torch.where(stride >= T, prompt, start), torch.ones(rows, T)
+
+
+def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
+    """Return the batch of a step, all processes together."""
+    phase, progress = phase_at(recipe, step)
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    longest = 1.0 if phase.documents else progress
+    rows, weights = lists_batch(phase, recipe.config.vocab_size, longest, generator)
+    if phase.documents:
+        rows, weights = (torch.cat(pair) for pair in zip(text.batch(phase, generator), (rows, weights), strict=True))
+    segments, length = torch.zeros_like(weights, dtype=torch.long), 0
+    if isinstance(recipe, Pruning):
+        segments, counts = segment_starts(recipe.mode, *weights.shape, generator)
+        weights = weights * counts
+    elif isinstance(recipe, Distillation) and step % 2:
+        length = int(torch.randint(1, recipe.phases[0].context, (1,), generator=generator))
+    before = rows.roll(1, dims=0)[:, -1 - length : -1]
+    return Batch(rows, weights / weights.sum(), before, segments)

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_baseline import GPT
-from pocket import corpus
+from load_gpt2_weights import load_model
+from pocket import coherence, corpus
 from pocket.pruning import Student
+from pocket.recipes import Recipe
 from support.statistics import kl
 
 
@@ -114,16 +116,6 @@ def evaluate(model: GPT, tokenizer: tiktoken.Encoding, split: str = "test") -> d
     }
 
 
-def failed_gates(figures: dict[str, float]) -> list[str]:
-    """Return the gates that a model doesn't pass: one that can't copy from its prompt has nothing in its KV cache."""
-    gates = {
-        "copying a name from the prompt costs under 0.1 nats per token": figures["name_nats"] < 0.1,
-        "over 95% of the world's facts are recalled": figures["closed_book_share"] > 0.95,
-        "a list costs under a fifth when repeated": figures["list_second_nats"] < 0.2 * figures["list_first_nats"],
-    }
-    return [gate for gate, passed in gates.items() if not passed]
-
-
 class Windowed(nn.Module):
     """A trained model that sees only a sliding window of its text, and the first `sinks` tokens."""
 
@@ -158,3 +150,51 @@ def divergences(teacher: gpt_kv_cache.GPT, student: Student, tokenizer: tiktoken
         nats = kl(expected, student(rows, cache, start=start.expand_as(rows)))
         found[name] = nats[:, prompt:].mean().item()
     return found
+
+
+def measure(recipe: Recipe, model: nn.Module) -> dict:
+    """Return the figures of a model that was trained on the corpus, beside those of its like."""
+    tokenizer = recipe.tokenizer
+    figures = evaluate(model, tokenizer)
+    if recipe.kind == "teacher":
+        near, far = perplexities(model, tokenizer, "test", [256, 512, recipe.config.n_ctx])
+        writer = gpt_kv_cache.GPT(recipe.config).eval()
+        writer.load_state_dict(model.state_dict())
+        for name, temperature in (("", 0.0), ("sampled_", 0.8)):
+            stories = coherence.write(writer, tokenizer, coherence.openings("test", 200), temperature)
+            figures |= {name + key: share for key, share in coherence.measure(stories)[0].items()}
+        return figures | {"perplexity_before_512": near, "perplexity_after_512": far}
+    if recipe.kind == "student":
+        teacher = load_model(recipe.init, model_class=gpt_kv_cache.GPT)
+        return {"kl": divergences(teacher, model, tokenizer), "student": figures}
+    plain = load_model(recipe.init, model_class=bounded.GPT)
+    if recipe.kind == "rotary":
+        return {"learned": evaluate(plain, tokenizer), "rotary": figures}
+    window = window_of_equal_bytes(recipe.config)
+    return {
+        "bct": figures,
+        "full": evaluate(plain, tokenizer),
+        "window": evaluate(Windowed(plain, window), tokenizer) | {"tokens": window},
+        "sinks": evaluate(Windowed(plain, window - 4, 4), tokenizer) | {"tokens": window},
+    }
+
+
+def failed_gates(kind: str, figures: dict) -> list[str]:
+    """Return the gates that a model of this kind doesn't pass."""
+    if kind == "teacher":  # one that can't copy from its prompt has nothing in its KV cache
+        gates = {
+            "copying a name from the prompt costs under 0.1 nats per token": figures["name_nats"] < 0.1,
+            "over 95% of the world's facts are recalled": figures["closed_book_share"] > 0.95,
+            "a list costs under a fifth when repeated": figures["list_second_nats"] < 0.2 * figures["list_first_nats"],
+        }
+    elif kind == "bct":
+        better = (figures["bct"][name] < figures["window"][name] for name in ("perplexity", "recall_nats"))
+        gates = {"it is better than a sliding window of equal bytes": all(better)}
+    elif kind == "rotary":
+        learned, turned = figures["learned"], figures["rotary"]
+        near = (turned[name] >= learned[name] - 0.15 for name in ("closed_book_share", "recall_share"))
+        gates = {"its answers are worse by 15 points at most": all(near)}
+    else:
+        least = min(figures["kl"].values())
+        gates = {"its divergence from the teacher is 0.5 nats at most, on some cache": least <= 0.5}
+    return [gate for gate, passed in gates.items() if not passed]

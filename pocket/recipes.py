@@ -6,12 +6,18 @@ import math
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from torch import nn
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-from gpt_baseline import GPTConfig
+import gpt_kv_cache
+from gpt_baseline import GPT, GPTConfig
+from load_gpt2_weights import load_tokenizer, read_tokenizer
 from pocket import rope
-from pocket.tokenizer import VOCABULARY
+from pocket.tokenizer import TOKENIZER, VOCABULARY
+from support.statistics import kl
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,26 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """The reading of one step, of B rows."""
+
+    rows: Tensor  # (B, T + 1), tokens
+    weights: Tensor  # (B, T), of each token but the first in the loss; their sum is 1
+    before: Tensor  # (B, any), the end of the text that a memory has read before
+    segments: Tensor  # (B, T), where the segment of each token begins
+
+    def share(self, rank: int, n: int, device: torch.device) -> Batch:
+        """Return the part of the process `rank` of n; n times the weights, since gradients are averaged over them."""
+        rows, weights, before, segments = (x[rank::n].to(device) for x in vars(self).values())
+        return Batch(rows, weights * n, before, segments)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides what a training run computes."""
+
+    kind = "teacher"  # of model
+    init = text = None  # the model that it begins as, and a file to train on instead of the corpus
 
     config: GPTConfig
     phases: tuple[Phase, ...]
@@ -42,6 +66,17 @@ class Recipe:
     seed: int = 0
     weight_decay: float = 0.1
     warmup: int = 100
+
+    @property
+    def tokenizer(self) -> tiktoken.Encoding:
+        return load_tokenizer(self.init) if self.init else read_tokenizer(TOKENIZER)
+
+    def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
+        """Return the loss (B, T) in nats of every next token."""
+        with torch.autocast(batch.rows.device.type, torch.bfloat16):
+            logits = model(batch.rows[:, :-1])
+        nats = F.cross_entropy(logits.float().flatten(0, 1), batch.rows[:, 1:].flatten(), reduction="none")
+        return nats.view_as(batch.weights)
 
 
 @dataclass(frozen=True)
@@ -68,6 +103,24 @@ class Distillation(Recipe):
         kinds = {rope.GPTConfig: rope.GPT, bounded.BCTConfig: bounded.BCT, bounded.GPTConfig: bounded.GPT}
         return kinds[type(self.config)]
 
+    @property
+    def kind(self) -> str:
+        return "rotary" if isinstance(self.config, rope.GPTConfig) else "bct"
+
+    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
+        """Return KL(teacher || model) (B, T) in nats. A model with slots has first read the texts before the rows,
+        without a gradient; the teacher never has."""
+        cache, rows = None, batch.rows[:, :-1]
+        if self.slots or self.window:
+            cache = bounded.BoundedMemory() if self.slots else bounded.SlidingWindowCache(self.window)
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            expected = teacher(rows)
+            if self.slots and batch.before.size(1):
+                with torch.no_grad():
+                    model(batch.before, cache)
+            got = model(rows, cache)
+        return kl(expected, got)
+
 
 @dataclass(frozen=True)
 class Pruning(Recipe):
@@ -78,10 +131,19 @@ class Pruning(Recipe):
     from there on, for segments as long as between two refreshes, from 4 tokens to all.
     """
 
+    kind = "student"
     init: str = "pocket"
     mode: str = "segments"
     text: str | None = None
     begin: str | None = None  # the student that it goes on from, instead of the pruned teacher
+
+    def losses(self, model: nn.Module, teacher: gpt_kv_cache.GPT, batch: Batch) -> Tensor:
+        """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
+        cache, rows = gpt_kv_cache.KVCache(), batch.rows[:, :-1]
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            expected = teacher(rows, cache)
+            got = model(rows, cache, start=batch.segments)
+        return kl(expected, got)
 
 
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP

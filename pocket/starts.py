@@ -13,9 +13,9 @@ import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig
 from load_gpt2_weights import load_model
 from pocket import rope
-from pocket.batches import text_of
+from pocket.batches import Corpus
 from pocket.pruning import pruned
-from pocket.recipes import Distillation, Pruning, Recipe
+from pocket.recipes import Pruning, Recipe
 
 
 def sinusoids(n_positions: int, width: int) -> tuple[Tensor, Tensor]:
@@ -139,28 +139,28 @@ def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) ->
             block.memory.start[..., -1] = -6  # the logarithm of a mass that hardly counts
 
 
-def start(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
+def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
     """Return the model as training begins, and the teacher that it learns from, if any."""
     torch.manual_seed(recipe.seed)
-    if isinstance(recipe, Pruning):
-        teacher = load_model(recipe.init, model_class=gpt_kv_cache.GPT, device=device).requires_grad_(False)
-        generator = torch.Generator().manual_seed(recipe.seed)
-        sample = replace(recipe.phases[0], documents=16, shuffled=0)
-        rows = text_of(replace(recipe, documents=2_000)).batch(sample, generator)[0]
-        model = pruned(teacher, recipe.config, rows[:, :-1].to(device))
-        if recipe.begin:
-            model.load_state_dict(load_model(recipe.begin, model_class=gpt_kv_cache.GPT).state_dict())
-        return model.train(), teacher
-    if not isinstance(recipe, Distillation):
+    if recipe.init is None:
         model = GPT(recipe.config)
         start_as_copier(model)
         return model.to(device).train(), None
-    teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
-    if isinstance(recipe.config, rope.GPTConfig):
-        model = rope.GPT(recipe.config).to(device)
+    kind = gpt_kv_cache.GPT if isinstance(recipe, Pruning) else GPT
+    teacher = load_model(recipe.init, model_class=kind, device=device).requires_grad_(False)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    sample = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)[0][:, :-1].to(device)
+    if isinstance(recipe, Pruning):
+        model = pruned(teacher, recipe.config, sample)
+        if recipe.begin:
+            model.load_state_dict(load_model(recipe.begin, model_class=kind).state_dict())
+        return model.train(), teacher
+    model = recipe.model_class(recipe.config).to(device)
+    if recipe.kind == "rotary":
         model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})
         start_looking_back(model)
     else:
-        model = recipe.model_class(recipe.config).to(device)
         model.load_state_dict(teacher.state_dict(), strict=False)
+        if recipe.slots and recipe.clusters:
+            start_memory(model, sample, generator)
     return model.train(), teacher

@@ -33,7 +33,7 @@ from gpt_baseline import GPT
 from load_gpt2_weights import load_model
 from pocket.ablation import ablation
 from pocket.batches import rank
-from pocket.checkpoints import finish, finish_memory, finish_rotary, finish_student
+from pocket.checkpoints import finish
 from pocket.recipes import DROPOUT, KINDS, MEMORY, STEPS, TEACHER, distillation, pruning, rotary_recipe, size_of
 from pocket.tokenizer import train_tokenizer
 from pocket.training import compact, train
@@ -81,26 +81,18 @@ def main(argv: list[str] | None = None) -> None:
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":
             ablation(steps, run, out / "ablation.json")
-        elif args.what == "bct":
-            config = load_model(args.init, model_class=GPT).config
-            recipe = distillation(args.init, config, steps, text=args.text, **memory)
-            model, losses = train(recipe, run, args.stop_at)
-            if rank() == 0 and len(losses) == steps:
-                finish_memory(recipe, model.cpu(), losses, out)
-        elif args.what == "rotary":
-            recipe = rotary_recipe(args.init, load_model(args.init, model_class=GPT).config, steps)
-            model, losses = train(recipe, run, args.stop_at)
-            if rank() == 0 and len(losses) == steps:
-                finish_rotary(recipe, model.cpu(), losses, out)
-        elif args.what == "student":
-            recipe = pruning(args.init, load_model(args.init, model_class=GPT).config, steps, kind, args.text)
-            model, losses = train(recipe, run, args.stop_at)
-            if rank() == 0 and len(losses) == steps:
-                finish_student(recipe, model.cpu(), losses, out)
         else:
-            model, losses = train(TEACHER, run, args.stop_at)
-            if rank() == 0 and len(losses) == size_of(TEACHER)[0]:
-                finish(TEACHER, model.cpu(), losses, out)
+            recipe = TEACHER
+            if args.what != "teacher":
+                config = load_model(args.init, model_class=GPT).config
+                recipe = {
+                    "bct": lambda: distillation(args.init, config, steps, text=args.text, **memory),
+                    "rotary": lambda: rotary_recipe(args.init, config, steps),
+                    "student": lambda: pruning(args.init, config, steps, kind, args.text),
+                }[args.what]()
+            model, losses = train(recipe, run, args.stop_at)
+            if rank() == 0 and len(losses) == size_of(recipe)[0]:
+                finish(recipe, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()
 

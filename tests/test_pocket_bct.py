@@ -8,7 +8,7 @@ import torch
 
 from gpt_bounded_cache import BCT, GPT, BoundedMemory, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import ablation, corpus, evaluation, recipes
+from pocket import ablation, corpus, evaluation
 from pocket.evaluation import Windowed
 
 FOLDER = Path(__file__).resolve().parent.parent / "pocket" / "bct"
@@ -35,6 +35,7 @@ def test_it_beats_the_windows_of_equal_bytes_where_memory_counts() -> None:
     assert FIGURES["window"]["tokens"] == evaluation.window_of_equal_bytes(config)
 
 
+@pytest.mark.slow
 def test_recorded_figures_are_those_of_the_weights(model: BCT) -> None:
     tokenizer, plain = load_tokenizer("pocket-bct"), load_model("pocket", model_class=GPT)
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 40)]
@@ -79,16 +80,3 @@ def test_ablation_has_all_rows_and_finds_what_the_recipe_uses() -> None:
     assert len(ABLATION) == 3 + len(ablation.ABLATION)
     ours = ABLATION["+ the last 8 tokens kept exactly, 24 slots"]
     assert ours["perplexity"] == min(row["perplexity"] for row in ABLATION.values() if row["steps"] == ours["steps"])
-
-
-def test_card_is_that_of_the_figures() -> None:
-    card = (FOLDER / "README.md").read_text()
-    for figures in FIGURES.values():
-        assert all(f"{figures[name]:.3f}" in card for name in ("perplexity", "recall_nats", "recall_share"))
-
-
-def test_recipe_is_the_one_of_the_card() -> None:
-    plain = load_model("pocket", model_class=GPT).config
-    recipe = recipes.distillation("pocket", plain, recipes.STEPS["bct"], **recipes.MEMORY)
-    assert recipe.config == load_model("pocket-bct", model_class=BCT).config
-    assert f"{recipe.phases[0].steps:,} steps" in (FOLDER / "README.md").read_text()
