@@ -262,12 +262,3 @@ def test_command_line(capsys):
         with pytest.raises(SystemExit, match="2"):
             corpus.main(bad)
         assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_command_line_survives_a_closed_pipe():
-    with subprocess.Popen(
-        [sys.executable, str(PROGRAM), "--n", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == b""

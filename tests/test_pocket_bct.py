@@ -59,6 +59,7 @@ def test_what_was_said_long_ago_is_still_known(model: BCT) -> None:
     assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
 
 
+@pytest.mark.slow
 def test_text_goes_on_past_the_context_as_well_as_before(model: BCT) -> None:
     tokenizer = load_tokenizer("pocket-bct")
     texts = "<|endoftext|>".join(document.text for document in corpus.documents("valid", 40))
