@@ -35,6 +35,7 @@ if __name__ == "__main__":
 import gpt_kv_cache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
+from pocket.sentences.stories import CREATURE_ASIDE, ENDINGS, INCIDENTS, OPENINGS, PAYS, STATES
 from support.cli import CommandLine, whole_number
 
 NAME = r"(?-i:(?!(?:They|She|He|It|The)\b)[A-Z][a-z]+)"
@@ -78,7 +79,7 @@ def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
             return ("an? " if article else "") + f"({PRONOUNS[pronoun] if pronoun else FIELDS.get(name, ANY)})"
         return {"[": "(?:", "]": ")", "|": "|"}.get(mark) or re.escape(mark) + "?" * bool(match["loose"])
 
-    template = template.replace("{they_said}", f"[{'|'.join(corpus.CREATURE_ASIDE[0])}]")
+    template = template.replace("{they_said}", f"[{'|'.join(CREATURE_ASIDE[0])}]")
     text = re.sub(r"(?P<article>\ba )?{(?P<field>[\w.]+)}|(?P<loose> (?=\[)|(?<=\]) )|.", piece, template)
     return re.compile(START + text, re.IGNORECASE | re.MULTILINE), fields
 
@@ -86,9 +87,9 @@ def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
 @cache
 def patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
     """Return (kind, thread, pattern, fields) of every template of a story."""
-    banks = [("opening", "", corpus.OPENINGS), ("other", "", corpus.INCIDENTS), ("other", "", corpus.ENDINGS)]
-    banks += [("state", thread, bank) for thread, bank in corpus.STATES.items()]
-    banks += [("pay", thread, bank) for thread, bank in corpus.PAYS.items()]
+    banks = [("opening", "", OPENINGS), ("other", "", INCIDENTS), ("other", "", ENDINGS)]
+    banks += [("state", thread, bank) for thread, bank in STATES.items()]
+    banks += [("pay", thread, bank) for thread, bank in PAYS.items()]
     return [(kind, thread, *pattern(template)) for kind, thread, (bank, _) in banks for template in bank]
 
 
@@ -158,7 +159,7 @@ def judge(story: str) -> Verdict:
 def openings(split: str, n: int, seed: int = 0) -> list[str]:
     """Return the first sentences of n stories of a split: who sets out, and from where."""
     pens = (corpus.Pen(split, f"{seed}/{split}/told/{i}") for i in range(n))
-    return [pen.say(corpus.OPENINGS, **corpus.scene(pen)[0]) for pen in pens]
+    return [pen.say(OPENINGS, **corpus.scene(pen)[0]) for pen in pens]
 
 
 def write(model: gpt_kv_cache.GPT, tokenizer: tiktoken.Encoding, prompts: list[str], temperature: float = 0.0,

@@ -29,7 +29,7 @@ import gpt_kv_cache as growing
 from gpt_bounded_cache import SlidingWindowCache
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from pocket import corpus
-from pocket.train import answers
+from pocket.evaluation import answers
 from support.cli import CommandLine
 from support.files import read_json, write_atomically, write_csv
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity

@@ -18,7 +18,7 @@ from benchmarks import contenders, peers, runners, scale
 from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, Static, timed
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model
-from pocket.train import export
+from pocket.checkpoints import export
 from support.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent

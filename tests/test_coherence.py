@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from gpt_kv_cache import GPT, GPTConfig
-from pocket import coherence, corpus, train
+from load_gpt2_weights import read_tokenizer
+from pocket import coherence, corpus
+from pocket.sentences.stories import THREADS
+from pocket.tokenizer import TOKENIZER, VOCABULARY
 
 STORY = """\
 Halek lived in Tolben, the town on the Tamble. One misty day in May, he and his sister Belessa packed for a long walk. \
@@ -58,7 +61,7 @@ def test_every_value_that_is_changed_where_a_thread_is_paid_back_is_a_fault() ->
         prose, v, threads = corpus.tell(corpus.Pen("test", f"told {i}"), mute=False)
         early, late = prose.rsplit("\n", 1)
         for thread in threads:
-            value = corpus.THREADS[thread].format(**v)
+            value = THREADS[thread].format(**v)
             wrong = {"promise": "forty", "count": "forty", "owner": "Quirin"}.get(thread, "unheard")
             told = re.sub(rf"\b{value}\b", wrong, late, flags=re.IGNORECASE)
             if told != late:
@@ -70,8 +73,8 @@ def test_every_value_that_is_changed_where_a_thread_is_paid_back_is_a_fault() ->
 
 def test_a_model_goes_on_from_openings_each_by_itself() -> None:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=train.VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
-    tokenizer, prompts = train.read_tokenizer(train.TOKENIZER), coherence.openings("valid", 4)
+    model = GPT(GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
+    tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.openings("valid", 4)
     assert len({*prompts}) == 4 and all(coherence.readings(prompt)[0].kind == "opening" for prompt in prompts)
     stories = coherence.write(model, tokenizer, prompts)
     assert all(story.startswith(prompt) for story, prompt in zip(stories, prompts, strict=True))

@@ -16,7 +16,7 @@ import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_bounded_cache import BCT, GPT, BoundedMemory, GPTConfig, SlidingWindowCache
 from load_gpt2_weights import load_tokenizer
-from pocket import corpus, train
+from pocket import checkpoints, corpus, evaluation
 from studies import bounding as memory
 from tests.test_bounded_cache import SMALL, SMALL_BCT, banded, ids_of, model_of
 
@@ -99,7 +99,7 @@ def test_growth_counts_every_token() -> None:
 
 def test_a_window_of_equal_bytes_takes_the_bytes_of_the_bct() -> None:
     config = memory.load_model("pocket-bct", model_class=BCT).config
-    n = train.window_of_equal_bytes(config)
+    n = evaluation.window_of_equal_bytes(config)
     geometry = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
     model, bct = GPT(GPTConfig(**geometry)).eval(), BCT(config).eval()
     window, slots, ids = SlidingWindowCache(n), BoundedMemory(), ids_of(1, 9)
@@ -151,7 +151,7 @@ def test_the_report_says_and_writes_what_it_measured(
 @pytest.mark.slow
 def test_a_bct_elsewhere_is_measured_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(memory, "CONTEXTS", 3)
-    train.export(BCT(SMALL_BCT), tmp_path / "model")
+    checkpoints.export(BCT(SMALL_BCT), tmp_path / "model")
     monkeypatch.setattr(memory, "load_tokenizer", lambda name: None)
     memory.report(str(tmp_path / "model"), 36, "cpu", torch.float32, ids_of(1, 4), str(tmp_path / "out"))
     assert "pocket only" in capsys.readouterr().out

@@ -31,7 +31,7 @@ from overfill import (
     teacher_nats,
     with_dropout,
 )
-from pocket.train import Student
+from pocket.pruning import Student
 from support.statistics import entropy, kl
 from tests.helpers import ROOT, Ran
 
@@ -587,7 +587,7 @@ def test_models_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
 def test_unequal_geometry_is_said(tmp_path: Path) -> None:
     status, out, _ = command("write", "--teacher", "pocket-student", "--student", "pocket", "--max-new-tokens", "5")
     assert status == 0 and "doesn't fit" not in out  # they fit both ways
-    from pocket.train import export
+    from pocket.checkpoints import export
 
     export(model_of(replace(GPTConfig(), vocab_size=1536, n_ctx=512, n_layer=2, n_head=2, n_embd=32), 0), tmp_path)
     (tmp_path / "tokenizer.tiktoken").write_bytes((ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes())

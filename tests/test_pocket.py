@@ -1,14 +1,19 @@
 """The model that comes along: small, readable by others, and able to do what its card says."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpt_kv_cache import GPT, generate
+from gpt_bounded_cache import BCT
+from gpt_kv_cache import GPT, GPTConfig, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import corpus, train
+from pocket import cards, corpus, evaluation, recipes, rope
+from pocket.pruning import Student
+from pocket.recipes import Recipe
 
 FOLDER = Path(__file__).resolve().parent.parent / "pocket" / "teacher"
 FIGURES = json.loads((FOLDER / "figures.json").read_text())
@@ -51,17 +56,18 @@ def test_end_of_text_is_the_last_token(tokenizer, model: GPT) -> None:
 
 
 def test_gates_hold_for_what_was_recorded() -> None:
-    assert train.failed_gates(FIGURES) == []
+    assert evaluation.failed_gates("teacher", FIGURES) == []
 
 
+@pytest.mark.slow
 def test_recorded_figures_are_those_of_the_weights(model: GPT, tokenizer) -> None:
     closed_book = corpus.closed_book_questions("test")[::6]
-    nats, share = train.answers(model, tokenizer, closed_book)
+    nats, share = evaluation.answers(model, tokenizer, closed_book)
     assert share > 0.9 and nats < 2 * FIGURES["closed_book_nats"] + 0.1
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 60)]
-    nats, _ = train.continuation_loss(model, tokenizer, documents)
+    nats, _ = evaluation.continuation_loss(model, tokenizer, documents)
     assert torch.tensor(nats).exp().item() == pytest.approx(FIGURES["perplexity"], rel=0.1)
-    first, second = train.continuation_loss(model, tokenizer, corpus.repeated_lists("test", 20))
+    first, second = evaluation.continuation_loss(model, tokenizer, corpus.repeated_lists("test", 20))
     assert first == pytest.approx(FIGURES["list_first_nats"], rel=0.2) and second < 0.2 * first
 
 
@@ -79,3 +85,44 @@ def test_names_come_from_the_prompt(model: GPT, tokenizer) -> None:
 def test_card_is_that_of_the_figures() -> None:
     card = (FOLDER / "README.md").read_text()
     assert all(f"| {name} | {value:.4f} |" in card for name, value in FIGURES.items())
+
+
+OTHERS = ["bct", "rotary", *("student" if kind == recipes.KINDS[0] else f"student-{kind}" for kind in recipes.KINDS)]
+
+
+def recipe_of(name: str, plain: GPTConfig) -> Recipe:
+    """The recipe of a shipped model that was made from the teacher."""
+    what, _, kind = name.partition("-")
+    steps = recipes.STEPS.get(name, recipes.STEPS[what])
+    if what == "student":
+        return recipes.pruning("pocket", plain, steps, kind or recipes.KINDS[0])
+    return recipes.rotary_recipe("pocket", plain, steps) if what == "rotary" else recipes.distillation(
+        "pocket", plain, steps, **recipes.MEMORY)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_made_from_it_are_those_of_their_recipes_figures_and_cards(name: str, model: GPT) -> None:
+    recipe, folder = recipe_of(name, model.config), FOLDER.parent / name
+    made = load_model(f"pocket-{name}", model_class={"bct": BCT, "rotary": rope.GPT}.get(name, GPT))
+    figures = json.loads((folder / "figures.json").read_text())
+    assert made.config == replace(recipe.config, dropout=0.0)
+    assert json.loads((folder / "config.json").read_text())["resid_pdrop"] == recipe.config.dropout
+    assert evaluation.failed_gates(recipe.kind, figures) == []
+    assert cards.card(recipe, made, figures) == (folder / "README.md").read_text()
+    names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} - {"ablation.json"} == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS[1:])
+def test_recorded_figures_are_those_of_the_models_made_from_it(name: str, model: GPT, tokenizer) -> None:
+    figures = json.loads((FOLDER.parent / name / "figures.json").read_text())
+    if name == "rotary":
+        made = load_model("pocket-rotary", model_class=rope.GPT)
+        documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 300)]
+        nats, _ = evaluation.continuation_loss(made, tokenizer, documents)
+        assert math.exp(nats) == pytest.approx(figures["rotary"]["perplexity"], rel=1e-3)
+    else:
+        student = Student(load_model(f"pocket-{name}", model_class=GPT).config).eval()
+        student.load_state_dict(load_model(f"pocket-{name}", model_class=GPT).state_dict())
+        assert evaluation.divergences(model, student, tokenizer) == pytest.approx(figures["kl"], rel=1e-2)

@@ -8,8 +8,8 @@ import torch
 
 from gpt_bounded_cache import BCT, GPT, BoundedMemory, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import corpus, train
-from pocket.train import Windowed
+from pocket import ablation, corpus, evaluation
+from pocket.evaluation import Windowed
 
 FOLDER = Path(__file__).resolve().parent.parent / "pocket" / "bct"
 FIGURES = json.loads((FOLDER / "figures.json").read_text())
@@ -31,18 +31,20 @@ def test_it_beats_the_windows_of_equal_bytes_where_memory_counts() -> None:
     bct = FIGURES["bct"]
     for other in ("window", "sinks"):
         assert bct["perplexity"] < FIGURES[other]["perplexity"] and bct["recall_nats"] < FIGURES[other]["recall_nats"]
-    assert FIGURES["window"]["tokens"] == train.window_of_equal_bytes(load_model("pocket-bct", model_class=BCT).config)
+    config = load_model("pocket-bct", model_class=BCT).config
+    assert FIGURES["window"]["tokens"] == evaluation.window_of_equal_bytes(config)
 
 
+@pytest.mark.slow
 def test_recorded_figures_are_those_of_the_weights(model: BCT) -> None:
     tokenizer, plain = load_tokenizer("pocket-bct"), load_model("pocket", model_class=GPT)
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 40)]
     n = FIGURES["window"]["tokens"]
     windows = {"window": Windowed(plain, n), "sinks": Windowed(plain, n - 4, 4)}
     for key, memory in {"bct": model, "full": plain, **windows}.items():
-        nats, _ = train.continuation_loss(memory, tokenizer, documents)
+        nats, _ = evaluation.continuation_loss(memory, tokenizer, documents)
         assert torch.tensor(nats).exp().item() == pytest.approx(FIGURES[key]["perplexity"], rel=0.15)
-        nats, _ = train.answers(memory, tokenizer, corpus.recall_questions("test", 60))
+        nats, _ = evaluation.answers(memory, tokenizer, corpus.recall_questions("test", 60))
         assert nats == pytest.approx(FIGURES[key]["recall_nats"], rel=0.35)
 
 
@@ -57,6 +59,7 @@ def test_what_was_said_long_ago_is_still_known(model: BCT) -> None:
     assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
 
 
+@pytest.mark.slow
 def test_text_goes_on_past_the_context_as_well_as_before(model: BCT) -> None:
     tokenizer = load_tokenizer("pocket-bct")
     texts = "<|endoftext|>".join(document.text for document in corpus.documents("valid", 40))
@@ -75,19 +78,6 @@ def test_the_plain_files_refuse_it_in_one_sentence() -> None:
 
 
 def test_ablation_has_all_rows_and_finds_what_the_recipe_uses() -> None:
-    assert len(ABLATION) == 3 + len(train.ABLATION)
+    assert len(ABLATION) == 3 + len(ablation.ABLATION)
     ours = ABLATION["+ the last 8 tokens kept exactly, 24 slots"]
     assert ours["perplexity"] == min(row["perplexity"] for row in ABLATION.values() if row["steps"] == ours["steps"])
-
-
-def test_card_is_that_of_the_figures() -> None:
-    card = (FOLDER / "README.md").read_text()
-    for figures in FIGURES.values():
-        assert all(f"{figures[name]:.3f}" in card for name in ("perplexity", "recall_nats", "recall_share"))
-
-
-def test_recipe_is_the_one_of_the_card() -> None:
-    plain = load_model("pocket", model_class=train.GPT).config
-    recipe = train.distillation("pocket", plain, train.STEPS["bct"], **train.MEMORY)
-    assert recipe.config == load_model("pocket-bct", model_class=BCT).config
-    assert f"{recipe.phases[0].steps:,} steps" in (FOLDER / "README.md").read_text()

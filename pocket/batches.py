@@ -1,0 +1,142 @@
+"""The batches of a recipe: a pure function of recipe and step, so that a run can be resumed and shared out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import tiktoken
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from pocket import corpus
+from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, phase_at
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def lists_batch(phase: Phase, vocabulary: int, progress: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return rows (lists, context + 1) of random lists, each twice, longer ones as progress goes from 0 to 1,
+    and weights (lists, context) that are 1 where the next token is known, that is, the second time.
+
+    Every other list has a separator after each of its items of one to three tokens, as lists in a text do.
+    """
+    longest = 4 + int(progress * (phase.context // 2 - 4))
+
+    def draw(high: int, n: int = 1) -> list[int]:
+        return torch.randint(high, (n,), generator=generator).tolist()
+
+    rows, masks = [], []
+    for _ in range(phase.lists):
+        row, known = [], []
+        while len(row) < phase.context + 1:
+            words = draw(vocabulary, 2 + draw(longest - 1)[0])
+            if draw(2)[0]:
+                separator, plain, words = draw(vocabulary), words, []
+                while plain:
+                    size = 1 + draw(3)[0]
+                    words, plain = words + plain[:size] + separator, plain[size:]
+            row += words + words
+            known += [False] * (len(words) + 1) + [True] * (len(words) - 1)
+        rows.append(row[: phase.context + 1])
+        masks.append(known[1 : phase.context + 1])
+    tokens = torch.tensor(rows, dtype=torch.long).view(phase.lists, phase.context + 1)
+    return tokens, torch.tensor(masks, dtype=torch.float).view(phase.lists, phase.context)
+
+
+class Corpus:
+    """The tokens of the training documents, <|endoftext|> after each; where each document starts; what is an answer."""
+
+    def __init__(self, documents: int, seed: int, tokenizer: tiktoken.Encoding, file: str | None = None) -> None:
+        self.vocabulary = tokenizer.n_vocab
+        tokens: list[int] = []
+        starts: list[int] = []
+        is_answer: list[bool] = []
+        texts: Iterable[str] = (document.text for document in corpus.documents("train", documents, seed))
+        if file is not None:
+            try:
+                text = Path(file).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not a UTF-8 text: {error}") from error
+            texts = [text for text in text.split("<|endoftext|>") if text.strip()]
+            documents = len(texts)
+        for text in tqdm(texts, total=documents, desc="corpus", disable=rank() > 0):
+            starts.append(len(tokens))
+            for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
+                question, answer, rest = line.partition("Answer:")
+                head, tail = tokenizer.encode_ordinary(question + answer), tokenizer.encode_ordinary(rest)
+                tokens += head + tail
+                is_answer += [False] * len(head) + [bool(answer)] * len(tail)
+            tokens.append(tokenizer.eot_token)
+            is_answer.append(False)
+        self.tokens, self.starts, self.is_answer = torch.tensor(tokens), torch.tensor(starts), torch.tensor(is_answer)
+
+    def batch(self, phase: Phase, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return rows (documents + shuffled, context + 1), each beginning with a document, as prompts do, and what
+        each token but the first weighs in the loss (documents + shuffled, context).
+
+        In a shuffled row about half of the vocabulary has changed places, differently in every row: what was learned of
+        names and things is of no use there, only what the row itself says.
+        """
+        first = self.starts[self.starts < len(self.tokens) - phase.context]
+        if not len(first):
+            raise ValueError(f"the text has {len(self.tokens)} tokens, and a row of {phase.context} doesn't fit in it")
+        start = first[torch.randint(len(first), (phase.documents + phase.shuffled,), generator=generator)]
+        places = start[:, None] + torch.arange(phase.context + 1)
+        rows, weights = self.tokens[places], torch.where(self.is_answer[places[:, 1:]], phase.answers, 1.0)
+        weights[phase.documents :] = 1.0
+        for row in rows[phase.documents :]:
+            moved = torch.rand(self.vocabulary, generator=generator).lt(0.5).nonzero()[:, 0]
+            place = torch.arange(self.vocabulary)
+            place[moved] = moved[torch.randperm(len(moved), generator=generator)]
+            row.copy_(place[row])
+        return rows, weights
+
+
+def text_of(recipe: Recipe) -> Corpus:
+    """Return the text that a recipe trains on, in the tokens of its model."""
+    return Corpus(recipe.documents, recipe.seed, recipe.tokenizer, recipe.text)
+
+
+def segment_starts(mode: str, rows: int, T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return where the segment of each token begins (rows, T), and which tokens count in the loss (rows, T): those that
+    the student reads itself."""
+    at = torch.arange(T).expand(rows, T)
+    if mode == "alone":
+        return torch.zeros_like(at), torch.ones(rows, T)
+    first = torch.randint(1, T, (rows, 1), generator=generator)
+    prompt = torch.where(at < first, 0, first)
+    if mode == "prompt":
+        return prompt, (at >= first).float()
+    kinds = max(1, math.ceil(math.log2(T / 4)) + 1)
+    stride = 4 * 2 ** torch.randint(0, kinds, (rows, 1), generator=generator)  # 4, 8 ... at least T
+    offset = first % stride
+    start = torch.where(at < offset, 0, offset + (at - offset) // stride * stride)
+    return torch.where(stride >= T, prompt, start), torch.ones(rows, T)
+
+
+def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
+    """Return the batch of a step, all processes together."""
+    phase, progress = phase_at(recipe, step)
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    longest = 1.0 if phase.documents else progress
+    rows, weights = lists_batch(phase, recipe.config.vocab_size, longest, generator)
+    if phase.documents:
+        rows, weights = (torch.cat(pair) for pair in zip(text.batch(phase, generator), (rows, weights), strict=True))
+    segments, length = torch.zeros_like(weights, dtype=torch.long), 0
+    if isinstance(recipe, Pruning):
+        segments, counts = segment_starts(recipe.mode, *weights.shape, generator)
+        weights = weights * counts
+    elif isinstance(recipe, Distillation) and step % 2:
+        length = int(torch.randint(1, recipe.phases[0].context, (1,), generator=generator))
+    before = rows.roll(1, dims=0)[:, -1 - length : -1]
+    return Batch(rows, weights / weights.sum(), before, segments)

@@ -1,0 +1,154 @@
+"""The card of a model: what it is, how it was trained, what it can do on held-out text."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gpt_baseline import GPT, generate
+from pocket import corpus
+from pocket.recipes import KINDS, Pruning, Recipe, size_of
+from support.tables import table
+
+ABOUT = {
+    "teacher": """\
+A GPT-2 with {parameters:,} parameters: {c.n_layer} layers, {c.n_head} heads of {c.head_dim}, width {c.n_embd},
+context {c.n_ctx}, vocabulary {c.vocab_size:,}. Trained by `python pocket/train.py teacher` on {documents:,}
+generated documents of `pocket/corpus.py`: {steps:,} steps, {tokens:.1f} million tokens. The weights are fp16,
+with Hugging Face's key names.
+
+{phases}
+
+Training starts from an induction circuit (`start_as_copier` in `pocket/starts.py`): without one, a model of this size
+learns to write fluently but not to look names up in its prompt. Random lists come twice, and only the second time
+counts. In shuffled documents half of the vocabulary has changed places, differently in every row. "answers" is what a
+token of an answer weighs in the loss. "long rows" are those of every fifth step (documents, random lists, shuffled),
+each of {c.n_ctx:,} tokens.""",
+    "bct": """\
+`{init}` with BCT's bounded memory: each head has {c.slots} slots and the {c.recent} most recent tokens, however
+long the text is. {parameters:,} parameters, {new:,} of them new. `python pocket/train.py bct` fine-tuned it on
+what `{init}` predicts when it sees everything: {steps:,} steps, {tokens:.1f} million tokens. The weights
+are fp16. A plain GPT-2 can't load it; `gpt_bounded_cache.BCT` can.""",
+    "rotary": """\
+`{init}` with rotary instead of learned positions, for what depends on the kind of positions: {parameters:,}
+parameters. `python pocket/train.py rotary` fine-tuned it on what `{init}` predicts: {steps:,} steps,
+{tokens:.1f} million tokens. The weights are fp16. `pocket/rope.py` has its class; a plain GPT-2 can't load it.""",
+    "student": """\
+A student of `{init}`, for `overfill.py`: as many layers, heads and dimensions of a head, so that the teacher's
+cache fits it, but {c.n_embd} hidden dimensions and {c.n_inner} neurons, those that were most active in the teacher;
+{parameters:,} parameters. `{command}` distilled it from what
+`{init}` predicts: {steps:,} steps, {tokens:.1f} million tokens{begun}. In training it
+{reads}{dropout}.
+The weights are fp16.""",
+}
+READS = {
+    "alone": "read its own cache only",
+    "prompt": "read the teacher's cache of the first part of each text, and its own of the rest",
+    "segments": "read the teacher's cache up to a segment and its own from there on, with segments of 4 tokens to all",
+}
+NOTES = {
+    "teacher": """\
+- perplexity: per token of 300 documents
+- closed_book: {closed_book} questions on the facts of the invented world
+- recall: 300 questions on what was said early in the prompt
+- name: what completes the name of a new person, at the first mention and (name_nats) at all later ones
+- share: answered exactly, to the end of the line, by greedy decoding; nats: mean loss per token of the answer
+- list: loss per token of a list when it is read first, and when it is repeated
+- coherent: of 200 stories that the model wrote from their openings, greedily and (sampled) at temperature 0.8, those
+  that hold together to their end; paid: of the threads that are paid back in them, those that agree with what was
+  stated (`pocket/coherence.py`; both are 1 for the corpus itself)
+- perplexity_before_512, after_512: at positions 256 to 511, and 512 to {last:,}, of rows of documents
+
+## What it writes (greedy, in brackets)
+
+{samples}""",
+    "bct": """\
+The figures are explained on the card of [pocket/teacher](../teacher/README.md). The windows run on `{init}` as
+it is, at equal bytes of memory. What each part of BCT brings in a short fine-tuning, and what that does for a sliding
+window, is in [`ablation.json`](ablation.json) (split "valid"; `python pocket/train.py ablation`).""",
+    "rotary": "The figures are explained on the card of [pocket/teacher](../teacher/README.md).",
+    "student": "The figures are explained on the card of {link}.",
+}
+LOSS = {
+    True: "The loss is the divergence from `{init}`; tokens of answers weigh {answers:g} times.",
+    False: """\
+From phase {shuffled} on the loss is higher because shuffled documents are read too, and answers weigh more in it.""",
+}
+KL = """\
+Mean KL(teacher || student) in nats after a prompt of {} tokens, by what the student reads: its own
+cache; the teacher's of the prompt; that, refreshed every so many tokens."""
+
+
+def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
+    """Return the card of a model with the figures that measure() found."""
+    phase, (steps, tokens) = recipe.phases[0], size_of(recipe)
+    name, fields = f"pocket/{recipe.kind}", {}
+    if recipe.kind == "teacher":
+        phases = [[f"{i}", f"{p.steps:,}", f"{p.documents}", f"{p.shuffled}", f"{p.lists}", f"{p.context}", f"{p.lr:g}",
+                   f"{p.answers:g}", ", ".join(map(str, p.long)) if any(p.long) else ""]
+                  for i, p in enumerate(recipe.phases, 1)]  # fmt: skip
+        header = "phase|steps|rows of documents|shuffled|random lists|tokens in a row|learning rate|answers|long rows"
+        fields = {"phases": table(header.split("|"), phases, markdown=True), "samples": samples(recipe, model),
+                  "closed_book": len(corpus.closed_book_questions("test")), "last": recipe.config.n_ctx - 1,
+                  "shuffled": next(i for i, p in enumerate(recipe.phases, 1) if p.shuffled)}  # fmt: skip
+    elif recipe.kind == "student":
+        name, extra = student(recipe)
+        fields |= extra
+    fields |= {
+        "c": recipe.config, "init": recipe.init, "documents": recipe.documents, "steps": steps, "tokens": tokens / 1e6,
+        "answers": phase.answers, "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "new": sum(p.numel() for key, p in model.named_parameters() if ".memory." in key),
+    }  # fmt: skip
+    about, notes, loss = ABOUT[recipe.kind], NOTES[recipe.kind], LOSS[recipe.init is not None]
+    parts = [f"# {name}", about.format(**fields), '## Held out (split "test": other people, objects and wordings)',
+             *tables(recipe, figures), notes.format(**fields), "![Training loss](loss.png)", loss.format(**fields)]
+    return "\n\n".join(parts) + "\n"
+
+
+def tables(recipe: Recipe, figures: dict) -> list[str]:
+    """Return the figures as tables, each figure a row and each model a column."""
+    columns, found = {"value": figures}, []
+    if recipe.kind == "rotary":
+        columns = {f"`{recipe.init}`": figures["learned"], "rotary": figures["rotary"]}
+    elif recipe.kind == "bct":
+        window = figures["window"]["tokens"]
+        columns = {"full attention": figures["full"], "BCT": figures["bct"],
+                   f"sliding window of {window}": figures["window"],
+                   f"4 sinks + window of {window - 4}": figures["sinks"]}  # fmt: skip
+    elif recipe.kind == "student":
+        nats = [f"{value:.3f}" for value in figures["kl"].values()]
+        found = [KL.format(3 * recipe.config.n_ctx // 8), table(list(figures["kl"]), [nats], markdown=True),
+                 "Alone, on its own cache:"]  # fmt: skip
+        columns = {"value": figures["student"]}
+    first = next(iter(columns.values()))
+    rows = [[name, *(f"{column[name]:.4f}" for column in columns.values())] for name in first]
+    return [*found, table(["figure", *columns], rows, markdown=True)]
+
+
+def student(recipe: Pruning) -> tuple[str, dict[str, str]]:
+    """Return a student's name and the fields of its text."""
+    kind = "dropout" if recipe.config.dropout else recipe.mode
+    suffix = f"-{kind}" * (kind != KINDS[0])
+    ours = recipe.init == "pocket"
+    command = "python pocket/train.py student" + f" --kind {kind}" * bool(suffix)
+    return f"pocket/student{suffix}" if ours else "student", {
+        "command": command + f" --init {recipe.init} --out FOLDER" * (not ours),
+        "begun": f", from `{recipe.begin}` on" if recipe.begin else "",
+        "reads": READS[recipe.mode],
+        "dropout": f", with dropout of {recipe.config.dropout}" if recipe.config.dropout else "",
+        "link": "[pocket/teacher](../teacher/README.md)" if ours else "pocket/teacher",
+    }
+
+
+def samples(recipe: Recipe, model: GPT) -> str:
+    """Return what a model writes when it is asked, beside the reference."""
+    tokenizer, told = recipe.tokenizer, []
+    explained = corpus.explain_questions("test", 1)
+    for question in [*explained, *corpus.recall_questions("test", 4)[::3], corpus.closed_book_questions("test")[0]]:
+        ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
+        new = [t.item() for t in generate(model, ids, 300, stop_id=tokenizer.eot_token)]
+        text = tokenizer.decode(new).removesuffix("<|endoftext|>")
+        if question not in explained:
+            text = text.partition("\n")[0]  # the answer to a short question ends with its line
+        told.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}")
+    return "\n\n".join(told)

@@ -1,0 +1,87 @@
+"""The files of a trained model: weights, figures, card and loss curve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import gpt_bounded_cache as bounded
+from gpt_baseline import GPT, GPTConfig
+from load_gpt2_weights import find_file
+from pocket import rope
+from pocket.cards import card
+from pocket.evaluation import failed_gates, measure
+from pocket.recipes import Recipe
+from support.figures import figure
+from support.files import write_atomically
+
+
+def export(model: GPT, folder: Path) -> None:
+    """Write config.json and model.safetensors (fp16) in Hugging Face format."""
+    c = model.config
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5, "vocab_size": c.vocab_size, "n_positions": c.n_ctx, "n_ctx": c.n_ctx,
+        "n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head, "n_inner": c.n_inner,
+        "attn_pdrop": c.dropout, "embd_pdrop": c.dropout, "resid_pdrop": c.dropout,
+        "bos_token_id": c.vocab_size - 1, "eos_token_id": c.vocab_size - 1,
+    }  # fmt: skip
+    if c.n_head * c.head_dim != c.n_embd:
+        config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
+    if isinstance(c, bounded.BCTConfig):
+        config |= {name: value for name, value in vars(c).items() if name not in vars(GPTConfig())}
+        config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
+    if isinstance(c, rope.GPTConfig):
+        config |= {"model_type": "rotary", "rotary": True}
+    tensors = {f"transformer.{name}": p.detach().half().contiguous().cpu() for name, p in model.named_parameters()}
+    write_atomically(
+        folder / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    )
+    write_atomically(folder / "model.safetensors", lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+
+
+def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
+    """Draw the loss of every step (faint) and its running mean over 100 steps, or all if they are fewer."""
+    n = min(100, len(losses))
+    begins = [sum(phase.steps for phase in recipe.phases[:i]) for i in range(len(recipe.phases))]
+
+    def draw_on(axes: Any) -> None:
+        axes.plot(losses, color="tab:blue", alpha=0.25, linewidth=0.5, label="each step")
+        mean = torch.tensor(losses).unfold(0, n, 1).mean(1)
+        axes.plot(range(n - 1, len(losses)), mean, color="tab:blue", label=f"mean of {n} steps")
+        for number, step in enumerate(begins, 1):
+            axes.axvline(step, color="grey", linewidth=0.8)
+            axes.text(step, max(losses), f" {number}", va="top", fontsize=8)
+
+    figure(path, draw_on, xlabel="step", ylabel="loss (nats per token)", ylim=(0, None),
+           title="Training loss (of what each phase reads)")  # fmt: skip
+
+
+def copy_tokenizer(init: str, folder: Path) -> None:
+    """Give a model the tokenizer of the one that it comes from, if that has its own; the shipped ones share one."""
+    own = find_file(init, "config.json").with_name("tokenizer.tiktoken")
+    if own.is_file() and folder.resolve().parent != Path(__file__).resolve().parent:
+        write_atomically(folder / own.name, lambda file: shutil.copyfile(own, file))
+
+
+def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
+    """Write a model as it is shipped, in fp16, with its loss curve and, if it was trained on the corpus, its figures
+    and card. Raises ValueError, and writes nothing, if it fails a gate."""
+    model = model.half().float()
+    if recipe.text is None:
+        figures = measure(recipe, model)
+        print(json.dumps(figures, indent=2))
+        if failed := failed_gates(recipe.kind, figures):
+            raise ValueError(f"the model is not kept, because these don't hold: {'; '.join(failed)}")
+        text = card(recipe, model, figures)
+        write_atomically(folder / "figures.json", lambda file: file.write_text(json.dumps(figures, indent=2) + "\n"))
+        write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+    plot_losses(recipe, losses, folder / "loss.png")
+    if recipe.init:
+        copy_tokenizer(recipe.init, folder)
+    export(model, folder)

@@ -1,0 +1,225 @@
+"""Everything that decides what a training run computes, and the recipes of the models that come along."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpt_bounded_cache as bounded
+import gpt_kv_cache
+from gpt_baseline import GPT, GPTConfig
+from load_gpt2_weights import load_tokenizer, read_tokenizer
+from pocket import rope
+from pocket.tokenizer import TOKENIZER, VOCABULARY
+from support.statistics import kl
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training: for how many steps, on how many rows of which kind, each of `context` tokens."""
+
+    steps: int
+    documents: int  # rows of documents in the whole batch, all processes together
+    lists: int  # rows of lists of random tokens, each list twice
+    context: int
+    lr: float  # after the warm-up
+    shuffled: int = 0  # rows of documents in which about half of the vocabulary has changed places
+    answers: float = 1.0  # what a token of an answer weighs in the loss of unshuffled rows; all others weigh 1
+    long: tuple[int, int, int] = (0, 0, 0)  # every fifth step instead: documents, lists, shuffled, n_ctx tokens each
+
+    @property
+    def rows(self) -> int:
+        return self.documents + self.lists + self.shuffled
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The reading of one step, of B rows."""
+
+    rows: Tensor  # (B, T + 1), tokens
+    weights: Tensor  # (B, T), of each token but the first in the loss; their sum is 1
+    before: Tensor  # (B, any), the end of the text that a memory has read before
+    segments: Tensor  # (B, T), where the segment of each token begins
+
+    def share(self, rank: int, n: int, device: torch.device) -> Batch:
+        """Return the part of the process `rank` of n; n times the weights, since gradients are averaged over them."""
+        rows, weights, before, segments = (x[rank::n].to(device) for x in vars(self).values())
+        return Batch(rows, weights * n, before, segments)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what a training run computes."""
+
+    kind = "teacher"  # of model
+    init = text = None  # the model that it begins as, and a file to train on instead of the corpus
+
+    config: GPTConfig
+    phases: tuple[Phase, ...]
+    documents: int
+    seed: int = 0
+    weight_decay: float = 0.1
+    warmup: int = 100
+
+    @property
+    def tokenizer(self) -> tiktoken.Encoding:
+        return load_tokenizer(self.init) if self.init else read_tokenizer(TOKENIZER)
+
+    def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
+        """Return the loss (B, T) in nats of every next token."""
+        with torch.autocast(batch.rows.device.type, torch.bfloat16):
+            logits = model(batch.rows[:, :-1])
+        nats = F.cross_entropy(logits.float().flatten(0, 1), batch.rows[:, 1:].flatten(), reduction="none")
+        return nats.view_as(batch.weights)
+
+
+@dataclass(frozen=True)
+class Distillation(Recipe):
+    """Fine-tuning of a trained model with a bounded memory, or with rotary positions, on what it predicted itself
+    before it was changed.
+
+    config is that of the new model. With a memory every second step reads on after another text, so that the memory
+    isn't empty and the positions are those of a long text.
+    """
+
+    init: str = "pocket"  # the model that it begins as and learns from
+    text: str | None = None  # a file to train on instead of the corpus
+    clusters: bool = True  # W_wq begins as W_k, and the write addresses as k-means of keys; else both are small noise
+    window: int = 0  # instead of slots: a sliding window of so many tokens
+    new_rate: float = 5.0  # what the learning rate of the memory's own parameters is multiplied by
+
+    @property
+    def slots(self) -> int:
+        return self.config.slots if isinstance(self.config, bounded.BCTConfig) else 0
+
+    @property
+    def model_class(self) -> type[nn.Module]:
+        kinds = {rope.GPTConfig: rope.GPT, bounded.BCTConfig: bounded.BCT, bounded.GPTConfig: bounded.GPT}
+        return kinds[type(self.config)]
+
+    @property
+    def kind(self) -> str:
+        return "rotary" if isinstance(self.config, rope.GPTConfig) else "bct"
+
+    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
+        """Return KL(teacher || model) (B, T) in nats. A model with slots has first read the texts before the rows,
+        without a gradient; the teacher never has."""
+        cache, rows = None, batch.rows[:, :-1]
+        if self.slots or self.window:
+            cache = bounded.BoundedMemory() if self.slots else bounded.SlidingWindowCache(self.window)
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            expected = teacher(rows)
+            if self.slots and batch.before.size(1):
+                with torch.no_grad():
+                    model(batch.before, cache)
+            got = model(rows, cache)
+        return kl(expected, got)
+
+
+@dataclass(frozen=True)
+class Pruning(Recipe):
+    """Distillation into a narrower model of the same layers, heads and head size, so that the teacher's cache fits it.
+
+    What the model reads of its own text and what of the teacher's cache: "alone", its own; "prompt", the teacher's of
+    the first part of the text, its own of the rest; "segments", the teacher's up to the start of a segment and its own
+    from there on, for segments as long as between two refreshes, from 4 tokens to all.
+    """
+
+    kind = "student"
+    init: str = "pocket"
+    mode: str = "segments"
+    text: str | None = None
+    begin: str | None = None  # the student that it goes on from, instead of the pruned teacher
+
+    def losses(self, model: nn.Module, teacher: gpt_kv_cache.GPT, batch: Batch) -> Tensor:
+        """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
+        cache, rows = gpt_kv_cache.KVCache(), batch.rows[:, :-1]
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            expected = teacher(rows, cache)
+            got = model(rows, cache, start=batch.segments)
+        return kl(expected, got)
+
+
+STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
+DROPOUT = 0.1
+KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read; the last is trained with dropout
+TEACHER = Recipe(
+    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
+    phases=(  # three courses, each of which ends at a low learning rate, with a model that can be used
+        Phase(steps=500, documents=0, lists=8, context=128, lr=5e-4),
+        Phase(steps=2400, documents=9, lists=1, context=256, lr=1e-3),
+        Phase(steps=7600, documents=3, lists=1, context=512, lr=1e-3, shuffled=1, answers=8.0, long=(1, 0, 1)),
+        Phase(steps=6000, documents=6, lists=1, context=512, lr=9e-4, shuffled=3, answers=8.0, long=(2, 1, 1)),
+        Phase(steps=9000, documents=7, lists=1, context=512, lr=7e-4, shuffled=2, answers=8.0, long=(2, 1, 1)),
+    ),
+    documents=120_000,
+)
+MEMORY = {"slots": 24, "recent": 8}
+STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
+
+
+def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
+    """The recipe that gives a trained model of this geometry a bounded memory."""
+    memory = {name: options.pop(name) for name in ("slots", "recent", "rule") if name in options}
+    phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=6e-4, shuffled=1, answers=8.0)
+    if options.get("text"):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
+        phase = replace(phase, documents=8, shuffled=0, answers=1.0)
+    new = bounded.BCTConfig(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
+    return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
+
+
+def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
+    """The recipe that gives a trained model of this geometry rotary instead of learned positions."""
+    phase = Phase(steps=steps, documents=3, lists=1, context=config.n_ctx, lr=1e-3, shuffled=1, answers=8.0)
+    return Distillation(rope.GPTConfig(**vars(config)), (phase,), documents=60_000, weight_decay=0.0, init=init)
+
+
+def pruning(init: str, config: GPTConfig, steps: int, kind: str, text: str | None = None) -> Pruning:
+    """The recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout goes on
+    from the one without, since on a CPU dropout takes four times as long."""
+    begin = "pocket-student" if (init, kind) == ("pocket", "dropout") else None
+    lr = 4e-4 if begin else 1e-3
+    phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=lr, shuffled=1, answers=4.0)
+    if text:
+        phase = replace(phase, documents=8, shuffled=0, answers=1.0)
+    n_embd, n_inner = (max(8, 8 * round(STUDENT_WIDTH * width / 8)) for width in (config.n_embd, config.n_inner))
+    mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
+    narrow = replace(config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout)
+    return Pruning(narrow, (phase,), documents=60_000, weight_decay=0.0, init=init, mode=mode, text=text,
+                   begin=begin)  # fmt: skip
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth."""
+    for (lr, reads), phases in groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0)):
+        steps = sum(phase.steps for phase in phases)
+        if step < steps:
+            fall = 0.55 + 0.45 * math.cos(math.pi * step / steps) if reads else 1.0
+            return lr * min(1.0, (step + 1) / recipe.warmup) * fall
+        step -= steps
+    raise ValueError(f"step {step} is past the recipe's end")
+
+
+def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
+    """Return the phase that step belongs to, with the rows that it reads, and how far into it the step is, 0 to 1."""
+    for phase in recipe.phases:
+        if step < phase.steps:
+            progress = step / phase.steps
+            if any(phase.long) and step % 5 == 4:
+                documents, lists, shuffled = phase.long
+                phase = replace(phase, documents=documents, lists=lists, shuffled=shuffled, context=recipe.config.n_ctx)
+            return phase, progress
+        step -= phase.steps
+    raise ValueError(f"step {step} is past the recipe's end")
+
+
+def size_of(recipe: Recipe) -> tuple[int, int]:
+    """Return a recipe's steps and how many tokens they read."""
+    steps = sum(phase.steps for phase in recipe.phases)
+    return steps, sum(phase.rows * phase.context for phase, _ in (phase_at(recipe, step) for step in range(steps)))

@@ -1,0 +1,166 @@
+"""The model as training begins: an induction circuit, a look back, addresses near the keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+import gpt_bounded_cache as bounded
+import gpt_kv_cache
+from gpt_baseline import GPT, GPTConfig
+from load_gpt2_weights import load_model
+from pocket import rope
+from pocket.batches import Corpus
+from pocket.pruning import pruned
+from pocket.recipes import Pruning, Recipe
+
+
+def sinusoids(n_positions: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return frequencies (width / 2,) and [sin | cos] of every position (n_positions, width)."""
+    frequency = 1000.0 ** -torch.linspace(0, 1, width // 2)
+    angle = torch.arange(n_positions)[:, None] * frequency
+    return frequency, torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+@torch.no_grad()
+def start_as_copier(model: GPT) -> None:
+    """Let training start from an induction circuit: "A B C ... A B" makes C likely.
+
+    The width is split into position | content | one back | two back. wpe holds sinusoids in `position`. Heads 0 and 1
+    of layer 0 look one and two positions back (their queries are their keys, turned by as much) and copy a projection
+    of the content there into `one back` and `two back`. Head 0 of layer 1 looks for tokens that follow the present
+    one and the one before it, and adds their content to its own; all other heads from layer 1 on begin by adding, a
+    little, what they look at. These are starting values: all of it stays trainable.
+
+    Source: Olsson et al. 2022, "In-context Learning and Induction Heads".
+    """
+    C, D, HD = model.config.n_embd, model.config.head_dim, model.config.n_head * model.config.head_dim
+    P, n = C // 3 // 2 * 2, D // 2
+    position, content, back = slice(0, P), slice(P, C - 2 * n), (slice(C - 2 * n, C - n), slice(C - n, C))
+    project = torch.randn(C - 2 * n - P, n) / math.sqrt(C - 2 * n - P)
+
+    frequency, table = sinusoids(model.config.n_ctx, P)
+    model.wte.weight *= 5  # large, so that a step of training changes it little; ln_f keeps the logits as they were
+    model.ln_f.weight /= 5
+    model.wpe.weight *= 0.1
+    model.wpe.weight[:, position] = 0.25 * table
+    model.wte.weight[:, position] *= 0.1
+    for part in back:
+        model.wte.weight[:, part] *= 0.1
+
+    attention = model.h[0].attn
+    i = torch.arange(n)
+    sin, cos = i, i + P // 2  # of the n highest frequencies: they tell neighbours apart
+    for head in (0, 1):
+        query, key, value = (part * HD + head * D for part in range(3))
+        for part in (query, key, value):
+            attention.c_attn.weight[:, part : part + D] = 0
+        turn = (head + 1) * frequency[:n]
+        attention.c_attn.weight[sin, key + i] = 2.5
+        attention.c_attn.weight[cos, key + n + i] = 2.5
+        attention.c_attn.weight[sin, query + i] = 2.5 * turn.cos()  # sin(p - t) = sin p cos t - cos p sin t
+        attention.c_attn.weight[cos, query + i] = -2.5 * turn.sin()
+        attention.c_attn.weight[cos, query + n + i] = 2.5 * turn.cos()  # cos(p - t) = cos p cos t + sin p sin t
+        attention.c_attn.weight[sin, query + n + i] = 2.5 * turn.sin()
+        attention.c_attn.weight[content, value : value + n] = project
+        attention.c_proj.weight[head * D : (head + 1) * D] = 0
+        attention.c_proj.weight[head * D : head * D + n, back[head]] = 0.5 * torch.eye(n)
+
+    for block in model.h[1:]:  # what a head writes is what it reads, up to a projection
+        block.attn.c_proj.weight.copy_(block.attn.c_attn.weight[:, 2 * HD :].t())
+    attention = model.h[1].attn
+    query, key, value = 0, HD, 2 * HD
+    for part in (query, key, value):
+        attention.c_attn.weight[:, part : part + D] = 0
+    attention.c_attn.weight[content, query : query + n] = 4 * project
+    attention.c_attn.weight[back[0], key : key + n] = 4 * torch.eye(n)
+    attention.c_attn.weight[back[0], query + n : query + D] = 2 * torch.eye(n)
+    attention.c_attn.weight[back[1], key + n : key + D] = 2 * torch.eye(n)
+    attention.c_attn.weight[content, value : value + n] = project
+    attention.c_proj.weight[:D] = 0
+    attention.c_proj.weight[:n, content] = 1.5 * project.t()
+
+
+@torch.no_grad()
+def start_looking_back(model: rope.GPT) -> None:
+    """Let heads 0 and 1 of layer 0 look one and two positions back, which they did by learned positions before: their
+    keys are all the same, and their queries are the same vector, turned back by as much."""
+    D, HD = model.config.head_dim, model.config.n_head * model.config.head_dim
+    attention = model.h[0].attn
+    towards = torch.where(torch.arange(D, device=attention.c_attn.bias.device) % (D // 2) < D // 4, 6.0, 0.0)
+    for head in (0, 1):  # the fast planes alone: they tell neighbours apart
+        for part in (0, HD):
+            attention.c_attn.weight[:, part + head * D :][:, :D] = 0
+        attention.c_attn.bias[HD + head * D :][:D] = towards
+        back = torch.tensor([-1 - head], device=towards.device)
+        attention.c_attn.bias[head * D :][:D] = rope.rotate(towards[None], back)[0]
+
+
+@torch.no_grad()
+def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
+    """Return k centres (k, D) of points (N, D) by Lloyd's algorithm; a centre that loses its points becomes another."""
+    centres = points[torch.randperm(len(points), generator=generator)[:k]]
+    for _ in range(rounds):
+        nearest = torch.cdist(points, centres).argmin(dim=1)
+        for i in range(k):
+            mine = points[nearest == i]
+            other = points[torch.randint(len(points), (1,), generator=generator)]
+            centres[i] = (mine if len(mine) else other).mean(dim=0)
+    return centres
+
+
+@torch.no_grad()
+def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) -> None:
+    """Let writing begin with sense: a token is written to the slots whose address is nearest to its key.
+
+    W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
+    of the texts ids (B, T). Small random addresses would make all slots the same mean.
+    """
+    plain = GPT(GPTConfig(**{name: getattr(model.config, name) for name in vars(GPTConfig())})).to(ids.device).eval()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    inputs: list[Tensor] = []
+    for block in plain.h:
+        block.ln_1.register_forward_hook(lambda module, args, output: inputs.append(output))
+    plain(ids)
+    width = model.config.n_head * model.config.head_dim
+    for block, x in zip(model.h, inputs, strict=True):
+        block.memory.c_query.weight.copy_(block.attn.c_attn.weight[:, width : 2 * width])
+        block.memory.c_query.bias.copy_(block.attn.c_attn.bias[width : 2 * width])
+        keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
+        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:3000]]
+        if model.config.slots > keys.size(1):
+            raise ValueError(f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as")
+        centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
+        block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
+        if getattr(block.memory, "start", None) is not None:
+            block.memory.start[..., -1] = -6  # the logarithm of a mass that hardly counts
+
+
+def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
+    """Return the model as training begins, and the teacher that it learns from, if any."""
+    torch.manual_seed(recipe.seed)
+    if recipe.init is None:
+        model = GPT(recipe.config)
+        start_as_copier(model)
+        return model.to(device).train(), None
+    kind = gpt_kv_cache.GPT if isinstance(recipe, Pruning) else GPT
+    teacher = load_model(recipe.init, model_class=kind, device=device).requires_grad_(False)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    sample = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)[0][:, :-1].to(device)
+    if isinstance(recipe, Pruning):
+        model = pruned(teacher, recipe.config, sample)
+        if recipe.begin:
+            model.load_state_dict(load_model(recipe.begin, model_class=kind).state_dict())
+        return model.train(), teacher
+    model = recipe.model_class(recipe.config).to(device)
+    if recipe.kind == "rotary":
+        model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})
+        start_looking_back(model)
+    else:
+        model.load_state_dict(teacher.state_dict(), strict=False)
+        if recipe.slots and recipe.clusters:
+            start_memory(model, sample, generator)
+    return model.train(), teacher

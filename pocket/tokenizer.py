@@ -1,0 +1,45 @@
+"""The tokenizer of pocket: a byte-level BPE of its corpus."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+from pocket import corpus
+from support.files import write_atomically
+
+TOKENIZER = Path(__file__).resolve().parent / "teacher" / "tokenizer.tiktoken"
+VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
+
+
+def train_tokenizer(path: Path, documents: int) -> None:
+    """Train a byte-level BPE on the corpus and write it as tiktoken ranks: base64 of the bytes, rank.
+
+    Needs the package tokenizers, which comes with transformers. The 256 bytes come first, so any UTF-8 text
+    has an encoding.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator((d.text for d in corpus.documents("train", documents)), trainer)
+
+    ranks = {bytes([b]): b for b in range(256)}
+    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+    for left, right in json.loads(tokenizer.to_str())["model"]["merges"]:
+        ranks[bytes(byte_of[c] for c in left + right)] = len(ranks)
+    if len(ranks) != VOCABULARY - 1:
+        raise ValueError(f"the corpus gave {len(ranks)} tokens, {VOCABULARY - 1} are needed")
+    lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
+    write_atomically(path, lambda file: file.write_bytes(b"".join(lines)))
+
+
+def byte_characters() -> list[str]:
+    """Return the printable character by which GPT-2's BPE files write each of the 256 bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    shifted = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(shifted)) for b in range(256)]

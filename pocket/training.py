@@ -1,0 +1,99 @@
+"""Training by a recipe: a run that was interrupted goes on, alone or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from gpt_baseline import GPT
+from pocket.batches import Corpus, batch_at, rank, text_of, world_size
+from pocket.recipes import Recipe, learning_rate, phase_at, size_of
+from pocket.starts import start
+from support.files import write_atomically
+
+
+def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device,
+            teacher: nn.Module | None = None) -> Tensor:  # fmt: skip
+    """Return this process's part of the step's mean loss (nats per token), from its share of the rows."""
+    batch = batch_at(recipe, step, text).share(rank(), world_size(), device)
+    return (recipe.losses(model, teacher, batch) * batch.weights).sum()
+
+
+def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
+    """Train by the recipe and return the model and the loss of every step (nats per token).
+
+    The state is kept in run/last.pt, and a run that finds one goes on from there. Raises ValueError if it
+    belongs to another recipe. stop_at ends early, after so many steps.
+    """
+    if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    steps, _ = size_of(recipe)
+    if (rows := min(phase_at(recipe, step)[0].rows for step in range(steps))) < world_size():
+        raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+    text = text_of(recipe)
+    model, teacher = start(recipe, text, device)
+    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and ".memory." not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() == 1 and ".memory." not in name]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if new := [p for name, p in model.named_parameters() if ".memory." in name]:
+        groups.append({"params": new, "weight_decay": 0.0, "factor": recipe.new_rate})
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+
+    identity = repr(recipe)
+    losses: list[float] = []
+    if (run / "last.pt").exists():
+        state = torch.load(run / "last.pt", map_location=device, weights_only=True)
+        if state["recipe"] != identity:
+            raise ValueError(f"{run / 'last.pt'} belongs to another recipe; move it away to start anew")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        losses = state["losses"]
+
+    def save() -> None:
+        if rank() == 0:
+            state = {"recipe": identity, "losses": losses}
+            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            write_atomically(run / "last.pt", lambda file: torch.save(state, file))
+
+    steps = min(stop_at or sys.maxsize, steps)
+    saved = time.monotonic()
+    parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
+        while (step := len(losses)) < steps:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(recipe, step) * group.get("factor", 1.0)
+            loss = loss_at(recipe, step, parallel, text, device, teacher)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            loss = loss.detach() / world_size()
+            if dist.is_initialized():
+                dist.all_reduce(loss)
+            losses.append(loss.item())
+            bar.update()
+            bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
+            if time.monotonic() - saved > 300:  # seconds
+                save()
+                saved = time.monotonic()
+    save()
+    return model.eval(), losses
+
+
+def compact(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's state at half of its size, to go on from on another machine: weights in fp16, moments in bf16."""
+    moments = {
+        i: {name: x.bfloat16() if x.dim() else x for name, x in of.items()}
+        for i, of in state["optimizer"]["state"].items()
+    }
+    weights = {name: weight.half() for name, weight in state["model"].items()}
+    return state | {"model": weights, "optimizer": state["optimizer"] | {"state": moments}}
