@@ -333,7 +333,7 @@ def test_a_run_writes_its_tables_and_figures_and_the_same_ones_again(tmp_path: P
 
 @pytest.mark.slow
 def test_a_run_measures_unequal_models_too(tmp_path: Path) -> None:
-    from pocket.train import export
+    from pocket.checkpoints import export
 
     export(model_of(replace(GPTConfig(), vocab_size=1536, n_ctx=512, n_layer=2, n_head=2, n_embd=32), 0), tmp_path)
     (tmp_path / "tokenizer.tiktoken").write_bytes((ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes())
