@@ -298,6 +298,7 @@ def test_a_worker_that_dies_while_it_waits_is_said(folder: Path) -> None:
             worker(ids=[[1, 2]], decode=1, cached=0)
 
 
+@pytest.mark.slow
 def test_a_run_without_floors_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "BASE", "nobody")
     with pytest.raises(ValueError, match="nobody failed"):
@@ -372,6 +373,7 @@ def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], caps
     assert all(culprit in printed for culprit in culprits), printed
 
 
+@pytest.mark.slow
 def test_a_random_model_has_the_same_weights_every_time() -> None:
     with bench.weights("124M") as folder:
         first = load_model(str(folder), model_class=GPT)

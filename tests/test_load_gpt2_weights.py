@@ -20,6 +20,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import huggingface_hub.constants
 import pytest
@@ -255,7 +256,7 @@ def python(*args: str, timeout: float = 90, **environment: str) -> subprocess.Co
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
     if args[0] == "load_gpt2_weights.py" and not environment:  # in this process, which has PyTorch already
         out, err, code = io.StringIO(), io.StringIO(), 0
-        with redirect_stdout(out), redirect_stderr(err):
+        with redirect_stdout(out), redirect_stderr(err), mock.patch.object(sys, "argv", [*args]):
             try:
                 loader.main([*args[1:]])
             except SystemExit as ended:
@@ -648,6 +649,7 @@ def test_nothing_published_to_verify_with(name: str) -> None:
                         "gpt2, gpt2-xl, microsoft/DialoGPT-medium, microsoft/DialoGPT-small")
 
 
+@pytest.mark.slow
 def test_verify_fails_on_other_weights(tmp_path: Path) -> None:
     gpt2_encoding()
     config = config_of(vocab_size=50257)

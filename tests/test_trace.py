@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 import overfill
+import recycle
 from gpt_kv_cache import GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from support.tracing import Trace, runs
@@ -160,18 +162,20 @@ def test_scripts_write_a_page_of_what_they_print(words: list[str], tmp_path: Pat
 def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     evil = "<!--<script></script><b>&amp; null /* data */ h\u00e9llo \U0001f600"
-    result = subprocess.run([sys.executable, "gpt_kv_cache.py", "--prompt", evil, "--max-new-tokens", "2", "--trace",
-                             str(out)], cwd=ROOT, capture_output=True, text=True)  # fmt: skip
-    assert result.returncode == 0 and out.read_text().count("</script>") == 1 == out.read_text().count("<script>")
+    gpt_kv_cache.main(["--prompt", evil, "--max-new-tokens", "2", "--trace", str(out)])
+    assert out.read_text().count("</script>") == 1 == out.read_text().count("<script>")
     assert "".join(data_of(out)["tokens"]).startswith(evil)
     assert "<b>" not in out.read_text().partition("<style>")[0]
 
 
-@pytest.mark.parametrize(("words", "culprit"), [
-    (["gpt_kv_cache.py", "--trace", "."], "is a folder"), (["recycle.py", "--trace", "x.html"], "run has no --trace"),
-    (["overfill.py", "--trace", "x.html"], "demo has no --trace"),
-    (["gpt_kv_cache.py", "--trace", "nowhere/x.html"], "no folder nowhere"),
+@pytest.mark.parametrize(("main", "words", "culprit"), [
+    (gpt_kv_cache.main, ["--trace", "."], "is a folder"), (recycle.main, ["--trace", "x.html"], "has no --trace"),
+    (overfill.main, ["--trace", "x.html"], "demo has no --trace"),
+    (gpt_bounded_cache.main, ["--trace", "x.html"], "give --memory too"),
+    (gpt_kv_cache.main, ["--trace", "nowhere/x.html"], "no folder nowhere"),
 ])  # fmt: skip
-def test_bad_input_gets_one_sentence(words: list[str], culprit: str) -> None:
-    result = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and culprit in result.stderr and len(result.stderr.strip().splitlines()) == 1
+def test_bad_input_gets_one_sentence(main: Callable, words: list[str], culprit: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and culprit in printed and len(printed.strip().splitlines()) == 1
