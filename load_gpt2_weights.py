@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tiktoken
 import torch
@@ -30,12 +30,8 @@ from torch import Tensor, nn
 
 from support.files import read_json
 
-if TYPE_CHECKING:
-    pass
-
 HERE = Path(__file__).resolve().parent
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
-PROMPT = "Everyone in Tolben knew Halek and his sister Belessa."
 END_OF_TEXT = "<|endoftext|>"
 # Where GPT-2 cuts text before it merges bytes: the form with possessive quantifiers that tiktoken uses; same pieces.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""

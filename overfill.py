@@ -527,7 +527,7 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if args.what == "study":
             raise ValueError("study comes first: overfill.py study --help")
-        write_only = {"--temperature": args.temperature, "--top-k": args.top_k, "--trace": args.page}
+        write_only = {"--temperature": args.temperature, "--top-k": args.top_k, "--trace": args.trace_file}
         if args.what == "demo" and (given := [name for name, value in write_only.items() if value is not None]):
             raise ValueError(f"the demo has no {given[0]}: see --help")
         names = [args.policy] if args.policy else ["periodic:64", "periodic:16"]

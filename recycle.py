@@ -440,7 +440,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_trace_argument("chat: ")
     with cli.parse(argv) as args:
         warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
-        if args.page is not None and args.what != "chat":
+        if args.trace_file is not None and args.what != "chat":
             raise ValueError(f"{args.what} has no --trace: chat has")
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)

@@ -50,7 +50,7 @@ FREE = {"meet": "ab", "word": "ab", "door": "ab", "errand": "ab", "count": "ab"}
 
 
 @dataclass(frozen=True)
-class Reading:
+class Statement:
     """A sentence, or a few, of a story that a template of the corpus has made or could have made."""
 
     kind: str  # opening, state, pay or other
@@ -93,7 +93,7 @@ def patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
     return [(kind, thread, *pattern(template)) for kind, thread, (bank, _) in banks for template in bank]
 
 
-def readings(story: str) -> list[Reading]:
+def statements(story: str) -> list[Statement]:
     """Return what the templates find in a story's prose, in its order."""
     found = []
     for kind, thread, regex, fields in patterns():
@@ -102,7 +102,7 @@ def readings(story: str) -> list[Reading]:
             for field, value in zip(fields, match.groups(), strict=True):
                 if value is not None:
                     values[field].append(value.lower())
-            found.append(Reading(kind, thread, match.span(), dict(values)))
+            found.append(Statement(kind, thread, match.span(), dict(values)))
     return sorted(found, key=lambda reading: reading.span)
 
 
@@ -117,7 +117,7 @@ class Verdict:
 
 def judge(story: str) -> Verdict:
     """Read a story's prose back, and compare what its sentences say."""
-    found = readings(story)
+    found = statements(story)
     sexes = {p.name.lower(): p.female for people in corpus.PEOPLE.values() for p in people}
     opening = [reading.values for reading in found if reading.kind == "opening"]
     travellers = {name for values in opening for field in "ab" for name in values.get(field, [])}
@@ -187,12 +187,12 @@ def measure(stories: list[str]) -> tuple[dict[str, float], Counter[str]]:
     return shares, Counter(kind for v in verdicts for kind in v.faults)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python pocket/coherence.py --model pocket --n 200")
     cli.add_argument("--model", default="pocket", metavar="NAME", help="the model that writes")
     cli.add_argument("--split", default="test", choices=corpus.SPLITS, help="of the corpus: whose openings")
     cli.add_argument("--n", default=200, type=whole_number(1), metavar="N", help="number of stories")
-    with cli.parse() as args:
+    with cli.parse(argv) as args:
         model, tokenizer = load_model(args.model, model_class=gpt_kv_cache.GPT), load_tokenizer(args.model)
         for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
             shares, kinds = measure(write(model, tokenizer, openings(args.split, args.n), temperature))

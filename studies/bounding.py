@@ -30,7 +30,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers
-from support.cli import CommandLine
+from support.cli import PROMPT, CommandLine, nonempty
 from support.files import read_json, write_atomically, write_csv
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity
 from support.tables import table
@@ -90,7 +90,7 @@ def growing_cache(name: str, device: str, dtype: torch.dtype) -> Memory:
 def compare(args: argparse.Namespace, ids: Tensor) -> None:
     """Continue ids (1, T) with full attention, let every memory read that text, and print what it costs and how far its
     predictions are from full attention's."""
-    if args.page:
+    if args.trace_file:
         raise ValueError("--trace plays one memory: give --memory too")
     memories = memories_of(args.model, args.slots, args.device, args.dtype)
     exact, tokenizer = next(iter(memories.values())), load_tokenizer(args.model)
@@ -227,7 +227,7 @@ def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict
         nats = np.array([[sum(document), len(document)] for document in losses])
         texts = explanations(memory, tokenizer, explain)
         grams = np.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
-        recall_nats, recall_share = answers(Reader(memory), tokenizer, recall)
+        recall_nats, recall_share = answers(AsModel(memory), tokenizer, recall)
         if not figures:
             full_nats, full_grams = nats, grams
         figures[key] = {
@@ -242,7 +242,7 @@ def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict
     return figures, by_distance
 
 
-class Reader(nn.Module):
+class AsModel(nn.Module):
     """A memory in the form of a model."""
 
     def __init__(self, memory: Memory) -> None:
@@ -427,7 +427,8 @@ QUICK = {"CONTEXTS": 2, "DOCUMENTS": 16, "STREAMS": 2, "RECALLS": 16, "EXPLANATI
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 -m studies.bounding --quick", NAMES)
-    cli.add_generation_arguments()
+    cli.add_model_arguments()
+    cli.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
     cli.add_argument("--slots", type=int, default=37, metavar="N", help="slots of window and sinks, spare one included")
     cli.add_argument("--quick", action="store_true", help="on fewer and shorter texts, in less than a minute")
     cli.add_argument("--out", default="results/bounding", metavar="FOLDER", help="where tables and figures go")

@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.set_defaults(model="random")
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
     cli.add_argument("--quick", action="store_true", help="short prompts only, once each, in less than a minute")
-    cli.add_argument("--out", default="results/recycle", metavar="FOLDER", help="where law.json and its figure go")
+    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where law.json and its figure go")
     with cli.parse(argv) as args:
         model = (GPT(GPTConfig()).to(args.device, args.dtype).eval() if args.model == "random" else
                  load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip

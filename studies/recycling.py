@@ -411,7 +411,7 @@ def main(argv: list[str] | None = None) -> None:
                      "sentence-transformers, say all-MiniLM-L6-v2")  # fmt: skip
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
     cli.add_argument("--quick", action="store_true", help="once, with fewer queries, in less than a minute")
-    cli.add_argument("--out", default="results/recycle", metavar="FOLDER", help="where tables and figures go")
+    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where tables and figures go")
     with cli.parse(argv) as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)

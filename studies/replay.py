@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N",
                      help="capacities, in blocks of 512 tokens; default: 500, doubled again and again")
     cli.add_argument("--quick", action="store_true", help="three capacities only: 500, 4,000, 32,000")
-    cli.add_argument("--out", default="results/recycle", metavar="FOLDER", help="where the table and the figure go")
+    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where the table and the figure go")
     with cli.parse(argv) as args:
         replay(Path(args.trace), args.blocks or ([500, 4000, 32000] if args.quick else None), Path(args.out))
 

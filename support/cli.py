@@ -32,7 +32,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def __init__(self, doc: str | None, example: str, models: str = "") -> None:
         """doc: its first line describes the script; models: the names that --model takes."""
-        super().__init__(description=(doc or "").partition("\n")[0], epilog=f"example: {example}",
+        super().__init__(description=" ".join((doc or "").partition("\n\n")[0].split()), epilog=f"example: {example}",
                          formatter_class=HelpFormatter)
         self.models = models
 
@@ -59,23 +59,24 @@ class CommandLine(argparse.ArgumentParser):
         self.add_trace_argument()
 
     def add_trace_argument(self, prefix: str = "") -> None:
-        """Add --trace (args.page); prefix: of its help."""
-        self.add_argument("--trace", dest="page", metavar="FILE.html",
+        """Add --trace (args.trace_file); prefix: of its help."""
+        self.add_argument("--trace", dest="trace_file", metavar="FILE.html",
                           help=f"{prefix}also write a page that plays the generation step by step, in any browser")
 
     def trace(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding, model: Any, ids: Tensor,
               context_start: Callable[[int, int], int] | None = None) -> Trace | None:
         """Return what records a text that begins with ids (1, T), None without --trace. context_start(tokens, n_ctx)
         says where the context begins in a text that is read without a cache."""
-        if args.page is None:
+        if args.trace_file is None:
             return None
-        if Path(args.page).is_dir():
-            raise ValueError(f"--trace {args.page} is a folder, and must be a file")
-        if not os.access(Path(args.page).parent, os.W_OK):  # before anything is written
-            raise ValueError(f"--trace {args.page}: there is no folder {Path(args.page).parent} that can be written to")
+        if Path(args.trace_file).is_dir():
+            raise ValueError(f"--trace {args.trace_file} is a folder, and must be a file")
+        if not os.access(Path(args.trace_file).parent, os.W_OK):  # before anything is written
+            folder = Path(args.trace_file).parent
+            raise ValueError(f"--trace {args.trace_file}: there is no folder {folder} that can be written to")
         from support.tracing import Trace
 
-        trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, Path(args.page),
+        trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, Path(args.trace_file),
                       context_start)
         trace.begin(ids[0].tolist())
         return trace

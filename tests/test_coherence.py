@@ -45,7 +45,7 @@ def test_the_corpus_itself_holds_together(split: str) -> None:
         prose, _, threads = corpus.tell(corpus.Pen(split, f"told {i}"), mute=i % 2 == 0)
         paid = len(threads) - (i % 2 == 0)
         assert coherence.judge(prose) == coherence.Verdict([], paid, paid), prose
-        stated = {reading.thread for reading in coherence.readings(prose) if reading.kind == "state"}
+        stated = {reading.thread for reading in coherence.statements(prose) if reading.kind == "state"}
         assert stated == {*threads}
 
 
@@ -75,7 +75,7 @@ def test_a_model_goes_on_from_openings_each_by_itself() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
     tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.openings("valid", 4)
-    assert len({*prompts}) == 4 and all(coherence.readings(prompt)[0].kind == "opening" for prompt in prompts)
+    assert len({*prompts}) == 4 and all(coherence.statements(prompt)[0].kind == "opening" for prompt in prompts)
     stories = coherence.write(model, tokenizer, prompts)
     assert all(story.startswith(prompt) for story, prompt in zip(stories, prompts, strict=True))
     assert stories[2:] == coherence.write(model, tokenizer, prompts[2:])
