@@ -46,8 +46,8 @@ class GPTConfig:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {self.dropout}")
         if self.head_dim is None:
             if self.n_embd % self.n_head:
-                sizes = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
-                raise ValueError(f"{sizes}; give head_dim")
+                given = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
+                raise ValueError(f"{given}; give head_dim")
             object.__setattr__(self, "head_dim", self.n_embd // self.n_head)
         if self.n_inner is None:
             object.__setattr__(self, "n_inner", 4 * self.n_embd)

@@ -1,6 +1,6 @@
 """GPT-2 from scratch, with caches that don't grow: a sliding window on the last tokens, and the
 memory slots of a Bounded-Cache Transformer (BCT). `diff gpt_kv_cache.py gpt_bounded_cache.py` shows
-the window first (# RING), then BCT (# BCT). Lines marked # NEW are those of gpt_kv_cache.py.
+the window first (# RING), then BCT (# BCT). # NEW marks what gpt_kv_cache.py added.
 
 Shapes: B batch, T tokens fed, S tokens attended to, L layers, H heads, D head size, C width
 (n_embd), V vocabulary, W window, M memory slots of a head, R recent tokens kept beside them.
@@ -49,8 +49,8 @@ class GPTConfig:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {self.dropout}")
         if self.head_dim is None:
             if self.n_embd % self.n_head:
-                sizes = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
-                raise ValueError(f"{sizes}; give head_dim")
+                given = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
+                raise ValueError(f"{given}; give head_dim")
             object.__setattr__(self, "head_dim", self.n_embd // self.n_head)
         if self.n_inner is None:
             object.__setattr__(self, "n_inner", 4 * self.n_embd)
@@ -84,13 +84,13 @@ class KVCache:  # NEW
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # NEW
         """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,).
         Return all of its keys and values (B, H, S, D), and a mask (T, S) of the keys that each
-        query sees; None if that is plain causal: all keys are new, or there is one query."""
+        query sees; None if none is needed: all keys are new, or a single query sees them all."""
         kv, mask = torch.stack([k, v]), None  # NEW  (2, B, H, T, D)
         if len(self):  # NEW  what a failed pass left lies past len(self)
             kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
             if len(pos) > 1:  # NEW
                 mask = torch.cat([self.pos, pos]) <= pos[:, None]  # NEW  up to one's own position
-        self.layers[layer : layer + 1] = [kv]  # NEW  replaces the layer's entry, or is the first
+        self.layers[layer : layer + 1 if len(self) else None] = [kv]  # NEW  and nothing stale
         return kv[0], kv[1], mask  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
@@ -131,7 +131,8 @@ class KVCache:  # NEW
         shape = (len(kv), *kv[0].shape) if kv else "empty"  # NEW
         shown = dict(enumerate(map(repr, tokens)))  # NEW
         rows = [f"{s:6}{p:10}  {shown.get(p, '')}" for s, p in enumerate(self.pos.tolist())]  # NEW
-        rows[8:-8] = ["   ..."] if len(rows) > 16 else rows[8:-8]  # NEW
+        if len(rows) > 16:  # NEW
+            rows[8:-8] = ["   ..."]  # NEW
         head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes"  # NEW
         return "\n".join([head, "  slot  position  token", *rows])  # NEW
 
@@ -143,8 +144,9 @@ class SlidingWindowCache(KVCache):  # RING
 
     With a window of n_ctx it is a preallocated cache that forgets nothing. The ring has one slot
     more than its window: a new token takes the slot of the one that no query sees any more, so that
-    decoding copies nothing and a pass that fails destroys nothing. len() counts the tokens read; S
-    is at most sinks + W + 1. Raises ValueError if the window is below 1 or sinks below 0.
+    decoding copies nothing and a pass that fails destroys nothing. Tokens of earlier passes carry
+    no gradient. len() counts the tokens read. Raises ValueError if the window is below 1 or sinks
+    below 0.
 
     Source: Raschka 2025, tips 1 and 2; Xiao et al. 2023 (sinks).
     """
@@ -154,7 +156,7 @@ class SlidingWindowCache(KVCache):  # RING
         if window < 1 or sinks < 0:  # RING
             raise ValueError(f"window {window}, sinks {sinks}: must be at least 1 and 0")  # RING
         self.window, self.sinks, self.n_read = window, sinks, 0  # RING
-        self.pending: list[Tensor | None] = []  # RING  a chunk (2, B, H, T, D), until commit
+        self.pending: list[Tensor | None] = []  # RING  (2, B, H, T, D) to write; None: written
 
     def held(self, n: int) -> Tensor:  # RING
         """Return the position of the token in each slot (S,), once n tokens have been read."""
@@ -179,11 +181,11 @@ class SlidingWindowCache(KVCache):  # RING
         have, want = ([*x.shape[1:3], x.size(4), x.dtype, x.device] for x in (ring, kv))  # RING
         if have != want:  # RING
             raise ValueError(f"a cache for [B, H, D, dtype, device] {have} got {want}")  # RING
-        if (T == 1 or n + T <= size) and not kv.requires_grad:  # RING  overwrites nothing visible
+        if (T == 1 or n + T <= size) and not kv.requires_grad:  # RING  to the spare or empty slots
             slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)  # RING
             ring[..., slot : slot + T, :] = kv  # RING
             kv, self.pending[layer:] = ring[..., : n + T, :], [None]  # RING
-            if n + T < size and (T == 1 or not n):  # RING  plain causal: the window hides nothing
+            if n + T < size and (T == 1 or not n):  # RING  no mask: the window hides nothing
                 return kv[0], kv[1], None  # RING
             k_pos = self.held(n + T)  # RING
         else:  # RING  read before writing: the first new token sees what the last one evicts
@@ -317,7 +319,7 @@ class GPT(nn.Module):
                 last_only: bool = False) -> Tensor:  # NEW
         """Return the logits (B, T, V) of ids (B, T), which follow the cached text; with last_only,
         the last token's (B, 1, V). Raises ValueError, and changes nothing, if there is no token,
-        the text exceeds n_ctx, or the cache is another model's."""
+        the text exceeds n_ctx, or the cache has another number of layers."""
         start, T = cache.next_pos if cache is not None else 0, ids.size(1)  # NEW
         if cache is not None and len(cache) and len(cache.layers) != len(self.h):  # NEW
             geometry = f"{len(cache.layers)} layers can't serve a model of {len(self.h)}"  # NEW
@@ -416,11 +418,11 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 class BCTConfig(GPTConfig):  # BCT
     """Geometry of a Bounded-Cache Transformer (BCT): a GPT-2's, and that of its memory.
 
-    Raises ValueError, like GPTConfig, and for fewer than 1 slot, 0 recent tokens, another rule.
+    Raises ValueError, like GPTConfig, and if slots is below 1, recent below 0, or rule unknown.
     """
 
     slots: int = 24  # BCT  memory slots of a head
-    recent: int = 8  # BCT  tokens that it keeps exactly, until they are written to the slots
+    recent: int = 8  # BCT  latest tokens, kept exactly until they are written to the slots
     rule: str = "mean"  # BCT  a slot reads as the mean of its writes, or (the paper's) their sum
 
     def __post_init__(self) -> None:  # BCT
@@ -491,11 +493,11 @@ class WriteMemory(nn.Module):  # BCT
 
     Source: Yi et al. 2024, section 3.2: wq = W_wq x, ww = softmax(wq MK^T), MV = MV' + ww^T wv,
     with wv = [k; v]. The paper's pseudocode doesn't write its first token; its text and figure
-    write every one, and so do we. Ours: the mass, the recent tokens, and the gates. Its nearest kin
-    are ABC (Peng et al. 2022) and Gated Slot Attention (Zhang et al. 2024).
+    write every one, and so do we. Ours: the mass, the recent tokens, and the gates. Its closest
+    relatives are ABC (Peng et al. 2022) and Gated Slot Attention (Zhang et al. 2024).
     """
 
-    chunk = 64  # BCT  tokens read at once: a longer one costs more per token, and less overhead
+    chunk = 64  # BCT  tokens at once: more mean more work per token, and less overhead
 
     def __init__(self, config: BCTConfig) -> None:  # BCT
         super().__init__()  # BCT
@@ -680,10 +682,13 @@ def main(argv: list[str] | None = None) -> None:
             from studies.bounding import compare  # RING
 
             return compare(args, ids)  # RING
-        sinks = 4 if args.memory == "sinks" else 0  # RING
-        window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
-        ring = SlidingWindowCache(window, sinks)  # RING
-        run(generate, cache=ring if model.new_cache is KVCache else model.new_cache())  # RING
+        cache, sinks = model.new_cache(), 4 if args.memory == "sinks" else 0  # RING
+        if args.slots < sinks + 2:  # RING
+            raise ValueError(f"--slots {args.slots}: must be at least {sinks + 2}")  # RING
+        if type(cache) is KVCache:  # RING
+            window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
+            cache = SlidingWindowCache(window, sinks)  # RING
+        run(generate, cache=cache)  # RING
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ class GPTConfig:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {self.dropout}")
         if self.head_dim is None:
             if self.n_embd % self.n_head:
-                sizes = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
-                raise ValueError(f"{sizes}; give head_dim")
+                given = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
+                raise ValueError(f"{given}; give head_dim")
             object.__setattr__(self, "head_dim", self.n_embd // self.n_head)
         if self.n_inner is None:
             object.__setattr__(self, "n_inner", 4 * self.n_embd)
@@ -81,13 +81,13 @@ class KVCache:  # NEW
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # NEW
         """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,).
         Return all of its keys and values (B, H, S, D), and a mask (T, S) of the keys that each
-        query sees; None if that is plain causal: all keys are new, or there is one query."""
+        query sees; None if none is needed: all keys are new, or a single query sees them all."""
         kv, mask = torch.stack([k, v]), None  # NEW  (2, B, H, T, D)
         if len(self):  # NEW  what a failed pass left lies past len(self)
             kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
             if len(pos) > 1:  # NEW
                 mask = torch.cat([self.pos, pos]) <= pos[:, None]  # NEW  up to one's own position
-        self.layers[layer : layer + 1] = [kv]  # NEW  replaces the layer's entry, or is the first
+        self.layers[layer : layer + 1 if len(self) else None] = [kv]  # NEW  and nothing stale
         return kv[0], kv[1], mask  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
@@ -128,7 +128,8 @@ class KVCache:  # NEW
         shape = (len(kv), *kv[0].shape) if kv else "empty"  # NEW
         shown = dict(enumerate(map(repr, tokens)))  # NEW
         rows = [f"{s:6}{p:10}  {shown.get(p, '')}" for s, p in enumerate(self.pos.tolist())]  # NEW
-        rows[8:-8] = ["   ..."] if len(rows) > 16 else rows[8:-8]  # NEW
+        if len(rows) > 16:  # NEW
+            rows[8:-8] = ["   ..."]  # NEW
         head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes"  # NEW
         return "\n".join([head, "  slot  position  token", *rows])  # NEW
 
@@ -223,7 +224,7 @@ class GPT(nn.Module):
                 last_only: bool = False) -> Tensor:  # NEW
         """Return the logits (B, T, V) of ids (B, T), which follow the cached text; with last_only,
         the last token's (B, 1, V). Raises ValueError, and changes nothing, if there is no token,
-        the text exceeds n_ctx, or the cache is another model's."""
+        the text exceeds n_ctx, or the cache has another number of layers."""
         start, T = cache.next_pos if cache is not None else 0, ids.size(1)  # NEW
         if cache is not None and len(cache) and len(cache.layers) != len(self.h):  # NEW
             geometry = f"{len(cache.layers)} layers can't serve a model of {len(self.h)}"  # NEW
