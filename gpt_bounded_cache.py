@@ -527,20 +527,19 @@ class WriteMemory(nn.Module):  # BCT
                 layer: int) -> Tensor:  # BCT
         """Return what the queries q read (B, H, T, D); x (B, T, C), of keys k, values v, is
         written. Raises ValueError if the memory is of another batch size, geometry or device."""
-        n, R, state, read = len(memory), self.config.recent, self.empty(x), []  # BCT
-        if n:  # BCT
-            both = memory.layers[layer], state  # BCT
-            have, want = ([[*x.shape, x.device] for x in tensors] for tensors in both)  # BCT
-            if have != want:  # BCT
-                raise ValueError(f"a memory of tensors {have} can't serve {want}")  # BCT
-            state = memory.layers[layer]  # BCT
+        c, n, read = self.config, len(memory), []  # BCT
+        state = memory.layers[layer] if n else self.empty(x)  # BCT
+        have = [*state[0].shape, state[5].size(2), state[0].device]  # BCT
+        want = [len(x), c.n_head, c.slots, c.head_dim, c.recent, x.device]  # BCT
+        if have != want:  # BCT
+            raise ValueError(f"a memory for [B, H, M, D, R, device] {have} got {want}")  # BCT
         slots, recent = state[:3], state[3:]  # BCT
         new = [t.float() for t in (q, k, v, *self.writes(x))]  # BCT
         for part, *more in zip(*(t.split(self.chunk, dim=2) for t in new), strict=True):  # BCT
             tokens = [torch.cat(pair, dim=2) for pair in zip(recent, more, strict=True)]  # BCT
             T = part.size(2)  # BCT
             form = self.recurrent if T == 1 else self.parallel  # BCT
-            y, *slots = form(part, slots, tokens, max(0, R - n))  # BCT
+            y, *slots = form(part, slots, tokens, max(0, c.recent - n))  # BCT
             n, recent = n + T, [t[:, :, T:] for t in tokens]  # BCT
             read.append(y)  # BCT
         memory.pending[layer:] = [[*slots, *(t.clone() for t in recent)]]  # BCT  not a chunk's view

@@ -42,9 +42,10 @@ def standing() -> str:
         cells.append(f"{r['reuse_ms']:,.0f} ms" if "reuse_ms" in r else "-")
         lines.append(f"| {name} | {' | '.join(cells)} | {long['cache_bytes']:,} "
                      f"| {format(r['overhead_ms'], '.1f') + ' ms' if 'overhead_ms' in r else '-'} |")  # fmt: skip
-    lines += ["", "Where others are ahead, by texts x tokens (times as fast):", ""]
-    lines += [f"- {line}" for line in ahead(rows) or ["nowhere"]]
-    lines += ["", "The bytes of CTranslate2's cache are by formula."] if "CTranslate2" in rows else []
+    for threads, r in (("one thread", rows), ("two threads", two["rows"])):
+        lines += ["", f"Where others are ahead with {threads}, by texts x tokens (times as fast):", ""]
+        lines += [f"- {line}" for line in ahead(r) or ["nowhere"]]
+    lines += ["", "The bytes of CTranslate2's cache are computed, not measured."] if "CTranslate2" in rows else []
     goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
     ours = [rows["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
     lines += [
@@ -58,7 +59,7 @@ def standing() -> str:
     lines.append(f"![Tokens per second by tokens in the cache]({folder.relative_to(HERE)}/decoding.png)")
     lines += [f"![Time to the first token by the prompt's length]({folder.relative_to(HERE)}/first_token.png)", ""]
     different = f", but for {', '.join(record['different'])}" if record["different"] else ""
-    lines += [f"All that compute in float32 with full attention write the same tokens{different}.", ""]
+    lines += [f"All implementations that compute in float32 with full attention write the same tokens{different}.", ""]
     failed = [why for why in record["absent"].values() if "failed" in why]
     lines += [f"Not measured: {'; '.join(failed)}.", ""] if failed else []
     lines += [f"With two threads ([{two['date']}]({other.relative_to(HERE)}/summary.json)) reading the weights takes "
@@ -74,8 +75,8 @@ def standing() -> str:
         if r["disturbed"]:
             lines += [f"The machine was disturbed while {r['threads']} thread{'s' * (r['threads'] > 1)} ran: "
                       f"{disturbance(r)}.", ""]  # fmt: skip
-    lines += ["What `gpt_kv_cache.py` would take without each of its choices, times as long (in brackets the least "
-              "and the most of all turns):", "",
+    lines += ["How many times as long `gpt_kv_cache.py` takes without each of its choices (in brackets the least and "
+              "the most of all turns):", "",
               "| without | " + " | ".join(f"a token after {T:,}" for T in lengths) + " | "
               + " | ".join(f"first token of {T:,}" for T in lengths) + " |",
               "|---|" + "---|" * 2 * len(lengths)]  # fmt: skip

@@ -24,7 +24,7 @@ def causal_mask(pos: Tensor, k_pos: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return, for every query, the weighted mean of the values that it may see, (B, H, T, D).
+    """Return, for every query, the attention-weighted average of the values that it may see, (B, H, T, D).
 
     q is (B, H, T, D), k and v are (B, H, S, D). A weight is the softmax, over the keys that mask (T, S) lets the query
     see, of q · k / sqrt(D); a key that it may not see has weight 0. Scores may be 1000 or -1000 without harm, if

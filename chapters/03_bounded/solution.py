@@ -133,8 +133,9 @@ class Ring:
         else:
             self.pending[layer:] = [new]
             k_pos = self._held(n)
-            new = torch.cat([ring[..., : len(k_pos), :], new], dim=3)
-            k_pos = torch.cat([k_pos, pos])
+            kept = seen(k_pos, pos[:1], self.window, self.sinks)[0]  # not what a pass that failed left
+            new = torch.cat([ring[..., : len(k_pos), :][..., kept, :], new], dim=3)
+            k_pos = torch.cat([k_pos[kept], pos])
         return new[0], new[1], seen(k_pos, pos, self.window, self.sinks)
 
     def commit(self, pos: Tensor) -> None:
