@@ -297,3 +297,14 @@ def test_a_row_beyond_the_context_is_refused_and_changes_nothing(model: GPT, ids
     assert same([together.pos, *together.layers], before)
     model(ids[:, :2], together)
     assert together.next_pos.tolist() == [[24], [5]]
+
+
+def test_a_failed_first_pass_leaves_no_layer_to_a_model_of_another_depth(model: GPT, ids: Tensor) -> None:
+    cache, shallow = KVCache(), GPT(replace(CONFIG, n_layer=2)).eval()
+    hook = model.ln_f.register_forward_pre_hook(lambda module, inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids, cache)
+    hook.remove()
+    shallow(ids[:, :4], cache)
+    assert len(cache.layers) == 2
+    torch.testing.assert_close(shallow(ids[:, 4:], cache), shallow(ids)[:, 4:])
