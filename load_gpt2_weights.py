@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.cli import PROMPT, CommandLine
     from support.printing import stream
 
-    cli = CommandLine(__doc__, "python %(prog)s gpt2 --verify", NAMES)
+    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", NAMES)
     cli.add_model_arguments("model")
     cli.add_argument("--verify", action="store_true", help="compare with published greedy continuations")
     with cli.parse(argv) as args:

@@ -508,7 +508,7 @@ def main(argv: list[str] | None = None) -> None:
         from studies import refreshing
 
         return refreshing.main(argv[1:])
-    cli = CommandLine(__doc__, "python %(prog)s write --policy periodic:64 --temperature 1", NAMES)
+    cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
     cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write", "study"),
                      help="demo: compare ways to write a text; write: continue a prompt in one of them; study: "
                      "measure all on many prompts, see `study --help`")  # fmt: skip

@@ -397,8 +397,8 @@ def machine(device: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, example="python -m benchmarks --threads 2")
-    cli.prog = "python -m benchmarks"
+    cli = CommandLine(__doc__, example="python3 -m benchmarks --threads 2")
+    cli.prog = "python3 -m benchmarks"
     names = [contender.name for contender in CONTENDERS]
     cli.add_argument("--model", default="124M", metavar="NAME",
                      help=f"random weights of the size of {', '.join(SIZES)}, or a model's name or folder")

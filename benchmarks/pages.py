@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.__main__ import ahead, disturbance
 from support.blocks import write_blocks
+from support.cli import CommandLine
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -98,5 +99,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "benchmarks" / "README.md": {"standing": standing},
 }
 
+
+def main(argv: list[str] | None = None) -> None:
+    with CommandLine(__doc__, "python3 -m benchmarks.pages").parse(argv):
+        write_blocks(PAGES)
+
+
 if __name__ == "__main__":
-    write_blocks(PAGES)
+    main()

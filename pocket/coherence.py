@@ -188,7 +188,7 @@ def measure(stories: list[str]) -> tuple[dict[str, float], Counter[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, example="python pocket/coherence.py --model pocket --n 200")
+    cli = CommandLine(__doc__, example="python3 pocket/coherence.py --model pocket --n 200")
     cli.add_argument("--model", default="pocket", metavar="NAME", help="the model that writes")
     cli.add_argument("--split", default="test", choices=corpus.SPLITS, help="of the corpus: whose openings")
     cli.add_argument("--n", default=200, type=whole_number(1), metavar="N", help="number of stories")

@@ -548,7 +548,7 @@ def repeated_lists(split: str, n: int, seed: int = 0) -> list[tuple[str, str]]:
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine("Print documents of the corpus with their kinds.",
-                      example="python pocket/corpus.py --split valid --n 3 --seed 0")
+                      example="python3 pocket/corpus.py --split valid --n 3 --seed 0")
     cli.add_argument("--split", default="train", choices=SPLITS, help="training or held-out text")
     cli.add_argument("--n", type=whole_number(1), default=3, metavar="N", help="number of documents")
     cli.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the corpus")

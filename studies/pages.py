@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from support.blocks import write_blocks
+from support.cli import CommandLine
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -328,5 +329,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
 }  # fmt: skip
 
+
+def main(argv: list[str] | None = None) -> None:
+    with CommandLine(__doc__, "python3 -m studies.pages").parse(argv):
+        write_blocks(PAGES)
+
+
 if __name__ == "__main__":
-    write_blocks(PAGES)
+    main()

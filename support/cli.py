@@ -102,7 +102,8 @@ class CommandLine(argparse.ArgumentParser):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.exit(0)
         except (ValueError, OSError) as error:
-            self.error(" ".join(str(error).split()))
+            missing = isinstance(error, FileNotFoundError) and error.filename
+            self.error(f"there is no {missing}" if missing else " ".join(str(error).split()))
         except KeyboardInterrupt:
             self.exit(130, "\n")
 
