@@ -611,7 +611,7 @@ def assert_one_sentence(ran: subprocess.CompletedProcess[str], *culprits: str) -
 def test_help() -> None:
     ran = python("load_gpt2_weights.py", "--help")
     assert ran.returncode == 0
-    assert "python load_gpt2_weights.py gpt2 --verify" in ran.stdout and "(default: pocket)" in ran.stdout
+    assert "python3 load_gpt2_weights.py gpt2 --verify" in ran.stdout and "(default: pocket)" in ran.stdout
 
 
 def test_unknown_model_on_the_command_line() -> None:
