@@ -52,7 +52,7 @@ FEW = {"train": 20, "valid": 8, "test": 8}  # families of a quick run
 def examine(experiment: Experiment, scale: Scale, default: Method | None = None) -> dict[str, Any]:
     """Run the whole protocol on one kind of prompts and return its record. default: our warm start of another kind."""
     steps = tqdm(total=5, desc=experiment.name, leave=False)
-    tau, auc = quality.threshold(experiment)
+    tau, auc = quality.choose_tau(experiment)
     retrieved = {guard: quality.retrieve(experiment, "test", guard) for guard in (False, True)}
     high, guarded = ([q for q in queries if q.similarity >= tau] for queries in retrieved.values())
     record: dict[str, Any] = {

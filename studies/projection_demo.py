@@ -11,7 +11,7 @@ from gpt_kv_cache import GPT
 from projector import Layout, Library
 from studies.projection_methods import NEIGHBOUR, divergence, library_of, methods, raw_tokens
 from studies.projection_prompts import Experiment, pocket_families
-from studies.projection_quality import GOOD_KL, threshold
+from studies.projection_quality import GOOD_KL, choose_tau
 from studies.projection_times import read_cold, read_rest, timed, whole_start
 from support.tables import table
 
@@ -59,4 +59,4 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> None:
 def quiz_library(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> Library:
     """Return a library of quiz questions to start warm from, its threshold chosen on validation questions."""
     experiment = Experiment(model, tokenizer, "quiz", pocket_families("quiz", seed, wordings=3), "pairs", seed)
-    return library_of(experiment, OURS, "test", threshold(experiment)[0], guard=True)
+    return library_of(experiment, OURS, "test", choose_tau(experiment)[0], guard=True)

@@ -53,7 +53,7 @@ def retrieve(experiment: Experiment, split: str, guard: bool = False, without_re
     return queries
 
 
-def threshold(experiment: Experiment) -> tuple[float, float | None]:
+def choose_tau(experiment: Experiment) -> tuple[float, float | None]:
     """Return tau, by the largest difference of true and false positives on validation prompts, and the area under that
     curve. Positive: the relative is found. Negative: something else is, or anything where no relative is stored.
 

@@ -701,7 +701,7 @@ def test_nothing_is_fitted_on_what_is_tested(experiment: Experiment, monkeypatch
     asked = []
     queries = experiment.queries
     monkeypatch.setattr(experiment, "queries", lambda split: (asked.append(split), queries(split))[1])
-    tau, auc = projection_quality.threshold(experiment)
+    tau, auc = projection_quality.choose_tau(experiment)
     assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and auc > 0.5
     timed = projection_times.timed
     monkeypatch.setattr(projection_times, "timed", lambda runs, asked, repeats: timed(runs, asked[:1], 1))
