@@ -145,8 +145,8 @@ CHUNKS = patches(
     "Keys of a later piece are kept as values, and values as keys.": lambda: changed(
         KV,
         (
-            "self.layers[layer : layer + 1] = [kv]",
-            "n = len(self)\n        self.layers[layer : layer + 1] = [kv if not n else "
+            "self.layers[layer : layer + 1 if len(self) else None] = [kv]",
+            "n = len(self)\n        self.layers[layer : layer + 1 if len(self) else None] = [kv if not n else "
             "torch.cat([kv[..., :n, :], kv.flip(0)[..., n:, :]], dim=3)]",
         ),
     ),
