@@ -742,7 +742,7 @@ def test_a_measured_row_is_what_it_says(experiment: Experiment) -> None:
 
 def test_without_a_similar_prompt_all_is_cold_and_the_rest_goes_on(experiment: Experiment, tmp_path: Path,
                                                                    monkeypatch, capsys) -> None:
-    monkeypatch.setattr(projection_quality, "threshold", lambda experiment: (math.inf, None))
+    monkeypatch.setattr(projection_quality, "choose_tau", lambda experiment: (math.inf, None))
     record = projection.examine(experiment, projection.QUICK)
     projection_report.print_kind("quiz", record)
     assert "every start is cold" in capsys.readouterr().out
