@@ -16,7 +16,7 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from chapters.builder import pages, side_by_side
+from chapters.builder import front, pages, side_by_side
 from chapters.builder.blocks import BLOCK, run, text_of
 from chapters.builder.sources import CHAPTERS, ROOT, import_file
 from support.cli import CommandLine, whole_number
@@ -60,7 +60,7 @@ def build(numbers: list[int]) -> dict[Path, str]:
             files |= {chapter / f"{name}.svg": draw() for name, draw in pictures.items()}
     texts = {path: text for path, text in files.items() if path.suffix == ".md"}
     if not numbers:
-        files |= side_by_side.pages(texts)
+        files |= side_by_side.pages(texts) | {CHAPTERS / "front.svg": front.picture()}
         texts |= {path: path.read_text(encoding="utf-8") for path in sorted(CHAPTERS.glob("*.md"))}
     made = {path.with_suffix(".html"): pages.page(text) for path, text in texts.items()}
     return files | {path.with_stem("index") if path.stem == "README" else path: text for path, text in made.items()}
