@@ -37,8 +37,8 @@ def picture() -> str:
     without, cached = traces()
     width = (len(without.ids) - 1) * CELL + 140
     totals = [sum(end - first for first, end in (step["fed"] for step in trace.steps)) for trace in (without, cached)]
-    alt = (f"{STEPS} steps of writing. Without a cache every step computes the whole text again, "
-           f"{totals[0]} tokens in all; with a KV cache it computes the new ones only, {totals[1]} in all.")  # fmt: skip
+    alt = (f"{STEPS} steps of writing. Without a cache every step computes the whole text again, {totals[0]} "
+           f"tokens in all; with a KV cache it computes the new ones only, {totals[1]} in all.")  # fmt: skip
     headings = ("Without a cache: the whole text, at every step", "With a KV cache: the new token only")
     parts, height = [], TOP + STEPS * ROW + 54
     for x, heading, trace, total in zip((20, 40 + width), headings, (without, cached), totals, strict=True):
