@@ -64,34 +64,22 @@ class Int8(Ours):
 
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder, device, gpt_kv_cache, lambda config: gpt_kv_cache.KVCache())
-        linears = {}
-        for name, module in self.model.named_modules():
-            if isinstance(module, gpt_kv_cache.Conv1D):
-                linears[name] = linear(module.weight.t(), module.bias)
-        head = linear(self.model.wte.weight, None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated in favour of a package of its own
-            for name, module in linears.items():
-                parent, _, child = name.rpartition(".")
-                setattr(self.model.get_submodule(parent), child, quantized(module))
-            head = quantized(head)
+        head = quantized(self.model.wte.weight, None)
+        for part in (part for block in self.model.h for part in (block.attn, block.mlp)):
+            for name, layer in [*part.named_children()]:
+                setattr(part, name, quantized(layer.weight.t(), layer.bias))
         self.model.head = lambda x: head(self.model.ln_f(x))
 
 
-def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a linear layer with a weight (out, in)."""
-    module = nn.Linear(weight.size(1), weight.size(0), bias=bias is not None)
-    with torch.no_grad():
-        module.weight.copy_(weight)
-        if bias is not None:
-            module.bias.copy_(bias)
-    return module
-
-
-def quantized(module: nn.Linear) -> nn.Module:
+def quantized(weight: Tensor, bias: nn.Parameter | None) -> nn.Module:
+    """Return a linear layer with a weight (out, in) in int8."""
     from torch.ao.quantization import quantize_dynamic
 
-    return quantize_dynamic(nn.Sequential(module), {nn.Linear}, dtype=torch.qint8)[0]
+    module = nn.Linear(weight.size(1), weight.size(0), bias=False)
+    module.weight, module.bias = nn.Parameter(weight), bias
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated in favour of a package of its own
+        return quantize_dynamic(nn.Sequential(module), {nn.Linear}, dtype=torch.qint8)[0]
 
 
 class RandomBCT(Ours):
