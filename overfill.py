@@ -96,13 +96,11 @@ class Pair:
         self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
         self.consulted: tuple[KVCache, Tensor] | None = None  # what the teacher has read at this token, and its logits
         self.written = 0  # tokens after the prompt that the student has read
-        zeros = torch.zeros(ids.size(0), dtype=torch.long, device=ids.device)
-        self.since = zeros.clone()  # (B,), tokens that the student has read since the last refresh
-        self.unread = zeros.clone()  # (B,), tokens that a teacher with this row alone would not have read yet
-        self.teacher_tokens = zeros.clone()  # (B,), that such a teacher has read after the prompt
+        # (B,) each: tokens that the student has read since the last refresh; those that a teacher with this row alone
+        # would not have read yet, and has read after the prompt; refreshes.
+        self.since, self.unread, self.teacher_tokens, self.counts = ids.new_zeros(4, ids.size(0)).unbind()
         self.refreshes: list[Refresh] = []
         self.seconds = 0.0  # that the teacher's reading after the prompt, and splicing, have taken
-        self.counts = zeros.clone()  # (B,), refreshes
 
     def prefill(self) -> None:
         """Let the teacher read the text, or what of it stays in the context, and hand its cache over."""

@@ -99,27 +99,24 @@ class FromScratch(Runner):
         return sum(b.nbytes for name, b in self.model.named_buffers() if "cache" in name and b is not None)
 
 
+NAMES = {"tok_emb": "wte", "out_head": "wte", "pos_emb": "wpe", "final_norm": "ln_f", "trf_blocks": "h", "norm": "ln_",
+         "scale": "weight", "shift": "bias", "att.out_proj": "attn.c_proj", "ff.layers.0": "mlp.c_fc",
+         "ff.layers.2": "mlp.c_proj"}  # fmt: skip
+
+
 @torch.no_grad()
 def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Give a GPTModel of LLMs-from-scratch GPT-2's weights: its names, and (out, in) instead of (in, out)."""
-    parts = {"tok_emb.weight": "wte.weight", "pos_emb.weight": "wpe.weight", "out_head.weight": "wte.weight",
-             "final_norm.scale": "ln_f.weight", "final_norm.shift": "ln_f.bias"}  # fmt: skip
-    inner = {"norm1.scale": "ln_1.weight", "norm1.shift": "ln_1.bias", "norm2.scale": "ln_2.weight",
-             "norm2.shift": "ln_2.bias", "att.out_proj": "attn.c_proj", "ff.layers.0": "mlp.c_fc",
-             "ff.layers.2": "mlp.c_proj"}  # fmt: skip
     for name, parameter in model.named_parameters():
-        if name in parts:
-            tensor = tensors[parts[name]]
+        for theirs, public in NAMES.items():
+            name = name.replace(theirs, public)
+        block, projection, kind = name.partition("att.W_")
+        if projection:
+            third = ("query", "key", "value").index(kind.partition(".")[0])
+            tensor = tensors[f"{block}attn.c_attn.{kind.partition('.')[2]}"].chunk(3, -1)[third]
         else:
-            _, layer, rest = name.split(".", 2)
-            stem, _, kind = rest.rpartition(".")
-            if "W_" in rest:
-                third = ("att.W_query", "att.W_key", "att.W_value").index(stem)
-                tensor = tensors[f"h.{layer}.attn.c_attn.{kind}"].chunk(3, -1)[third]
-            else:
-                tensor = tensors[f"h.{layer}.{inner.get(rest) or f'{inner[stem]}.{kind}'}"]
-            tensor = tensor.t() if tensor.dim() == 2 else tensor
-        parameter.copy_(tensor)
+            tensor = tensors[name]
+        parameter.copy_(tensor.t() if block.startswith("h.") and tensor.dim() == 2 else tensor)
 
 
 class CTranslate2(Runner):

@@ -151,9 +151,6 @@ class Pen:
     def epithet(self, town: str) -> str:
         return self.part(EPITHET, **TOWNS[town])
 
-    def when(self) -> str:
-        return self.part(WHEN, any_month=self.pick([town["month"] for town in TOWNS.values()]))
-
     def topic(self) -> tuple[str, str]:
         """A town or a creature: its kind and its name."""
         kind = "town" if self.chance(0.75) else "creature"
@@ -182,7 +179,8 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     obj, obj2 = pen.things(2)
     n1, n2 = pen.rng.sample(WORDS["number"], 2)
     town, place = pen.towns(2)
-    v = dict(a=a, b=b, c=c, d=d, obj=obj, obj2=obj2, n1=n1, n2=n2, town=town, place=place, when=pen.when(),
+    v = dict(a=a, b=b, c=c, d=d, obj=obj, obj2=obj2, n1=n1, n2=n2, town=town, place=place,
+             when=pen.part(WHEN, any_month=pen.pick([t["month"] for t in TOWNS.values()])),
              rel=pen.pick(["sister" if b.female else "brother", *WORDS["rel"]]))
     v |= pen.fill("job goods cargo spot word colour landmark hour errand")
     v |= dict(epithet=pen.epithet(town), epithet2=pen.epithet(place))
@@ -216,9 +214,9 @@ def tell(pen: Pen, mute: bool) -> tuple[str, dict, list[str]]:
 
 def story(pen: Pen) -> str:
     """A journey on which early facts (who, where, how many) are needed at the end."""
-    asked = pen.pick([0, 1, 1, 2, 3])
-    prose, v, threads = tell(pen, mute=asked > 0 and pen.chance(0.5))
-    questions = [qa(pen.say(stories.RECALLS[t], **v), stories.THREADS[t].format(**v)) for t in threads[:asked]]
+    n = pen.pick([0, 1, 1, 2, 3])
+    prose, v, threads = tell(pen, mute=n > 0 and pen.chance(0.5))
+    questions = [qa(pen.say(stories.RECALLS[t], **v), stories.THREADS[t].format(**v)) for t in threads[:n]]
     return prose + "\n\n" * bool(questions) + "\n".join(questions)
 
 
@@ -320,8 +318,8 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
 def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
     text, told = talk(pen, recall=True)
-    asked = pen.rng.sample(told, pen.pick([0, 1, 2]))
-    questions = [qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"]) for topic, values in asked]
+    chosen = pen.rng.sample(told, pen.pick([0, 1, 2]))
+    questions = [qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"]) for topic, values in chosen]
     return text + "\n\n" * bool(questions) + "\n".join(questions)
 
 
@@ -410,13 +408,8 @@ def recite(pen: Pen) -> tuple[str, str, str]:
     return head, written, tail
 
 
-def listing(pen: Pen) -> str:
-    """A list that is repeated word for word."""
-    return "".join(recite(pen))
-
-
 KINDS = {"story": (story, 28), "article": (article, 17), "quiz": (quiz, 15), "dialogue": (dialogue, 17),
-         "explain": (explain, 13), "list": (listing, 10)}  # function, weight in percent
+         "explain": (explain, 13), "list": (lambda pen: "".join(recite(pen)), 10)}  # function, weight in percent
 
 
 # --- What the rest of the project uses ------------------------------------------------------------------
@@ -488,14 +481,14 @@ def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
 
     Facts are shared out among the splits: what is asked in one isn't asked in another.
     """
-    asked = closed_book_questions(split)
+    questions = closed_book_questions(split)
     names = sorted({q.family for q in closed_book_questions("train")})
     Random("families").shuffle(names)
     first = {q.family: q for q in reversed(closed_book_questions("train"))}
     head = "\n".join(f"{first[name].prompt} {first[name].answer}" for name in names[:header])
     rest = names[header:]
     parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}[split]
-    return [[Question(f"quiz:{name}", q.paraphrase, f"{head}\n{q.prompt}", q.answer) for q in asked if q.family == name]
+    return [[Question(f"quiz:{name}", q.paraphrase, f"{head}\n{q.prompt}", q.answer) for q in questions if q.family == name]
             for name in parts]
 
 
@@ -522,12 +515,11 @@ def notes_families(split: str, n: int, tellings: int, seed: int = 0) -> list[lis
     """n projects, each with several sets of notes, in other words and another order, and the question to explain it."""
     families = []
     for index in range(n):
-        name, family = f"{seed}/{split}/noted/{index}", []
+        name = f"{seed}/{split}/noted/{index}"
         made = project(Pen(split, name))
-        for i in range(tellings):
-            notes, question, answer = notes_of(Pen(split, f"{name}/{i}"), *made)
-            family.append(Question(f"notes:{split}:{seed}:{index}", i, asked(question, notes), answer))
-        families.append(family)
+        told = (notes_of(Pen(split, f"{name}/{i}"), *made) for i in range(tellings))
+        families.append([Question(f"notes:{split}:{seed}:{index}", i, asked(question, notes), answer)
+                         for i, (notes, question, answer) in enumerate(told)])
     return families
 
 
