@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import benchmarks.runners as runners
 import gpt_baseline
 import gpt_bounded_cache
-from benchmarks import runners
 from benchmarks.runners import Int8, Ours, RandomBCT, Runner, Static, Transformers
 
 
