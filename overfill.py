@@ -240,11 +240,10 @@ def teacher_nats(teacher: GPT, ids: Tensor, new: Tensor) -> Tensor:
 
 # --- When to refresh ------------------------------------------------------------------------------------------------
 
-READS = {
-    "new": "what it has not read yet, on its own cache",
-    "all": "the whole text again: the same entries, at a cost that grows with the text",
-    "window": "the last tokens of the window on top of the student's cache: an approximation of an approximation",
-}
+# What the teacher reads at a refresh: what it has not read yet, on its own cache; the whole text again, for the same
+# entries at a cost that grows with the text; or the last tokens of the window on top of the student's cache, which is
+# an approximation of an approximation.
+READS = ("new", "all", "window")
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ class Policy:
     """
 
     window: int | None = field(default=None, kw_only=True)  # at most so many tokens are replaced
-    reads: str = field(default="new", kw_only=True)  # what the teacher reads at a refresh, see READS
+    reads: str = field(default="new", kw_only=True)  # see READS
     teacher_next: bool = field(default=False, kw_only=True)  # its reading yields logits: the next token is of these
 
     def __post_init__(self) -> None:

@@ -244,12 +244,11 @@ class Transformers(Runner):
         self.static, self.transformers, self.cache = static, transformers, None
 
     @torch.inference_mode()
-    def start(self, ids: Tensor) -> Iterator[Tensor]:
+    def start(self, ids: Tensor, cache: Any = None) -> Iterator[Tensor]:
         config = self.model.config
-        if self.static:
-            self.cache = self.transformers.StaticCache(config=config, max_cache_len=config.n_positions)
-        else:
-            self.cache = self.transformers.DynamicCache()
+        if cache is None and self.static:
+            cache = self.transformers.StaticCache(config=config, max_cache_len=config.n_positions)
+        self.cache = self.transformers.DynamicCache() if cache is None else cache
         while True:
             logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
             ids = logits[:, -1].argmax(-1, keepdim=True)
@@ -258,14 +257,7 @@ class Transformers(Runner):
     def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor] | None:
         next(self.start(ids[:, :cached]))
         prefix = self.cache
-
-        @torch.inference_mode()
-        def again() -> Tensor:
-            cache = copy.deepcopy(prefix)
-            new = self.model(input_ids=ids[:, cached:], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            return new.logits[:, -1].argmax(-1, keepdim=True)
-
-        return again
+        return lambda: next(self.start(ids[:, cached:], copy.deepcopy(prefix)))
 
     @property
     def nbytes(self) -> int:

@@ -100,8 +100,7 @@ class Distillation(Recipe):
 
     @property
     def model_class(self) -> type[nn.Module]:
-        kinds = {rope.GPTConfig: rope.GPT, bounded.BCTConfig: bounded.BCT, bounded.GPTConfig: bounded.GPT}
-        return kinds[type(self.config)]
+        return next(model for model in (rope.GPT, bounded.BCT, bounded.GPT) if model.config_class is type(self.config))
 
     @property
     def kind(self) -> str:

@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from chapters.builder import pages, side_by_side
-from chapters.builder.blocks import BLOCK, run, text_of
-from chapters.builder.sources import CHAPTERS, ROOT, import_file
+from chapters.builder.blocks import BLOCK, CHAPTERS, ROOT, import_file, run, text_of
 from support.cli import CommandLine, whole_number
 from support.files import write_atomically
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from chapters.builder.blocks import NUMBER
+from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read
 from chapters.builder.pages import coloured, inline
-from chapters.builder.sources import CHAPTERS, hunks, read
 
 PAIRS = (("gpt_baseline.py", "gpt_kv_cache.py"), ("gpt_kv_cache.py", "gpt_bounded_cache.py"))
 WORDS = re.compile(r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S)
