@@ -678,9 +678,9 @@ def main(argv: list[str] | None = None) -> None:
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.memory is None:  # RING
-            from studies.bounding import compare  # RING
+            from studies.bounding import demo  # RING
 
-            return compare(args, ids)  # RING
+            return demo(args, ids)  # RING
         cache, sinks = model.new_cache(), 4 if args.memory == "sinks" else 0  # RING
         if args.slots < sinks + 2:  # RING
             raise ValueError(f"--slots {args.slots}: must be at least {sinks + 2}")  # RING

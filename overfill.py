@@ -545,7 +545,7 @@ def main(argv: list[str] | None = None) -> None:
                          top_k=args.top_k, temperature=args.temperature or 0.0, generator=generator,
                          trace=cli.trace(args, tokenizer, student, ids))  # fmt: skip
         if not args.prompt and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
-            from studies.refreshing_texts import pocket_prompts
+            from studies.refreshing_measures import pocket_prompts
 
             prompts = pocket_prompts(tokenizer, "test", 6, 192)
         n, room = args.max_new_tokens or 128, min(teacher.config.n_ctx, student.config.n_ctx)

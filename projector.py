@@ -509,7 +509,7 @@ def answer(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_to
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from studies import projection, projection_demo
+    from studies import projection
     from support.cli import CommandLine, nonempty, whole_number
     from support.encoders import load_encoder
 
@@ -523,24 +523,26 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("question", nargs="?", type=nonempty, metavar="QUESTION",
                      help="ask: put in place of a stored prompt's question")
     cli.add_model_arguments()
-    cli.add_argument("--max-new-tokens", type=whole_number(1), default=32, metavar="N", help="ask: tokens to write")
+    cli.add_argument("--max-new-tokens", type=whole_number(1), metavar="N", help="ask: tokens to write; default: 32")
     cli.add_argument("--library", metavar="FOLDER",
                      help="ask: stored prompts that a study has kept; default: a few quiz questions, read first")
     with cli.parse(argv) as args:
-        warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
+        ask_only = {"--max-new-tokens": args.max_new_tokens, "--library": args.library}
+        if args.what != "ask" and (given := [name for name, value in ask_only.items() if value is not None]):
+            raise ValueError(f"{args.what} has no {given[0]}: ask has")
         projection.require_pocket(args.model, args.library)
-        model_class = rope.GPT if args.model == "pocket-rotary" else GPT
-        model = load_model(args.model, model_class=model_class, device=args.device, dtype=args.dtype)
+        kind = projection.class_of(args.model)
+        model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "demo":
-            projection_demo.demo(model, tokenizer, args.seed)
+            projection.demo(model, tokenizer, args.seed)
         else:
-            library = (projection_demo.quiz_library(model, tokenizer, args.seed) if args.library is None else
+            library = (projection.quiz_library(model, tokenizer, args.seed) if args.library is None else
                        Library.load(model, tokenizer, Path(args.library),
                                     lambda name: load_encoder(name, model, tokenizer)))
-            answer(library, tokenizer, args.question, args.max_new_tokens)
+            answer(library, tokenizer, args.question, args.max_new_tokens or 32)
 
 
 if __name__ == "__main__":

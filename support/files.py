@@ -29,6 +29,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(unfinished, path)
 
 
+def write_json(path: Path, content: Any, indent: int = 2) -> None:
+    """Write a record as JSON."""
+    write_atomically(path, lambda file: file.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8"))
+
+
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table with a header line."""
 
