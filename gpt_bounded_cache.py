@@ -652,9 +652,12 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_generation_arguments()
     cli.add_argument("--memory", choices=("full", "window", "sinks", "bct"),  # RING
                      help="what holds the text; default: all of them, compared")  # RING
-    cli.add_argument("--slots", type=int, default=37, metavar="N",  # RING
-                     help="slots of window and sinks, the spare one included")  # RING
+    cli.add_argument("--slots", type=int, metavar="N",  # RING
+                     help="of window and sinks, the spare one included; default: 37")  # RING
     with cli.parse(argv) as args:
+        if args.slots is not None and args.memory in ("full", "bct"):  # RING
+            raise ValueError(f"{args.memory} takes no --slots: window and sinks do")  # RING
+        args.slots = 37 if args.slots is None else args.slots  # RING
         if args.memory == "bct" and args.model == "pocket":  # BCT
             args.model = "pocket-bct"  # BCT
         kind = BCT if args.memory == "bct" else GPT  # BCT

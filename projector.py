@@ -481,12 +481,15 @@ def answer(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_to
         print("[no prompt is stored: the text is read as it is]")
     ids = tokenizer.encode(text, allowed_special="all")
     fed = torch.tensor([ids], device=library.model.wte.weight.device)
-    rows = []
+    rows, times = [], {}
     for name in ("warm-up", "warm", "cold"):  # a process's first pass is slow
         started, written, first = time.perf_counter(), [], 0.0
         warm = library.warm_start(text, ids) if name != "cold" else None
         if name == "warm" and warm is None:
-            print("[no stored prompt is similar enough: the prompt is read]" if library.texts else "")
+            least = library.layout.prefix + library.layout.tail + library.layout.m
+            why = (f"{len(ids)} tokens are too few for a warm start, which stands for {least}" if len(ids) < least else
+                   "no stored prompt is similar enough")
+            print(f"[{why}: the prompt is read]" if library.texts else "")
             continue
         options = {"stop_id": tokenizer.eot_token}
         tokens = (generate(library.model, fed, max_new_tokens, **options) if warm is None else
@@ -496,7 +499,7 @@ def answer(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_to
             written.append(tokenizer.decode([int(token)]))
             if "\n" in written[-1]:
                 break
-        words = "".join(written).replace(END_OF_TEXT, "").strip()
+        times[name], words = first, "".join(written).replace(END_OF_TEXT, "").strip()
         rows.append([name, f"{1000 * first:.1f} ms", repr(written[0]), words])
     if len(rows) == 3:
         nearest = library.texts[library.find(text)[0]]
@@ -505,6 +508,8 @@ def answer(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_to
     if len(rows) == 3:
         print("\nwarm: the first token from summary tokens of the stored prompt, the rest from the exact cache\n"
               "cold: the prompt is read before the first token")
+        if times["warm"] >= times["cold"]:
+            print(f"Nothing is gained here: {len(ids)} tokens are read as fast as a stored prompt is found.")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -812,6 +812,8 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
         (["study", "--prompts", "nowhere.csv", "nowhere.csv"], ["nowhere.csv"]),
         (["--max-new-tokens", "500"], ["500", "512"]),
         (["chat", "--capacity", "0"], ["capacity", "0"]),
+        (["--store", "x"], ["--store", "chat"]),
+        (["run", "--capacity", "9"], ["--capacity", "chat"]),
         (["--model", "gpt5"], ["gpt5"]),
         (["law"], ["law", "study"]),
     ],
