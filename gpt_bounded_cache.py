@@ -652,12 +652,9 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_generation_arguments()
     cli.add_argument("--memory", choices=("full", "window", "sinks", "bct"),  # RING
                      help="what holds the text; default: all of them, compared")  # RING
-    cli.add_argument("--slots", type=int, metavar="N",  # RING
-                     help="of window and sinks, the spare one included; default: 37")  # RING
+    cli.add_argument("--slots", type=int, default=37, metavar="N",  # RING
+                     help="slots of window and sinks, the spare one included")  # RING
     with cli.parse(argv) as args:
-        if args.slots is not None and args.memory in ("full", "bct"):  # RING
-            raise ValueError(f"{args.memory} takes no --slots: window and sinks do")  # RING
-        args.slots = 37 if args.slots is None else args.slots  # RING
         if args.memory == "bct" and args.model == "pocket":  # BCT
             args.model = "pocket-bct"  # BCT
         kind = BCT if args.memory == "bct" else GPT  # BCT
@@ -684,12 +681,13 @@ def main(argv: list[str] | None = None) -> None:
             from studies.bounding import demo  # RING
 
             return demo(args, ids)  # RING
-        cache, sinks = model.new_cache(), 4 if args.memory == "sinks" else 0  # RING
+        sinks = 4 if args.memory == "sinks" else 0  # RING
         if args.slots < sinks + 2:  # RING
             raise ValueError(f"--slots {args.slots}: must be at least {sinks + 2}")  # RING
-        if type(cache) is KVCache:  # RING
-            window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
-            cache = SlidingWindowCache(window, sinks)  # RING
+        if args.memory in ("full", "bct") and args.slots != cli.get_default("slots"):  # RING
+            raise ValueError(f"{args.memory} has no --slots: window and sinks have")  # RING
+        window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
+        cache = model.new_cache() if kind is BCT else SlidingWindowCache(window, sinks)  # RING
         run(generate, cache=cache)  # RING
 
 

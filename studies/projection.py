@@ -1,8 +1,5 @@
 """CP-KVP's falsification test: every baseline, metric and ablation of the proposal, its thresholds, and a chart of what
 makes a warm start good enough. All figures are of prompts, families and facts not fitted on.
-
-The parts: projection_methods (prompts, and fits on them), projection_methods (what is compared), projection_measures,
-projection_measures, projection_report; projection_demo is the bare run of projector.py.
 """
 
 from __future__ import annotations
