@@ -682,7 +682,8 @@ def main(argv: list[str] | None = None) -> None:
 
             return demo(args, ids)  # RING
         sinks = 4 if args.memory == "sinks" else 0  # RING
-        if args.slots < sinks + 2 or (kind is BCT and args.slots != cli.get_default("slots")):  # RING
+        if args.slots < sinks + 2 or (  # RING
+                kind is BCT and args.slots != cli.get_default("slots")):  # RING
             raise ValueError(f"--slots {args.slots}: a window takes at least 2, sinks at "  # RING
                              "least 6, and bct none: its file says how many it has")  # RING
         window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
