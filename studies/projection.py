@@ -18,16 +18,6 @@ from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer
 from projector import Layout, Library
 from studies import projection_measures as quality
-from studies.projection_measures import (
-    GOOD_KL,
-    by_length,
-    latencies,
-    on_the_plane,
-    read_cold,
-    read_rest,
-    timed,
-    whole_start,
-)
 from studies.projection_methods import (
     NEIGHBOUR,
     POCKET,
@@ -88,7 +78,7 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
     }
     if not high or not guarded:
         return record  # every start is cold
-    plane = on_the_plane(experiment, "valid", scale.counts, scale.tails)
+    plane = quality.on_the_plane(experiment, "valid", scale.counts, scale.tails)
     steps.update()
     best = chosen(plane)
     ours = [replace(best, name=f"ours: {best.name}")]
@@ -108,7 +98,7 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
         "plane": [{k: v for k, v in p.items() if k != "method"} for p in plane],
         "methods": found,
         "without_guard": quality.summary_of([quality.measure(experiment, ours[0], q.found, q.prompt) for q in high]),
-        "latency": latencies(experiment, asked, scale.repeats),
+        "latency": quality.latencies(experiment, asked, scale.repeats),
     }
     steps.update()
     record["sweep"] = quality.sweep(experiment, scale.counts)
@@ -179,9 +169,10 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
         write_json(out / "summary.json", summary)
         del experiment
     lengths = [n for n in scale.lengths if n <= model.config.n_ctx]
-    summary["lengths"] = {name_of_model: by_length(model, lengths, scale.repeats)}
+    summary["lengths"] = {name_of_model: quality.by_length(model, lengths, scale.repeats)}
     if scale.other_models and name_of_model == "pocket":  # with random weights: times don't depend on them
-        summary["lengths"]["GPT-2 124M"] = by_length(GPT(GPTConfig()).eval(), scale.lengths, min(scale.repeats, 5))
+        large = GPT(GPTConfig()).eval()
+        summary["lengths"]["GPT-2 124M"] = quality.by_length(large, scale.lengths, min(scale.repeats, 5))
     for model_name, rows in summary["lengths"].items():
         print(page([f"Seconds to the first token of {model_name}, without retrieval:", of_records(rows)]))
     if scale.other_models and name_of_model == "pocket" and "quiz" in kinds:
@@ -212,12 +203,12 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> None:
     compared = {"as proposed: 8 projected summary tokens, 1 token read": methods()[0],
                 "ours: 8 summary tokens as stored, 16 tokens read": OURS,
                 "control: the neighbour's logits, nothing read": NEIGHBOUR}
-    starts = {"cold: the prompt is read": lambda p: read_cold(experiment, p),
-              "rival: exact shared prefix, the rest read": lambda p: read_rest(experiment, p)}
+    starts = {"cold: the prompt is read": lambda p: quality.read_cold(experiment, p),
+              "rival: exact shared prefix, the rest read": lambda p: quality.read_rest(experiment, p)}
     for name, method in compared.items():
-        starts[name] = whole_start(experiment, method)
+        starts[name] = quality.whole_start(experiment, method)
     asked = [p for p, _ in experiment.related("test")]
-    seconds = timed(starts, [(p,) for p in asked], 5)
+    seconds = quality.timed(starts, [(p,) for p in asked], 5)
     cold = next(iter(seconds.values()))
     rows = []
     for name, start in starts.items():
@@ -225,7 +216,7 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> None:
         kl = [float(divergence(*pair)) for pair in pairs]
         saved = 1 - mean(warm / exact for warm, exact in zip(seconds[name], cold, strict=True))
         rows.append([name, f"{1000 * median(seconds[name]):.1f}", f"{saved:.0%}", f"{mean(kl):.2f}",
-                     f"{mean(x <= GOOD_KL for x in kl):.0%}",
+                     f"{mean(x <= quality.GOOD_KL for x in kl):.0%}",
                      f"{mean(int(exact.argmax()) == int(found.argmax()) for exact, found in pairs):.0%}"])
     total = sum(len(family) for split in families.values() for family in split)
     print(f"{total} quiz questions of about {mean(len(p.ids) for p in asked):.0f} tokens. The maps are fitted on "

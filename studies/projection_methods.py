@@ -17,21 +17,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import projector
 from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus, rope
-from projector import (
-    Compressor,
-    Layout,
-    Library,
-    Prefill,
-    Projector,
-    Segments,
-    cache_of,
-    measure_segments,
-    own_queries,
-    prefill,
-    summarize,
-)
+from projector import Layout, Library
 from support.encoders import PairEncoder, load_encoder
 from support.regression import ridge
 from support.statistics import kl
@@ -52,7 +41,7 @@ class Prompt:
     ids: list[int]
     answer: str
     follows: list[int]
-    exact: Prefill
+    exact: projector.Prefill
 
 
 Family = list[tuple[str, str]]  # paraphrases: prompt and answer
@@ -144,7 +133,7 @@ class Experiment:
         same = next((i for i in range(self.shortest) if len({ids[i] for ids in every}) > 1), self.shortest)
         same = min(same, self.shortest - PROPOSED.m - PROPOSED.tail)
         self.prefix = same if same >= 8 else 0  # a word or two are no prefix worth storing
-        self.shared = prefill(model, every[0][: self.prefix]) if self.prefix else None
+        self.shared = projector.prefill(model, every[0][: self.prefix]) if self.prefix else None
         self.train = [p for family in self.prompts["train"] for p in family]
         lengths = [len(p.answer.split()) for p in self.train if p.answer]
         long = bool(lengths) and statistics.median(lengths) > 8
@@ -171,7 +160,7 @@ class Experiment:
             fed = torch.tensor([ids], device=self.device)
             tokens = generate(self.model, fed, CONTINUATION, stop_id=self.tokenizer.eot_token)
             follows = [int(token) for token in tokens]
-        return Prompt(family, text, ids, answer, follows, prefill(self.model, ids))
+        return Prompt(family, text, ids, answer, follows, projector.prefill(self.model, ids))
 
     @property
     def device(self) -> torch.device:
@@ -204,23 +193,23 @@ class Experiment:
         """Return queries of training prompts (L, H, N, D) for summarize()."""
         few = [p for p in self.bankers if len(p.ids) >= layout.tail][: max(4, SAMPLES["queries"] // layout.tail)]
         return self.once(("bank", replace(layout, m=1)), lambda: torch.cat(
-            [own_queries(self.model, p.exact, layout) for p in few], 2))
+            [projector.own_queries(self.model, p.exact, layout) for p in few], 2))
 
-    def segments(self, prompt: Prompt, layout: Layout, bank: bool = False) -> Segments:
+    def segments(self, prompt: Prompt, layout: Layout, bank: bool = False) -> projector.Segments:
         """Return the segments of a prompt, with queries of others if asked."""
-        return measure_segments(self.model, prompt.exact, layout, self.bank(layout) if bank else None)
+        return projector.measure_segments(self.model, prompt.exact, layout, self.bank(layout) if bank else None)
 
     def own(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens fitted on one prompt."""
-        return self.once((id(prompt), layout), lambda: summarize(self.segments(prompt, layout, bank=True)))
+        return self.once((id(prompt), layout), lambda: projector.summarize(self.segments(prompt, layout, bank=True)))
 
-    def compressor(self, layout: Layout, penalty: float | None = None) -> Compressor:
+    def compressor(self, layout: Layout, penalty: float | None = None) -> projector.Compressor:
         """Return stage 1 as proposed, with this penalty or a cross-validated one."""
-        def fit() -> Compressor:
+        def fit() -> projector.Compressor:
             segments = [self.segments(p, layout) for p in self.sample]
             if penalty is not None:
-                return Compressor(segments, penalty)
-            return Compressor.fit(segments, [p.family for p in self.sample])
+                return projector.Compressor(segments, penalty)
+            return projector.Compressor.fit(segments, [p.family for p in self.sample])
 
         return self.once(("compressor", layout), fit)
 
@@ -236,13 +225,13 @@ class Experiment:
         return self.once(("compressed", layout), all_at_once)[id(prompt)]
 
     def projector(self, layout: Layout, summary: Callable[[Prompt, Layout], Tensor], change: bool = False,
-                  penalty: float | None = None) -> Projector:
+                  penalty: float | None = None) -> projector.Projector:
         """Return stage 2 for summary tokens made in one of the two ways, with this penalty or a cross-validated one."""
-        def fit() -> Projector:
+        def fit() -> projector.Projector:
             sources, targets = (torch.stack([summary(pair[i], layout) for pair in self.pairs]) for i in (0, 1))
             if penalty is not None:
-                return Projector(sources, targets, penalty, change)
-            return Projector.fit(sources, targets, [a.family for a, _ in self.pairs], change)
+                return projector.Projector(sources, targets, penalty, change)
+            return projector.Projector.fit(sources, targets, [a.family for a, _ in self.pairs], change)
 
         return self.once(("projector", layout, summary.__name__, change), fit)
 
@@ -268,7 +257,7 @@ class Method:
     def cache(self, experiment: Experiment, source: Prompt, prompt: Prompt) -> KVCache:
         prefix = experiment.shared if self.layout.prefix else None
         summary = self.summary(experiment, source)
-        return cache_of(experiment.model, summary, self.layout.tail_position(len(prompt.ids)), prefix)
+        return projector.cache_of(experiment.model, summary, self.layout.tail_position(len(prompt.ids)), prefix)
 
 
 def projected(layout: Layout, fit: str, change: bool = False,

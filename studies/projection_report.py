@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from studies.projection_measures import GOOD_KL
-from studies.protocol import with_interval
 from support.figures import panels
 from support.tables import Table, of_records
 
@@ -65,30 +63,26 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
 
 def details(name: str, r: dict[str, Any]) -> list[str | Table]:
     """Return what only the terminal shows of one kind of prompts."""
-    prompts, found = r["prompts"], r["retrieval"]
-    parts: list[str | Table] = [
-        f"=== {name}: prompts of {r['tokens']:.0f} tokens, the first {r['prefix']} the same in all; {prompts['train']} "
-        f"to fit on, {prompts['valid']} and {prompts['test']} held out; {r['dropped']} are too short",
-        f"Retrieval: {found['asked']} asked, {found['with a relative']} have a relative among {found['stored']} "
-        f"stored; {found['found']} find it.",
-    ]
+    found = {key: r[key] for key in ("tokens", "prefix", "dropped", "tau", "auc")}
+    parts = [f"=== {name}", of_records([found | r["prompts"]]), of_records([r["retrieval"]])]
     if "methods" not in r:
         return [*parts, "No prompt is similar enough: every start is cold."]
-    best, latency = r["best"], r["latency"]
+    best, latency, task = r["best"], r["latency"], r["task"] or "exact"
+    shown = ("kl", "low_kl", "reverse", "same_first", "perplexity", f"{task}_warm", f"{task}_swapped")
+    means = {method: {key: x if isinstance(x, float) else x[0] for key, x in found["retrieved"].items() if key in shown}
+             for method, found in r["methods"].items()}  # fmt: skip
     return [
         *parts,
-        f"At tau = {r['tau']:.3f} (area under ROC {r['auc'] or math.nan:.2f}), {found['warm']} start warm, "
-        f"{found['warm and wrong']} of them from another; with the guard on names {found['guarded, warm']} and "
-        f"{found['guarded, warm and wrong']}.",
-        of_records([figures_of(r, method) for method in latency]),
+        of_records([{"": method, "first, ms": 1e3 * t["ttft"], "8th, ms": t["eighth"] and 1e3 * t["eighth"],
+                     "saved": t["saved"][0]} | means.get(method, {"kl": 0.0}) for method, t in latency.items()]),
         f"{best}: with the guard on names, without it KL {r['without_guard']['kl'][0]:.3f} instead of "
-        f"{r['methods'][best]['retrieved']['kl'][0]:.3f}.\nIts second token comes "
-        f"{1e3 * latency[best]['second_after_first']:.1f} ms after the first, when the exact cache is there (cold: "
-        f"{1e3 * latency['cold']['second_after_first']:.1f}).\n"
-        f"KL after 4 tokens from summary tokens: {r['swap']['no swap']:.3f} going on, {r['swap']['aligned']:.3f} "
-        "after a swap with the one-step alignment, 0 with the emitted tokens read again.\n"
-        "Areas under ROC by which a signal tells good starts from bad, for one summary token: "
-        + ", ".join(f"{signal} {math.nan if area is None else area:.2f}" for signal, area in r["confidence"].items()),
+        f"{means[best]['kl']:.3f}.\nIts second token comes {1e3 * latency[best]['second_after_first']:.1f} ms after "
+        "the first, when the exact cache is there (cold: "
+        f"{1e3 * latency['cold']['second_after_first']:.1f}).\nKL after 4 tokens from summary tokens: "
+        f"{r['swap']['no swap']:.3f} going on, {r['swap']['aligned']:.3f} after a swap with the one-step alignment, 0 "
+        "with the emitted tokens read again.",
+        "Areas under ROC by which a signal tells good starts from bad, for one summary token:",
+        of_records([r["confidence"]]),
         "KL (<= 0.05) by the number of summary tokens, the relative given:",
         crossed(r["sweep"], "method", "m"),
         "KL (<= 0.05) by similarity of the found prompt, and by whether it is the relative:",
@@ -97,22 +91,7 @@ def details(name: str, r: dict[str, Any]) -> list[str | Table]:
         of_records([{key: row[key] for key in ("tau", "warm", "wrong")} | row["good"] for row in r["tau_ablation"]]),
         "Worth its time (validation, the relative given):",
         of_records([{key: point[key] for key in ("name", "saved", "kl", "good")} for point in frontier(r["plane"])]),
-    ]
-
-
-def figures_of(r: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the times and errors of one method; answers are judged on summary tokens and after the swap."""
-    task, times = r["task"] or "exact", r["latency"][name]
-    record = {"": name, "first, ms": 1e3 * times["ttft"], "8th": 1e3 * (times["eighth"] or math.nan),
-              "saved": times["saved"][0]}  # fmt: skip
-    found = r["methods"].get(name, {}).get("retrieved") or {  # exact
-        "kl": (0.0,) * 3, "low_kl": (1.0,), "reverse": (0.0,), "same_first": (1.0,), "perplexity": 0.0}  # fmt: skip
-    return record | {
-        "KL(cold || warm)": with_interval(found["kl"], ".3f"), "<= 0.05": found["low_kl"][0],
-        "reverse KL": found["reverse"][0], "same 1st": found["same_first"][0],
-        "perplexity": found.get("perplexity", math.nan),
-        **{f"{task} {key}": found.get(f"{task}_{key}", math.nan) for key in ("cold", "warm", "swapped")},
-    }  # fmt: skip
+    ]  # fmt: skip
 
 
 def crossed(records: Sequence[dict[str, Any]], row: str, column: str) -> Table:

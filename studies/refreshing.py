@@ -21,42 +21,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
-from overfill import (
-    Entropy,
-    Gate,
-    MonteCarloDropout,
-    Pair,
-    Periodic,
-    Policy,
-    ProbeKL,
-    dropout_of,
-    load_pair,
-    misfit,
-    read_along,
-    speculative,
-    tokens_of,
-)
+from overfill import Pair, Periodic, Policy, speculative
 from pocket import corpus
+from studies import refreshing_measures as measures
 from studies.protocol import StudyLine, prepared
-from studies.refreshing_measures import (
-    BUDGETS,
-    LEAST,
-    PROBE_EVERY,
-    PROBE_WINDOW,
-    Setup,
-    Size,
-    Writer,
-    figures_of,
-    pocket_prompts,
-    prompts_of,
-    signals_of,
-    simulation,
-    threshold_for,
-    times,
-)
+from studies.refreshing_measures import BUDGETS, Setup, Size, Writer
 from studies.refreshing_report import claims, details, draw, tables, write_tables
 from support.cli import whole_number
 from support.files import write_json
@@ -70,35 +43,36 @@ QUICK = Size(prompts=5, seeds=1, new_tokens=72, timed=1, repeats=1, facts=8, sim
 # --- What is compared -----------------------------------------------------------------------------------------------
 
 
-def calibrated(setup: Setup) -> dict[str, Gate]:
+def calibrated(setup: Setup) -> dict[str, overfill.Gate]:
     """Return the gates, with thresholds that meet their budgets on the split "valid"."""
 
-    def fitted(signals: Tensor, gate: Gate, budget: float) -> Gate:
+    def fitted(signals: Tensor, gate: overfill.Gate, budget: float) -> overfill.Gate:
         n = gate.every  # signals are looked at every so many tokens
-        return replace(gate, threshold=threshold_for(signals[:, n - 1 :: n], budget * n, math.ceil(gate.cooldown / n)))
+        threshold = measures.threshold_for(signals[:, n - 1 :: n], budget * n, math.ceil(gate.cooldown / n))
+        return replace(gate, threshold=threshold)
 
     never = math.inf
-    probe = ProbeKL(never, every=PROBE_EVERY)
-    top = ProbeKL(never, every=PROBE_EVERY, window=PROBE_WINDOW, reads="window")
-    signals = setup.record("student", {"entropy": Entropy(never).signal, "probe": probe.signal}, "valid")
-    gates: dict[str, Gate] = {
-        f"entropy, {b:g} in 1,000": fitted(signals["entropy"], Entropy(never), b) for b in BUDGETS
+    probe = overfill.ProbeKL(never, every=measures.PROBE_EVERY)
+    top = overfill.ProbeKL(never, every=measures.PROBE_EVERY, window=measures.PROBE_WINDOW, reads="window")
+    signals = setup.record("student", {"entropy": overfill.Entropy(never).signal, "probe": probe.signal}, "valid")
+    gates: dict[str, overfill.Gate] = {
+        f"entropy, {b:g} in 1,000": fitted(signals["entropy"], overfill.Entropy(never), b) for b in BUDGETS
     }
     gates[f"entropy, {BUDGETS[1]:g}, teacher's next"] = replace(gates[f"entropy, {BUDGETS[1]:g} in 1,000"],
                                                                 teacher_next=True)  # fmt: skip
     gates[f"probe-KL, {BUDGETS[1]:g} in 1,000"] = fitted(signals["probe"], probe, BUDGETS[1])
     signals = setup.record("student", {"probe": top.signal}, "valid")
-    gates[f"probe-KL, reads {PROBE_WINDOW} on top"] = fitted(signals["probe"], top, BUDGETS[1])
+    gates[f"probe-KL, reads {measures.PROBE_WINDOW} on top"] = fitted(signals["probe"], top, BUDGETS[1])
     if setup.dropout:
         rate = setup.rates[setup.dropout]
-        both = {"entropy": Entropy(never), "MC dropout": MonteCarloDropout(never, rate=rate)}
+        both = {"entropy": overfill.Entropy(never), "MC dropout": overfill.MonteCarloDropout(never, rate=rate)}
         signals = setup.record(setup.dropout, {name: gate.signal for name, gate in both.items()}, "valid")
         for name, gate in both.items():
             gates[f"dropout student: {name}, {BUDGETS[1]:g}"] = fitted(signals[name], gate, BUDGETS[1])
     return gates
 
 
-def writers_of(setup: Setup, gates: dict[str, Gate]) -> list[Writer]:
+def writers_of(setup: Setup, gates: dict[str, overfill.Gate]) -> list[Writer]:
     """Return all writers of writing that the models allow, in the order of the source's tables."""
     writers = [Writer("teacher", "teacher"), Writer("OverFill", policy=Policy()), Writer("student", "student")]
     if "alone" in setup.models:
@@ -106,7 +80,7 @@ def writers_of(setup: Setup, gates: dict[str, Gate]) -> list[Writer]:
     writers += [Writer(f"periodic, {n}", policy=Periodic(n)) for n in (256, 128, 64, 32, 16)]
     writers.append(Writer("windowed, last 16 of 64", policy=Periodic(64, window=16)))
     writers.append(Writer("speculative, 8", policy=speculative(8)))
-    if not misfit(setup.models["teacher"], setup.models["student"]):
+    if not overfill.misfit(setup.models["teacher"], setup.models["student"]):
         writers += [Writer(f"as published, every {n}", published=n) for n in (64, 8)]
     if setup.dropout:
         writers.append(Writer("dropout student: OverFill", setup.dropout, Policy()))
@@ -154,11 +128,11 @@ def by_prompt_length(setup: Setup, lengths: Sequence[int], n: int) -> list[dict[
     """Return perplexities of the first n tokens after prompts of other lengths."""
     rows = []
     for length in lengths:
-        prompts = {"test": pocket_prompts(setup.tokenizer, "test", setup.size.prompts, length)}
+        prompts = {"test": measures.pocket_prompts(setup.tokenizer, "test", setup.size.prompts, length)}
         size = replace(setup.size, new_tokens=n)
         other = Setup(setup.models, setup.tokenizer, prompts, size, {}, setup.seed)
         written = {writer.name: other.write(writer, 1.0) for writer in three_writers(setup)}
-        rows.append({"tokens": length, **{name: figures_of(other, w) for name, w in written.items()}})
+        rows.append({"tokens": length, **{name: measures.figures_of(other, w) for name, w in written.items()}})
     return rows
 
 
@@ -171,8 +145,8 @@ def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[
     """
     ids = max((ids for _, ids in setup.groups("test", 1)), key=len)[:prompts]  # of the commonest length
     generator = torch.Generator(setup.device).manual_seed(setup.seed)
-    overfill = Writer("OverFill", policy=Policy())
-    tokens, _ = setup.tokens(overfill, ids, setup.size.new_tokens, temperature=1.0, generator=generator)
+    writer = Writer("OverFill", policy=Policy())
+    tokens, _ = setup.tokens(writer, ids, setup.size.new_tokens, temperature=1.0, generator=generator)
     new = torch.cat(list(tokens), 1)  # (B, N)
     truth = KVCache()
     expected = setup.models["teacher"](torch.cat([ids, new], 1), truth)[:, ids.size(1) :]  # (B, N, V)
@@ -181,7 +155,7 @@ def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[
         room = partial(SlidingWindowCache, ids.size(1) + new.size(1))
         pair = Pair(setup.models["teacher"], setup.models[writer.student], ids, room)
         errors, divergences = [], []
-        along = tqdm(read_along(pair, new, writer.policy), f"cache: {writer.name}", new.size(1), leave=False)
+        along = tqdm(overfill.read_along(pair, new, writer.policy), f"cache: {writer.name}", new.size(1), leave=False)
         for t, logits in enumerate(along):
             divergences.append(round(float(kl(expected[:, t], logits).mean()), 5))
             n = len(pair.cache)
@@ -207,9 +181,9 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
     record["methods"] = {writer.name: {} for writer in writers}
     for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         for writer in tqdm(writers, desc=mode, leave=False):
-            record["methods"][writer.name][mode] = figures_of(setup, setup.write(writer, temperature))
+            record["methods"][writer.name][mode] = measures.figures_of(setup, setup.write(writer, temperature))
     all_read = Writer("periodic, 64, all read", policy=Periodic(64, reads="all"))
-    for name, figures in times(setup, [*writers, all_read]).items():
+    for name, figures in measures.times(setup, [*writers, all_read]).items():
         record["methods"].setdefault(name, {})["times"] = figures
     if {"alone", "prompt"} & {*setup.models}:
         measured = {(writer.student, writer.policy): record["methods"][writer.name]["sampled"] for writer in writers
@@ -217,12 +191,12 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
         record["students"] = {}
         for writer in tqdm(trained_differently(setup), desc="students", leave=False):
             before = measured.get((writer.student, writer.policy))
-            record["students"][writer.name] = before or figures_of(setup, setup.write(writer, 1.0))
+            record["students"][writer.name] = before or measures.figures_of(setup, setup.write(writer, 1.0))
     if known:
         n = size.new_tokens // 2
         record["lengths"] = by_prompt_length(setup, (32, 96, 192), n)
         record["facts"] = facts_right(setup, three_writers(setup))
-    if not misfit(setup.models["teacher"], setup.models["student"]):  # else the two caches can't be compared
+    if not overfill.misfit(setup.models["teacher"], setup.models["student"]):  # else the two caches can't be compared
         gate = f"entropy, {BUDGETS[1]:g} in 1,000"
         record["cache"] = cache_errors(setup, [
             Writer("OverFill", policy=Policy()), Writer("periodic, 64", policy=Periodic(64)),
@@ -231,11 +205,11 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
             *(Writer(f"trained on {what}: OverFill", name, Policy()) for name, what in
               (("alone", "its own cache"), ("prompt", "prompts")) if name in setup.models),
         ], prompts=max(1, size.prompts // 6))  # fmt: skip
-    record["signals"] = {name: signals_of(setup, name)
+    record["signals"] = {name: measures.signals_of(setup, name)
                          for name in dict.fromkeys(("student", setup.dropout)) if name}  # fmt: skip
     record["dropout_student"] = setup.dropout
-    record["simulation"] = simulation()
-    fires = [record["simulation"]["fires"], *(simulation(seed=seed)["fires"] for seed in range(1, size.simulations))]
+    simulations = [measures.simulation(seed=seed) for seed in range(size.simulations)]
+    record["simulation"], fires = simulations[0], [run["fires"] for run in simulations]
     record["ambiguous"] = {
         rule: {name: sum(any(250 <= t < 350 for t in run[rule][name]) for run in fires) / len(fires)
                for name in fires[0][rule]} for rule in fires[0]
@@ -258,20 +232,20 @@ def main(argv: list[str] | None = None) -> None:
                      help="tokens of the pocket world's prompts")  # fmt: skip
     with cli.parse(argv) as args:
         options = {"device": args.device, "dtype": args.dtype}
-        teacher, student, tokenizer = load_pair(args.model, args.student, **options)
-        if not args.prompts and tokens_of(tokenizer) != tokens_of(load_tokenizer("pocket")):
+        teacher, student, tokenizer = overfill.load_pair(args.model, args.student, **options)
+        if not args.prompts and overfill.tokens_of(tokenizer) != overfill.tokens_of(load_tokenizer("pocket")):
             raise ValueError(f"{args.model} doesn't have the tokens of the pocket world: give it --prompts FILE")
         size = QUICK if args.quick else FULL
         size = replace(size, new_tokens=args.max_new_tokens or size.new_tokens)
-        if size.new_tokens < LEAST:
-            raise ValueError(f"{size.new_tokens} tokens are too few to measure refreshes: at least {LEAST}")
+        if size.new_tokens < measures.LEAST:
+            raise ValueError(f"{size.new_tokens} tokens are too few to measure refreshes: at least {measures.LEAST}")
         models, names = {"teacher": teacher, "student": student}, {"student": args.student}
         if args.student == "pocket-student":
             names |= {kind: f"pocket-student-{kind}" for kind in ("alone", "prompt", "dropout")}
             models |= {kind: load_model(names[kind], model_class=GPT, **options) for kind in [*names][1:]}
         room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
-        prompts = prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens, room)
-        rates = {key: rate for key, name in names.items() if (rate := dropout_of(name))}
+        prompts = measures.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens, room)
+        rates = {key: rate for key, name in names.items() if (rate := overfill.dropout_of(name))}
         about = {"teacher": args.model, "student": args.student, "prompts": args.prompts or "pocket",
                  "device": args.device, "dtype": str(args.dtype).removeprefix("torch.")}  # fmt: skip
         report(Setup(models, tokenizer, prompts, size, rates, args.seed), about, args.out)

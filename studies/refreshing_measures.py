@@ -20,20 +20,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from overfill import (
-    Entropy,
-    MonteCarloDropout,
-    Pair,
-    Policy,
-    ProbeKL,
-    dropout_logits,
-    generate_refreshed,
-    logit_variance,
-    splice_last,
-    teacher_nats,
-)
+from overfill import Pair, Policy
 from pocket import corpus
 from studies.recycling import read_prompts
 from support.statistics import area_under_roc, bootstrap, entropy
@@ -148,7 +138,7 @@ class Setup:
         if writer.policy is None:
             return generate(model, ids, n, cache=new_cache(), **options), None
         pair = Pair(self.models["teacher"], model, ids, new_cache)
-        return generate_refreshed(pair, n, writer.policy, **options), pair
+        return overfill.generate_refreshed(pair, n, writer.policy, **options), pair
 
     def write(self, writer: Writer, temperature: float, split: str = "test") -> Written:
         """Let a writer continue all prompts, each by several seeds unless greedily; equal seeds draw equal numbers."""
@@ -163,7 +153,7 @@ class Setup:
             cost = (np.full(len(rows), x) for x in (done, done * (writer.published or 0)))
             if pair:
                 cost = (x.cpu().numpy() for x in (pair.counts, pair.teacher_tokens))
-            parts.append((new, teacher_nats(self.models["teacher"], ids, new), np.array(rows), *cost))
+            parts.append((new, overfill.teacher_nats(self.models["teacher"], ids, new), np.array(rows), *cost))
         ids, nats, *others = zip(*parts, strict=True)
         return Written(torch.cat(ids).cpu(), torch.cat(nats).cpu(), *map(np.concatenate, others))
 
@@ -198,7 +188,7 @@ def generate_as_published(teacher: GPT, student: GPT, ids: Tensor, n: int, every
     for _ in range(n):
         if len(unread) == every:
             teacher(torch.cat(unread, 1), read, last_only=True)
-            splice_last(cache, read, torch.full_like(ids[:, 0], every))
+            overfill.splice_last(cache, read, torch.full_like(ids[:, 0], every))
             unread = []
         token = sample(student(token, cache, last_only=True)[:, -1], temperature, None, generator)
         unread.append(token)
@@ -342,17 +332,17 @@ def signals_of(setup: Setup, student: str) -> dict[str, dict[str, float]]:
     a refresh can mend, and with the teacher's own entropy, which it can't; the area under the ROC curve by which it
     tells the tenth of the tokens with the largest KL from the others, with its 95% interval over texts; and that of the
     difference to entropy's."""
-    everyone = ProbeKL(math.inf)
+    everyone = overfill.ProbeKL(math.inf)
 
     def teachers_entropy(pair: Pair) -> Tensor:
         return entropy(pair.consult(torch.ones_like(pair.since, dtype=torch.bool), everyone)[1])
 
-    gates: dict[str, Callable[[Pair], Tensor]] = {"entropy": Entropy(math.inf).signal}
+    gates: dict[str, Callable[[Pair], Tensor]] = {"entropy": overfill.Entropy(math.inf).signal}
     if student in setup.rates:
-        dropout = MonteCarloDropout(math.inf, rate=setup.rates[student])
+        dropout = overfill.MonteCarloDropout(math.inf, rate=setup.rates[student])
         gates["MC dropout, U(t)"] = dropout.signal
         gates["MC dropout, mutual information"] = lambda pair: mutual_information(
-            dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, dropout.passes, dropout.rate))  # fmt: skip
+            overfill.dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, dropout.passes, dropout.rate))
     gates |= {"kl": everyone.signal, "teacher's entropy": teachers_entropy}
     recorded = setup.record(student, gates, "test")
     kl, own = (recorded.pop(name).numpy() for name in ("kl", "teacher's entropy"))
@@ -393,7 +383,7 @@ def simulation(passes: int = 20, vocabulary: int = 5_000, every: int = 16, coold
         logits[0] += 16.0 if name in ("conf", "post") else 0.0
         z = logits + noise.get(name, 0.01) * torch.randn(passes, vocabulary, generator=generator)
         signals["entropy"].append(round(float(entropy(z.softmax(-1).mean(0).log()) * math.log(2)), 6))
-        signals["variance"].append(round(float(logit_variance(z)), 8))
+        signals["variance"].append(round(float(overfill.logit_variance(z)), 8))
     series = {name: np.array(values) for name, values in signals.items()}
     start = slice(0, 100)
     thresholds = {
