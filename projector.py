@@ -40,6 +40,7 @@ from torch import Tensor
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import END_OF_TEXT
 from pocket import rope
+from recycle import read_all
 from support.encoders import PairEncoder
 from support.files import write_atomically
 from support.fingerprints import fingerprint, raw
@@ -424,7 +425,7 @@ def generate_warm(model: GPT, ids: Tensor, warm: KVCache, tail: int, max_new_tok
         for token in generate(model, stand_in, emit, stop_id=stop_id, cache=warm, **options):
             emitted.append(token)
             if emit < max_new_tokens:
-                future = future or pool.submit(exact_cache, model, ids)
+                future = future or pool.submit(read_all, model, ids[0].tolist())
             yield token
             if future and future.done():
                 break
@@ -441,14 +442,6 @@ def lower_priority() -> None:
     """Let this thread wait for others where the system has priorities of threads."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-@torch.no_grad()  # of this thread
-def exact_cache(model: GPT, ids: Tensor) -> KVCache:
-    """Return the cache of ids (1, T)."""
-    cache = KVCache()
-    model(ids, cache, last_only=True)
-    return cache
 
 
 def append_aligned(warm: KVCache, exact: KVCache, tail: int, n: int) -> None:

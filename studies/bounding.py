@@ -63,6 +63,10 @@ class Memory:
     new_cache: Callable[[], growing.KVCache]
     generate: Callable[..., Iterator[Tensor]] = bounded.generate
 
+    @property
+    def wte(self) -> nn.Module:
+        return self.model.wte
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
         return self.model(ids, self.new_cache())
@@ -190,7 +194,7 @@ def document_losses(memory: Memory, documents: list[list[int]]) -> list[list[flo
     losses = []
     for start in range(0, len(documents), 16):
         batch = documents[start : start + 16]
-        rows = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long, device=memory.model.wte.weight.device)
+        rows = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long, device=memory.wte.weight.device)
         for row, tokens in zip(rows, batch, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
         nats = F.cross_entropy(memory(rows[:, :-1]).float().transpose(1, 2), rows[:, 1:], reduction="none").tolist()
@@ -205,7 +209,7 @@ def explanations(memory: Memory, tokenizer: Any, questions: list[corpus.Question
     written = {}
     for _, some in groupby(order, key=lambda i: len(prompts[i])):
         rows = [*some]
-        ids = torch.tensor([prompts[i] for i in rows], device=memory.model.wte.weight.device)
+        ids = torch.tensor([prompts[i] for i in rows], device=memory.wte.weight.device)
         new = memory.generate(memory.model, ids, tokens, stop_id=tokenizer.eot_token, cache=memory.new_cache())
         for i, row in zip(rows, torch.cat(list(new), dim=1).tolist(), strict=True):
             written[i] = tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip()
@@ -224,7 +228,7 @@ def quality(memories: dict[str, Memory], tokenizer: Any,
     """Measure held-out text (split "test"): figures of each memory, and its mean nats at every token of long texts."""
     documents = corpus.documents("test", size.documents)
     tokens = [[*tokenizer.encode_ordinary(document.text), tokenizer.eot_token] for document in documents]
-    device = next(iter(memories.values())).model.wte.weight.device
+    device = next(iter(memories.values())).wte.weight.device
     width = size.contexts * next(iter(memories.values())).model.config.n_ctx + 1
     rows: list[list[int]] = []
     for row in range(size.long_texts):  # each of its own documents, from the beginning of one on
@@ -243,7 +247,7 @@ def quality(memories: dict[str, Memory], tokenizer: Any,
         nats = np.array([[sum(document), len(document)] for document in losses])
         texts = explanations(memory, tokenizer, explain)
         grams = np.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
-        recall_nats, recall_share = answers(AsModel(memory), tokenizer, recall)
+        recall_nats, recall_share = answers(memory, tokenizer, recall)
         if not figures:
             full_nats, full_grams = nats, grams
         figures[key] = {
@@ -256,17 +260,6 @@ def quality(memories: dict[str, Memory], tokenizer: Any,
             "bleu_against_full": change(bleu, grams, full_grams),
         }
     return figures, by_distance
-
-
-class AsModel(nn.Module):
-    """A memory in the form of a model."""
-
-    def __init__(self, memory: Memory) -> None:
-        super().__init__()
-        self.memory, self.wte, self.config = memory, memory.model.wte, memory.model.config
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.memory(ids)
 
 
 # --- The report -----------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> None:
     for name, method in compared.items():
         starts[name] = quality.whole_start(experiment, method)
     asked = [p for p, _ in experiment.related("test")]
-    seconds = quality.timed(starts, [(p,) for p in asked], 5)
+    seconds = quality.in_turn(starts, [(p,) for p in asked], 5)
     cold = next(iter(seconds.values()))
     rows = []
     for name, start in starts.items():

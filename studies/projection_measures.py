@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from projector import Layout, Library, Projector, append_aligned, cache_of, exact_cache, generate_warm
+from projector import Layout, Library, Projector, append_aligned, cache_of, generate_warm
+from recycle import read_all
 from studies.projection_methods import (
     NEIGHBOUR,
     PROPOSED,
@@ -153,7 +154,7 @@ def measured(experiment: Experiment, method: Method, source: Prompt, prompt: Pro
 
 def cold_run(experiment: Experiment, prompt: Prompt, n: int) -> dict[str, Any]:
     """Return the exact answer, and the logits and losses of the text that follows."""
-    cache = exact_cache(experiment.model, torch.tensor([prompt.ids[:-1]], device=experiment.device))
+    cache = read_all(experiment.model, prompt.ids[:-1])
     logits, nats = nats_after(experiment, prompt, cache, prompt.ids[-1:])
     return {"answer": answer_of(experiment, prompt, None, 0, n), "logits": logits, "nats": nats}
 
@@ -283,7 +284,7 @@ def after_the_swap(experiment: Experiment, method: Method, asked: Sequence[tuple
         warm = method.cache(experiment, source, prompt)
         stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, -tail:]], 1)
         tokens = torch.cat([*generate(experiment.model, stand_in, emitted, cache=warm)], 1)  # (1, emitted)
-        exact = exact_cache(experiment.model, ids)
+        exact = read_all(experiment.model, prompt.ids)
         aligned = exact.clone()
         append_aligned(warm, aligned, tail, emitted - 1)
         with torch.no_grad():
@@ -313,7 +314,7 @@ def both_positions(encoder: str, families: Splits, seed: int) -> list[dict[str, 
     return rows
 
 
-def timed(runs: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]],
+def in_turn(runs: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]],
           repeats: int) -> dict[str, list[float]]:
     """Return the median seconds of each run for each of the prompts asked, in turn, until its result is there."""
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in asked] for name in runs}
@@ -388,9 +389,9 @@ def latencies(experiment: Experiment, asked: dict[Method, list[Query]], repeats:
     starts["exact prefix hit"] = lambda p: read_rest(experiment, p, len(p.ids) - 1)
     starts |= {method.name: whole_start(experiment, method) for method in asked}
     args = [(p,) for p in prompts]
-    ttft = timed(starts, args, repeats)
-    eighth = timed({"cold": eight(None, 1)} | {m.name: eight(m, 1) for m in cached}, args[:8], repeats)
-    never_swapped = timed({m.name: eight(m, 8) for m in cached}, args[:8], repeats)
+    ttft = in_turn(starts, args, repeats)
+    eighth = in_turn({"cold": eight(None, 1)} | {m.name: eight(m, 1) for m in cached}, args[:8], repeats)
+    never_swapped = in_turn({m.name: eight(m, 8) for m in cached}, args[:8], repeats)
     result: dict[str, dict[str, Any]] = {}
     for name, seconds in ttft.items():
         rows = [{"family": p.family, "saved": 1 - warm / cold}
@@ -430,7 +431,7 @@ def on_the_plane(experiment: Experiment, split: str, counts: Sequence[int],
         runs[points[-1]["name"]] = lambda p, r: read_rest(experiment, p)
     library = library_of(experiment, None, split)
     runs |= {"cold": lambda p, r: read_cold(experiment, p), "retrieval": lambda p, r: library.find(p.text)}
-    seconds = timed(runs, asked[:: max(1, len(asked) // 8)][:8], 5)
+    seconds = in_turn(runs, asked[:: max(1, len(asked) // 8)][:8], 5)
     times = {name: statistics.median(several) for name, several in seconds.items()}
     for point in points:
         point["saved"] = 1 - (times[point["name"]] + times["retrieval"] * (point["m"] > 0)) / times["cold"]
@@ -447,7 +448,7 @@ def by_length(model: GPT, lengths: Sequence[int], repeats: int) -> list[dict[str
     rows = []
     for T in lengths:
         ids = torch.randint(c.vocab_size, (1, T), device=device)
-        exact = exact_cache(model, ids[:, :-1])
+        exact = read_all(model, ids[0, :-1].tolist())
 
         @torch.no_grad()
         def feed(cache: KVCache, ids: Tensor = ids) -> Tensor:
@@ -462,5 +463,5 @@ def by_length(model: GPT, lengths: Sequence[int], repeats: int) -> list[dict[str
             f"{m} summary tokens, mapped at the start": lambda warm=warm: warm(True),
             f"{m} summary tokens": lambda warm=warm: warm(False),
         }
-        rows.append({"length": T} | {name: several[0] for name, several in timed(runs, [()], repeats).items()})
+        rows.append({"length": T} | {name: several[0] for name, several in in_turn(runs, [()], repeats).items()})
     return rows

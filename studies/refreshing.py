@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiktoken
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
-from gpt_kv_cache import GPT, KVCache
+from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Pair, Periodic, Policy, speculative
 from pocket import corpus
@@ -34,7 +35,7 @@ from studies.refreshing_report import claims, details, draw, tables, write_table
 from support.cli import whole_number
 from support.files import write_json
 from support.statistics import bootstrap, kl
-from support.tables import page
+from support.tables import page, table
 
 FULL = Size(prompts=50, seeds=3, new_tokens=320, timed=4, repeats=4, facts=200, simulations=20)
 QUICK = Size(prompts=5, seeds=1, new_tokens=72, timed=1, repeats=1, facts=8, simulations=3)
@@ -220,6 +221,47 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
     write_tables(record, out)
     draw(record, out)
     print(page([*tables(record), *details(record), f"{record['minutes']:.1f} minutes. Written to {out}"]))
+
+
+@torch.no_grad()
+def demo(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding, ids: Tensor, n: int, policies: dict[str, Policy],
+         seed: int = 0) -> None:  # fmt: skip
+    """Print what the teacher, the student and pairs of both write greedily after the first of the prompts (B, T), how
+    long it takes, and how far their predictions are from the teacher's on texts that it has sampled after all."""
+    width, models = ids.size(1), {"teacher": teacher, "student alone": student}
+    generator = torch.Generator(ids.device).manual_seed(seed)
+    new = torch.cat(list(generate(teacher, ids, n, temperature=1.0, generator=generator)), 1)  # (B, n)
+    logits = {name: model(torch.cat([ids, new], 1))[:, width:] for name, model in models.items()}  # (B, n, V)
+    for name, policy in policies.items():
+        logits[name] = torch.stack(list(overfill.read_along(Pair(teacher, student, ids), new, policy)), 1)
+    texts, seconds, reads = {}, dict.fromkeys(logits, math.inf), {"student alone": "0", "teacher": f"{width} + {n - 1}"}
+    for name in 2 * [*logits]:  # in turn, and the faster turn counts
+        begun, pair = time.perf_counter(), Pair(teacher, student, ids[:1])
+        tokens = (generate(models[name], pair.ids, n) if name in models else
+                  overfill.generate_refreshed(pair, n, policies[name]))
+        texts[name] = [int(token) for token in tokens]
+        seconds[name] = min(seconds[name], time.perf_counter() - begun)
+        reads.setdefault(name, f"{width} + {int(pair.teacher_tokens)}")
+    same = {name: next((i for i in range(n) if text[i] != texts["teacher"][i]), n) for name, text in texts.items()}
+    rows = [[name, f"{1e3 * seconds[name]:.0f}", f"{n / seconds[name]:.0f}", reads[name],
+             f"{float(kl(logits['teacher'], logits[name]).mean()):.3f}", f"{same[name]} of {n}"]
+            for name in logits]  # fmt: skip
+    print(f"A prompt of {width} tokens, which ends with: {tokenizer.decode(ids[0, -20:].tolist())!r}\n")
+    print(table(["", "ms", "tokens/s", "teacher reads", "KL to teacher", "same tokens"], rows))
+    print(f"""
+ms, tokens/s:   {n} tokens after the prompt, always the likeliest; prefill included; the faster of two turns
+teacher reads:  tokens of the prompt + tokens of the text
+KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
+same tokens:    as in the teacher's text, up to the first difference; each text goes on from there:
+""")
+    for name, text in texts.items():
+        at = same[name] % n
+        print(f"  {name:{max(map(len, texts))}}  {'... ' * (at > 0)}{tokenizer.decode(text[at : at + 20])!r}")
+    print("""
+Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
+Approximate: every further token, because the student predicts it.
+
+The full study, in half an hour (--quick: in a minute): python3 overfill.py study""")
 
 
 def main(argv: list[str] | None = None) -> None:

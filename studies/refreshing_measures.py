@@ -133,7 +133,7 @@ class Setup:
             return KVCache() if len(ids) == 1 else SlidingWindowCache(ids.size(1) + n)
 
         if writer.published:
-            return generate_as_published(self.models["teacher"], model, ids, n, writer.published, new_cache,
+            return refresh_as_published(self.models["teacher"], model, ids, n, writer.published, new_cache,
                                          **options), None  # fmt: skip
         if writer.policy is None:
             return generate(model, ids, n, cache=new_cache(), **options), None
@@ -174,7 +174,7 @@ class Setup:
 
 
 @torch.no_grad()
-def generate_as_published(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
+def refresh_as_published(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
                           new_cache: Callable[[], KVCache], temperature: float,
                           generator: torch.Generator) -> Iterator[Tensor]:  # fmt: skip
     """Yield n tokens (B, 1) as the source's code writes them. It feeds the prompt's last token a second time, and the

@@ -24,7 +24,6 @@ from projector import (
     Projector,
     append_aligned,
     cache_of,
-    exact_cache,
     generate_warm,
     measure_segments,
     own_queries,
@@ -33,6 +32,7 @@ from projector import (
     summarize,
     template,
 )
+from recycle import read_all
 from studies import projection, projection_measures, projection_methods, projection_report
 from studies.projection_methods import Experiment, Method, raw_tokens, read_pairs
 from support import encoders, statistics
@@ -327,7 +327,7 @@ def test_the_swap_waits_for_the_exact_cache_and_its_errors_are_seen(monkeypatch:
     def fail(*args: object) -> KVCache:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(module, "exact_cache", fail)
+    monkeypatch.setattr(module, "read_all", fail)
     running = generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 5)
     assert int(next(running)) == int(first)
     with pytest.raises(RuntimeError, match="out of memory"):  # not lost in the thread
@@ -358,7 +358,7 @@ def test_options_of_sampling_hold_before_and_after_the_swap() -> None:
 
 def test_alignment_takes_the_emitted_tokens_over(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, layout, moved = MODELS["learned"], prompt(30), Layout(2), []
-    monkeypatch.setattr(module, "exact_cache", lambda *a: (time.sleep(0.5), exact_cache(*a))[1])
+    monkeypatch.setattr(module, "read_all", lambda *a: (time.sleep(0.5), read_all(*a))[1])
     monkeypatch.setattr(module, "append_aligned", lambda *a: (moved.append(a[2:]), append_aligned(*a))[1])
     for align in (False, True):
         warm = warm_cache(model, ids, layout)
@@ -389,13 +389,13 @@ def test_alignment_moves_emitted_tokens_by_the_difference_of_the_tail() -> None:
     warm, extra = cache_of(model, summaries, 30 - tail), prompt(n, seed=9)
     with torch.no_grad():
         model(torch.tensor([ids[-tail:] + extra]), warm)
-    aligned, expected = exact_cache(model, torch.tensor([ids])), exact_cache(model, torch.tensor([ids + extra]))
+    aligned, expected = read_all(model, ids), read_all(model, ids + extra)
     append_aligned(warm, aligned, tail, n)
     assert aligned.pos.tolist() == expected.pos.tolist()
     for a, b in zip(aligned.layers, expected.layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     shifted = KVCache([layer + 0.25 for layer in warm.layers], warm.pos)  # a shift that is the same everywhere goes
-    again = exact_cache(model, torch.tensor([ids]))
+    again = read_all(model, ids)
     append_aligned(shifted, again, tail, n)
     for a, b in zip(again.layers, aligned.layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
@@ -703,8 +703,8 @@ def test_nothing_is_fitted_on_what_is_tested(experiment: Experiment, monkeypatch
     monkeypatch.setattr(experiment, "queries", lambda split: (asked.append(split), queries(split))[1])
     tau, auc = projection_measures.choose_tau(experiment)
     assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and auc > 0.5
-    timed = projection_measures.timed
-    monkeypatch.setattr(projection_measures, "timed", lambda runs, asked, repeats: timed(runs, asked[:1], 1))
+    in_turn = projection_measures.in_turn
+    monkeypatch.setattr(projection_measures, "in_turn", lambda runs, asked, repeats: in_turn(runs, asked[:1], 1))
     projection_measures.on_the_plane(experiment, "valid", (1,), (1,))
     assert set(asked) == {"valid"}
 

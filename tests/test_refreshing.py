@@ -25,9 +25,9 @@ from studies.refreshing_measures import (
     by_prompt,
     figures_of,
     firings,
-    generate_as_published,
     mutual_information,
     ratio,
+    refresh_as_published,
     repeated,
     simulation,
     threshold_for,
@@ -259,7 +259,7 @@ def test_the_recorded_cache_error_is_nothing_after_each_refresh() -> None:
 def test_the_source_s_code_moves_every_entry_by_one_token(teacher, student) -> None:
     ids = prompts()
     options = {"temperature": 0.0, "generator": None}
-    same = torch.cat(list(generate_as_published(teacher, teacher, ids, 20, 8, KVCache, **options)), 1)
+    same = torch.cat(list(refresh_as_published(teacher, teacher, ids, 20, 8, KVCache, **options)), 1)
     plain = torch.cat(list(generate(teacher, ids, 20)), 1)
     assert not torch.equal(same, plain)  # with a teacher for a student it should make no difference
     cache = KVCache()
