@@ -137,9 +137,9 @@ def measure(model: GPT, repeats: int, lengths: Sequence[int] = LENGTHS) -> dict[
         cells = [cell(m, k) for m, k in tqdm(grid, desc="law", leave=False)]
         depths = [2**i for i in range(9) if 2**i < max(lengths)]
         scan = [cell(k + 1, k) for k in tqdm(depths, desc="crossover", leave=False)]
+        whole = [m for m in lengths if m + DECODED <= n_ctx][-1 if repeats == 1 else 0 :]  # once: the longest only
         answers = [answer(m, round(share * m)) for m, share in tqdm(
-            [(m, share) for m in lengths if m + DECODED <= n_ctx for share in (0.5, 0.9)], desc="answers", leave=False
-        )]  # fmt: skip
+            [(m, share) for m in whole for share in (0.5, 0.9)], desc="answers", leave=False)]  # fmt: skip
     crossover = {}
     for source in SOURCES:
         pays = [source in c and c[source]["ratio"] < 0.97 for c in scan]  # 3% are taken for noise
