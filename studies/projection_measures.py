@@ -81,13 +81,9 @@ def choose_tau(experiment: Experiment) -> tuple[float, float | None]:
     bad += [q.similarity for q in retrieve(experiment, "valid", without_relatives=True)]
     if not good:
         return math.inf, None
-    best = max(sorted({*good, *bad}), key=lambda tau: share(good, tau) - share(bad, tau))
+    of = [np.array(values) for values in (good, bad)]
+    best = max(sorted({*good, *bad}), key=lambda tau: (of[0] >= tau).mean() - (of[1] >= tau).mean())
     return float(best), area_under_roc(good, bad)
-
-
-def share(values: Sequence[float], least: float) -> float:
-    """Return the share of values that are at least so much."""
-    return sum(v >= least for v in values) / max(1, len(values))
 
 
 # --- One prompt, one method -------------------------------------------------------------------------------------------

@@ -75,12 +75,12 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cached: list[str], tests: list[str],
-               n_new: int, repeats: int, ending: str) -> list[dict[str, Any]]:  # fmt: skip
+               n_new: int, repeats: int, ending: str, bar: tqdm) -> list[dict[str, Any]]:  # fmt: skip
     """Store the caches of some prompts; answer others cold, recycled, and as published; return a row for each.
 
     Recycled: on the longest prefix that the store has. Published: if the nearest prompt by embedding is a full prefix,
     by the paper's call, else cold. ending: what follows a test prompt, but no stored one. Raises ValueError if a prompt
-    leaves no room for n_new tokens. repeats: runs after one that warms up; 0: that one counts.
+    leaves no room for n_new tokens. repeats: runs after one that warms up; 0: that one counts. Each moves the bar by 1.
     """
     model, device, stop = store.model, store.device, tokenizer.eot_token
     prompts = [tokenizer.encode(text + ending, allowed_special={END_OF_TEXT}) for text in tests]
@@ -88,7 +88,7 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
     if (longest := max(map(len, prompts))) + n_new > model.config.n_ctx:
         raise ValueError(f"a prompt of {longest} tokens and {n_new} new ones exceed the context, {model.config.n_ctx}")
     store.clear()  # of what an earlier run left
-    for ids in tqdm(records, desc="cache", leave=False):
+    for ids in records:
         store.put(ids, read_all(model, ids))
     found = [records[i] for i in nearest(encoder(cached), encoder(tests))]
 
@@ -111,10 +111,11 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
 
     methods = {"cold": cold, "recycled": recycled, "published": published}
     runs: list[dict[str, list[Run]]] = [{name: [] for name in methods} for _ in prompts]
-    for _ in tqdm(range(repeats + 1), desc="runs", leave=False):  # the first warms up
+    for _ in range(repeats + 1):  # the first warms up
         for ids, record, done in zip(prompts, found, runs, strict=True):
             for name, method in methods.items():
                 done[name].append(timed(lambda method=method, ids=ids, record=record: method(ids, record)))
+        bar.update()
     outputs = {name: [tokenizer.decode(done[name][0].ids) for done in runs] for name in methods}
     vectors = {name: encoder([text.removesuffix(END_OF_TEXT) for text in texts]) for name, texts in outputs.items()}
     rows = []
@@ -164,7 +165,8 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
     """Run the experiment, the comparison of indices and, for a small model, the law; print, write and draw them."""
     cached, tests = map(read_prompts, prompts)
     prepared(out)
-    rows = experiment(Store(model, out / "cache"), tokenizer, encoder, cached, tests, n_new, repeats, ending)
+    with tqdm(total=repeats + 1, desc="runs", leave=False) as bar:
+        rows = experiment(Store(model, out / "cache"), tokenizer, encoder, cached, tests, n_new, repeats, ending, bar)
     embeddings = encoder(cached)
     write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
     small = model.config.n_embd < 512  # else the law takes minutes, and studies.latency is there for it
@@ -241,7 +243,7 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> Non
     def run(n_new: int, repeats: int) -> list[dict[str, Any]]:
         encoder, rows = TokenEncoder(model, tokenizer), []
         for store, test in ((cached, tests), ([stored], [f"{stored}\n{tests[0]}"])):
-            rows += experiment(Store(model), tokenizer, encoder, store, test, n_new, repeats, ending)
+            rows += experiment(Store(model), tokenizer, encoder, store, test, n_new, repeats, ending, bar)
         return rows
 
     def saved(rows: list[dict[str, Any]], what: str) -> str:
@@ -249,7 +251,8 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> Non
         less = 1 - recycled / cold
         return f"{abs(less):.0%} {'less' if less > 0 else 'more'}" if abs(less) > 0.05 else "the same within noise"
 
-    first, texts, cells = run(1, 9), run(n_new, 0), []  # the first token takes milliseconds: many times
+    with tqdm(total=2 * (10 + 1), desc="runs", leave=False) as bar:  # a first token takes milliseconds: ten times
+        first, texts, cells = run(1, 9), run(n_new, 0), []
     for row, fast in zip(texts, first, strict=True):
         start = row["prompt"].replace("\n", " ")
         label = f"{start[:27]}..." if row is not texts[-1] else "all stored, then the first"
