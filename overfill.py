@@ -455,7 +455,7 @@ def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, trac
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES
-    from studies import refreshing, refreshing_demo
+    from studies import refreshing
     from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
 
     argv = sys.argv[1:] if argv is None else argv
@@ -491,7 +491,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(f"{args.student} was trained without dropout: passes with it say nothing")
             policies = {name: replace(policy, rate=rate) for name, policy in policies.items()}
         if args.what == "demo":
-            return refreshing_demo.demo(teacher, student, tokenizer, policies, args)
+            return refreshing.demo(teacher, student, tokenizer, policies, args)
         ids = torch.tensor([tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device)
         write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, *policies.values(),
               top_k=args.top_k, temperature=args.temperature or 0.0,

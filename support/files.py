@@ -30,7 +30,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
-    """Write JSON. Raises ValueError, and writes nothing, if a number isn't finite."""
+    """Write JSON. Raises ValueError if it holds a number that isn't finite, which JSON doesn't know."""
     text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
     write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
 
