@@ -678,15 +678,16 @@ def main(argv: list[str] | None = None) -> None:
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.memory is None:  # RING
-            from studies.bounding import compare  # RING
+            from studies.bounding import demo  # RING
 
-            return compare(args, ids)  # RING
-        cache, sinks = model.new_cache(), 4 if args.memory == "sinks" else 0  # RING
-        if args.slots < sinks + 2:  # RING
-            raise ValueError(f"--slots {args.slots}: must be at least {sinks + 2}")  # RING
-        if type(cache) is KVCache:  # RING
-            window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
-            cache = SlidingWindowCache(window, sinks)  # RING
+            return demo(args, ids)  # RING
+        sinks = 4 if args.memory == "sinks" else 0  # RING
+        if args.slots < sinks + 2 or (  # RING
+                kind is BCT and args.slots != cli.get_default("slots")):  # RING
+            raise ValueError(f"--slots {args.slots}: a window takes at least 2, sinks at "  # RING
+                             "least 6, and bct none: its file says how many it has")  # RING
+        window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
+        cache = model.new_cache() if kind is BCT else SlidingWindowCache(window, sinks)  # RING
         run(generate, cache=cache)  # RING
 
 

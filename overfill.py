@@ -29,12 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, KVCache, check_options, context_start, generate, sample
+from gpt_kv_cache import GPT, KVCache, check_options, context_start, sample
 from load_gpt2_weights import find_file, load_model, load_tokenizer
 from support.files import read_json
 from support.printing import stream
 from support.statistics import entropy, kl
-from support.tables import table
 
 if TYPE_CHECKING:
     from support.tracing import Trace
@@ -97,13 +96,11 @@ class Pair:
         self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
         self.consulted: tuple[KVCache, Tensor] | None = None  # what the teacher has read at this token, and its logits
         self.written = 0  # tokens after the prompt that the student has read
-        zeros = torch.zeros(ids.size(0), dtype=torch.long, device=ids.device)
-        self.since = zeros.clone()  # (B,), tokens that the student has read since the last refresh
-        self.unread = zeros.clone()  # (B,), tokens that a teacher with this row alone would not have read yet
-        self.teacher_tokens = zeros.clone()  # (B,), that such a teacher has read after the prompt
+        # (B,) each: tokens that the student has read since the last refresh; those that a teacher with this row alone
+        # would not have read yet, and has read after the prompt; refreshes.
+        self.since, self.unread, self.teacher_tokens, self.counts = ids.new_zeros(4, ids.size(0)).unbind()
         self.refreshes: list[Refresh] = []
         self.seconds = 0.0  # that the teacher's reading after the prompt, and splicing, have taken
-        self.counts = zeros.clone()  # (B,), refreshes
 
     def prefill(self) -> None:
         """Let the teacher read the text, or what of it stays in the context, and hand its cache over."""
@@ -243,11 +240,10 @@ def teacher_nats(teacher: GPT, ids: Tensor, new: Tensor) -> Tensor:
 
 # --- When to refresh ------------------------------------------------------------------------------------------------
 
-READS = {
-    "new": "what it has not read yet, on its own cache",
-    "all": "the whole text again: the same entries, at a cost that grows with the text",
-    "window": "the last tokens of the window on top of the student's cache: an approximation of an approximation",
-}
+# What the teacher reads at a refresh: what it has not read yet, on its own cache; the whole text again, for the same
+# entries at a cost that grows with the text; or the last tokens of the window on top of the student's cache, which is
+# an approximation of an approximation.
+READS = ("new", "all", "window")
 
 
 @dataclass(frozen=True)
@@ -258,7 +254,7 @@ class Policy:
     """
 
     window: int | None = field(default=None, kw_only=True)  # at most so many tokens are replaced
-    reads: str = field(default="new", kw_only=True)  # what the teacher reads at a refresh, see READS
+    reads: str = field(default="new", kw_only=True)  # see READS
     teacher_next: bool = field(default=False, kw_only=True)  # its reading yields logits: the next token is of these
 
     def __post_init__(self) -> None:
@@ -350,22 +346,18 @@ def logit_variance(logits: Tensor) -> Tensor:
 @contextmanager
 def with_dropout(model: GPT, rate: float) -> Iterator[None]:
     """Let dropout act in a model at this rate, and then no more."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    modules += [block.attn for block in model.h]
-    names = ["p" if isinstance(module, nn.Dropout) else "dropout" for module in modules]
-    before = [getattr(module, name) for module, name in zip(modules, names, strict=True)]
-
-    def put(rates: list[float]) -> None:
-        for module, name, value in zip(modules, names, rates, strict=True):
-            setattr(module, name, value)
-
-    put([rate] * len(modules))
+    places = [(module, "p") for module in model.modules() if isinstance(module, nn.Dropout)]
+    places += [(block.attn, "dropout") for block in model.h]
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, rate)
     model.train()
     try:
         yield
     finally:
         model.eval()
-        put(before)
+        for (module, name), value in zip(places, before, strict=True):
+            setattr(module, name, value)
 
 
 @torch.no_grad()
@@ -461,52 +453,13 @@ def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, trac
         print(f"[past the context of {pair.n_ctx} the teacher began anew with the later half: no perplexity of it all]")
 
 
-@torch.no_grad()
-def demo(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding, ids: Tensor, n: int, policies: dict[str, Policy],
-         seed: int = 0) -> None:  # fmt: skip
-    """Print what the teacher, the student and pairs of both write greedily after the first of the prompts (B, T), how
-    long it takes, and how far their predictions are from the teacher's on texts that it has sampled after all."""
-    width, models = ids.size(1), {"teacher": teacher, "student alone": student}
-    generator = torch.Generator(ids.device).manual_seed(seed)
-    new = torch.cat(list(generate(teacher, ids, n, temperature=1.0, generator=generator)), 1)  # (B, n)
-    logits = {name: model(torch.cat([ids, new], 1))[:, width:] for name, model in models.items()}  # (B, n, V)
-    for name, policy in policies.items():
-        logits[name] = torch.stack(list(read_along(Pair(teacher, student, ids), new, policy)), 1)
-    texts, seconds, reads = {}, dict.fromkeys(logits, math.inf), {"student alone": "0", "teacher": f"{width} + {n - 1}"}
-    for name in 2 * [*logits]:  # in turn, and the faster turn counts
-        begun, pair = time.perf_counter(), Pair(teacher, student, ids[:1])
-        tokens = generate(models[name], pair.ids, n) if name in models else generate_refreshed(pair, n, policies[name])
-        texts[name] = [int(token) for token in tokens]
-        seconds[name] = min(seconds[name], time.perf_counter() - begun)
-        reads.setdefault(name, f"{width} + {int(pair.teacher_tokens)}")
-    same = {name: next((i for i in range(n) if text[i] != texts["teacher"][i]), n) for name, text in texts.items()}
-    rows = [[name, f"{1e3 * seconds[name]:.0f}", f"{n / seconds[name]:.0f}", reads[name],
-             f"{float(kl(logits['teacher'], logits[name]).mean()):.3f}", f"{same[name]} of {n}"]
-            for name in logits]  # fmt: skip
-    print(f"A prompt of {width} tokens, which ends with: {tokenizer.decode(ids[0, -20:].tolist())!r}\n")
-    print(table(["", "ms", "tokens/s", "teacher reads", "KL to teacher", "same tokens"], rows))
-    print(f"""
-ms, tokens/s:   {n} tokens after the prompt, always the likeliest; prefill included; the faster of two turns
-teacher reads:  tokens of the prompt + tokens of the text
-KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
-same tokens:    as in the teacher's text, up to the first difference; each text goes on from there:
-""")
-    for name, text in texts.items():
-        at = same[name] % n
-        print(f"  {name:{max(map(len, texts))}}  {'... ' * (at > 0)}{tokenizer.decode(text[at : at + 20])!r}")
-    print("""
-Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
-Approximate: every further token, because the student predicts it.""")
-
-
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES
+    from studies import refreshing
     from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["study"]:
-        from studies import refreshing
-
         return refreshing.main(argv[1:])
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
     cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write", "study"),
@@ -530,30 +483,20 @@ def main(argv: list[str] | None = None) -> None:
         write_only = {"--temperature": args.temperature, "--top-k": args.top_k, "--trace": args.trace_file}
         if args.what == "demo" and (given := [name for name, value in write_only.items() if value is not None]):
             raise ValueError(f"the demo has no {given[0]}: see --help")
-        names = [args.policy] if args.policy else ["periodic:64", "periodic:16"]
+        names = [args.policy] if args.policy else ["periodic:64", "periodic:16"][: 2 if args.what == "demo" else 1]
         policies = {f"OverFill, {name}": parse_policy(name) for name in names}
         teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
         if any(isinstance(policy, MonteCarloDropout) for policy in policies.values()):
             if not (rate := dropout_of(args.student)):
                 raise ValueError(f"{args.student} was trained without dropout: passes with it say nothing")
             policies = {name: replace(policy, rate=rate) for name, policy in policies.items()}
-        prompts = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")] * 6
-        if args.what == "write":
-            policy, ids = next(iter(policies.values())), torch.tensor(prompts[:1], device=args.device)
-            generator = torch.Generator(args.device).manual_seed(args.seed)
-            return write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, policy,
-                         top_k=args.top_k, temperature=args.temperature or 0.0, generator=generator,
-                         trace=cli.trace(args, tokenizer, student, ids))  # fmt: skip
-        if not args.prompt and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
-            from studies.refreshing_texts import pocket_prompts
-
-            prompts = pocket_prompts(tokenizer, "test", 6, 192)
-        n, room = args.max_new_tokens or 128, min(teacher.config.n_ctx, student.config.n_ctx)
-        if len(prompts[0]) + n > room:
-            raise ValueError(f"{len(prompts[0])} tokens of the prompt and {n} more exceed the context of {room}")
-        demo(teacher, student, tokenizer, torch.tensor(prompts, device=args.device), n,
-             {"OverFill": Policy(), **policies}, args.seed)  # fmt: skip
-        print("\nThe full study, in half an hour (--quick: in a minute): python3 overfill.py study")
+        if args.what == "demo":
+            return refreshing.demo(teacher, student, tokenizer, policies, args)
+        ids = torch.tensor([tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device)
+        write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, *policies.values(),
+              top_k=args.top_k, temperature=args.temperature or 0.0,
+              generator=torch.Generator(args.device).manual_seed(args.seed),
+              trace=cli.trace(args, tokenizer, student, ids))  # fmt: skip
 
 
 if __name__ == "__main__":

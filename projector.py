@@ -40,6 +40,7 @@ from torch import Tensor
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import END_OF_TEXT
 from pocket import rope
+from recycle import read_all
 from support.encoders import PairEncoder
 from support.files import write_atomically
 from support.fingerprints import fingerprint, raw
@@ -424,7 +425,7 @@ def generate_warm(model: GPT, ids: Tensor, warm: KVCache, tail: int, max_new_tok
         for token in generate(model, stand_in, emit, stop_id=stop_id, cache=warm, **options):
             emitted.append(token)
             if emit < max_new_tokens:
-                future = future or pool.submit(exact_cache, model, ids)
+                future = future or pool.submit(read_all, model, ids[0].tolist())
             yield token
             if future and future.done():
                 break
@@ -441,14 +442,6 @@ def lower_priority() -> None:
     """Let this thread wait for others where the system has priorities of threads."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-@torch.no_grad()  # of this thread
-def exact_cache(model: GPT, ids: Tensor) -> KVCache:
-    """Return the cache of ids (1, T)."""
-    cache = KVCache()
-    model(ids, cache, last_only=True)
-    return cache
 
 
 def append_aligned(warm: KVCache, exact: KVCache, tail: int, n: int) -> None:
@@ -481,12 +474,15 @@ def answer(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_to
         print("[no prompt is stored: the text is read as it is]")
     ids = tokenizer.encode(text, allowed_special="all")
     fed = torch.tensor([ids], device=library.model.wte.weight.device)
-    rows = []
+    rows, times = [], {}
     for name in ("warm-up", "warm", "cold"):  # a process's first pass is slow
         started, written, first = time.perf_counter(), [], 0.0
         warm = library.warm_start(text, ids) if name != "cold" else None
         if name == "warm" and warm is None:
-            print("[no stored prompt is similar enough: the prompt is read]" if library.texts else "")
+            least = library.layout.prefix + library.layout.tail + library.layout.m
+            why = (f"{len(ids)} tokens are too few for a warm start, which stands for {least}" if len(ids) < least else
+                   "no stored prompt is similar enough")
+            print(f"[{why}: the prompt is read]" if library.texts else "")
             continue
         options = {"stop_id": tokenizer.eot_token}
         tokens = (generate(library.model, fed, max_new_tokens, **options) if warm is None else
@@ -496,7 +492,7 @@ def answer(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_to
             written.append(tokenizer.decode([int(token)]))
             if "\n" in written[-1]:
                 break
-        words = "".join(written).replace(END_OF_TEXT, "").strip()
+        times[name], words = first, "".join(written).replace(END_OF_TEXT, "").strip()
         rows.append([name, f"{1000 * first:.1f} ms", repr(written[0]), words])
     if len(rows) == 3:
         nearest = library.texts[library.find(text)[0]]
@@ -505,11 +501,13 @@ def answer(library: Library, tokenizer: tiktoken.Encoding, line: str, max_new_to
     if len(rows) == 3:
         print("\nwarm: the first token from summary tokens of the stored prompt, the rest from the exact cache\n"
               "cold: the prompt is read before the first token")
+        if times["warm"] >= times["cold"]:
+            print(f"Nothing is gained here: {len(ids)} tokens are read as fast as a stored prompt is found.")
 
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from studies import projection, projection_demo
+    from studies import projection
     from support.cli import CommandLine, nonempty, whole_number
     from support.encoders import load_encoder
 
@@ -523,24 +521,26 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("question", nargs="?", type=nonempty, metavar="QUESTION",
                      help="ask: put in place of a stored prompt's question")
     cli.add_model_arguments()
-    cli.add_argument("--max-new-tokens", type=whole_number(1), default=32, metavar="N", help="ask: tokens to write")
+    cli.add_argument("--max-new-tokens", type=whole_number(1), metavar="N", help="ask: tokens to write; default: 32")
     cli.add_argument("--library", metavar="FOLDER",
                      help="ask: stored prompts that a study has kept; default: a few quiz questions, read first")
     with cli.parse(argv) as args:
-        warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
+        ask_only = {"--max-new-tokens": args.max_new_tokens, "--library": args.library}
+        if args.what != "ask" and (given := [name for name, value in ask_only.items() if value is not None]):
+            raise ValueError(f"{args.what} has no {given[0]}: ask has")
         projection.require_pocket(args.model, args.library)
-        model_class = rope.GPT if args.model == "pocket-rotary" else GPT
-        model = load_model(args.model, model_class=model_class, device=args.device, dtype=args.dtype)
+        kind = projection.class_of(args.model)
+        model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "demo":
-            projection_demo.demo(model, tokenizer, args.seed)
+            projection.demo(model, tokenizer, args.seed)
         else:
-            library = (projection_demo.quiz_library(model, tokenizer, args.seed) if args.library is None else
+            library = (projection.quiz_library(model, tokenizer, args.seed) if args.library is None else
                        Library.load(model, tokenizer, Path(args.library),
                                     lambda name: load_encoder(name, model, tokenizer)))
-            answer(library, tokenizer, args.question, args.max_new_tokens)
+            answer(library, tokenizer, args.question, args.max_new_tokens or 32)
 
 
 if __name__ == "__main__":

@@ -414,8 +414,8 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
         begun = time.perf_counter()
         read_all(model, ids)
         cold = time.perf_counter() - begun
-        print(f"[reused {reused} of {len(ids)} tokens, which saved {1000 * (cold - first):.1f} ms: first token after "
-              f"{1000 * first:.1f}, without reuse {1000 * cold:.1f}]\n")  # fmt: skip
+        without = f", without reuse {1000 * cold:.1f} ms" if reused else ": nothing was stored that it begins with"
+        print(f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms{without}]\n")
     if trace and trace.steps:
         trace.write()
         print(f"[step by step: {trace.path}]")
@@ -435,18 +435,18 @@ def main(argv: list[str] | None = None) -> None:
                      "with options of its own")  # fmt: skip
     cli.add_model_arguments()
     cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="to write")
-    cli.add_argument("--store", default="results/recycle/store", metavar="FOLDER", help="chat: where caches are kept")
-    cli.add_argument("--capacity", type=whole_number(1), default=10**9, metavar="BYTES", help="chat: of them at most")
+    cli.add_argument("--store", metavar="FOLDER", help="chat: where caches are kept; default: results/recycle/store")
+    cli.add_argument("--capacity", type=whole_number(1), metavar="BYTES", help="chat: of them at most; default: 10**9")
     cli.add_trace_argument("chat: ")
     with cli.parse(argv) as args:
-        warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
-        if args.trace_file is not None and args.what != "chat":
-            raise ValueError(f"{args.what} has no --trace: chat has")
+        chat_only = {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file}
+        if args.what != "chat" and (given := [name for name, value in chat_only.items() if value is not None]):
+            raise ValueError(f"{args.what} has no {given[0]}: chat has")
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "run":
             return recycling.demo(model, tokenizer, args.model, args.max_new_tokens)
-        store = Store(model, args.store, args.capacity)
+        store = Store(model, args.store or "results/recycle/store", args.capacity or 10**9)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
         chat(store, tokenizer, typed(sys.stdin), args.max_new_tokens, "DialoGPT" in args.model, trace)
 

@@ -21,23 +21,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 import gpt_kv_cache
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import find_file, load_model
+from load_gpt2_weights import find_file, load_model, read_config
+from pocket.checkpoints import export
 from support.cli import CommandLine, whole_number
 from support.figures import figure
-from support.files import read_json, write_atomically
+from support.files import read_json, write_json
 from support.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,15 +55,11 @@ SIZES = {  # GPT-2's own
 # --- Weights --------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def weights(model: str) -> Iterator[Path]:
-    """Yield a folder in Hugging Face format: of a known model, or of random weights of one of SIZES, for as long as
-    they are needed."""
-    if model not in SIZES:
-        yield find_file(model, "config.json").parent
-        return
-    with random_weights(GPTConfig(**SIZES[model])) as folder:
-        yield folder
+def weights(model: str) -> AbstractContextManager[Path]:
+    """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES."""
+    if model in SIZES:
+        return random_weights(GPTConfig(**SIZES[model]))
+    return nullcontext(find_file(model, "config.json").parent)
 
 
 @contextmanager
@@ -71,25 +67,16 @@ def random_weights(config: GPTConfig) -> Iterator[Path]:
     """Yield a folder in Hugging Face format with random weights, the same every time, for as long as it is needed."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         torch.manual_seed(0)
-        tensors = {f"transformer.{name}": p.detach().contiguous() for name, p in GPT(config).named_parameters()}
-        save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        written = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
-                   "n_positions": config.n_ctx, "n_embd": config.n_embd, "n_layer": config.n_layer,
-                   "n_head": config.n_head, "n_inner": config.n_inner}  # fmt: skip
-        (Path(folder) / "config.json").write_text(json.dumps(written))
+        export(GPT(config), Path(folder), torch.float32)
         yield Path(folder)
 
 
 def geometry_of(folder: Path) -> dict[str, int]:
     """Return the sizes that a machine's floors depend on, and the bytes of the weights in float32."""
+    config = read_config(folder / "config.json", GPTConfig)
     with torch.device("meta"):
-        c = read_json(folder / "config.json")
-        config = GPTConfig(c["vocab_size"], c["n_positions"], c["n_layer"], c["n_head"], c["n_embd"],
-                           c.get("head_dim"), c.get("n_inner"))  # fmt: skip
         nbytes = sum(p.nbytes for p in GPT(config).parameters())
-    return {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": config.n_inner,
-            "n_ctx": config.n_ctx, "attention": config.n_head * config.head_dim, "vocab_size": config.vocab_size,
-            "weights": nbytes}  # fmt: skip
+    return vars(config) | {"attention": config.n_head * config.head_dim, "weights": nbytes}
 
 
 # --- Processes ------------------------------------------------------------------------------------------------------
@@ -288,14 +275,14 @@ def print_summary(record: dict[str, Any]) -> None:
     for B in batches:
         cells = [cell for cell in rows[BASE] if cell.startswith(f"{B} x ")]
         header = ["", *(cell.partition(" x ")[2] for cell in cells)]
-        print(f"\ndecoding, tokens/s (share of the roofline, ratio to {BASE}) after so many tokens, batch {B}")
-        print(table(header, [
-            [name, *(f"{x['tokens_per_s']:,.1f} ({x['of_roofline']:.2f}, {x['decode_ratio']:.2f})"
-                     for x in (r[c] for c in cells))] for name, r in rows.items()]))  # fmt: skip
-        print(f"\nfirst token, ms (share of the products alone, ratio to {BASE}), batch {B}")
-        print(table(header, [
-            [name, *(f"{x['first_ms']:,.0f} ({x['of_products']:.2f}, {x['first_ratio']:.2f})"
-                     for x in (r[c] for c in cells))] for name, r in rows.items()]))  # fmt: skip
+        for title, form in (
+            (f"decoding, tokens/s (share of the roofline, ratio to {BASE}) after so many tokens",
+             "{tokens_per_s:,.1f} ({of_roofline:.2f}, {decode_ratio:.2f})"),
+            (f"first token, ms (share of the products alone, ratio to {BASE})",
+             "{first_ms:,.0f} ({of_products:.2f}, {first_ratio:.2f})"),
+        ):  # fmt: skip
+            print(f"\n{title}, batch {B}")
+            print(table(header, [[name, *(form.format(**r[c]) for c in cells)] for name, r in rows.items()]))
     print("\nwhere others are ahead, by texts x tokens (times as fast)")
     print(*(f"  {line}" for line in ahead(rows) or ["nowhere"]), sep="\n")
     print("\nbytes of cache after so many tokens (CTranslate2's by formula); most memory that the process had, in MB")
@@ -311,14 +298,6 @@ def print_summary(record: dict[str, Any]) -> None:
     print(f"\nfirst token of {total} with {cached} of them cached: {'; '.join(reuse)}")
     for name, why in record["absent"].items():
         print(f"not measured: {name} ({why})")
-
-
-def warn(record: dict[str, Any]) -> None:
-    """Print what makes figures worth less: other tokens, a busy machine."""
-    for name in record["different"]:
-        print(f"{name}: WRITES OTHER TOKENS than {BASE}")
-    if record["disturbed"]:
-        print(f"THE MACHINE WAS DISTURBED: {disturbance(record)}; measure again when it is quiet")
 
 
 def disturbed(found: dict[str, Any]) -> bool:
@@ -353,11 +332,6 @@ def print_ablation(result: dict[str, dict[str, dict[str, list[float]]]], lengths
                          for name, r in result.items()]))  # fmt: skip
 
 
-def print_shares(shares: dict[str, float], T: int) -> None:
-    """Print where the time to the first token goes."""
-    print(f"\nfirst token of {T}: {', '.join(f'{kind} {share:.0%}' for kind, share in shares.items())}")
-
-
 def draw(record: dict[str, Any], out: Path) -> None:
     """Draw decoding, the first token and the bytes against the length of the text, and what cannot be beaten."""
     lengths, B = record["lengths"], record["batches"][0]
@@ -374,17 +348,16 @@ def draw(record: dict[str, Any], out: Path) -> None:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
 
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
-    figure(out / "decoding.png",
-           lambda axes: lines(axes, "tokens_per_s", 1, "float32 weights read,\nnothing else", roofline),
-           xlabel="tokens in the cache", ylabel="tokens/s",
-           title=f"Decoding, {record['model']}, batch {B}")  # fmt: skip
     products = [record["products_ms"][str(B * T)] for T in lengths]
-    figure(out / "first_token.png",
-           lambda axes: lines(axes, "first_ms", 1, "matrix products alone,\nfloat32", products),
-           xlabel="tokens of the prompt", ylabel="ms",
-           title=f"Time to the first token, {record['model']}, batch {B}")  # fmt: skip
-    figure(out / "memory.png", lambda axes: lines(axes, "cache_bytes", 1e-6), xlabel="tokens of the prompt",
-           ylabel="MB", title=f"Bytes of the cache, {record['model']}, batch {B}")  # fmt: skip
+    for name, title, xlabel, ylabel, *what in (
+        ("decoding", "Decoding", "tokens in the cache", "tokens/s",
+         "tokens_per_s", 1, "float32 weights read,\nnothing else", roofline),
+        ("first_token", "Time to the first token", "tokens of the prompt", "ms",
+         "first_ms", 1, "matrix products alone,\nfloat32", products),
+        ("memory", "Bytes of the cache", "tokens of the prompt", "MB", "cache_bytes", 1e-6),
+    ):  # fmt: skip
+        figure(out / f"{name}.png", lambda axes, what=what: lines(axes, *what), xlabel=xlabel, ylabel=ylabel,
+               title=f"{title}, {record['model']}, batch {B}")  # fmt: skip
 
 
 def machine(device: str) -> str:
@@ -460,19 +433,19 @@ def main(argv: list[str] | None = None) -> None:
         if args.ablate:
             without = ablation(record["rows"], lengths)
             print_ablation(without, lengths)
-            print_shares(shares, lengths[-1])
+            goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
+            print(f"\nfirst token of {lengths[-1]}: {goes}")
             kept = {key: value for key, value in record.items() if key not in ("rows", "absent", "reuse_lengths")}
-            save(out / "ablation.json", {**kept, "without": without, "first_token": shares})
+            write_json(out / "ablation.json", {**kept, "without": without, "first_token": shares}, indent=1)
         else:
             print_summary(record)
-            save(out / "summary.json", record)
+            write_json(out / "summary.json", record, indent=1)
             draw(record, out)
-        warn(record)
+        for name in record["different"]:  # what makes figures worth less
+            print(f"{name}: WRITES OTHER TOKENS than {BASE}")
+        if record["disturbed"]:
+            print(f"THE MACHINE WAS DISTURBED: {disturbance(record)}; measure again when it is quiet")
         print(f"\nWritten to {out}")
-
-
-def save(path: Path, record: dict[str, Any]) -> None:
-    write_atomically(path, lambda file: file.write_text(json.dumps(record, indent=1) + "\n"))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,64 +26,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import benchmarks.runners as runners
 import gpt_baseline
 import gpt_bounded_cache
-import gpt_kv_cache
-from benchmarks.peers import CTranslate2, FromScratch, Transformers, packaged, peer_module
-from benchmarks.runners import Int8, Ours, RandomBCT, Runner, Static, Without, ablations
+from benchmarks.runners import Int8, Ours, RandomBCT, Runner, Static, Transformers
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, what makes its runner of (folder, device, peer), and what it needs: packages, a file in the peer's
-    folder, or a kind of device. exact: its greedy tokens must be those of all other exact ones."""
+    """A name, a runner with its options, and what it needs: packages, a file in the peer's folder, or a kind of device.
+    exact: its greedy tokens must be those of all other exact ones."""
 
     name: str
-    make: Callable[[Path, str, Path | None], Runner]
+    runner: type[Runner]
+    options: dict[str, Any] = field(default_factory=dict)
     package: str = ""
     file: str = ""
     device: str = ""
     exact: bool = True
 
+    def make(self, folder: Path, device: str, peer: Path | None) -> Runner:
+        """Load the weights in a folder."""
+        return self.runner(folder, device, **self.options, **({"file": peer / self.file} if self.file else {}))
 
-kv, bounded = gpt_kv_cache, gpt_bounded_cache
-ARTICLE, OPTIMIZED = "gpt_with_kv_cache.py", "gpt_with_kv_cache_optimized.py"
+
+BFLOAT16, COMPILED = {"dtype": torch.bfloat16}, {"compiled": True}
+STATIC, HF, CT2 = {"static": True}, "transformers", "ctranslate2 transformers"
 CONTENDERS = (
-    Contender("gpt_baseline.py", lambda f, d, p: Ours(f, d, gpt_baseline, None)),
-    Contender("gpt_kv_cache.py", lambda f, d, p: Ours(f, d, kv, lambda c: kv.KVCache())),
-    Contender("gpt_bounded_cache.py, preallocated",
-              lambda f, d, p: Ours(f, d, bounded, lambda c: bounded.SlidingWindowCache(c.n_ctx))),
-    Contender("gpt_bounded_cache.py, window of 256",
-              lambda f, d, p: Ours(f, d, bounded, lambda c: bounded.SlidingWindowCache(min(256, c.n_ctx))),
-              exact=False),
-    Contender("gpt_bounded_cache.py, BCT, 24 slots", lambda f, d, p: RandomBCT(f, d), exact=False),
-    Contender("gpt_kv_cache.py, bfloat16",
-              lambda f, d, p: Ours(f, d, kv, lambda c: kv.KVCache(), torch.bfloat16), exact=False),
-    Contender("gpt_kv_cache.py, int8", lambda f, d, p: Int8(f, d), device="cpu", exact=False),
-    Contender("static step", lambda f, d, p: Static(f, d)),
-    Contender("static step, bfloat16", lambda f, d, p: Static(f, d, torch.bfloat16), device="cuda", exact=False),
-    Contender("static step, torch.compile", lambda f, d, p: Static(f, d, compiled=True), device="cuda"),
-    Contender("static step, bfloat16, torch.compile", lambda f, d, p: Static(f, d, torch.bfloat16, compiled=True),
+    Contender("gpt_baseline.py", Ours, {"module": gpt_baseline}),
+    Contender("gpt_kv_cache.py", Ours),
+    Contender("gpt_bounded_cache.py, preallocated", Ours, {"module": gpt_bounded_cache, "window": runners.ENDLESS}),
+    Contender("gpt_bounded_cache.py, window of 256", Ours, {"module": gpt_bounded_cache, "window": 256}, exact=False),
+    Contender("gpt_bounded_cache.py, BCT, 24 slots", RandomBCT, exact=False),
+    Contender("gpt_kv_cache.py, bfloat16", Ours, BFLOAT16, exact=False),
+    Contender("gpt_kv_cache.py, int8", Int8, device="cpu", exact=False),
+    Contender("static step", Static),
+    Contender("static step, bfloat16", Static, BFLOAT16, device="cuda", exact=False),
+    Contender("static step, torch.compile", Static, COMPILED, device="cuda"),
+    Contender("static step, bfloat16, torch.compile", Static, BFLOAT16 | COMPILED, device="cuda", exact=False),
+    Contender("transformers, DynamicCache", Transformers, {}, HF),
+    Contender("transformers, StaticCache", Transformers, STATIC, HF),
+    Contender("transformers, StaticCache, torch.compile", Transformers, STATIC | COMPILED, HF, device="cuda"),
+    Contender("transformers, StaticCache, bfloat16, torch.compile", Transformers, STATIC | BFLOAT16 | COMPILED, HF,
               device="cuda", exact=False),
-    Contender("transformers, DynamicCache", lambda f, d, p: Transformers(f, d, False), "transformers"),
-    Contender("transformers, StaticCache", lambda f, d, p: Transformers(f, d, True), "transformers"),
-    Contender("transformers, StaticCache, torch.compile", lambda f, d, p: Transformers(f, d, True, compiled=True),
-              "transformers", device="cuda"),
-    Contender("transformers, StaticCache, bfloat16, torch.compile",
-              lambda f, d, p: Transformers(f, d, True, compiled=True, dtype=torch.bfloat16), "transformers",
-              device="cuda", exact=False),
-    Contender("CTranslate2", lambda f, d, p: CTranslate2(f, "float32"), "ctranslate2 transformers", device="cpu"),
-    Contender("CTranslate2, int8", lambda f, d, p: CTranslate2(f, "int8"), "ctranslate2 transformers", device="cpu",
-              exact=False),
-    Contender("LLMs-from-scratch, PyPI, no cache", lambda f, d, p: FromScratch(f, d, packaged(), False, cached=False),
-              "llms_from_scratch"),
-    Contender("LLMs-from-scratch, PyPI", lambda f, d, p: FromScratch(f, d, packaged(), False), "llms_from_scratch"),
-    Contender("LLMs-from-scratch, concat cache", lambda f, d, p: FromScratch(f, d, peer_module(p / ARTICLE), True),
-              file=ARTICLE),
-    Contender("LLMs-from-scratch, optimized", lambda f, d, p: FromScratch(f, d, peer_module(p / OPTIMIZED), True),
-              file=OPTIMIZED),
+    Contender("CTranslate2", runners.CTranslate2, {}, CT2, device="cpu"),
+    Contender("CTranslate2, int8", runners.CTranslate2, {"compute_type": "int8"}, CT2, device="cpu", exact=False),
+    Contender("LLMs-from-scratch, PyPI, no cache", runners.FromScratch, {"cached": False}, "llms_from_scratch"),
+    Contender("LLMs-from-scratch, PyPI", runners.FromScratch, {}, "llms_from_scratch"),
+    Contender("LLMs-from-scratch, concat cache", runners.FromScratch, file="gpt_with_kv_cache.py"),
+    Contender("LLMs-from-scratch, optimized", runners.FromScratch, file="gpt_with_kv_cache_optimized.py"),
 )  # fmt: skip
-WITHOUT = tuple(Contender(name, lambda f, d, p, name=name: Without(f, d, name)) for name in ablations())
+WITHOUT = tuple(Contender(name, runners.Without, {"name": name}) for name in runners.ablations())
 
 
 # --- The process of one contender -----------------------------------------------------------------------------------

@@ -1,10 +1,18 @@
-"""Our files as contenders, and `gpt_kv_cache.py` without each of its choices."""
+"""Implementations of GPT-2 as contenders: our files, `gpt_kv_cache.py` without each of its choices, and others':
+transformers, LLMs-from-scratch, CTranslate2."""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import json
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +21,7 @@ from torch import Tensor, nn
 
 import gpt_bounded_cache
 import gpt_kv_cache
-from load_gpt2_weights import load_model
+from load_gpt2_weights import load_model, read_tensors
 
 ENDLESS = 1 << 20  # tokens to write: the caller stops
 
@@ -34,21 +42,25 @@ class Runner:
 
 
 class Ours(Runner):
-    """One of our files, with the cache that `new_cache` makes."""
+    """One of our files, with a window of at most the context or the cache that its models begin with, if any."""
 
-    def __init__(self, folder: Path, device: str, module: Any, new_cache: Callable[[Any], Any] | None,
+    def __init__(self, folder: Path, device: str, module: Any = gpt_kv_cache, window: int = 0,
                  dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
         self.model = load_model(str(folder), model_class=module.GPT, device=device, dtype=dtype)
-        self.module, self.new_cache, self.cache = module, new_cache, None
+        self.module, self.window, self.cache = module, window, None
+
+    def new_cache(self, n_ctx: int) -> Any:
+        if self.window:
+            return gpt_bounded_cache.SlidingWindowCache(min(self.window, n_ctx))
+        return self.model.new_cache() if hasattr(self.model, "new_cache") else None
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
-        if self.new_cache is None:
-            return self.module.generate(self.model, ids, ENDLESS)
-        self.cache = self.new_cache(self.model.config)
-        return self.module.generate(self.model, ids, ENDLESS, cache=self.cache)
+        self.cache = self.new_cache(self.model.config.n_ctx)
+        options = {} if self.cache is None else {"cache": self.cache}
+        return self.module.generate(self.model, ids, ENDLESS, **options)
 
     def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor] | None:
-        if self.new_cache is None:
+        if not hasattr(self.model, "new_cache"):
             return None
         next(self.start(ids[:, :cached]))
         prefix = self.cache
@@ -63,42 +75,30 @@ class Int8(Ours):
     """gpt_kv_cache.py with every product by a matrix of weights in int8, as PyTorch's dynamic quantization has it."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        super().__init__(folder, device, gpt_kv_cache, lambda config: gpt_kv_cache.KVCache())
-        linears = {}
-        for name, module in self.model.named_modules():
-            if isinstance(module, gpt_kv_cache.Conv1D):
-                linears[name] = linear(module.weight.t(), module.bias)
-        head = linear(self.model.wte.weight, None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated in favour of a package of its own
-            for name, module in linears.items():
-                parent, _, child = name.rpartition(".")
-                setattr(self.model.get_submodule(parent), child, quantized(module))
-            head = quantized(head)
+        super().__init__(folder, device)
+        head = quantized(self.model.wte.weight, None)
+        for part in (part for block in self.model.h for part in (block.attn, block.mlp)):
+            for name, layer in [*part.named_children()]:
+                setattr(part, name, quantized(layer.weight.t(), layer.bias))
         self.model.head = lambda x: head(self.model.ln_f(x))
 
 
-def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a linear layer with a weight (out, in)."""
-    module = nn.Linear(weight.size(1), weight.size(0), bias=bias is not None)
-    with torch.no_grad():
-        module.weight.copy_(weight)
-        if bias is not None:
-            module.bias.copy_(bias)
-    return module
-
-
-def quantized(module: nn.Linear) -> nn.Module:
+def quantized(weight: Tensor, bias: nn.Parameter | None) -> nn.Module:
+    """Return a linear layer with a weight (out, in) in int8."""
     from torch.ao.quantization import quantize_dynamic
 
-    return quantize_dynamic(nn.Sequential(module), {nn.Linear}, dtype=torch.qint8)[0]
+    module = nn.Linear(weight.size(1), weight.size(0), bias=False)
+    module.weight, module.bias = nn.Parameter(weight), bias
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated in favour of a package of its own
+        return quantize_dynamic(nn.Sequential(module), {nn.Linear}, dtype=torch.qint8)[0]
 
 
 class RandomBCT(Ours):
     """gpt_bounded_cache.py with BCT's slots: the weights that a public model doesn't have are random."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        super().__init__(folder, device, gpt_bounded_cache, lambda config: gpt_bounded_cache.BoundedMemory())
+        super().__init__(folder, device, gpt_bounded_cache)
         weights = self.model.state_dict()
         config = gpt_bounded_cache.BCTConfig(**vars(self.model.config), slots=24, recent=8)
         self.model = gpt_bounded_cache.BCT(config).eval().to(device)
@@ -110,8 +110,7 @@ class Static(Ours):
     tensor, and always read as a whole, so that a CUDA graph can replay the step. Without a GPU it runs as it is."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype = torch.float32, compiled: bool = False) -> None:
-        new_cache = lambda config: gpt_bounded_cache.SlidingWindowCache(config.n_ctx)  # noqa: E731
-        super().__init__(folder, device, gpt_bounded_cache, new_cache, dtype)
+        super().__init__(folder, device, gpt_bounded_cache, ENDLESS, dtype)
         self.run = torch.compile(self.step, mode="max-autotune-no-cudagraphs") if compiled else self.step
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor, list[Tensor]]] = {}
 
@@ -225,6 +224,149 @@ class Without(Ours):
     """gpt_kv_cache.py without one of its choices."""
 
     def __init__(self, folder: Path, device: str, name: str) -> None:
-        super().__init__(folder, device, gpt_kv_cache, lambda config: gpt_kv_cache.KVCache())
+        super().__init__(folder, device)
         ablations()[name](self.model)
 
+
+# --- Others ---------------------------------------------------------------------------------------------------------
+
+
+class Transformers(Runner):
+    """transformers' GPT-2 with one of its caches."""
+
+    def __init__(self, folder: Path, device: str, static: bool = False, compiled: bool = False,
+                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+        import transformers
+
+        self.model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype).eval().to(device)
+        if compiled:
+            self.model.forward = torch.compile(self.model.forward, mode="reduce-overhead")
+        self.static, self.transformers, self.cache = static, transformers, None
+
+    @torch.inference_mode()
+    def start(self, ids: Tensor, cache: Any = None) -> Iterator[Tensor]:
+        config = self.model.config
+        if cache is None and self.static:
+            cache = self.transformers.StaticCache(config=config, max_cache_len=config.n_positions)
+        self.cache = self.transformers.DynamicCache() if cache is None else cache
+        while True:
+            logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+            ids = logits[:, -1].argmax(-1, keepdim=True)
+            yield ids
+
+    def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor] | None:
+        next(self.start(ids[:, :cached]))
+        prefix = self.cache
+        return lambda: next(self.start(ids[:, cached:], copy.deepcopy(prefix)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+
+class FromScratch(Runner):
+    """A GPTModel of LLMs-from-scratch: its PyPI package, or a file of the article's, whose models own their cache; with
+    a cache, or reading the whole text for each token."""
+
+    def __init__(self, folder: Path, device: str, file: Path | None = None, cached: bool = True) -> None:
+        if file is None:
+            from llms_from_scratch.kv_cache import gpt2 as module
+        else:
+            spec = importlib.util.spec_from_file_location(file.stem, file)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        config = json.loads((folder / "config.json").read_text())
+        self.layers, self.module, self.own_cache, self.cached = config["n_layer"], module, file is not None, cached
+        self.model = module.GPTModel({
+            "vocab_size": config["vocab_size"], "context_length": config["n_positions"], "emb_dim": config["n_embd"],
+            "n_heads": config["n_head"], "n_layers": config["n_layer"], "drop_rate": 0.0, "qkv_bias": True,
+        }).eval().to(device)  # fmt: skip
+        fill(self.model, read_tensors(str(folder)))
+        self.cache: Any = None
+
+    @torch.inference_mode()
+    def start(self, ids: Tensor) -> Iterator[Tensor]:
+        while not self.cached:
+            new = self.model(ids)[:, -1].argmax(-1, keepdim=True)
+            yield new
+            ids = torch.cat([ids, new], dim=1)
+        if self.own_cache:
+            self.model.reset_kv_cache()
+        else:
+            self.model.current_pos, self.cache = 0, self.module.KVCache(self.layers)
+        options = {"use_cache": True} | ({} if self.own_cache else {"cache": self.cache})
+        while True:
+            ids = self.model(ids, **options)[:, -1].argmax(-1, keepdim=True)
+            yield ids
+
+    @property
+    def nbytes(self) -> int:
+        if not self.cached:
+            return 0
+        if not self.own_cache:
+            return sum(kv.nbytes for pair in self.cache.get_all() for kv in pair)
+        return sum(b.nbytes for name, b in self.model.named_buffers() if "cache" in name and b is not None)
+
+
+NAMES = {"tok_emb": "wte", "out_head": "wte", "pos_emb": "wpe", "final_norm": "ln_f", "trf_blocks": "h", "norm": "ln_",
+         "scale": "weight", "shift": "bias", "att.out_proj": "attn.c_proj", "ff.layers.0": "mlp.c_fc",
+         "ff.layers.2": "mlp.c_proj"}  # fmt: skip
+
+
+@torch.no_grad()
+def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a GPTModel of LLMs-from-scratch GPT-2's weights: its names, and (out, in) instead of (in, out)."""
+    for name, parameter in model.named_parameters():
+        for theirs, public in NAMES.items():
+            name = name.replace(theirs, public)
+        block, projection, kind = name.partition("att.W_")
+        if projection:
+            third = ("query", "key", "value").index(kind.partition(".")[0])
+            tensor = tensors[f"{block}attn.c_attn.{kind.partition('.')[2]}"].chunk(3, -1)[third]
+        else:
+            tensor = tensors[name]
+        parameter.copy_(tensor.t() if block.startswith("h.") and tensor.dim() == 2 else tensor)
+
+
+class CTranslate2(Runner):
+    """CTranslate2, an engine in C++, with weights as its own converter makes them. The bytes of its cache are by
+    formula: it can't be asked for them, and concatenates keys and values in float32, whatever the weights are."""
+
+    def __init__(self, folder: Path, device: str, compute_type: str = "float32") -> None:
+        import ctranslate2
+        from ctranslate2.converters import TransformersConverter
+
+        config = json.loads((folder / "config.json").read_text())
+        self.n_ctx, self.token_bytes = config["n_positions"], 2 * config["n_layer"] * config["n_embd"] * 4
+        names = {str(i): i for i in range(config["vocab_size"])}  # the engine is fed names of tokens
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
+        converter = TransformersConverter(str(folder))
+        converter.load_tokenizer = lambda *args, **options: SimpleNamespace(get_vocab=lambda: names, **special)
+        with tempfile.TemporaryDirectory(prefix="benchmarks-") as made:
+            converter.convert(made, force=True)
+            with suppress(OSError):  # Linux: the conversion doesn't count as memory that the engine needs
+                Path("/proc/self/clear_refs").write_text("5")
+            threads = torch.get_num_threads()
+            self.generator = ctranslate2.Generator(made, compute_type=compute_type, intra_threads=threads)
+
+    def start(self, ids: Tensor) -> Iterator[Tensor]:
+        return self.steps(ids, self.n_ctx + 1 - ids.size(1))
+
+    def steps(self, ids: Tensor, most: int, **options: Any) -> Iterator[Tensor]:
+        """Yield up to `most` tokens (B, 1); they are computed one by one in a thread that doesn't wait to be asked."""
+        prompts = [[*map(str, row)] for row in ids.tolist()]
+        results = self.generator.generate_tokens(prompts, max_length=most, end_token=[], **options)  # nothing ends it
+        read = ids.size(1)
+        while step := sorted(islice(results, len(ids)), key=lambda result: result.batch_id):
+            self.nbytes = len(ids) * read * self.token_bytes
+            read += 1
+            yield torch.tensor([[result.token_id] for result in step])
+
+    def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor]:
+        prefix = [*map(str, ids[0, :cached].tolist())]
+
+        def again() -> Tensor:
+            return next(self.steps(ids[:, cached:], 1, static_prompt=prefix))
+
+        again()  # which keeps the prefix's cache; the next one copies it
+        return again

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from support.tables import Table, page
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -74,62 +76,50 @@ def note(record: dict[str, Any]) -> str:
     read, rate = 1e9 * record["gb_per_s"], max(rates)
     measured = Shape(record["model"], g["n_layer"], g["attention"], g["attention"], 1, g["weights"] / 4,
                      head + g["n_ctx"] * g["n_embd"], g["n_ctx"] * g["n_embd"], g["n_ctx"], 4)  # fmt: skip
-    lines = [
-        "# What the constants say at scale",
-        "",
-        f"Measured on {record['machine']}, {threads}, {record['date']}: memory is read at "
-        f"{read / 1e9:.1f} GB/s, and matrices are multiplied at {rate / 1e9:,.0f} Gflop/s in float32.",
-        "",
-        "- A step of decoding reads all weights once, and the cache of every text: (weights + batch x tokens x "
-        "bytes of a cached token) / bandwidth.",
-        "- A prompt of T tokens takes 2 operations a weight and token (embeddings aside), and 2 T^2 operations "
-        "a layer and dimension in attention, / rate of products.",
-        "- A cached token takes 2 x layers x key-value heads x head size x bytes of a number.",
-        "",
-        "## Does that hold where it was measured?",
-        "",
-        "gpt_kv_cache.py beside these lower bounds:",
-        "",
-        "| batch | tokens | step: bound | measured | share | first token: bound | measured | share |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    shares = []
+    checks, shares = [], []
     for cell, row in record["rows"]["gpt_kv_cache.py"].items():
         if " x " in cell:
             B, n = map(int, cell.split(" x "))
             step, first = 1e3 * decode_s(measured, read, n, B), B * 1e3 * prefill_s(measured, rate, n)
             shares += [step / row["step_ms"], first / row["first_ms"]]
-            lines.append(f"| {B} | {n:,} | {step:.1f} ms | {row['step_ms']:.1f} ms | {step / row['step_ms']:.2f} "
-                         f"| {first:,.0f} ms | {row['first_ms']:,.0f} ms | {first / row['first_ms']:.2f} |")
-    lines += [
-        "",
+            checks.append([str(B), f"{n:,}", f"{step:.1f} ms", f"{row['step_ms']:.1f} ms", f"{shares[-2]:.2f}",
+                           f"{first:,.0f} ms", f"{row['first_ms']:,.0f} ms", f"{shares[-1]:.2f}"])
+    larger = []
+    for name, bandwidth, products, nbytes in ((f"this one, {threads}, fp32", read, rate, 4), H100):
+        for shape in (replace(shape, nbytes=nbytes) for shape in SHAPES):
+            long = shape.n_ctx >= 8000
+            fetch = shape.token_bytes / (token_operations(shape) / products)
+            larger.append([name, shape.name, f"{1 / decode_s(shape, bandwidth, 1000):,.2f}",
+                           f"{64 / decode_s(shape, bandwidth, 8000, 64):,.1f}" if long else "-",
+                           seconds(prefill_s(shape, products, 1000)),
+                           seconds(prefill_s(shape, products, 8000)) if long else "-", f"{shape.token_bytes:,}",
+                           f"{fetch / 1e9:,.3g} GB/s"])  # fmt: skip
+    return page([
+        "# What the constants say at scale",
+        f"Measured on {record['machine']}, {threads}, {record['date']}: memory is read at {read / 1e9:.1f} GB/s, and "
+        f"matrices are multiplied at {rate / 1e9:,.0f} Gflop/s in float32.",
+        "- A step of decoding reads all weights once, and the cache of every text: (weights + batch x tokens x "
+        "bytes of a cached token) / bandwidth.\n"
+        "- A prompt of T tokens takes 2 operations a weight and token (embeddings aside), and 2 T^2 operations "
+        "a layer and dimension in attention, / rate of products.\n"
+        "- A cached token takes 2 x layers x key-value heads x head size x bytes of a number.",
+        "## Does that hold where it was measured?",
+        "gpt_kv_cache.py beside these lower bounds:",
+        Table(["batch", "tokens", "step: bound", "measured", "share", "first token: bound", "measured", "share"],
+              checks),
         ("No time is under its bound" if max(shares) <= 1 else "NOT ALL BOUNDS HOLD") + "; how far above it a real one "
-        "is says what to expect of a prediction: divide it by the share. What isn't in the bounds is overhead, and in "
-        "a step of many texts their arithmetic.",
-        "",
+        "is says what to expect of a prediction: divide it by the share. Overhead isn't in the bounds, and neither is "
+        "the arithmetic of many texts in a step.",
         "## Larger models",
-        "",
         f"Lower bounds, as if memory were enough: in bfloat16 Llama 3 70B is {2e-9 * SHAPES[-1].parameters:,.0f} GB, "
         f"and 64 texts of 8,000 tokens are {64 * 8000e-9 * SHAPES[-1].token_bytes:,.0f} GB more, on a GPU of 80. The "
         "last column is the bandwidth from which on fetching a cached token beats computing it.",
-        "",
-        "| machine | model | tokens/s, 1 text of 1,000 | 64 texts of 8,000 | first token of 1,000 | of 8,000 "
-        "| bytes of a cached token | fetch from |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    here = (f"this one, {threads}, fp32", read, rate, 4)
-    for name, bandwidth, products, nbytes in (here, H100):
-        for shape in (replace(shape, nbytes=nbytes) for shape in SHAPES):
-            many, long = "-", "-"
-            if shape.n_ctx >= 8000:
-                many = f"{64 / decode_s(shape, bandwidth, 8000, 64):,.1f}"
-                long = seconds(prefill_s(shape, products, 8000))
-            one, first = 1 / decode_s(shape, bandwidth, 1000), seconds(prefill_s(shape, products, 1000))
-            fetch = shape.token_bytes / (token_operations(shape) / products)
-            lines.append(f"| {name} | {shape.name} | {one:,.2f} | {many} | {first} | {long} | {shape.token_bytes:,} "
-                         f"| {fetch / 1e9:,.3g} GB/s |")  # fmt: skip
-    lines += ["", *fleet(), "", *ENGINES]
-    return "\n".join(lines)
+        Table(["machine", "model", "tokens/s, 1 text of 1,000", "64 texts of 8,000", "first token of 1,000",
+               "of 8,000", "bytes of a cached token", "fetch from"], larger, left=2),
+        *fleet(),
+        "## The engines that take over there",
+        Table(["here", "there", "what is added"], ENGINES, left=3),
+    ], markdown=True)  # fmt: skip
 
 
 def seconds(x: float) -> str:
@@ -137,21 +127,11 @@ def seconds(x: float) -> str:
     return f"{x:,.1f} s" if x >= 1 else f"{1e3 * x:,.1f} ms"
 
 
-def fleet() -> list[str]:
+def fleet() -> list[str | Table]:
     """Return what the recorded hit rates of two public traces mean for a 70B model on the data sheet's machine."""
     _, _, rate, nbytes = H100
     shape, block = replace(SHAPES[-1], nbytes=nbytes), 512
-    lines = [
-        "## A fleet",
-        "",
-        f"Hit rates of our store over public traces (`studies/replay.py`), {shape.name}, {H100[0]}. A hit saves "
-        f"{1e6 * token_operations(shape) / rate:,.0f} microseconds of products a token, and moves "
-        f"{shape.token_bytes:,} bytes.",
-        "",
-        "| trace | blocks of 512 tokens | memory | tokens found | prefill left | moved for each machine | of 25 Gbit/s "
-        "| of 400 Gbit/s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    cells = []
     for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -159,26 +139,31 @@ def fleet() -> list[str]:
             hit, blocks = float(row["token_hit_rate"]), row["capacity_blocks"]
             size = f"{int(blocks) * block * shape.token_bytes / 1e12:.2f} TB" if blocks.isdecimal() else "any"
             # A machine that does nothing but prefill computes (1 - hit) of the tokens that it serves.
-            served = rate / token_operations(shape) / max(1 - hit, 1e-9)
-            lines.append(f"| {path.stem.removeprefix('replay_')} | {blocks} | {size} | {hit:.1%} | {1 - hit:.1%} "
-                         f"| {(moved := served * hit * shape.token_bytes) / 1e9:.2f} GB/s | {8e-9 * moved / 25:.0%} "
-                         f"| {8e-9 * moved / 400:.1%} |")  # fmt: skip
-    return [*lines, "", "So a pool of caches is limited by memory before it is by the network, unless the network is a "
-            "slow one: what is over 100% waits."]  # fmt: skip
+            moved = rate / token_operations(shape) / max(1 - hit, 1e-9) * hit * shape.token_bytes
+            cells.append([path.stem.removeprefix("replay_"), blocks, size, f"{hit:.1%}", f"{1 - hit:.1%}",
+                          f"{moved / 1e9:.2f} GB/s", f"{8e-9 * moved / 25:.0%}", f"{8e-9 * moved / 400:.1%}"])
+    return [
+        "## A fleet",
+        f"Hit rates of our store over public traces (`studies/replay.py`), {shape.name}, {H100[0]}. A hit saves "
+        f"{1e6 * token_operations(shape) / rate:,.0f} microseconds of products a token, and moves "
+        f"{shape.token_bytes:,} bytes.",
+        Table(["trace", "blocks of 512 tokens", "memory", "tokens found", "prefill left", "moved for each machine",
+               "of 25 Gbit/s", "of 400 Gbit/s"], cells),
+        "So a pool of caches is limited by memory before it is by the network, unless the network is a slow one: what "
+        "is over 100% waits.",
+    ]  # fmt: skip
 
 
-# what is here | what it is there | what is added there
-ENGINES = [
-    "## Who takes over there", "", "| here | there | what is added |", "|---|---|---|",
-    "| a preallocated cache, a slot for each token | vLLM's PagedAttention | slots in blocks that any text may own, so "
-    "that memory is shared and hardly wasted |",
-    "| `support/radix_tree.py`, eviction of the oldest leaf | SGLang's RadixAttention | the same tree over the "
-    "GPU's memory, and a scheduler that prefers requests that hit |",
-    "| pages on disk, checked and restored | LMCache | tiers of GPU, CPU, disk and remote memory |",
-    "| hit rates over a trace, bytes against products | Mooncake | a pool over all machines; prefill and decoding on "
-    "different ones |",
-    "| a sliding window, sinks, BCT's slots | window attention; StreamingLLM; Gated Slot Attention | models that were "
-    "trained with them |",
-    "| a teacher that prefills, a student that decodes | speculative decoding | the large model also checks what the "
-    "small one writes, so that nothing is lost |",
-]  # fmt: skip
+ENGINES = (  # what is here, what it is there, what is added there
+    ("a preallocated cache, a slot for each token", "vLLM's PagedAttention",
+     "slots in blocks that any text may own, so that memory is shared and hardly wasted"),
+    ("`support/radix_tree.py`, eviction of the oldest leaf", "SGLang's RadixAttention",
+     "the same tree over the GPU's memory, and a scheduler that prefers requests that hit"),
+    ("stored caches on disk, checked and restored", "LMCache", "tiers of GPU, CPU, disk and remote memory"),
+    ("hit rates over a trace, bytes against products", "Mooncake",
+     "a pool over all machines; prefill and decoding on different ones"),
+    ("a sliding window, sinks, BCT's slots", "window attention; StreamingLLM; Gated Slot Attention",
+     "models that were trained with them"),
+    ("a teacher that prefills, a student that decodes", "speculative decoding",
+     "the large model also checks what the small one writes, so that nothing is lost"),
+)  # fmt: skip

@@ -23,12 +23,14 @@ from random import Random
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, from any folder
 
-from pocket.sentences import articles, dialogues, explanations, lists, nouns, stories
+from pocket.sentences import articles, dialogues, explanations, lists, stories
+from pocket.sentences.nouns import EPITHET, THINGS, WHEN, WORDS
 from pocket.sentences.templates import Bank
 from pocket.sentences.world import ASKS, CREATURE_FACTS, CREATURES, FOLLOWS, SAYS, TOWN_FACTS, TOWNS
 from support.cli import CommandLine, whole_number
 
 SPLITS = ("train", "valid", "test")
+WORLD, FACTS = {"town": TOWNS, "creature": CREATURES}, {"town": TOWN_FACTS, "creature": CREATURE_FACTS}
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,9 @@ class Person:
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def they(self) -> str:
-        return "she" if self.female else "he"
-
-    @property
-    def them(self) -> str:
-        return "her" if self.female else "him"
-
-    @property
-    def their(self) -> str:
-        return "her" if self.female else "his"
+    they = property(lambda self: "she" if self.female else "he")
+    them = property(lambda self: "her" if self.female else "him")
+    their = property(lambda self: "her" if self.female else "his")
 
 
 # --- Choosing and filling -------------------------------------------------------------------------------
@@ -82,23 +76,27 @@ def english(text: str) -> str:
     return re.sub(r'(^|[.!?] |[.]" )("?)([a-z])', lambda m: m[1] + m[2] + m[3].upper(), text)
 
 
+def asked(question: str, after: str = "") -> str:
+    """A prompt: a text and a question about it, or the question alone."""
+    return after + "\n\n" * bool(after) + f"Question: {question}\nAnswer:"
+
+
 def qa(question: str, answer: str) -> str:
-    return f"Question: {question}\nAnswer: {answer}"
+    return f"{asked(question)} {answer}"
 
 
 def _people() -> dict[str, list[Person]]:
     """Cut one fixed shuffle of all syllable names into the casts of the three splits."""
-    taken = {*TOWNS, *nouns.PET_NAMES, *(town[key] for town in TOWNS.values() for key in ("river", "founder"))}
-    people = [Person(start + end, female) for start in nouns.NAME_STARTS
-              for ends, female in zip(nouns.NAME_ENDS, (True, False), strict=True)
-              for end in ends if start + end not in taken]
+    taken = {*TOWNS, *WORDS["petname"], *(town[key] for town in TOWNS.values() for key in ("river", "founder"))}
+    people = [Person(start + end, sex == "woman") for start in WORDS["start"] for sex in ("woman", "man")
+              for end in WORDS[sex] if start + end not in taken]
     Random("people").shuffle(people)
     return {"train": people[:-220], "valid": people[-220:-110], "test": people[-110:]}
 
 
 PEOPLE = _people()
-OBJECTS = {split: [f"{adjective} {noun}" for adjectives, *of_splits in nouns.THINGS for noun in of_splits[i].split()
-                   for adjective in adjectives.split() + nouns.COLOURS] for i, split in enumerate(SPLITS)}
+OBJECTS = {split: [f"{adjective} {noun}" for adjectives, *of_splits in THINGS for noun in of_splits[i].split()
+                   for adjective in adjectives.split() + WORDS["paint"]] for i, split in enumerate(SPLITS)}
 
 
 class Pen:
@@ -121,6 +119,10 @@ class Pen:
         while "[" in text:
             text = re.sub(r"\[([^][]*)\]", lambda m: self.pick(m[1].split("|")), text)
         return text.format(**values)
+
+    def fill(self, fields: str) -> dict[str, str]:
+        """A word for each of these fields."""
+        return {field: self.pick(WORDS[field]) for field in fields.split()}
 
     def say(self, templates: Bank, **values: object) -> str:
         """The same as whole sentences."""
@@ -147,15 +149,12 @@ class Pen:
         return self.rng.sample(list(TOWNS), n)
 
     def epithet(self, town: str) -> str:
-        return self.part(nouns.EPITHET, **TOWNS[town])
-
-    def when(self) -> str:
-        return self.part(nouns.WHEN, any_month=self.pick([town["month"] for town in TOWNS.values()]))
+        return self.part(EPITHET, **TOWNS[town])
 
     def topic(self) -> tuple[str, str]:
         """A town or a creature: its kind and its name."""
         kind = "town" if self.chance(0.75) else "creature"
-        return kind, self.pick(list(TOWNS if kind == "town" else CREATURES))
+        return kind, self.pick(list(WORLD[kind]))
 
     def fact(self, kind: str, name: str, key: str, subject: str, again: str | None = None) -> str:
         """A statement of one fact, as a part; `again` is how templates name the town or animal inside a sentence."""
@@ -164,11 +163,7 @@ class Pen:
 
 def world(kind: str, name: str) -> dict[str, str]:
     """All facts of a town or a creature as template values, its name among them."""
-    return {kind: name, "creature_a": f"a {name}", **(TOWNS if kind == "town" else CREATURES)[name]}
-
-
-def facts_of(kind: str) -> tuple[str, ...]:
-    return TOWN_FACTS if kind == "town" else CREATURE_FACTS
+    return {kind: name, "creature_a": f"a {name}", **WORLD[kind][name]}
 
 
 def named(kind: str, name: str) -> str:
@@ -182,12 +177,13 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     """What happens in a story: its template values and its threads."""
     a, b, c, d = pen.cast(4)
     obj, obj2 = pen.things(2)
-    n1, n2 = pen.rng.sample(nouns.NUMBERS, 2)
+    n1, n2 = pen.rng.sample(WORDS["number"], 2)
     town, place = pen.towns(2)
-    v = dict(a=a, b=b, c=c, d=d, obj=obj, obj2=obj2, n1=n1, n2=n2, town=town, place=place, when=pen.when(),
-             rel=pen.pick(nouns.RELATIVES[b.female]), job=pen.pick(nouns.JOBS), goods=pen.pick(nouns.GOODS), cargo=pen.pick(nouns.CARGO),
-             spot=pen.pick(nouns.SPOTS), word=pen.pick(nouns.SECRET_WORDS), colour=pen.pick(nouns.DOORS), landmark=pen.pick(nouns.LANDMARKS),
-             hour=pen.pick(nouns.HOURS), errand=pen.pick(nouns.ERRANDS), epithet=pen.epithet(town), epithet2=pen.epithet(place))
+    v = dict(a=a, b=b, c=c, d=d, obj=obj, obj2=obj2, n1=n1, n2=n2, town=town, place=place,
+             when=pen.part(WHEN, any_month=pen.pick([t["month"] for t in TOWNS.values()])),
+             rel=pen.pick(["sister" if b.female else "brother", *WORDS["rel"]]))
+    v |= pen.fill("job goods cargo spot word colour landmark hour errand")
+    v |= dict(epithet=pen.epithet(town), epithet2=pen.epithet(place))
     v["Word"], v["Hour"] = v["word"].capitalize(), v["hour"].capitalize()
     creature = pen.pick(list(CREATURES))
     fact = pen.fact("creature", creature, pen.pick(CREATURE_FACTS), f"the {creature}")
@@ -205,8 +201,8 @@ def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
         if not any(incident[:12] == other[:12] for other in middle):
             middle.append(incident)
     late = [pen.say(stories.PAYS[t], **v) for t in stories.THREADS if t in threads and not (mute and t == threads[0])]
-    closing = [pen.say(stories.ENDINGS, **v)]
-    paragraphs = [[pen.say(stories.OPENINGS, **v), *early], middle, [*late, *closing]]
+    late.append(pen.say(stories.ENDINGS, **v))
+    paragraphs = [[pen.say(stories.OPENINGS, **v), *early], middle, late]
     return "\n".join(" ".join(p) for p in paragraphs)
 
 
@@ -218,9 +214,9 @@ def tell(pen: Pen, mute: bool) -> tuple[str, dict, list[str]]:
 
 def story(pen: Pen) -> str:
     """A journey on which early facts (who, where, how many) are needed at the end."""
-    asked = pen.pick([0, 1, 1, 2, 3])
-    prose, v, threads = tell(pen, mute=asked > 0 and pen.chance(0.5))
-    questions = [qa(pen.say(stories.RECALLS[t], **v), stories.THREADS[t].format(**v)) for t in threads[:asked]]
+    n = pen.pick([0, 1, 1, 2, 3])
+    prose, v, threads = tell(pen, mute=n > 0 and pen.chance(0.5))
+    questions = [qa(pen.say(stories.RECALLS[t], **v), stories.THREADS[t].format(**v)) for t in threads[:n]]
     return prose + "\n\n" * bool(questions) + "\n".join(questions)
 
 
@@ -228,16 +224,16 @@ def article(pen: Pen) -> str:
     """What is known of a town or a creature, with an anecdote that is taken up again at the end."""
     kind, name = pen.topic()
     the, (a,), (obj,) = named(kind, name), pen.cast(1), pen.things(1)
-    n1, n2, n3 = pen.rng.sample(nouns.NUMBERS, 3)
-    v = dict(a=a, obj=obj, n1=n1, n2=n2, n3=n3, job=pen.pick(nouns.JOBS), **world(kind, name))
-    keys = facts_of(kind)
+    n1, n2, n3 = pen.rng.sample(WORDS["number"], 3)
+    v = dict(a=a, obj=obj, n1=n1, n2=n2, n3=n3, **pen.fill("job"), **world(kind, name))
+    keys = FACTS[kind]
     keys = pen.rng.sample(keys, pen.pick([3, 4, 5]) if kind == "town" else 3)
     again = ["the town", name, name] if kind == "town" else ["animal", name, name]
     aside = pen.rng.randrange(1, len(keys))
     lines: list[str] = []
     for i, key in enumerate(keys):
         if i == aside:
-            lines.append(pen.say(articles.TOWN_COLOUR if kind == "town" else articles.CREATURE_COLOUR, **v))
+            lines.append(pen.say(articles.COLOUR[kind], **v))
         # "it" only right after a sentence that is about the subject as a whole
         subject = the if i in (0, aside) else pen.pick([the, "it", "the town" if kind == "town" else "this animal"])
         lines.append(english(pen.fact(kind, name, key, subject, pen.pick(again) if i else None) + "."))
@@ -248,7 +244,7 @@ def article(pen: Pen) -> str:
         lines.append(english(visit[1]))
         questions.append(qa(english(visit[2]), visit[3]))
     if pen.chance(0.5):
-        other = pen.pick([n for n in (TOWNS if kind == "town" else CREATURES) if n != name])
+        other = pen.pick([n for n in WORLD[kind] if n != name])
         key = pen.pick(keys)
         fact = english(pen.fact(kind, other, key, named(kind, other)) + ".")
         lines.append(pen.say(articles.COMPARES[kind], other=other, fact=fact, **v))
@@ -264,7 +260,7 @@ def quiz(pen: Pen) -> str:
     lines: list[str] = []
     for _ in range(pen.rng.randint(4, 9)):
         kind, name = pen.topic()
-        first, second = pen.rng.sample(facts_of(kind), 2)
+        first, second = pen.rng.sample(FACTS[kind], 2)
         values = world(kind, name)
         lines.append(qa(pen.say(ASKS[first], **values), values[first]))
         if pen.chance(0.25):
@@ -288,9 +284,8 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
     facts = {}
     for who, thing in zip((a, b), pen.things(2), strict=True):
         home = pen.pick(list(TOWNS))
-        facts[who] = dict(home=home, epithet=pen.epithet(home), job=pen.pick(nouns.JOBS),
-                          pet=pen.pick(nouns.PETS), petname=pen.pick(nouns.PET_NAMES), food=pen.pick(nouns.FOODS),
-                          obj=thing, age=pen.pick(nouns.AGES), kin=pen.pick(nouns.NUMBERS[:8]))
+        facts[who] = dict(home=home, epithet=pen.epithet(home), **pen.fill("job pet petname food"), obj=thing,
+                          age=str(pen.pick(range(16, 80))), kin=pen.pick(WORDS["number"][:8]))
     for topic in pen.rng.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
         asker, other = (a, b) if pen.chance(0.5) else (b, a)
         lines.append(f"{asker}: {pen.say(dialogues.TOPICS[topic][0])}")
@@ -302,7 +297,7 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
             lines.append(f"{asker}: {pen.say(dialogues.REACTIONS)}")
     for _ in range(pen.pick([0, 1, 1, 2])):
         kind, name = pen.topic()
-        key = pen.pick(facts_of(kind))
+        key = pen.pick(FACTS[kind])
         lines.append(f"{a}: {pen.say(dialogues.WORLD_TALK, question=pen.part(ASKS[key], **world(kind, name)))}")
         lines.append(f"{b}: {english(pen.fact(kind, name, key, named(kind, name)) + '.')}")
     if recall:
@@ -323,8 +318,8 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
 def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
     text, told = talk(pen, recall=True)
-    asked = pen.rng.sample(told, pen.pick([0, 1, 2]))
-    questions = [qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"]) for topic, values in asked]
+    chosen = pen.rng.sample(told, pen.pick([0, 1, 2]))
+    questions = [qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"]) for topic, values in chosen]
     return text + "\n\n" * bool(questions) + "\n".join(questions)
 
 
@@ -339,12 +334,12 @@ def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tupl
 def project(pen: Pen) -> tuple[str, dict, list[int]]:
     """What a device, a dish or a journey is made of: its kind, its template values and the numbers of its points."""
     kind = pen.pick(list(explanations.PLANS))
-    needed, points, _ = explanations.PLANS[kind]
+    needed, points = explanations.NEEDED[kind], explanations.PLANS[kind][-1]
     (a, c, d), (obj,), (town, town2) = pen.cast(3), pen.things(1), pen.towns(2)
-    v: dict = {f"n{i}": n for i, n in enumerate(pen.rng.sample(nouns.NUMBERS, 5), 1)}
-    v |= {name: pen.pick(words) for name, words in explanations.PLAN_WORDS.items()}
+    v = {f"n{i}": n for i, n in enumerate(pen.rng.sample(WORDS["number"], 5), 1)}
+    v |= pen.fill(explanations.PLAN_FIELDS)
     v |= dict(a=a, c=c, d=d, obj=obj, town=town, town2=town2)
-    v["m1"], v["m2"] = pen.rng.sample(explanations.MINUTES, 2)
+    v["m1"], v["m2"] = pen.rng.sample(WORDS["minutes"], 2)
 
     others = [i for i in range(len(points)) if i not in needed]
     kept = needed | set(pen.rng.sample(others, pen.pick([5, 6, 7]) - len(needed)))
@@ -353,9 +348,9 @@ def project(pen: Pen) -> tuple[str, dict, list[int]]:
 
 def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str, str]:
     """Notes on a project, the question to explain it, and the long answer that the notes imply."""
-    _, points, banks = explanations.PLANS[kind]
+    head, ask, opening, closing, points = explanations.PLANS[kind]
     a, chosen = v["a"], [points[i] for i in kept]
-    heads = pen.part(banks["head"], **v).split("|")
+    heads = pen.part(head, **v).split("|")
     notes = [pen.part((p[:2], p[:2]), **v) for p in chosen]
     split_at = pen.rng.randint(1, len(heads))
     notes = [*heads[:split_at], *notes, *heads[split_at:]]
@@ -363,8 +358,8 @@ def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str, s
         pen.rng.shuffle(notes)
     steps = [pen.part((p[2:], p[2:]), x=a if i in (0, len(chosen) // 2 + 1) else a.they, **v)
              for i, p in enumerate(chosen)]
-    answer = in_steps(pen, pen.say(banks["open"], **v), steps, pen.say(banks["close"], **v), pen.pick(explanations.ORDER_WORDS))
-    return "Notes:\n" + "\n".join("- " + english(note) for note in notes), pen.say(banks["ask"], **v), answer
+    answer = in_steps(pen, pen.say(opening, **v), steps, pen.say(closing, **v), pen.pick(explanations.ORDER_WORDS))
+    return "Notes:\n" + "\n".join("- " + english(note) for note in notes), pen.say(ask, **v), answer
 
 
 def plan(pen: Pen) -> tuple[str, str, str]:
@@ -376,9 +371,9 @@ def explain(pen: Pen) -> str:
     """A long, ordered answer, from notes or (one time in four) from knowledge of the world."""
     if pen.chance(0.75):
         notes, question, answer = plan(pen)
-        return f"{notes}\n\n{qa(question, answer)}"
+        return f"{asked(question, notes)} {answer}"
     kind, name = pen.topic()
-    v, keys = world(kind, name), list(facts_of(kind))
+    v, keys = world(kind, name), list(FACTS[kind])
     ask, opening, closing = explanations.WORLD_EXPLAINS[kind]
     pen.rng.shuffle(keys)
     steps = [pen.fact(kind, name, key, pen.pick([named(kind, name), "it"])) for key in keys]
@@ -391,19 +386,16 @@ def explain(pen: Pen) -> str:
 def recite(pen: Pen) -> tuple[str, str, str]:
     """A list with its story up to the copy, the copy, and what comes after it."""
     a, b = pen.cast(2)
-    what, least, most = pen.pick([("things", 8, 13), ("names", 12, 20), ("towns", 10, 18),
-                                  ("numbers", 18, 25), ("goods", 10, 16)])
+    what, least, most, draw = pen.pick([
+        ("things", 8, 13, pen.things),
+        ("names", 12, 20, lambda n: [p.name for p in pen.rng.sample(PEOPLE[pen.split], n)]),
+        ("towns", 10, 18, pen.towns),
+        ("numbers", 18, 25, lambda n: [str(i) for i in pen.rng.sample(range(10, 1000), n)]),
+        ("goods", 10, 16, lambda n: list(map(" ".join, zip(pen.rng.sample(WORDS["number"], n),
+                                                           pen.rng.sample(WORDS["goods"] * 2, n), strict=True)))),
+    ])
     n = pen.rng.randint(least, most)
-    if what == "things":
-        items = pen.things(n)
-    elif what == "names":
-        items = [p.name for p in pen.rng.sample(PEOPLE[pen.split], n)]
-    elif what == "towns":
-        items = pen.towns(n)
-    elif what == "numbers":
-        items = [str(i) for i in pen.rng.sample(range(10, 1000), n)]
-    else:
-        items = [f"{i} {goods}" for i, goods in zip(pen.rng.sample(nouns.NUMBERS, n), pen.rng.sample(nouns.GOODS * 2, n), strict=True)]
+    items = draw(n)
     v = dict(a=a, b=b, town=pen.pick(list(TOWNS)), what=what, many=n)
     written = ("\n" if n <= 14 and pen.chance(0.4) else ", ").join(items)
     head = f"{pen.say(lists.LIST_OPENINGS, **v)}\n{written}\n{pen.say(lists.LIST_MIDDLES, **v)}\n"
@@ -416,13 +408,8 @@ def recite(pen: Pen) -> tuple[str, str, str]:
     return head, written, tail
 
 
-def listing(pen: Pen) -> str:
-    """A list that is repeated word for word."""
-    return "".join(recite(pen))
-
-
 KINDS = {"story": (story, 28), "article": (article, 17), "quiz": (quiz, 15), "dialogue": (dialogue, 17),
-         "explain": (explain, 13), "list": (listing, 10)}  # function, weight in percent
+         "explain": (explain, 13), "list": (lambda pen: "".join(recite(pen)), 10)}  # function, weight in percent
 
 
 # --- What the rest of the project uses ------------------------------------------------------------------
@@ -452,9 +439,9 @@ def documents(split: str, n: int, seed: int = 0, start: int = 0) -> Iterator[Doc
 def closed_book_questions(split: str) -> list[Question]:
     """Every fact of the world in every paraphrase of the split; the family is like "town:Tolben:river"."""
     side = Pen(split, "").side
-    return [Question(f"{kind}:{name}:{key}", i, f"Question: {english(ask.format(**{kind: name}))}\nAnswer:", table[name][key])
-            for kind, table in (("town", TOWNS), ("creature", CREATURES))
-            for name in table for key in facts_of(kind) for i, ask in enumerate(ASKS[key][side])]
+    return [Question(f"{kind}:{name}:{key}", i, asked(english(ask.format(**{kind: name}))), table[name][key])
+            for kind, table in WORLD.items()
+            for name in table for key in FACTS[kind] for i, ask in enumerate(ASKS[key][side])]
 
 
 def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
@@ -476,8 +463,7 @@ def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
                 text, v, (key, *_) = tell(pen, mute=True)
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
         for i in sorted(pen.rng.sample(range(len(asks[pen.side])), 3)):
-            question = english(asks[pen.side][i].format(**v))
-            prompt = f"{text}\n\nQuestion: {question}\nAnswer:"
+            prompt = asked(english(asks[pen.side][i].format(**v)), text)
             questions.append(Question(f"recall:{split}:{seed}:{index}:{key}", i, prompt, answer))
         index += 1
     return questions[:n]
@@ -485,11 +471,9 @@ def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
 
 def explain_questions(split: str, n: int, seed: int = 0) -> list[Question]:
     """n sets of notes, each with the question to explain them and the long reference answer."""
-    questions = []
-    for i in range(n):
-        notes, question, answer = plan(Pen(split, f"{seed}/{split}/explain/{i}"))
-        questions.append(Question(f"explain:{split}:{seed}:{i}", 0, f"{notes}\n\nQuestion: {question}\nAnswer:", answer))
-    return questions
+    plans = (plan(Pen(split, f"{seed}/{split}/explain/{i}")) for i in range(n))
+    return [Question(f"explain:{split}:{seed}:{i}", 0, asked(question, notes), answer)
+            for i, (notes, question, answer) in enumerate(plans)]
 
 
 def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
@@ -497,14 +481,14 @@ def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
 
     Facts are shared out among the splits: what is asked in one isn't asked in another.
     """
-    asked = closed_book_questions(split)
+    questions = closed_book_questions(split)
     names = sorted({q.family for q in closed_book_questions("train")})
     Random("families").shuffle(names)
     first = {q.family: q for q in reversed(closed_book_questions("train"))}
     head = "\n".join(f"{first[name].prompt} {first[name].answer}" for name in names[:header])
     rest = names[header:]
     parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}[split]
-    return [[Question(f"quiz:{name}", q.paraphrase, f"{head}\n{q.prompt}", q.answer) for q in asked if q.family == name]
+    return [[Question(f"quiz:{name}", q.paraphrase, f"{head}\n{q.prompt}", q.answer) for q in questions if q.family == name]
             for name in parts]
 
 
@@ -519,7 +503,7 @@ def story_families(split: str, n: int, tellings: int, seed: int = 0) -> list[lis
         for i in range(tellings):
             pen = Pen(split, f"{name}/{i}")
             text, asks = prose_of(pen, v, threads, mute=True), stories.RECALLS[key][pen.side]
-            prompt = f"{text}\n\nQuestion: {english(asks[i % len(asks)].format(**v))}\nAnswer:"
+            prompt = asked(english(asks[i % len(asks)].format(**v)), text)
             family.append(Question(f"story:{split}:{seed}:{index}:{key}", i, prompt, stories.THREADS[key].format(**v)))
         if all(350 <= len(q.prompt) <= 1300 for q in family):
             families.append(family)
@@ -531,13 +515,11 @@ def notes_families(split: str, n: int, tellings: int, seed: int = 0) -> list[lis
     """n projects, each with several sets of notes, in other words and another order, and the question to explain it."""
     families = []
     for index in range(n):
-        name, family = f"{seed}/{split}/noted/{index}", []
+        name = f"{seed}/{split}/noted/{index}"
         made = project(Pen(split, name))
-        for i in range(tellings):
-            notes, question, answer = notes_of(Pen(split, f"{name}/{i}"), *made)
-            prompt = f"{notes}\n\nQuestion: {question}\nAnswer:"
-            family.append(Question(f"notes:{split}:{seed}:{index}", i, prompt, answer))
-        families.append(family)
+        told = (notes_of(Pen(split, f"{name}/{i}"), *made) for i in range(tellings))
+        families.append([Question(f"notes:{split}:{seed}:{index}", i, asked(question, notes), answer)
+                         for i, (notes, question, answer) in enumerate(told)])
     return families
 
 

@@ -47,34 +47,41 @@ def answers(model: GPT, tokenizer: tiktoken.Encoding, questions: list[corpus.Que
 
 
 @torch.inference_mode()
+def nats_of(model: GPT, tokens: list[int]) -> Tensor:
+    """Return the loss (T - 1,) on each token but the first, of as many as the context holds."""
+    ids = torch.tensor([tokens[: model.config.n_ctx]], device=model.wte.weight.device)
+    return F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none")
+
+
+def rows_of(tokenizer: tiktoken.Encoding, split: str, n: int, length: int) -> list[list[int]]:
+    """Return n documents, one after the other, in rows of so many tokens."""
+    texts = ([*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents(split, n))
+    tokens = [token for text in texts for token in text]
+    return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
+
+
 def continuation_loss(model: GPT, tokenizer: tiktoken.Encoding, pairs: list[tuple[str, str]]) -> tuple[float, float]:
     """Return the mean loss (nats per token) on the first and on the second text of the pairs, each pair read as one."""
-    device = model.wte.weight.device
     total, count = [0.0, 0.0], [0, 0]
     for texts in pairs:
         first, second = (tokenizer.encode(text, allowed_special="all") for text in texts)
-        ids = torch.tensor([first + second], device=device)[:, : model.config.n_ctx]
-        nats = F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none")
+        nats = nats_of(model, first + second)
         for part, piece in enumerate((nats[: len(first) - 1], nats[len(first) - 1 :])):
             total[part] += piece.sum().item()
             count[part] += len(piece)
     return tuple(t / max(1, c) for t, c in zip(total, count, strict=True))
 
 
-@torch.inference_mode()
 def name_losses(model: GPT, tokenizer: tiktoken.Encoding, split: str, n: int) -> tuple[float, float]:
     """Return the mean loss (nats per token) on what completes a person's name, the first time a document mentions the
     person and all later times, every person counting once. The names of held-out splits are new: the second figure is
     the loss of copying. Lists are left out: there many names begin alike, and a beginning does not tell which it is."""
     name = re.compile(rf"\b({'|'.join(person.name for person in corpus.PEOPLE[split])})\b")
-    device = model.wte.weight.device
     losses: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
     for document in (d for d in corpus.documents(split, n) if d.kind != "list"):
         tokens = tokenizer.encode_ordinary(document.text)[: model.config.n_ctx]
         text, starts = tokenizer.decode_with_offsets(tokens)
-        ids = torch.tensor([tokens], device=device)
-        nats = F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none").tolist()
-        met = set()
+        nats, met = nats_of(model, tokens).tolist(), set()
         for mention in name.finditer(text):
             completing = [i for i, start in enumerate(starts) if mention.start() < start < mention.end()]
             losses[mention[0] in met].setdefault(mention[0], []).extend(nats[i - 1] for i in completing)
@@ -83,24 +90,18 @@ def name_losses(model: GPT, tokenizer: tiktoken.Encoding, split: str, n: int) ->
     return tuple(sum(person) / len(person) for person in persons)
 
 
-@torch.inference_mode()
 def perplexities(model: GPT, tokenizer: tiktoken.Encoding, split: str, bounds: list[int]) -> list[float]:
     """Return the perplexity per token between each two positions that follow one another in bounds, in rows of 300
     documents, one after the other, that are as long as the last bound."""
-    texts = ([*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents(split, 300))
-    tokens = [token for text in texts for token in text]
-    rows = torch.tensor(tokens[: len(tokens) // bounds[-1] * bounds[-1]], device=model.wte.weight.device)
-    nats = [F.cross_entropy(model(row[None, :-1])[0].float(), row[1:], reduction="none")
-            for row in rows.view(-1, bounds[-1])]  # fmt: skip
+    nats = [nats_of(model, row) for row in rows_of(tokenizer, split, 300, bounds[-1])]
     return [torch.stack(nats)[:, first:end].mean().exp().item() for first, end in pairwise(bounds)]
 
 
 def evaluate(model: GPT, tokenizer: tiktoken.Encoding, split: str = "test") -> dict[str, float]:
     """Measure a model on held-out text: other people, objects and wordings than those it was trained on."""
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents(split, 300)]
-    recall = corpus.recall_questions(split, 300)
     closed_nats, closed = answers(model, tokenizer, corpus.closed_book_questions(split))
-    recall_nats, recalled = answers(model, tokenizer, recall)
+    recall_nats, recalled = answers(model, tokenizer, corpus.recall_questions(split, 300))
     name_first, name_later = name_losses(model, tokenizer, split, 200)
     list_first, list_second = continuation_loss(model, tokenizer, corpus.repeated_lists(split, 100))
     return {
@@ -140,8 +141,7 @@ def divergences(teacher: gpt_kv_cache.GPT, student: Student, tokenizer: tiktoken
     the student reads: its own cache, the teacher's of the prompt, or one that is refreshed every so many tokens."""
     n_ctx = student.config.n_ctx
     prompt, at = 3 * n_ctx // 8, torch.arange(n_ctx)
-    text = [t for d in corpus.documents("test", 150) for t in [*tokenizer.encode_ordinary(d.text), tokenizer.eot_token]]
-    rows = torch.tensor(text[: len(text) // n_ctx * n_ctx]).view(-1, n_ctx)[:24]
+    rows = torch.tensor(rows_of(tokenizer, "test", 150, n_ctx)[:24])
     cache = gpt_kv_cache.KVCache()
     expected = teacher(rows, cache)
     found = {}

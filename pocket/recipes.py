@@ -100,8 +100,7 @@ class Distillation(Recipe):
 
     @property
     def model_class(self) -> type[nn.Module]:
-        kinds = {rope.GPTConfig: rope.GPT, bounded.BCTConfig: bounded.BCT, bounded.GPTConfig: bounded.GPT}
-        return kinds[type(self.config)]
+        return next(model for model in (rope.GPT, bounded.BCT, bounded.GPT) if model.config_class is type(self.config))
 
     @property
     def kind(self) -> str:
@@ -164,19 +163,24 @@ MEMORY = {"slots": 24, "recent": 8}
 STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
 
 
+def phase_of(config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None) -> Phase:
+    """The only phase of a model that begins as another: of documents of the corpus, or of a text."""
+    if text:  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
+        return Phase(steps=steps, documents=8, lists=0, context=config.n_ctx, lr=lr)
+    return Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=lr, shuffled=1, answers=answers)
+
+
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
     """The recipe that gives a trained model of this geometry a bounded memory."""
     memory = {name: options.pop(name) for name in ("slots", "recent", "rule") if name in options}
-    phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=6e-4, shuffled=1, answers=8.0)
-    if options.get("text"):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
-        phase = replace(phase, documents=8, shuffled=0, answers=1.0)
+    phase = phase_of(config, steps, 6e-4, 8.0, options.get("text"))
     new = bounded.BCTConfig(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
     return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
 
 
 def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
     """The recipe that gives a trained model of this geometry rotary instead of learned positions."""
-    phase = Phase(steps=steps, documents=3, lists=1, context=config.n_ctx, lr=1e-3, shuffled=1, answers=8.0)
+    phase = replace(phase_of(config, steps, 1e-3, 8.0), lists=1)
     return Distillation(rope.GPTConfig(**vars(config)), (phase,), documents=60_000, weight_decay=0.0, init=init)
 
 
@@ -184,10 +188,7 @@ def pruning(init: str, config: GPTConfig, steps: int, kind: str, text: str | Non
     """The recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout goes on
     from the one without, since on a CPU dropout takes four times as long."""
     begin = "pocket-student" if (init, kind) == ("pocket", "dropout") else None
-    lr = 4e-4 if begin else 1e-3
-    phase = Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=lr, shuffled=1, answers=4.0)
-    if text:
-        phase = replace(phase, documents=8, shuffled=0, answers=1.0)
+    phase = phase_of(config, steps, 4e-4 if begin else 1e-3, 4.0, text)
     n_embd, n_inner = (max(8, 8 * round(STUDENT_WIDTH * width / 8)) for width in (config.n_embd, config.n_inner))
     mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
     narrow = replace(config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout)

@@ -25,6 +25,11 @@ def sinusoids(n_positions: int, width: int) -> tuple[Tensor, Tensor]:
     return frequency, torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
+def heads(model: GPT, layer: int) -> Tensor:
+    """Return a view (C, 3, H, D) of the weights of a layer's queries, keys and values."""
+    return model.h[layer].attn.c_attn.weight.unflatten(1, (3, model.config.n_head, model.config.head_dim))
+
+
 @torch.no_grad()
 def start_as_copier(model: GPT) -> None:
     """Let training start from an induction circuit: "A B C ... A B" makes C likely.
@@ -47,39 +52,36 @@ def start_as_copier(model: GPT) -> None:
     model.ln_f.weight /= 5
     model.wpe.weight *= 0.1
     model.wpe.weight[:, position] = 0.25 * table
-    model.wte.weight[:, position] *= 0.1
-    for part in back:
+    for part in (position, *back):
         model.wte.weight[:, part] *= 0.1
 
-    attention = model.h[0].attn
+    read, attention = heads(model, 0), model.h[0].attn
     i = torch.arange(n)
     sin, cos = i, i + P // 2  # of the n highest frequencies: they tell neighbours apart
     for head in (0, 1):
-        query, key, value = (part * HD + head * D for part in range(3))
-        for part in (query, key, value):
-            attention.c_attn.weight[:, part : part + D] = 0
+        read[:, :, head] = 0
+        query, key, value = read[:, :, head].unbind(1)  # (C, D) each
         turn = (head + 1) * frequency[:n]
-        attention.c_attn.weight[sin, key + i] = 2.5
-        attention.c_attn.weight[cos, key + n + i] = 2.5
-        attention.c_attn.weight[sin, query + i] = 2.5 * turn.cos()  # sin(p - t) = sin p cos t - cos p sin t
-        attention.c_attn.weight[cos, query + i] = -2.5 * turn.sin()
-        attention.c_attn.weight[cos, query + n + i] = 2.5 * turn.cos()  # cos(p - t) = cos p cos t + sin p sin t
-        attention.c_attn.weight[sin, query + n + i] = 2.5 * turn.sin()
-        attention.c_attn.weight[content, value : value + n] = project
+        key[sin, i] = 2.5
+        key[cos, n + i] = 2.5
+        query[sin, i] = 2.5 * turn.cos()  # sin(p - t) = sin p cos t - cos p sin t
+        query[cos, i] = -2.5 * turn.sin()
+        query[cos, n + i] = 2.5 * turn.cos()  # cos(p - t) = cos p cos t + sin p sin t
+        query[sin, n + i] = 2.5 * turn.sin()
+        value[content, :n] = project
         attention.c_proj.weight[head * D : (head + 1) * D] = 0
         attention.c_proj.weight[head * D : head * D + n, back[head]] = 0.5 * torch.eye(n)
 
     for block in model.h[1:]:  # what a head writes is what it reads, up to a projection
         block.attn.c_proj.weight.copy_(block.attn.c_attn.weight[:, 2 * HD :].t())
-    attention = model.h[1].attn
-    query, key, value = 0, HD, 2 * HD
-    for part in (query, key, value):
-        attention.c_attn.weight[:, part : part + D] = 0
-    attention.c_attn.weight[content, query : query + n] = 4 * project
-    attention.c_attn.weight[back[0], key : key + n] = 4 * torch.eye(n)
-    attention.c_attn.weight[back[0], query + n : query + D] = 2 * torch.eye(n)
-    attention.c_attn.weight[back[1], key + n : key + D] = 2 * torch.eye(n)
-    attention.c_attn.weight[content, value : value + n] = project
+    read, attention = heads(model, 1), model.h[1].attn
+    read[:, :, 0] = 0
+    query, key, value = read[:, :, 0].unbind(1)
+    query[content, :n] = 4 * project
+    key[back[0], :n] = 4 * torch.eye(n)
+    query[back[0], n:D] = 2 * torch.eye(n)
+    key[back[1], n:D] = 2 * torch.eye(n)
+    value[content, :n] = project
     attention.c_proj.weight[:D] = 0
     attention.c_proj.weight[:n, content] = 1.5 * project.t()
 
@@ -88,15 +90,13 @@ def start_as_copier(model: GPT) -> None:
 def start_looking_back(model: rope.GPT) -> None:
     """Let heads 0 and 1 of layer 0 look one and two positions back, which they did by learned positions before: their
     keys are all the same, and their queries are the same vector, turned back by as much."""
-    D, HD = model.config.head_dim, model.config.n_head * model.config.head_dim
-    attention = model.h[0].attn
-    towards = torch.where(torch.arange(D, device=attention.c_attn.bias.device) % (D // 2) < D // 4, 6.0, 0.0)
+    D = model.config.head_dim
+    bias = model.h[0].attn.c_attn.bias.view(3, -1, D)
+    towards = torch.where(torch.arange(D, device=bias.device) % (D // 2) < D // 4, 6.0, 0.0)
     for head in (0, 1):  # the fast planes alone: they tell neighbours apart
-        for part in (0, HD):
-            attention.c_attn.weight[:, part + head * D :][:, :D] = 0
-        attention.c_attn.bias[HD + head * D :][:D] = towards
-        back = torch.tensor([-1 - head], device=towards.device)
-        attention.c_attn.bias[head * D :][:D] = rope.rotate(towards[None], back)[0]
+        heads(model, 0)[:, :2, head] = 0
+        bias[0, head] = rope.rotate(towards[None], torch.tensor([-1 - head], device=bias.device))[0]
+        bias[1, head] = towards
 
 
 @torch.no_grad()

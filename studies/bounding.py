@@ -9,11 +9,10 @@ see pocket/bct/ablation.json.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,28 +26,46 @@ from tqdm import tqdm
 import gpt_bounded_cache as bounded
 import gpt_kv_cache as growing
 from gpt_bounded_cache import SlidingWindowCache
-from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
+from load_gpt2_weights import find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers
-from support.cli import PROMPT, CommandLine, nonempty
-from support.files import read_json, write_atomically, write_csv
+from studies.protocol import Claim, StudyLine, claims_table, judged, prepared, with_interval
+from support.cli import PROMPT, nonempty
+from support.figures import figure
+from support.files import read_json, write_csv, write_json
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity
-from support.tables import table
+from support.tables import Table, page, table
 
 SINKS = 4
-CONTEXTS = 4  # how many times n_ctx tokens are written, and read
-DOCUMENTS, STREAMS, RECALLS, EXPLANATIONS = 150, 24, 150, 96  # how many texts quality is measured on
 COLORS = {"growing": "grey", "full": "black", "window": "tab:orange", "sinks": "tab:green", "bct": "tab:blue"}
 
 
 @dataclass(frozen=True)
+class Size:
+    """How much is measured: how many times n_ctx tokens are written and read, and the numbers of texts."""
+
+    contexts: int = 4
+    documents: int = 150
+    long_texts: int = 24
+    facts: int = 150
+    explanations: int = 96
+
+
+QUICK = Size(contexts=2, documents=16, long_texts=2, facts=16, explanations=8)
+
+
+@dataclass(frozen=True)
 class Memory:
-    """One way of remembering: a label, a model, what makes a cache, and what writes with it."""
+    """One memory: a label, a model, what makes a cache, and what writes with it."""
 
     label: str
     model: nn.Module
     new_cache: Callable[[], growing.KVCache]
     generate: Callable[..., Iterator[Tensor]] = bounded.generate
+
+    @property
+    def wte(self) -> nn.Module:
+        return self.model.wte
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
@@ -87,7 +104,7 @@ def growing_cache(name: str, device: str, dtype: torch.dtype) -> Memory:
 
 
 @torch.no_grad()
-def compare(args: argparse.Namespace, ids: Tensor) -> None:
+def demo(args: argparse.Namespace, ids: Tensor) -> None:
     """Continue ids (1, T) with full attention, let every memory read that text, and print what it costs and how far its
     predictions are from full attention's."""
     if args.trace_file:
@@ -177,7 +194,7 @@ def document_losses(memory: Memory, documents: list[list[int]]) -> list[list[flo
     losses = []
     for start in range(0, len(documents), 16):
         batch = documents[start : start + 16]
-        rows = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long, device=memory.model.wte.weight.device)
+        rows = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long, device=memory.wte.weight.device)
         for row, tokens in zip(rows, batch, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
         nats = F.cross_entropy(memory(rows[:, :-1]).float().transpose(1, 2), rows[:, 1:], reduction="none").tolist()
@@ -192,7 +209,7 @@ def explanations(memory: Memory, tokenizer: Any, questions: list[corpus.Question
     written = {}
     for _, some in groupby(order, key=lambda i: len(prompts[i])):
         rows = [*some]
-        ids = torch.tensor([prompts[i] for i in rows], device=memory.model.wte.weight.device)
+        ids = torch.tensor([prompts[i] for i in rows], device=memory.wte.weight.device)
         new = memory.generate(memory.model, ids, tokens, stop_id=tokenizer.eot_token, cache=memory.new_cache())
         for i, row in zip(rows, torch.cat(list(new), dim=1).tolist(), strict=True):
             written[i] = tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip()
@@ -206,20 +223,23 @@ def change(figure: Callable[[np.ndarray], np.ndarray], counts: np.ndarray, base:
     return dict(zip(("change", "low", "high"), bootstrap(pairs, relative), strict=True))
 
 
-def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
+def quality(memories: dict[str, Memory], tokenizer: Any,
+            size: Size) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:  # fmt: skip
     """Measure held-out text (split "test"): figures of each memory, and its mean nats at every token of long texts."""
-    tokens = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents("test", DOCUMENTS)]
-    device = next(iter(memories.values())).model.wte.weight.device
-    width = CONTEXTS * next(iter(memories.values())).model.config.n_ctx + 1
+    documents = corpus.documents("test", size.documents)
+    tokens = [[*tokenizer.encode_ordinary(document.text), tokenizer.eot_token] for document in documents]
+    device = next(iter(memories.values())).wte.weight.device
+    width = size.contexts * next(iter(memories.values())).model.config.n_ctx + 1
     rows: list[list[int]] = []
-    for row in range(STREAMS):  # each of its own documents, from the beginning of one on
+    for row in range(size.long_texts):  # each of its own documents, from the beginning of one on
         rows.append([])
         for i in range(width):
             if len(rows[-1]) < width:
                 document = corpus.document("test", 1000 * row + i, seed=1)
                 rows[-1] += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
     streams = torch.tensor([row[:width] for row in rows], device=device)
-    recall, explain = corpus.recall_questions("test", RECALLS), corpus.explain_questions("test", EXPLANATIONS)
+    recall = corpus.recall_questions("test", size.facts)
+    explain = corpus.explain_questions("test", size.explanations)
     figures, by_distance = {}, {}
     for key, memory in tqdm(memories.items(), desc="quality", leave=False):
         by_distance[key] = stream_losses(memory, streams).mean(dim=0).cpu()
@@ -227,7 +247,7 @@ def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict
         nats = np.array([[sum(document), len(document)] for document in losses])
         texts = explanations(memory, tokenizer, explain)
         grams = np.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
-        recall_nats, recall_share = answers(AsModel(memory), tokenizer, recall)
+        recall_nats, recall_share = answers(memory, tokenizer, recall)
         if not figures:
             full_nats, full_grams = nats, grams
         figures[key] = {
@@ -242,73 +262,74 @@ def quality(memories: dict[str, Memory], tokenizer: Any) -> tuple[dict[str, dict
     return figures, by_distance
 
 
-class AsModel(nn.Module):
-    """A memory in the form of a model."""
-
-    def __init__(self, memory: Memory) -> None:
-        super().__init__()
-        self.memory, self.wte, self.config = memory, memory.model.wte, memory.model.config
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.memory(ids)
-
-
 # --- The report -----------------------------------------------------------------------------------------------------
 
 
-def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tensor, folder: str) -> None:
+def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tensor, size: Size, out: Path) -> None:
     """Measure the memories of a model; print the tables and the verdicts; write CSV, figures and summary.json."""
-    out, memories, tokenizer = Path(folder), memories_of(name, slots, device, dtype), load_tokenizer(name)
-    out.mkdir(parents=True, exist_ok=True)  # first of all: the measuring takes minutes
+    memories, tokenizer = memories_of(name, slots, device, dtype), load_tokenizer(name)
+    prepared(out)
     n_ctx = next(iter(memories.values())).model.config.n_ctx
     compared = memories
     if "full" in memories:
         memories = {"growing": growing_cache(name, device, dtype)} | memories
     prompt = prompt[:, : n_ctx // 2]
-    length = CONTEXTS * n_ctx - prompt.size(1) + 1  # the last token is written when all before it have been read
+    length = size.contexts * n_ctx - prompt.size(1) + 1  # the last token is written when all before it have been read
     grown = growth(memories, prompt, length)
-    marks = [n for n in (2**i for i in range(6, 40)) if prompt.size(1) + 32 <= n <= CONTEXTS * n_ctx]
-
-    print(f"\nBytes of cache and ms per token (medians of 32) after so many tokens read; n_ctx = {n_ctx}\n")
-    print(f"{'tokens':>24}" + "".join(f"{n:>18,}" for n in marks))
-    rows = []
+    marks = [n for n in (2**i for i in range(6, 40)) if prompt.size(1) + 32 <= n <= size.contexts * n_ctx]
+    record: dict[str, Any] = {"model": name, "n_ctx": n_ctx, "tokens": length, "texts": asdict(size), "memories": {}}
     for key, memory in memories.items():
-        at = [n - prompt.size(1) for n in marks]
-        nbytes = [grown[key].nbytes[i] for i in at]
-        ms = [statistics.median(around(grown[key].ms, i)) for i in at]
-        rows += [[memory.label, n, b, m] for n, b, m in zip(marks, nbytes, ms, strict=True)]
-        print(f"{memory.label:>24}" + "".join(f"{b:>11,}{m:>7.2f}" for b, m in zip(nbytes, ms, strict=True)))
-    print("\nWhen all positions are used up, all but BCT forget the older half and read the rest again. Means of all:")
-    print("; ".join(f"{memory.label} {statistics.mean(grown[key].ms):.2f} ms" for key, memory in memories.items()))
-    counts = {"documents": DOCUMENTS, "long_texts": STREAMS, "facts": RECALLS, "explanations": EXPLANATIONS}
-    summary: dict[str, Any] = {"model": name, "n_ctx": n_ctx, "tokens": length, "texts": counts, "memories": {}}
-    for key, memory in memories.items():
-        summary["memories"][key] = {
+        at = {str(n): n - prompt.size(1) for n in marks}
+        record["memories"][key] = {
             "label": memory.label,
-            "bytes": {str(n): b for label, n, b, _ in rows if label == memory.label},
-            "ms_per_token": {str(n): m for label, n, _, m in rows if label == memory.label},
+            "bytes": {n: grown[key].nbytes[i] for n, i in at.items()},
+            "ms_per_token": {n: statistics.median(around(grown[key].ms, i)) for n, i in at.items()},
             "mean_ms_per_token": statistics.mean(grown[key].ms),
         }
+    rows = [[r["label"], n, r["bytes"][n], r["ms_per_token"][n]] for r in record["memories"].values()
+            for n in r["bytes"]]  # fmt: skip
+    write_csv(out / "growth.csv", ["memory", "tokens", "cache_bytes", "ms_per_token"], rows)
     by_distance: dict[str, Tensor] = {}
     if name == "pocket":
-        figures, by_distance = quality(compared, tokenizer)
-        print_quality(compared, figures, by_distance)
+        figures, by_distance = quality(compared, tokenizer, size)
         for key, values in figures.items():
-            summary["memories"][key] |= values
-        summary["claims"] = claims(summary["memories"], marks, n_ctx)
-        print("\nWhat the paper claims (Yi et al. 2024, section 4.3):")
-        for claim in summary["claims"]:
-            print(f"  {claim['claim']}: {claim['verdict']} ({claim['figures']})")
-    else:
-        print("\nQuality is measured on the texts of pocket only.")
-    write_csv(out / "growth.csv", ["memory", "tokens", "cache_bytes", "ms_per_token"], rows)
-    if by_distance:
+            record["memories"][key] |= values
+        record["claims"] = claims(record["memories"], marks, n_ctx)
         rows = [[compared[key].label, a, b, nats[a:b].mean().exp().item()] for key, nats in by_distance.items()
                 for a, b in spans_of(len(nats), n_ctx)]  # fmt: skip
         write_csv(out / "perplexity.csv", ["memory", "from_token", "to_token", "perplexity"], rows)
-    write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n"))
+    write_json(out / "summary.json", record)
     draw(memories, grown, by_distance, prompt.size(1), n_ctx, out)
-    print(f"\nWritten to {out}")
+    print(page([*tables(record), f"Written to {out}"]))
+
+
+def tables(record: dict[str, Any]) -> list[str | Table]:
+    """Return bytes, times, quality, and the paper's claims (Yi et al. 2024, section 4.3) with their verdicts."""
+    memories, n_ctx, texts = record["memories"], record["n_ctx"], record["texts"]
+    marks = [*next(iter(memories.values()))["bytes"]]
+    marks = [*dict.fromkeys((marks[0], *(n for n in marks if int(n) == n_ctx), marks[-1]))]
+    parts: list[str | Table] = [
+        Table(["bytes of cache; ms per token", *(f"after {int(n):,} tokens" for n in marks)],
+              [[row["label"], *(f"{row['bytes'][n]:,}; {row['ms_per_token'][n]:.2f}" for n in marks)]
+               for row in memories.values()]),
+        "Times per token are medians of 32. Where all positions are used up, all but BCT forget the older half and "
+        "read the rest again; means with that: "
+        + ", ".join(f"{row['label']} {row['mean_ms_per_token']:.2f} ms" for row in memories.values()) + ".",
+    ]  # fmt: skip
+    if "claims" not in record:
+        return [*parts, "Quality is measured on the texts of pocket only."]
+    return [
+        *parts,
+        Table(["quality, held out", "perplexity", "of long texts", "early facts asked late: nats", "right", "BLEU"],
+              [[row["label"], f"{row['perplexity']:.2f}", f"{row['perplexity_of_long_texts']:.2f}",
+                f"{row['recall_nats']:.2f}", f"{row['recall_share']:.1%}", f"{row['bleu']:.1f}"]
+               for row in memories.values() if "bleu" in row]),
+        f"Perplexity is that of {texts['documents']} documents and of {texts['long_texts']} texts of "
+        f"{int(marks[-1]):,} tokens; {texts['facts']} facts are asked; BLEU compares {texts['explanations']} "
+        "explanations with the corpus's own. BCT was fine-tuned for its memory, and the others run on the model as "
+        "it is: fine-tuned windows are in pocket/bct/ablation.json.",
+        claims_table(record["claims"]),
+    ]  # fmt: skip
 
 
 def spans_of(length: int, n_ctx: int) -> list[tuple[int, int]]:
@@ -317,126 +338,69 @@ def spans_of(length: int, n_ctx: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def print_quality(memories: dict[str, Memory], figures: dict[str, dict[str, float]],
-                  by_distance: dict[str, Tensor]) -> None:  # fmt: skip
-    """Print perplexity by distance from the start of long texts, and the figures of single documents."""
-    n_ctx = next(iter(memories.values())).model.config.n_ctx
-    spans = spans_of(len(next(iter(by_distance.values()))), n_ctx)
-    print("\nBCT was fine-tuned for its memory. The others run on the model as it is; fine-tuned windows are in "
-          "pocket/bct/ablation.json.")  # fmt: skip
-    print(f"\nPerplexity of {STREAMS} long texts (held-out documents in a row) by distance from the start, in tokens\n")
-    print(" " * 24 + "".join(f"{f'{a}-{b}':>11}" for a, b in spans))
-    for key, memory in memories.items():
-        cells = (by_distance[key][a:b].mean().exp().item() for a, b in spans)
-        print(f"{memory.label:>24}" + "".join(f"{value:>11.2f}" for value in cells))
-    print(f"\nPerplexity of {DOCUMENTS} documents; {RECALLS} facts stated early, asked late: nats, and right; BLEU of "
-          f"{EXPLANATIONS} explanations against how the corpus explains\n")  # fmt: skip
-    for key, memory in memories.items():
-        f = figures[key]
-        print(f"{memory.label:>24}{f['perplexity']:>11.3f}{f['recall_nats']:>11.2f}{f['recall_share']:>11.1%}"
-              f"{f['bleu']:>11.1f}")  # fmt: skip
-
-
-def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) -> list[dict[str, str]]:
+def claims(memories: dict[str, dict[str, Any]], marks: list[int], n_ctx: int) -> list[Claim]:
     """Return the paper's claims, each with its verdict and the figures behind it."""
-    bct, everything, window = memories["bct"], memories["full"], memories["window"]
-    grown = memories["growing"]["bytes"][str(n_ctx)]
+    bct, full, window = memories["bct"], memories["full"], memories["window"]
     (early, late), (early_window, late_window) = (
         [statistics.median(memory["ms_per_token"][str(n)] for n in half) for half in (marks[:2], marks[-2:])]
         for memory in (bct, window)
     )
     quiet = abs(late_window / early_window - 1) < 0.15  # the window's work is constant: what changes there is noise
-    lost, worse = bct["bleu_against_full"], bct["perplexity_against_full"]
-
-    def verdict(holds: bool, fails: bool = True) -> str:
-        return "HOLDS" if holds else "DOES NOT HOLD" if fails else "UNDECIDED"
-
-    def interval(c: dict[str, float]) -> str:
-        return f"{c['change']:+.1%}, 95% interval {c['low']:+.1%} to {c['high']:+.1%}"
-
+    lost, worse = ([bct[f"{key}_against_full"][x] for x in ("change", "low", "high")] for key in ("bleu", "perplexity"))
     return [
-        {
-            "claim": "memory stays constant",
-            "verdict": verdict(len(set(bct["bytes"].values())) == 1),
-            "figures": f"{bct['bytes'][str(marks[0])]:,} bytes after {marks[0]} tokens and "
-            f"{bct['bytes'][str(marks[-1])]:,} after {marks[-1]:,}; the growing cache: {grown:,} after {n_ctx}",
-        },
-        {
-            "claim": "time per token stays constant",
-            "verdict": verdict(quiet and abs(late / early - 1) < 0.15, fails=quiet),
-            "figures": f"{early:.2f} ms up to {marks[1]} tokens, {late:.2f} from {marks[-2]:,} on, while the window "
-            f"{early_window:.2f} and {late_window:.2f}; 15% are taken for noise",
-        },
-        {
-            "claim": "quality within 3%, in BLEU",
-            "verdict": verdict(lost["low"] > -0.03, lost["high"] < -0.03),
-            "figures": f"{bct['bleu']:.1f} against {everything['bleu']:.1f} with full attention: {interval(lost)}; "
-            f"the window {window['bleu']:.1f}",
-        },
-        {
-            "claim": "quality within 3%, in perplexity",
-            "verdict": verdict(worse["high"] < 0.03, worse["low"] > 0.03),
-            "figures": f"{bct['perplexity']:.3f} against {everything['perplexity']:.3f}: {interval(worse)}; "
-            f"the window {window['perplexity']:.3f}",
-        },
-    ]
+        judged("memory stays constant", len(set(bct["bytes"].values())) == 1,
+               f"{bct['bytes'][str(marks[0])]:,} bytes after {marks[0]} tokens and {bct['bytes'][str(marks[-1])]:,} "
+               f"after {marks[-1]:,}; the growing cache: {memories['growing']['bytes'][str(n_ctx)]:,} after {n_ctx}"),
+        judged("time per token stays constant", quiet and abs(late / early - 1) < 0.15,
+               f"{early:.2f} ms up to {marks[1]} tokens, {late:.2f} from {marks[-2]:,} on, while the window "
+               f"{early_window:.2f} and {late_window:.2f}; 15% are taken for noise", quiet),
+        judged("quality within 3%, in BLEU", lost[1] > -0.03,
+               f"{bct['bleu']:.1f} against {full['bleu']:.1f} with full attention: {with_interval(lost, '+.1%')}; the "
+               f"window {window['bleu']:.1f}", lost[2] < -0.03),
+        judged("quality within 3%, in perplexity", worse[2] < 0.03,
+               f"{bct['perplexity']:.3f} against {full['perplexity']:.3f}: {with_interval(worse, '+.1%')}; the window "
+               f"{window['perplexity']:.3f}", worse[1] > 0.03),
+    ]  # fmt: skip
 
 
 def draw(memories: dict[str, Memory], grown: dict[str, Growth], by_distance: dict[str, Tensor], prompt: int,
          n_ctx: int, out: Path) -> None:  # fmt: skip
     """Draw bytes and time against tokens processed and, where it was measured, perplexity by distance."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    def plot(name: str, title: str, ylabel: str, curves: dict[str, tuple[list[float], list[float]]]) -> None:
-        figure, axes = plt.subplots(figsize=(8, 4.5))
-        for key, (x, y) in curves.items():
-            width = {"window": 6, "sinks": 3.5}.get(key, 1.5) if name == "bytes.png" else 1.5  # they coincide there
-            dashed = "--" if key == "growing" else "-"
-            axes.plot(x, y, dashed, color=COLORS[key], label=memories[key].label, linewidth=width)
-        for n in range(n_ctx, CONTEXTS * n_ctx, n_ctx):
-            axes.axvline(n, color="lightgrey", linewidth=0.6, zorder=0)
-        axes.set(xlabel="tokens processed (grey: multiples of n_ctx)", ylabel=ylabel, title=title)
-        axes.set_ylim(0, None)
-        axes.legend(fontsize=8)
-        figure.tight_layout()
-        write_atomically(out / name, lambda file: figure.savefig(file, dpi=120, format="png"))
-        plt.close(figure)
-
     steps = range(prompt + 1, prompt + 1 + len(next(iter(grown.values())).ms))
-    kib = {key: (list(steps), [b / 1024 for b in g.nbytes]) for key, g in grown.items()}
-    plot("bytes.png", "Size of the cache", "KiB", kib)
-    ms = {}
-    for key, g in grown.items():
-        ends = range(31, len(g.ms), 32)
-        ms[key] = [steps[i] for i in ends], [statistics.median(around(g.ms, i)) for i in ends]
-    plot("speed.png", "Time per token: medians of 32, without the reading again of a full context", "ms", ms)
+
+    def plot(name: str, title: str, ylabel: str, curves: dict[str, tuple[Sequence[float], list[float]]]) -> None:
+        def draw_on(axes: Any) -> None:
+            for key, (x, y) in curves.items():
+                width = {"window": 6, "sinks": 3.5}.get(key, 1.5) if name == "bytes" else 1.5  # they coincide there
+                dashed = "--" if key == "growing" else "-"
+                axes.plot(x, y, dashed, color=COLORS[key], label=memories[key].label, linewidth=width)
+            for n in range(n_ctx, steps[-1], n_ctx):
+                axes.axvline(n, color="lightgrey", linewidth=0.6, zorder=0)
+            axes.set_ylim(0, None)
+
+        figure(out / f"{name}.png", draw_on, title=title, ylabel=ylabel,
+               xlabel="tokens processed (grey: multiples of n_ctx)")  # fmt: skip
+
+    plot("bytes", "Size of the cache", "KiB", {key: (steps, [b / 1024 for b in g.nbytes]) for key, g in grown.items()})
+    ends = range(31, len(steps), 32)
+    plot("speed", "Time per token: medians of 32, without the reading again of a full context", "ms",
+         {key: ([steps[i] for i in ends], [statistics.median(around(g.ms, i)) for i in ends])
+          for key, g in grown.items()})  # fmt: skip
     if by_distance:
-        curves = {}
-        for key, nats in by_distance.items():
-            starts = range(0, len(nats), n_ctx // 4)
-            y = [nats[a : a + n_ctx // 4].mean().exp().item() for a in starts]
-            curves[key] = [a + n_ctx / 8 for a in starts], y
-        plot("perplexity.png", f"Perplexity by distance from the start ({STREAMS} long texts)", "perplexity", curves)
-
-
-QUICK = {"CONTEXTS": 2, "DOCUMENTS": 16, "STREAMS": 2, "RECALLS": 16, "EXPLANATIONS": 8}
+        width = n_ctx // 4
+        plot("perplexity", "Perplexity by distance from the start of long texts", "perplexity", {
+            key: ([a + width / 2 for a in range(0, len(nats), width)],
+                  [part.mean().exp().item() for part in nats.split(width)]) for key, nats in by_distance.items()
+        })  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, "python3 -m studies.bounding --quick", NAMES)
-    cli.add_model_arguments()
+    cli = StudyLine(__doc__, "bounding", "fewer and shorter texts")
     cli.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
     cli.add_argument("--slots", type=int, default=37, metavar="N", help="slots of window and sinks, spare one included")
-    cli.add_argument("--quick", action="store_true", help="on fewer and shorter texts, in less than a minute")
-    cli.add_argument("--out", default="results/bounding", metavar="FOLDER", help="where tables and figures go")
     with cli.parse(argv) as args:
-        if args.quick:
-            globals().update(QUICK)
         ids = torch.tensor([load_tokenizer(args.model).encode(args.prompt, allowed_special="all")], device=args.device)
-        report(args.model, args.slots, args.device, args.dtype, ids, args.out)
+        report(args.model, args.slots, args.device, args.dtype, ids, QUICK if args.quick else Size(), args.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ are medians of runs in turn, in one process.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -23,10 +22,11 @@ from tqdm import tqdm
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all
-from support.cli import CommandLine, whole_number
+from studies.protocol import StudyLine, prepared
+from support.cli import whole_number
 from support.figures import figure
-from support.files import write_atomically
-from support.tables import table
+from support.files import write_json
+from support.tables import Table, page
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # of a prompt that is stored; 1: all but its last token
 LENGTHS = (64, 128, 256, 512, 1000)
@@ -137,9 +137,9 @@ def measure(model: GPT, repeats: int, lengths: Sequence[int] = LENGTHS) -> dict[
         cells = [cell(m, k) for m, k in tqdm(grid, desc="law", leave=False)]
         depths = [2**i for i in range(9) if 2**i < max(lengths)]
         scan = [cell(k + 1, k) for k in tqdm(depths, desc="crossover", leave=False)]
+        whole = [m for m in lengths if m + DECODED <= n_ctx][-1 if repeats == 1 else 0 :]  # once: the longest only
         answers = [answer(m, round(share * m)) for m, share in tqdm(
-            [(m, share) for m in lengths if m + DECODED <= n_ctx for share in (0.5, 0.9)], desc="answers", leave=False
-        )]  # fmt: skip
+            [(m, share) for m in whole for share in (0.5, 0.9)], desc="answers", leave=False)]  # fmt: skip
     crossover = {}
     for source in SOURCES:
         pays = [source in c and c[source]["ratio"] < 0.97 for c in scan]  # 3% are taken for noise
@@ -150,22 +150,27 @@ def measure(model: GPT, repeats: int, lengths: Sequence[int] = LENGTHS) -> dict[
             "crossover": crossover}  # fmt: skip
 
 
-def show(measured: dict[str, Any]) -> None:
-    """Print times to the first token, what is saved also of whole answers, and from how many tokens on reuse pays."""
-    sources = [source for source in SOURCES if source in measured["cells"][0]]
-    print(f"\nWhen reuse pays: {measured['layers']} layers, width {measured['width']}, {measured['threads']} threads, "
-          f"{measured['device']}; ms to the first token (to restore the cache), medians of {measured['repeats']}\n")
-    rows = [[str(c["m"]), str(c["k"]), f"{c['k'] / c['m']:.2f}", f"{1e3 * c['cold']:.1f}",
-             *(f"{1e3 * c[s]['ttft']:.1f} ({1e3 * c[s]['restore']:.2f})" for s in sources),
-             f"{c['warm disk']['ratio']:.3f}"] for c in measured["cells"]]  # fmt: skip
-    print(table(["prompt", "stored", "k/m", "cold", *sources, "warm disk / cold"], rows))
-    if measured["answers"]:
-        print(f"\nms to the last of {DECODED} tokens\n")
-        rows = [[str(a["m"]), str(a["k"]), f"{1e3 * a['cold']:.0f}", f"{1e3 * a['warm disk']:.0f}",
-                 f"{a['saved']:.1%}"] for a in measured["answers"]]  # fmt: skip
-        print(table(["prompt", "stored", "cold", "warm disk", "saved"], rows))
-    pays = (f"{measured['crossover'][source] or 'none measured'} ({source})" for source in sources)
-    print("\nReuse pays, if only one token is left to read, from so many stored tokens on: " + ", ".join(pays))
+def tables(law: dict[str, Any], model: str = "", lengths: Sequence[int] = (),
+           shares: Sequence[float] = ()) -> list[str | Table]:  # fmt: skip
+    """Return times to the first token for all or some lengths and stored shares, what is saved also of whole answers,
+    and from how many stored tokens on reuse pays."""
+    sources = [source for source in SOURCES if source in law["cells"][0]]
+    rows = []
+    for c in law["cells"]:
+        if c["m"] in (lengths or [c["m"]]) and (not shares or round(c["k"] / c["m"], 2) in shares):
+            answer = [f"{a['saved']:.0%}" for a in law["answers"] if (a["m"], a["k"]) == (c["m"], c["k"])]
+            rows.append([f"{c['m']:,}, {c['k']}", f"{1e3 * c['cold']:.3g} ms",
+                         *(f"{1e3 * c[s]['ttft']:.3g} ms ({1e3 * c[s]['restore']:.2g})" for s in sources),
+                         f"{1 - c['warm disk']['ratio']:.0%}", "".join(answer)])  # fmt: skip
+    pays = ", ".join(f"{law['crossover'][s] or 'none measured'} ({s})" for s in sources)
+    return [
+        f"When does reuse pay? {law['layers']} layers of width {law['width']}{model}, {law['threads']} "
+        f"{law['device'].upper()} thread{'s' * (law['threads'] > 1)}, medians of {law['repeats']}; in brackets the "
+        "time to restore the cache:",
+        Table(["prompt, stored", "first token: cold", *sources, "saved", f"saved with {DECODED} tokens"], rows),
+        "The last two columns are from the warm disk. If only one token is left to read, reuse pays from so many "
+        f"stored tokens on: {pays}; if more is left to read, from more on.",
+    ]  # fmt: skip
 
 
 def draw(measured: dict[str, Any], out: Path, name: str) -> None:
@@ -187,23 +192,19 @@ def draw(measured: dict[str, Any], out: Path, name: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    models = f"random: GPT-2 124M's geometry, with random weights; {NAMES}"
-    cli = CommandLine(__doc__, "python3 -m studies.latency --quick", models)
-    cli.add_model_arguments()
+    cli = StudyLine(__doc__, "latency", "short prompts only, once each", out="recycling")
+    cli.models = f"random: GPT-2 124M's geometry, with random weights; {NAMES}"
     cli.set_defaults(model="random")
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
-    cli.add_argument("--quick", action="store_true", help="short prompts only, once each, in less than a minute")
-    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where law.json and its figure go")
     with cli.parse(argv) as args:
         model = (GPT(GPTConfig()).to(args.device, args.dtype).eval() if args.model == "random" else
                  load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip
-        out = Path(args.out)
-        out.mkdir(parents=True, exist_ok=True)  # before anything takes time
-        measured = measure(model, 1 if args.quick else args.repeats, QUICK if args.quick else LENGTHS)
-        show(measured)
-        write_atomically(out / "law.json", lambda file: file.write_text(json.dumps(measured, indent=2) + "\n"))
-        draw(measured, out, "law")
-        print(f"\nWritten to {out}")
+        prepared(args.out)
+        lengths = QUICK if args.quick else LENGTHS
+        measured = measure(model, 1 if args.quick else args.repeats, lengths)
+        write_json(args.out / "law.json", measured)
+        draw(measured, args.out, "law")
+        print(page([*tables(measured), f"Written to {args.out}"]))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,45 @@
 """CP-KVP's falsification test: every baseline, metric and ablation of the proposal, its thresholds, and a chart of what
 makes a warm start good enough. All figures are of prompts, families and facts not fitted on.
-
-The parts: projection_prompts (prompts, and fits on them), projection_methods (what is compared), projection_quality,
-projection_times, projection_report; projection_demo is the bare run of projector.py.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import tiktoken
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from pocket import rope
-from studies import projection_quality as quality
-from studies.projection_methods import Method, library_of, methods, one_token, raw_tokens
-from studies.projection_prompts import POCKET, Experiment, Splits, pocket_families, read_pairs
-from studies.projection_report import draw, print_kind, print_lengths, print_positions
-from studies.projection_times import by_length, latencies, on_the_plane
-from support.cli import CommandLine, whole_number
-from support.files import write_atomically
+from load_gpt2_weights import load_model, load_tokenizer
+from projector import Layout, Library
+from studies import projection_measures as quality
+from studies.projection_methods import (
+    NEIGHBOUR,
+    POCKET,
+    Experiment,
+    Method,
+    Splits,
+    class_of,
+    divergence,
+    library_of,
+    methods,
+    one_token,
+    pocket_families,
+    raw_tokens,
+    read_pairs,
+)
+from studies.projection_report import details, draw, tables
+from studies.protocol import StudyLine, prepared, with_interval
+from support.cli import whole_number
+from support.files import write_json
+from support.tables import of_records, page, table
 
-GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.80, 0.01, 0.35  # the proposal's thresholds, beside those of projection_quality
+GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.80, 0.01, 0.35  # the proposal's thresholds, beside those of projection_measures
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
     retrieved = {guard: quality.retrieve(experiment, "test", guard) for guard in (False, True)}
     high, guarded = ([q for q in queries if q.similarity >= tau] for queries in retrieved.values())
     record: dict[str, Any] = {
-        "tokens": statistics.mean(len(p.ids) for p in experiment.train), "prefix": experiment.prefix,
+        "tokens": mean(len(p.ids) for p in experiment.train), "prefix": experiment.prefix,
         "task": experiment.task,
         "prompts": {split: sum(map(len, families)) for split, families in experiment.prompts.items()},
         "dropped": experiment.dropped, "tau": tau if math.isfinite(tau) else None, "auc": auc,
@@ -70,7 +78,7 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
     }
     if not high or not guarded:
         return record  # every start is cold
-    plane = on_the_plane(experiment, "valid", scale.counts, scale.tails)
+    plane = quality.on_the_plane(experiment, "valid", scale.counts, scale.tails)
     steps.update()
     best = chosen(plane)
     ours = [replace(best, name=f"ours: {best.name}")]
@@ -86,10 +94,11 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
     steps.update()
     proposal, one = methods()[0], one_token()
     record |= {
-        "best": ours[0].name, "best_way": ours[0], "plane": [{k: v for k, v in p.items() if k != "way"} for p in plane],
-        "ways": found,
+        "best": ours[0].name, "best_method": ours[0],
+        "plane": [{k: v for k, v in p.items() if k != "method"} for p in plane],
+        "methods": found,
         "without_guard": quality.summary_of([quality.measure(experiment, ours[0], q.found, q.prompt) for q in high]),
-        "latency": latencies(experiment, asked, scale.repeats),
+        "latency": quality.latencies(experiment, asked, scale.repeats),
     }
     steps.update()
     record["sweep"] = quality.sweep(experiment, scale.counts)
@@ -107,9 +116,9 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
 
 def chosen(plane: Sequence[dict[str, Any]]) -> Method:
     """Return the method with the most prompts of low KL among those that save enough."""
-    warm = [point for point in plane if point["way"]]
+    warm = [point for point in plane if point["method"]]
     fast = [point for point in warm if point["saved"] >= LEAST_SAVED]
-    return max(fast or warm, key=lambda point: (point["good"], -point["kl"]))["way"]
+    return max(fast or warm, key=lambda point: (point["good"], -point["kl"]))["method"]
 
 
 def adapted(experiment: Experiment, method: Method) -> Method | None:
@@ -123,65 +132,104 @@ def adapted(experiment: Experiment, method: Method) -> Method | None:
 def verdict(record: dict[str, Any], method: str) -> dict[str, Any]:
     """Return the proposal's thresholds for one method, on prompts at least as similar as tau, and which of them hold.
     As proposed, the exact cache is swapped in after the first token."""
-    found, (saved, *around) = record["ways"][method]["retrieved"], record["latency"][method]["saved"]
-    good, *good_around = found["good"]
+    found, saved = record["methods"][method]["retrieved"], record["latency"][method]["saved"]
+    good = found["good"]
     parts: list[tuple[str, bool | None, str]] = [
-        ("first token at least 35% sooner", saved >= LEAST_SAVED, between(saved, around)),
-        ("KL <= 0.05, or perplexity <= 5% up, on 80%", good >= GOOD_SHARE, between(good, good_around)),
+        ("first token at least 35% sooner", saved[0] >= LEAST_SAVED, with_interval(saved, ".0%")),
+        ("KL <= 0.05, or perplexity <= 5% up, on 80%", good[0] >= GOOD_SHARE, with_interval(good, ".0%")),
     ]
     task = record["task"]
     if task is None:
         parts.append(("task within 1%", None, "no answers to judge by"))
     else:
-        lost, *lost_around = found[f"{task}_lost"]
-        name = {"exact": "exact match", "rouge": "ROUGE-L"}[task]
-        parts.append((f"{name} at most 1% lower", lost <= GOOD_TASK, f"lower by {between(lost, lost_around)}"))
+        lost, name = found[f"{task}_lost"], {"exact": "exact match", "rouge": "ROUGE-L"}[task]
+        parts.append((f"{name} at most 1% lower", lost[0] <= GOOD_TASK, f"lower by {with_interval(lost, '.0%')}"))
     holds = [part[1] for part in parts]
     word = "REJECTED" if False in holds else "UNDECIDED" if None in holds else "SUPPORTED"
     return {"verdict": word, "parts": [{"what": what, "holds": h, "figures": text} for what, h, text in parts]}
-
-
-def between(mean: float, interval: Sequence[float]) -> str:
-    """Return a share and its interval as text."""
-    return f"{mean:.0%} ({interval[0]:.0%} to {interval[1]:.0%})"
 
 
 def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], encoder: str, scale: Scale,
            name_of_model: str, seed: int, out: Path) -> None:
     """Run the protocol on every kind of prompts; print, write and draw the results. The first kind's library is kept
     with our warm start, which the other kinds are measured with, too."""
-    out.mkdir(parents=True, exist_ok=True)
+    prepared(out)
     summary: dict[str, Any] = {"model": name_of_model, "encoder": Path(encoder).name, "repeats": scale.repeats,
                                "seed": seed, "kinds": {}}
-
-    def write() -> None:
-        text = json.dumps(summary, indent=2, allow_nan=False)
-        write_atomically(out / "summary.json", lambda file: file.write_text(text + "\n"))
-
     default = None
     for name, families in kinds.items():
         experiment = Experiment(model, tokenizer, name, families, encoder, seed)
         record = examine(experiment, scale, default)
-        ours = record.pop("best_way", None)
+        ours = record.pop("best_method", None)
         if default is None and ours:
             default = ours
             library_of(experiment, ours, "test", record["tau"], guard=True).save(out / "library", encoder)
         summary["kinds"][name] = record
-        print_kind(name, record)
-        sys.stdout.flush()
-        write()
+        print(page(details(name, record)), flush=True)
+        write_json(out / "summary.json", summary)
         del experiment
     lengths = [n for n in scale.lengths if n <= model.config.n_ctx]
-    summary["lengths"] = {name_of_model: by_length(model, lengths, scale.repeats)}
+    summary["lengths"] = {name_of_model: quality.by_length(model, lengths, scale.repeats)}
     if scale.other_models and name_of_model == "pocket":  # with random weights: times don't depend on them
-        summary["lengths"]["GPT-2 124M"] = by_length(GPT(GPTConfig()).eval(), scale.lengths, min(scale.repeats, 5))
-    print_lengths(summary["lengths"])
+        large = GPT(GPTConfig()).eval()
+        summary["lengths"]["GPT-2 124M"] = quality.by_length(large, scale.lengths, min(scale.repeats, 5))
+    for model_name, rows in summary["lengths"].items():
+        print(page([f"Seconds to the first token of {model_name}, without retrieval:", of_records(rows)]))
     if scale.other_models and name_of_model == "pocket" and "quiz" in kinds:
         summary["positions"] = quality.both_positions(encoder, kinds["quiz"], seed)
-        print_positions(summary["positions"])
-    write()
+    write_json(out / "summary.json", summary)
     draw(summary, out)
+    print(page(tables(summary)))
     print(f"\nWritten to {out}; `python3 projector.py ask QUESTION --library {out / 'library'}` asks it")
+
+
+# --- The demo, and the library of `projector.py ask` ---------------------------------------------------------------
+
+DEMO = {"train": 20, "valid": 4, "test": 16}  # of three questions each
+OURS = raw_tokens(Layout(8, tail=16))  # the best of the whole study on quiz questions
+EXPLANATION = """
+Exact: the cold start, and the rival, which stores the questions' shared beginning and reads the rest.
+Approximate: the others. They read the end of the question or nothing of it, and a stored neighbour stands in.
+Only the first token is approximate: the prompt is read meanwhile, and all others come from the exact cache.
+To survive its own test a warm start must save at least 35%, with KL <= 0.05 on at least 80% of the prompts.
+
+The whole test, on four kinds of prompts, takes 15 to 30 minutes (--quick: one): python3 projector.py study"""
+
+
+def demo(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> None:
+    """Fit the proposal on a few quiz questions, and print its first tokens on others beside the exact ones."""
+    families = pocket_families("quiz", seed, DEMO, wordings=3)
+    experiment = Experiment(model, tokenizer, "quiz", families, "pairs", seed)
+    compared = {"as proposed: 8 projected summary tokens, 1 token read": methods()[0],
+                "ours: 8 summary tokens as stored, 16 tokens read": OURS,
+                "control: the neighbour's logits, nothing read": NEIGHBOUR}
+    starts = {"cold: the prompt is read": lambda p: quality.read_cold(experiment, p),
+              "rival: exact shared prefix, the rest read": lambda p: quality.read_rest(experiment, p)}
+    for name, method in compared.items():
+        starts[name] = quality.whole_start(experiment, method)
+    asked = [p for p, _ in experiment.related("test")]
+    seconds = quality.in_turn(starts, [(p,) for p in asked], 5)
+    cold = next(iter(seconds.values()))
+    rows = []
+    for name, start in starts.items():
+        pairs = [(p.exact.logits, start(p).flatten()) for p in asked]
+        kl = [float(divergence(*pair)) for pair in pairs]
+        saved = 1 - mean(warm / exact for warm, exact in zip(seconds[name], cold, strict=True))
+        rows.append([name, f"{1000 * median(seconds[name]):.1f}", f"{saved:.0%}", f"{mean(kl):.2f}",
+                     f"{mean(x <= quality.GOOD_KL for x in kl):.0%}",
+                     f"{mean(int(exact.argmax()) == int(found.argmax()) for exact, found in pairs):.0%}"])
+    total = sum(len(family) for split in families.values() for family in split)
+    print(f"{total} quiz questions of about {mean(len(p.ids) for p in asked):.0f} tokens. The maps are fitted on "
+          f"{len(experiment.train)}; {len(asked)} others are asked,\nand for each of them a question in other words is "
+          "stored. Times include finding it.\n")
+    print(table(["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05", "same token"], rows))
+    print(EXPLANATION)
+
+
+def quiz_library(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> Library:
+    """Return a library of quiz questions to start warm from, its threshold chosen on validation questions."""
+    experiment = Experiment(model, tokenizer, "quiz", pocket_families("quiz", seed, wordings=3), "pairs", seed)
+    return library_of(experiment, OURS, "test", quality.choose_tau(experiment)[0], guard=True)
 
 
 def require_pocket(model: str, given: str | None) -> None:
@@ -192,9 +240,7 @@ def require_pocket(model: str, given: str | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, "python3 -m studies.projection --kinds quiz", NAMES)
-    cli.add_model_arguments()
-    cli.add_argument("--quick", action="store_true", help="few quiz questions and layouts, in less than a minute")
+    cli = StudyLine(__doc__, "projection", "few quiz questions and layouts")
     cli.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND",
                      help=f"which prompts of the pocket world; default: {', '.join(POCKET)}")
     cli.add_argument("--pairs", metavar="FILE",
@@ -204,23 +250,19 @@ def main(argv: list[str] | None = None) -> None:
                      help="the retrieval's embeddings: pairs, a ridge regression of words on the training prompts; "
                      "tokens, the model's own embeddings; or a model of sentence-transformers")
     cli.add_argument("--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 7")
-    cli.add_argument("--out", default="results/projection", metavar="FOLDER", help="where results go")
     with cli.parse(argv) as args:
-        warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
         require_pocket(args.model, args.pairs)
         scale = QUICK if args.quick else Scale()
         scale = replace(scale, repeats=args.repeats or scale.repeats)
-        model_class = rope.GPT if args.model == "pocket-rotary" else GPT
-        model = load_model(args.model, model_class=model_class, device=args.device, dtype=args.dtype)
+        model = load_model(args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype)
         if args.pairs:
             kinds = {Path(args.pairs).stem: read_pairs(Path(args.pairs), args.seed)}
         else:
             names = args.kinds or (["quiz"] if args.quick else POCKET)
             kinds = {kind: pocket_families(kind, args.seed, FEW if args.quick else None) for kind in names}
-        tokenizer = load_tokenizer(args.model)
-        report(model, tokenizer, kinds, args.encoder, scale, args.model, args.seed, Path(args.out))
+        report(model, load_tokenizer(args.model), kinds, args.encoder, scale, args.model, args.seed, args.out)
 
 
 if __name__ == "__main__":

@@ -8,90 +8,98 @@ from typing import Any
 
 import numpy as np
 
-from studies.projection_quality import GOOD_KL
+from studies.projection_measures import GOOD_KL
 from support.figures import panels
-from support.tables import table
+from support.tables import Table, of_records
 
 STYLES = ("o-", "s--", "^-.", "D:")  # of lines, readable without colour
 
 
-def print_kind(name: str, r: dict[str, Any]) -> None:
-    """Print the tables of one kind of prompts."""
-    prompts, found = r["prompts"], r["retrieval"]
-    print(f"\n=== {name}: prompts of {r['tokens']:.0f} tokens, the first {r['prefix']} the same in all; "
-          f"{prompts['train']} to fit on, {prompts['valid']} and {prompts['test']} held out"
-          + (f"; {r['dropped']} are too short" if r["dropped"] else ""))
-    print(f"\nRetrieval: {found['asked']} asked, {found['with a relative']} have a relative among {found['stored']} "
-          f"stored; {found['found']} find it.")
-    if "ways" not in r:
-        print("No prompt is similar enough: every start is cold.")
-        return
-    print(f"At tau = {r['tau']:.3f} (area under ROC {text_of(r['auc'])}), {found['warm']} start warm, "
-          f"{found['warm and wrong']} of them from another; with the guard on names {found['guarded, warm']} and "
-          f"{found['guarded, warm and wrong']}.\n")
-    print(methods_table(r))
-    ours, latency = r["ways"][r["best"]]["retrieved"], r["latency"]
-    print(f"\n{r['best']}: with the guard on names, without it KL {r['without_guard']['kl'][0]:.3f} instead of "
-          f"{ours['kl'][0]:.3f}.\nIts second token comes {1e3 * latency[r['best']]['second_after_first']:.1f} ms after "
-          f"the first, when the exact cache is there (cold: {1e3 * latency['cold']['second_after_first']:.1f}).\n"
-          f"KL after 4 tokens from summary tokens: {r['swap']['no swap']:.3f} going on, {r['swap']['aligned']:.3f} "
-          "after a swap with the one-step alignment, 0 with the emitted tokens read again.\n"
-          "Signals that tell good starts from bad, for one summary token: area under ROC of the similarity "
-          f"{text_of(r['confidence']['similarity'])}, of the projection's residual "
-          f"{text_of(r['confidence']['residual'])}.")
-    print("\nKL (<= 0.05) by the number of summary tokens, the relative given:\n")
-    print(crossed(r["sweep"], "way", "m"))
-    print("\nKL (<= 0.05) by similarity of the found prompt, and by whether it is the relative:\n")
-    print(crossed(r["bins"], "bin", "way"))
-    print("\nThresholds: the share that starts warm, from another prompt than the relative, and KL <= 0.05:\n")
-    some = r["tau_ablation"][::3]
-    shares = [[row["warm"], row["wrong"], *row["good"].values()] for row in some]
-    print(table(["tau", "warm", "another", *some[0]["good"]],
-                [[f"{row['tau']:.3f}", *map("{:.0%}".format, cells)] for row, cells in zip(some, shares, strict=True)]))
-    print("\nWorth its time (validation, the relative given):\n")
-    print(table(["", "saves", "KL", "<= 0.05"], [[p["name"], f"{p['saved']:.0%}", f"{p['kl']:.3f}", f"{p['good']:.0%}"]
-                                                 for p in frontier(r["plane"])]))
-    for method, v in r["verdicts"].items():
-        words = {True: "yes", False: "NO", None: "?"}
-        parts = "; ".join(f"{p['what']}: {words[p['holds']]} ({p['figures']})" for p in v["parts"])
-        print(f"\n{method}: {v['verdict']}. {parts}")
+def tables(record: dict[str, Any]) -> list[str | Table]:
+    """Return how the methods do on every kind of prompts, the verdicts by the proposal's thresholds, and, where both
+    were measured, KL by kind of positions."""
+    kinds = {name: r for name, r in record["kinds"].items() if "methods" in r}
+    if not kinds:
+        return ["No prompt is similar enough to a stored one: every start is cold."]
+
+    def cells(name: str | None) -> list[str]:
+        row = []
+        for r in kinds.values():
+            method = name or r["best"]
+            found = r["methods"].get(method, {}).get("retrieved")
+            kl = f"{found['kl'][0]:.2f}, {found['low_kl'][0]:.0%}" if found else "0, 100%"
+            row.append(f"{r['latency'][method]['saved'][0]:.0%}, {kl}"
+                       + f": {method.removeprefix('ours: ')}" * (name is None))
+        return row
+
+    names = [name for name in next(iter(kinds.values()))["latency"] if not name.startswith(("ours", "cold"))]
+    rest = [next((f"{p['saved']:.0%}, 0, 100%" for p in r["plane"] if not p["m"]), "-") for r in kinds.values()]
+    words = {True: "yes", False: "no", None: "not measured"}
+    parts: list[str | Table] = [
+        f"`projector.py study --encoder {record['encoder']}` on `{record['model']}`, test prompts at least as similar "
+        "to a stored one as tau: how much sooner the first token comes, KL from the exact distribution in nats, and "
+        "how many prompts have at most 0.05 of it.",
+        Table(["", *(f"{name}, {r['tokens']:.0f} tokens" for name, r in kinds.items())], [
+            *([name, *cells(name)] for name in names), ["the best of ours, chosen on validation", *cells(None)],
+            ["exact prefix, all of the rest read (`recycle.py`)", *rest]]),
+        "By the proposal's three thresholds (with 95% intervals):",
+        Table(["prompts", "", "verdict", "why"], [
+            [kind, method, v["verdict"],
+             "; ".join(f"{p['what']}: {words[p['holds']]}, {p['figures']}" for p in v["parts"])]
+            for kind, r in kinds.items() for method, v in r["verdicts"].items()], left=4),
+    ]  # fmt: skip
+    if "positions" in record:
+        found = {(r["model"], r["m"], r["method"], r["positions"]): f"{r['kl']:.2f}, {r['good']:.0%}"
+                 for r in record["positions"]}  # fmt: skip
+        parts += [
+            "KL, and how many have at most 0.05, on quiz questions whose relative is given, by where the tail is read:",
+            Table(["positions of the model", "summary tokens", "", "right after them", "where it is"], [
+                ["rotary" if "rotary" in key[0] else "learned", str(key[1] or ""), key[2],
+                 found.get((*key, "after the summary tokens"), ""), found[(*key, "true")]]
+                for key in dict.fromkeys(key[:3] for key in found)]),
+        ]  # fmt: skip
+    return parts
 
 
-def methods_table(r: dict[str, Any]) -> str:
-    """Return each method's time and errors as a table; answers are judged on summary tokens and after the swap."""
-    task = r["task"] or "exact"
-    score = "ROUGE-L" if task == "rouge" else "answers"
-    header = ["", "first, ms", "8th", "saved", "KL(cold || warm)", "95% interval", "<= 0.05", "reverse KL", "same 1st",
-              "perplexity", f"{score} warm", "swapped"]
-    cold = next(iter(r["ways"].values()))["retrieved"]
-    rows = []
-    for name, t in r["latency"].items():
-        row = r["ways"].get(name, {}).get("retrieved")
-        times = [name, f"{1e3 * t['ttft']:.1f}", f"{1e3 * t['eighth']:.0f}" if t["eighth"] else "-",
-                 f"{t['saved'][0]:.0%}"]
-        if row is None:  # exact
-            right = f"{cold[f'{task}_cold']:.0%}" if f"{task}_cold" in cold else "-"
-            rows.append([*times, "0.000", "", "100%", "0.000", "100%", "+0%", right, right])
-            continue
-        kl, low, high = row["kl"]
-        tasks = [f"{row[f'{task}_{k}']:.0%}" if f"{task}_{k}" in row else "-" for k in ("warm", "swapped")]
-        rows.append([*times, f"{kl:.3f}", f"{low:.3f} to {high:.3f}", f"{row['low_kl'][0]:.0%}",
-                     f"{row['reverse'][0]:.3f}", f"{row['same_first'][0]:.0%}",
-                     f"{row['perplexity']:+.0%}" if "perplexity" in row else "-", *tasks])
-    return table(header, rows)
+def details(name: str, r: dict[str, Any]) -> list[str | Table]:
+    """Return what only the terminal shows of one kind of prompts."""
+    found = {key: r[key] for key in ("tokens", "prefix", "dropped", "tau", "auc")}
+    parts = [f"=== {name}", of_records([found | r["prompts"]]), of_records([r["retrieval"]])]
+    if "methods" not in r:
+        return [*parts, "No prompt is similar enough: every start is cold."]
+    best, latency, task = r["best"], r["latency"], r["task"] or "exact"
+    shown = ("kl", "low_kl", "reverse", "same_first", "perplexity", f"{task}_warm", f"{task}_swapped")
+    means = {method: {key: x if isinstance(x, float) else x[0] for key, x in found["retrieved"].items() if key in shown}
+             for method, found in r["methods"].items()}  # fmt: skip
+    return [
+        *parts,
+        of_records([{"": method, "first, ms": 1e3 * t["ttft"], "8th, ms": t["eighth"] and 1e3 * t["eighth"],
+                     "saved": t["saved"][0]} | means.get(method, {"kl": 0.0}) for method, t in latency.items()]),
+        f"{best}: with the guard on names, without it KL {r['without_guard']['kl'][0]:.3f} instead of "
+        f"{means[best]['kl']:.3f}.\nIts second token comes {1e3 * latency[best]['second_after_first']:.1f} ms after "
+        "the first, when the exact cache is there (cold: "
+        f"{1e3 * latency['cold']['second_after_first']:.1f}).\nKL after 4 tokens from summary tokens: "
+        f"{r['swap']['no swap']:.3f} going on, {r['swap']['aligned']:.3f} after a swap with the one-step alignment, 0 "
+        "with the emitted tokens read again.",
+        "Areas under ROC by which a signal tells good starts from bad, for one summary token:",
+        of_records([r["confidence"]]),
+        "KL (<= 0.05) by the number of summary tokens, the relative given:",
+        crossed(r["sweep"], "method", "m"),
+        "KL (<= 0.05) by similarity of the found prompt, and by whether it is the relative:",
+        crossed(r["bins"], "bin", "method"),
+        "Thresholds: the share that starts warm, from another prompt than the relative, and KL <= 0.05:",
+        of_records([{key: row[key] for key in ("tau", "warm", "wrong")} | row["good"] for row in r["tau_ablation"]]),
+        "Worth its time (validation, the relative given):",
+        of_records([{key: point[key] for key in ("name", "saved", "kl", "good")} for point in frontier(r["plane"])]),
+    ]  # fmt: skip
 
 
-def crossed(records: Sequence[dict[str, Any]], row: str, column: str) -> str:
+def crossed(records: Sequence[dict[str, Any]], row: str, column: str) -> Table:
     """Return KL and the share of at most 0.05 of records as a table, by two of their keys."""
     columns = [*dict.fromkeys(x[column] for x in records)]
     cells = {(x[row], x[column]): f"{x['kl']:.2f} ({x['good']:.0%})" for x in records}
-    return table(["", *map(str, columns)], [[str(name), *(cells.get((name, c), "") for c in columns)]
+    return Table(["", *map(str, columns)], [[str(name), *(cells.get((name, c), "") for c in columns)]
                                             for name in dict.fromkeys(x[row] for x in records)])
-
-
-def text_of(value: float | None) -> str:
-    """Return a figure as text, or that there is none."""
-    return "-" if value is None else f"{value:.2f}"
 
 
 def frontier(plane: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,29 +111,13 @@ def frontier(plane: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return chosen
 
 
-def print_lengths(lengths: dict[str, list[dict[str, float]]]) -> None:
-    """Print the time to the first token over the length of the prompt."""
-    print("\nMilliseconds to the first token over the length of the prompt, without retrieval:\n")
-    for model, rows in lengths.items():
-        names = [key for key in rows[0] if key != "length"]
-        print(table([f"{model}, tokens", *names], [[f"{row['length']:,}", *(f"{1e3 * row[name]:.1f}" for name in names)]
-                                                   for row in rows]) + "\n")
-
-
-def print_positions(rows: Sequence[dict[str, Any]]) -> None:
-    """Print KL by kind of positions and position rule."""
-    print("KL (<= 0.05) on quiz questions, the relative given, by kind of positions and the tail's place:\n")
-    labelled = [r | {"case": f"{r['model']}, {r['m']} summary tokens, {r['way']}"} for r in rows]
-    print(crossed(labelled, "case", "positions"))
-
-
 # --- Figures ----------------------------------------------------------------------------------------------------------
 
 
 def draw(summary: dict[str, Any], out: Path) -> None:
     """Draw KL by similarity and by summary tokens, the first token by length, and the plane of KL and time, a panel a
     kind."""
-    kinds = {name: record for name, record in summary["kinds"].items() if "ways" in record}
+    kinds = {name: record for name, record in summary["kinds"].items() if "methods" in record}
     if kinds:
         nats = "KL(cold || warm), nats"
         panels(out / "kl_by_similarity.png", kinds, by_bin, "similarity of the found prompt", nats)
@@ -137,8 +129,8 @@ def draw(summary: dict[str, Any], out: Path) -> None:
 
 def by_bin(axes: Any, r: dict[str, Any]) -> None:
     names = [*dict.fromkeys(x["bin"] for x in r["bins"])]
-    for i, method in enumerate(dict.fromkeys(x["way"] for x in r["bins"])):
-        kl = [x["kl"] for x in r["bins"] if x["way"] == method]
+    for i, method in enumerate(dict.fromkeys(x["method"] for x in r["bins"])):
+        kl = [x["kl"] for x in r["bins"] if x["method"] == method]
         label = "ours" if method.startswith("ours") else method
         axes.bar(np.arange(len(kl)) + 0.27 * (i - 1), np.maximum(kl, 1e-4), 0.25, label=label,
                  hatch=("", "//", "..")[i % 3], edgecolor="white")
@@ -148,8 +140,8 @@ def by_bin(axes: Any, r: dict[str, Any]) -> None:
 
 
 def by_summary_tokens(axes: Any, r: dict[str, Any]) -> None:
-    for i, method in enumerate(dict.fromkeys(x["way"] for x in r["sweep"])):
-        points = [(x["m"], x["kl"]) for x in r["sweep"] if x["way"] == method]
+    for i, method in enumerate(dict.fromkeys(x["method"] for x in r["sweep"])):
+        points = [(x["m"], x["kl"]) for x in r["sweep"] if x["method"] == method]
         axes.plot(*zip(*points, strict=True), STYLES[i % 4], markersize=4, label=method)
     good_enough(axes)
     doubled(axes, sorted({x["m"] for x in r["sweep"]}))
@@ -167,7 +159,7 @@ def plane(axes: Any, r: dict[str, Any]) -> None:
         axes.plot([100 * p["saved"] for p in points], [max(p["kl"], 1e-4) for p in points], mark, markersize=6,
                   fillstyle="none", label=label)
     for name, label, mark in (("as proposed", "as proposed (test)", "X"), ("neighbour's logits", None, "+")):
-        w, t = r["ways"][name]["given"], r["latency"][name]
+        w, t = r["methods"][name]["given"], r["latency"][name]
         axes.plot(100 * t["saved"][0], max(w["kl"][0], 1e-4), mark, color="black", label=label or f"{name} (test)")
     good_enough(axes)
 

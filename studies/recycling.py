@@ -8,7 +8,6 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 from __future__ import annotations
 
 import csv
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,21 +20,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
+from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from recycle import Store, read_all
 from studies import latency
 from studies.latency import Run, timed
-from support.cli import CommandLine, whole_number
+from studies.protocol import Claim, StudyLine, claims_table, judged, prepared, with_interval
+from support.cli import whole_number
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.figures import figure
-from support.files import write_atomically, write_csv
+from support.files import write_atomically, write_csv, write_json
 from support.radix_tree import RadixTree, common_prefix
 from support.statistics import bootstrap
-from support.tables import table
+from support.tables import Table, page, table
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 Encoder = Callable[[list[str]], np.ndarray]
+METHODS = ("cold", "recycled", "published")
 
 
 @torch.no_grad()
@@ -74,12 +75,12 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cached: list[str], tests: list[str],
-               n_new: int, repeats: int, ending: str) -> list[dict[str, Any]]:  # fmt: skip
+               n_new: int, repeats: int, ending: str, bar: tqdm) -> list[dict[str, Any]]:  # fmt: skip
     """Store the caches of some prompts; answer others cold, recycled, and as published; return a row for each.
 
     Recycled: on the longest prefix that the store has. Published: if the nearest prompt by embedding is a full prefix,
     by the paper's call, else cold. ending: what follows a test prompt, but no stored one. Raises ValueError if a prompt
-    leaves no room for n_new tokens. repeats: runs after one that warms up; 0: that one counts.
+    leaves no room for n_new tokens. repeats: runs after one that warms up; 0: that one counts. Each moves the bar by 1.
     """
     model, device, stop = store.model, store.device, tokenizer.eot_token
     prompts = [tokenizer.encode(text + ending, allowed_special={END_OF_TEXT}) for text in tests]
@@ -87,7 +88,7 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
     if (longest := max(map(len, prompts))) + n_new > model.config.n_ctx:
         raise ValueError(f"a prompt of {longest} tokens and {n_new} new ones exceed the context, {model.config.n_ctx}")
     store.clear()  # of what an earlier run left
-    for ids in tqdm(records, desc="cache", leave=False):
+    for ids in records:
         store.put(ids, read_all(model, ids))
     found = [records[i] for i in nearest(encoder(cached), encoder(tests))]
 
@@ -110,10 +111,11 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
 
     methods = {"cold": cold, "recycled": recycled, "published": published}
     runs: list[dict[str, list[Run]]] = [{name: [] for name in methods} for _ in prompts]
-    for _ in tqdm(range(repeats + 1), desc="runs", leave=False):  # the first warms up
+    for _ in range(repeats + 1):  # the first warms up
         for ids, record, done in zip(prompts, found, runs, strict=True):
             for name, method in methods.items():
                 done[name].append(timed(lambda method=method, ids=ids, record=record: method(ids, record)))
+        bar.update()
     outputs = {name: [tokenizer.decode(done[name][0].ids) for done in runs] for name in methods}
     vectors = {name: encoder([text.removesuffix(END_OF_TEXT) for text in texts]) for name, texts in outputs.items()}
     rows = []
@@ -162,96 +164,75 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
            out: Path) -> None:  # fmt: skip
     """Run the experiment, the comparison of indices and, for a small model, the law; print, write and draw them."""
     cached, tests = map(read_prompts, prompts)
-    out.mkdir(parents=True, exist_ok=True)  # before anything takes time
-    rows = experiment(Store(model, out / "cache"), tokenizer, encoder, cached, tests, n_new, repeats, ending)
+    prepared(out)
+    with tqdm(total=repeats + 1, desc="runs", leave=False) as bar:
+        rows = experiment(Store(model, out / "cache"), tokenizer, encoder, cached, tests, n_new, repeats, ending, bar)
     embeddings = encoder(cached)
     write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
-    show(rows, f"{len(cached)} prompts stored; greedy, up to {n_new} tokens; medians of {repeats} runs in turn; ms")
+    small = model.config.n_embd < 512  # else the law takes minutes, and studies.latency is there for it
+    fits = {what: alpha(rows, what) for what in ("latency", "ttft")}
+    record = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "alpha": fits,
+              "indices": indices(model, tokenizer, encoder, queries),
+              "law": latency.measure(model, repeats, lengths) if small else None, "claims": claims(rows)}  # fmt: skip
+    write_tables(rows, out)
+    write_json(out / "summary.json", record)
+    draw(rows, fits, out)
+    if small:
+        latency.draw(record["law"], out, "pocket_law")
+    print(page([*tables(record), *latency.tables(record["law"])] if small else tables(record)))
     if about["encoder"] == "tokens":
         print("\nMeans of token embeddings find most texts similar; --encoder all-MiniLM-L6-v2 tells them apart.")
-    compared = indices(model, tokenizer, encoder, queries)
-    show_indices(compared)
-    measured = None
-    if model.config.n_embd < 512:  # else it takes minutes, and studies.latency is there for it
-        measured = latency.measure(model, repeats, lengths)
-        latency.show(measured)
-    verdicts = claims(rows)
-    print("\nWhat the paper claims (sections 5.2 to 5.5):")
-    for claim in verdicts:
-        print(f"  {claim['claim']}: {claim['verdict']} ({claim['figures']})")
-
-    write_tables(rows, out)
-    fits = {what: alpha(rows, what) for what in ("latency", "ttft")}
-    summary = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "alpha": fits, "indices": compared,
-               "law": measured, "claims": verdicts}  # fmt: skip
-    write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n"))
-    draw(rows, fits, out)
-    if measured:
-        latency.draw(measured, out, "pocket_law")
+    example = min(rows, key=lambda row: row["published"]["same_tokens"])
+    if not example["published"]["identical"]:
+        print("\nThe published call skips tokens of the prompt. For example:\n")
+        for name in METHODS:
+            print(f"{name:>10}: {example['prompt']!r} -> {example[name]['output'][:100]!r}")
     print(f"\nWritten to {out}")
 
 
-def claims(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+def tables(record: dict[str, Any]) -> list[str | Table]:
+    """Return what the runs took and wrote, what finds prefixes, and the paper's claims (sections 5.2 to 5.5)."""
+    rows, n = record["prompts"], len(record["prompts"])
+    mean = {name: {key: sum(row[name][key] for row in rows) / n for key in ("ttft_s", "latency_s", "similarity")}
+            for name in METHODS}  # fmt: skip
+    tokens = sorted(row["tokens"] for row in rows)
+    return [
+        f"`recycle.py study --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of {tokens[0]} to "
+        f"{tokens[-1]} tokens, {record['new_tokens']} new ones; medians of {record['repeats']}:",
+        Table(["", "first token", "last token", "the same answers", "similarity to cold"],
+              [[name, f"{1e3 * x['ttft_s']:.1f} ms", f"{1e3 * x['latency_s']:.0f} ms",
+                f"{sum(row[name]['identical'] for row in rows)} of {n}", f"{x['similarity']:.2f}"]
+               for name, x in mean.items()]),
+        claims_table(record["claims"]),
+        f"Which index finds the stored prefix (means of {next(iter(record['indices'].values()))['queries']} queries)?",
+        Table(["queries", "tokens found by the tree", "by the nearest embedding", "if that must be a full prefix",
+               "misses"], [[kind, *(f"{c[key]:.0f}" for key in ("tree", "nearest", "full_prefix")),
+                            f"{c['missed']:.0%}"] for kind, c in record["indices"].items()]),
+    ]  # fmt: skip
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the paper's claims, each with its verdict and the figures behind it."""
     n = len(rows)
-    saved = [row["recycled"]["latency_saved"] for row in rows]
-    first = [row["recycled"]["ttft_saved"] for row in rows]
-    same = [row["published"]["similarity"] for row in rows]
-    reused = sum(row["published"]["reused_tokens"] for row in rows)
-    prefixes = sum(row["published"]["reused_tokens"] > 0 for row in rows)
-    identical = sum(row["published"]["identical"] for row in rows)
-    (a, low, high), (b, *_) = alpha(rows, "latency"), alpha(rows, "ttft")
-
-    def verdict(holds: bool) -> str:
-        return "HOLDS" if holds else "DOES NOT HOLD"
-
+    saved, first = (statistics.mean(row["recycled"][f"{what}_saved"] for row in rows) for what in ("latency", "ttft"))
+    alike = [row["published"]["similarity"] for row in rows]
+    reused = [row["published"]["reused_tokens"] for row in rows]
+    prefixes = sum(tokens > 0 for tokens in reused)
+    same, exact = (sum(row[name]["identical"] for row in rows) for name in ("published", "recycled"))
+    slopes = alpha(rows, "latency")
     return [
-        {
-            "claim": "prefixes: the nearest stored prompt is a full prefix of every test prompt",
-            "verdict": verdict(prefixes == n),
-            "figures": f"{prefixes} of {n}, {reused} tokens in all (the paper: 6 of 6, 40)",
-        },
-        {
-            "claim": "speed: 30-50% less latency",
-            "verdict": verdict(statistics.mean(saved) >= 0.3),
-            "figures": f"{statistics.mean(saved):.1%} from end to end, {statistics.mean(first):.1%} to the first one: "
-            "most of the time goes into writing, and few tokens are read as fast as restored",
-        },
-        {
-            "claim": "law: S = alpha k / m with alpha of 1.2 to 1.5",
-            "verdict": verdict(low <= 1.5 and high >= 1.2),
-            "figures": f"alpha = {a:.2f} ({low:.2f} to {high:.2f}), for the first token {b:.2f}; more than 1 would "
-            "be more than all of the work",
-        },
-        {
-            "claim": "fidelity: a similarity of 0.66 to 0.82 means nearly the same answers",
-            "verdict": verdict(identical == n),
-            "figures": f"by the published call {statistics.mean(same):.2f} ({min(same):.2f} to {max(same):.2f}), and "
-            f"{identical} of {n} answers are the same; recycled without a gap, "
-            f"{sum(row['recycled']['identical'] for row in rows)} of {n} are",
-        },
-    ]
-
-
-def show(rows: list[dict[str, Any]], about: str) -> None:
-    """Print what the runs took and wrote, and the text that the published call changed earliest."""
-    cells = []
-    for row in rows:
-        c, r, p = row["cold"], row["recycled"], row["published"]
-        cells.append([str(row["tokens"]), str(r["reused_tokens"]), *(f"{1e3 * x['latency_s']:.0f}" for x in (c, r, p)),
-                      f"{r['latency_saved']:.1%}", f"{1e3 * c['ttft_s']:.2f}", f"{1e3 * r['ttft_s']:.2f}",
-                      f"{r['ttft_saved']:.0%}", *(f"{x['similarity']:.2f}" for x in (r, p)),
-                      *(f"{x['same_tokens']}/{c['new_tokens']}" for x in (r, p))])  # fmt: skip
-    header = ["tokens", "reused", "all: cold", "recycled", "published", "saved", "first: cold", "recycled", "saved",
-              "similar: rec.", "publ.", "as cold: rec.", "publ."]  # fmt: skip
-    print(f"{about}\n\n{table(header, cells)}\n")
-    for name in ("recycled", "published"):
-        print(f"{name}: the same tokens as cold in {sum(row[name]['identical'] for row in rows)} of {len(rows)}")
-    example = min(rows, key=lambda row: row["published"]["same_tokens"])
-    if not example["published"]["identical"]:
-        print("The published call skips tokens of the prompt. For example:\n")
-        for name in ("cold", "recycled", "published"):
-            print(f"{name:>10}: {example['prompt']!r} -> {example[name]['output'][:100]!r}")
+        judged("prefixes: the nearest stored prompt is a full prefix of every test prompt", prefixes == n,
+               f"{prefixes} of {n}, {sum(reused)} tokens in all (the paper: 6 of 6, 40)"),
+        judged("speed: 30-50% less latency", saved >= 0.3,
+               f"{saved:.1%} from end to end, {first:.1%} to the first one: most of the time goes into writing, and "
+               "few tokens are read as fast as restored"),
+        judged("law: S = alpha k / m with alpha of 1.2 to 1.5", slopes[1] <= 1.5 and slopes[2] >= 1.2,
+               f"alpha = {with_interval(slopes)}, for the first token {alpha(rows, 'ttft')[0]:.2f}; more than 1 would "
+               "be more than all of the work"),
+        judged("fidelity: a similarity of 0.66 to 0.82 means nearly the same answers", same == n,
+               f"by the published call {statistics.mean(alike):.2f} ({min(alike):.2f} to {max(alike):.2f}), and {same} "
+               f"of {n} answers are the same; recycled without a gap, {exact} of {n} are"),
+    ]  # fmt: skip
 
 
 def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> None:
@@ -262,14 +243,16 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> Non
     def run(n_new: int, repeats: int) -> list[dict[str, Any]]:
         encoder, rows = TokenEncoder(model, tokenizer), []
         for store, test in ((cached, tests), ([stored], [f"{stored}\n{tests[0]}"])):
-            rows += experiment(Store(model), tokenizer, encoder, store, test, n_new, repeats, ending)
+            rows += experiment(Store(model), tokenizer, encoder, store, test, n_new, repeats, ending, bar)
         return rows
 
     def saved(rows: list[dict[str, Any]], what: str) -> str:
         recycled, cold = (sum(row[method][what] for row in rows) for method in ("recycled", "cold"))
-        return f"{1 - recycled / cold:.0%}"
+        less = 1 - recycled / cold
+        return f"{abs(less):.0%} {'less' if less > 0 else 'more'}" if abs(less) > 0.05 else "the same within noise"
 
-    first, texts, cells = run(1, 9), run(n_new, 0), []  # the first token takes milliseconds: many times
+    with tqdm(total=2 * (10 + 1), desc="runs", leave=False) as bar:  # a first token takes milliseconds: ten times
+        first, texts, cells = run(1, 9), run(n_new, 0), []
     for row, fast in zip(texts, first, strict=True):
         start = row["prompt"].replace("\n", " ")
         label = f"{start[:27]}..." if row is not texts[-1] else "all stored, then the first"
@@ -286,25 +269,22 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> Non
           "of 9.\n\n"
           f"{table(header, cells)}\n\n"
           f"Recycled: the longest stored prefix is reused. Exact: {exact} of {len(texts)} texts are the cold run's, "
-          f"token for token.\n  Saved to the first token: {saved(first[:-1], 'ttft_s')} for the short prompts, "
-          f"{saved(first[-1:], 'ttft_s')} for the long one;\n  to the last token: {saved(texts, 'latency_s')} in all, "
-          "since most of the time goes into writing.\nPublished: the nearest prompt is reused by the paper's own "
+          f"token for token.\n  Time to the first token: {saved(first[:-1], 'ttft_s')} for the short prompts, "
+          f"{saved(first[-1:], 'ttft_s')} for the long one;\n  to the last token: {saved(texts, 'latency_s')} in all: "
+          "most of it goes into writing.\nPublished: the nearest prompt is reused by the paper's own "
           "call. Not exact: the call skips tokens\n  of the prompt, and uses positions twice.\n\n"
           "The full study: python3 recycle.py study")  # fmt: skip
 
 
 def write_tables(rows: list[dict[str, Any]], out: Path) -> None:
     """Write baseline.csv, recycled.csv and published.csv, and comparison.csv, in which they stand side by side."""
-    names = ("cold", "recycled", "published")
-    keys = list(rows[0]["cold"])
-    for name in names:
-        table = [[row["prompt"], row["tokens"], *(row[name][key] for key in keys)] for row in rows]
-        write_csv(out / f"{'baseline' if name == 'cold' else name}.csv", ["prompt", "tokens", *keys], table)
-    table = [[row["prompt"], row["tokens"], row["nearest"], row["nearest_prefix_tokens"],
-              *(row[name][key] for name in names for key in keys)] for row in rows]  # fmt: skip
-    header = ["prompt", "tokens", "nearest", "nearest_prefix_tokens"]
-    header += [f"{name}_{key}" for name in names for key in keys]
-    write_csv(out / "comparison.csv", header, table)
+    keys = [*rows[0]["cold"]]
+    for file, names in {"baseline": METHODS[:1], "recycled": METHODS[1:2], "published": METHODS[2:],
+                        "comparison": METHODS}.items():  # fmt: skip
+        about = ["prompt", "tokens"] + ["nearest", "nearest_prefix_tokens"] * (len(names) > 1)
+        header = [f"{name}_{key}" for name in names for key in keys] if len(names) > 1 else keys
+        write_csv(out / f"{file}.csv", [*about, *header],
+                  [[*(row[x] for x in about), *(row[name][key] for name in names for key in keys)] for row in rows])
 
 
 def indices(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, n: int) -> dict[str, dict[str, float]]:
@@ -341,14 +321,6 @@ def indices(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, n: int) 
             "missed": sum(a < b for a, b in zip(by_nearest, best, strict=True)) / n,
         }  # fmt: skip
     return result
-
-
-def show_indices(compared: dict[str, dict[str, float]]) -> None:
-    """Print how many tokens each index finds to reuse."""
-    print("\nWhich index finds the stored prefix? Mean tokens to reuse; fewer: how often the nearest text has fewer\n")
-    print(table(["queries", "tree", "nearest by embedding", "nearest, if a full prefix", "fewer"],
-                [[kind, *(f"{c[key]:.1f}" for key in ("tree", "nearest", "full_prefix")), f"{c['missed']:.0%}"]
-                 for kind, c in compared.items()]))  # fmt: skip
 
 
 def draw(rows: list[dict[str, Any]], fits: dict[str, tuple[float, float, float]], out: Path) -> None:
@@ -400,8 +372,7 @@ def prompt_files(model: str) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, "python3 -m studies.recycling --quick", NAMES)
-    cli.add_model_arguments()
+    cli = StudyLine(__doc__, "recycling", "once, with fewer queries")
     cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="to write")
     cli.add_argument("--prompts", nargs=2, metavar=("STORE.csv", "TEST.csv"),
                      help="what to store and what to test, in the column prompt; default: those in data, for pocket "
@@ -410,8 +381,6 @@ def main(argv: list[str] | None = None) -> None:
                      help="what finds the nearest prompt: tokens, the model's own embeddings, or a model of "
                      "sentence-transformers, say all-MiniLM-L6-v2")  # fmt: skip
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
-    cli.add_argument("--quick", action="store_true", help="once, with fewer queries, in less than a minute")
-    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where tables and figures go")
     with cli.parse(argv) as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
@@ -419,7 +388,7 @@ def main(argv: list[str] | None = None) -> None:
         report(model, tokenizer, load_encoder(args.encoder, model, tokenizer),
                [*map(Path, args.prompts or prompt_files(args.model))], args.max_new_tokens, repeats, queries, lengths,
                END_OF_TEXT * ("DialoGPT" in args.model), {"model": args.model, "encoder": Path(args.encoder).name},
-               Path(args.out))  # fmt: skip
+               args.out)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from support.cli import CommandLine, whole_number
+from studies.protocol import StudyLine, prepared
+from support.cli import whole_number
 from support.figures import figure
 from support.files import write_csv
 from support.radix_tree import RadixTree
@@ -81,7 +82,7 @@ def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, f
 def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
     """Print, write and draw the hit rates of a trace over capacities, and those of a cache without limit."""
     requests = read_trace(path)
-    out.mkdir(parents=True, exist_ok=True)
+    prepared(out)
     unique = len({block for request in requests for block in request.blocks})
     if not capacities:
         capacities = [size for size in (500 * 2**i for i in range(30)) if size < unique] or [max(1, unique // 2)]
@@ -91,14 +92,15 @@ def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
     begun = time.perf_counter()
     with tqdm(total=len(requests) * len(sizes), desc="replay", leave=False) as bar:
         rates = {size: hit_rates(requests, size, bar) for size in sizes}
-    seconds, rows, cells = time.perf_counter() - begun, [], []
+    seconds = time.perf_counter() - begun
+    rows = []
     for size, rate in rates.items():
-        blocks, label = (unique, "no limit") if size == float("inf") else (int(size), int(size))
-        rows.append([label, blocks * BLOCK, blocks * BLOCK * LLAMA_70B / 1e9, *rate.values()])
-        cells.append([f"{label:,}" if size < float("inf") else label, f"{rows[-1][1]:,}", f"{rows[-1][2]:,.0f}",
-                      *(f"{share:.1%}" for share in rate.values())])  # fmt: skip
+        tokens = BLOCK * (unique if size == float("inf") else int(size))
+        rows.append(["no limit" if size == float("inf") else int(size), tokens, tokens * LLAMA_70B / 1e9,
+                     *rate.values()])  # fmt: skip
     print(table(["capacity, blocks", "tokens", "GB at 70B", "blocks found", "tokens found", "requests with a hit"],
-                cells))  # fmt: skip
+                [[f"{size:,}" if isinstance(size, int) else size, f"{tokens:,}", f"{gigabytes:,.0f}",
+                  *map("{:.1%}".format, found)] for size, tokens, gigabytes, *found in rows]))  # fmt: skip
     print(f"\n{seconds / len(sizes):.2f} s per capacity. 70B: {LLAMA_70B:,} bytes a token (80 layers, 8 key-value "
           "heads of 128, 16 bits). The order of requests counts, their times don't.")  # fmt: skip
     header = ["capacity_blocks", "tokens", "gigabytes_70b", "block_hit_rate", "token_hit_rate", "request_hit_rate"]
@@ -123,14 +125,12 @@ def draw(name: str, rates: dict[float, dict[str, float]], unique: int, out: Path
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, "python3 -m studies.replay trace.jsonl --quick")
-    cli.add_argument("trace", metavar="TRACE", help="a JSON object a line, with input_length and hash_ids")
+    cli = StudyLine(__doc__, "replay TRACE", "three capacities only: 500, 4,000, 32,000", model="", out="recycling")
+    cli.add_argument("trace", metavar="TRACE", type=Path, help="a JSON object a line, with input_length and hash_ids")
     cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N",
                      help="capacities, in blocks of 512 tokens; default: 500, doubled again and again")
-    cli.add_argument("--quick", action="store_true", help="three capacities only: 500, 4,000, 32,000")
-    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where the table and the figure go")
     with cli.parse(argv) as args:
-        replay(Path(args.trace), args.blocks or ([500, 4000, 32000] if args.quick else None), Path(args.out))
+        replay(args.trace, args.blocks or ([500, 4000, 32000] if args.quick else None), args.out)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,7 +97,9 @@ class CommandLine(argparse.ArgumentParser):
             torch.set_num_threads(args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads()))
             torch.manual_seed(args.seed)
         try:
-            yield args
+            with warnings.catch_warnings():  # which puts showwarning back
+                warnings.showwarning = lambda message, *_: print(f"{self.prog}: {message}", file=sys.stderr)
+                yield args
             sys.stdout.flush()  # if the reader of a pipe has left, it shows here
         except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not fail at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -29,6 +29,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(unfinished, path)
 
 
+def write_json(path: Path, content: Any, indent: int = 2) -> None:
+    """Write JSON. Raises ValueError if it holds a number that isn't finite, which JSON doesn't know."""
+    text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table with a header line."""
 

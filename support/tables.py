@@ -1,18 +1,43 @@
-"""Tables for a terminal and for Markdown."""
+"""Tables and pages, for a terminal and for Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
-    """Return rows of cells under a header, the first column to the left and all others to the right."""
+class Table(NamedTuple):
+    """Rows of cells under a header, the first columns to the left and all others to the right."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False, left: int = 1) -> str:
+    """Return rows of cells under a header, the first `left` columns to the left and all others to the right; on a
+    terminal a table that is all to the left, of sentences, is a line a row."""
     if markdown:
-        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+        lines = [header, [*["---"] * left, *["---:"] * (len(header) - left)], *rows]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    if left >= len(header):
+        return "\n".join([f"{header[0]}:", *(f"  {': '.join(cells)}" for cells in rows)])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):
-        cells = [row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]
+        cells = [x.ljust(w) if i < left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def page(parts: Sequence[str | Table], markdown: bool = False) -> str:
+    """Return paragraphs and tables, one below the other."""
+    return "\n\n".join(part if isinstance(part, str) else table(*part[:2], markdown, part.left) for part in parts)
+
+
+def of_records(records: Sequence[dict[str, Any]]) -> Table:
+    """Return records as a table, numbers to three digits; what one lacks is left empty."""
+    header = [*dict.fromkeys(key for record in records for key in record)]
+    cells = ([record.get(key) for key in header] for record in records)
+    return Table(header, [["" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in row]
+                          for row in cells])  # fmt: skip

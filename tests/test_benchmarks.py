@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import benchmarks.__main__ as bench
-from benchmarks import contenders, peers, runners, scale
+from benchmarks import contenders, runners, scale
 from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, Static, timed
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model
@@ -75,8 +75,8 @@ def test_bytes_are_those_of_the_formula(folder: Path) -> None:
 
 
 def test_weights_reach_the_names_of_llms_from_scratch(folder: Path) -> None:
-    gpt2 = pytest.importorskip("llms_from_scratch.kv_cache.gpt2")
-    runner = peers.FromScratch(folder, "cpu", gpt2, own_cache=False)
+    pytest.importorskip("llms_from_scratch.kv_cache.gpt2")
+    runner = runners.FromScratch(folder, "cpu")
     ids = prompt()
     with torch.no_grad():
         expected = load_model(str(folder), model_class=GPT)(ids)
@@ -93,10 +93,10 @@ def test_int8_is_near(folder: Path) -> None:
     assert type(runner.model.h[0].attn.c_attn).__module__.startswith("torch.ao")
 
 
-def ctranslate2(folder: Path, compute_type: str) -> peers.CTranslate2:
+def ctranslate2(folder: Path, compute_type: str) -> runners.CTranslate2:
     for package in ("ctranslate2", "transformers"):
         pytest.importorskip(package)
-    return peers.CTranslate2(folder, compute_type)
+    return runners.CTranslate2(folder, "cpu", compute_type)
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_ctranslate2_in_int8_is_near(folder: Path) -> None:
 
 
 def test_a_missing_package_is_said_with_its_command() -> None:
-    contender = contenders.Contender("x", lambda f, d, p: runners.Runner(), "json no_such_package")
+    contender = contenders.Contender("x", runners.Runner, package="json no_such_package")
     assert bench.available(contender, "cpu", None) == "not installed: python3 -m pip install no_such_package"
 
 
@@ -170,9 +170,8 @@ def test_runners_are_what_their_names_say(folder: Path) -> None:
     for name, runner in made.items():
         half = "bfloat16" in name
         assert {p.dtype for p in runner.model.parameters()} == {torch.bfloat16 if half else torch.float32}, name
-    long = GPTConfig(n_ctx=1024)
-    assert made["gpt_bounded_cache.py, window of 256"].new_cache(long).window == 256
-    assert made["gpt_bounded_cache.py, preallocated"].new_cache(long).window == 1024
+    assert made["gpt_bounded_cache.py, window of 256"].new_cache(1024).window == 256
+    assert made["gpt_bounded_cache.py, preallocated"].new_cache(1024).window == 1024
     assert made["gpt_bounded_cache.py, BCT, 24 slots"].model.config.slots == 24
     int8 = made["gpt_kv_cache.py, int8"]
     ids = prompt()
@@ -386,4 +385,4 @@ def test_a_random_model_has_the_same_weights_every_time() -> None:
 def test_ours_can_be_resumed_only_with_a_cache(folder: Path) -> None:
     import gpt_baseline
 
-    assert Ours(folder, "cpu", gpt_baseline, None).resume(prompt(1), 5) is None
+    assert Ours(folder, "cpu", gpt_baseline).resume(prompt(1), 5) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import chapters.builder.__main__ as build
-from chapters.builder import blocks, side_by_side, sources
+from chapters.builder import blocks, side_by_side
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ROOT / "chapters"
@@ -114,7 +114,7 @@ def test_every_hunk_has_words() -> None:
                                  (folder / "README.md").read_text(), re.M):  # fmt: skip
                 if int(m[1]) in said[pair]:
                     mentioned |= set(range(int(m[1]), int(m[2] or m[1]) + 1))
-        assert mentioned == set(range(1, len(sources.hunks(*pair)) + 1))
+        assert mentioned == set(range(1, len(blocks.hunks(*pair)) + 1))
 
 
 def test_stubs_lose_what_is_the_solutions_own() -> None:

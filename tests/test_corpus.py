@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pocket import corpus
-from pocket.sentences import articles, dialogues, explanations, lists, nouns, stories
+from pocket.sentences import articles, dialogues, explanations, lists, stories
+from pocket.sentences.nouns import WORDS
 
 # sha256 of the first 200 documents of each split at seed 0: a change here is a change of the data set.
 PINNED = {
@@ -65,9 +66,9 @@ def test_every_kind_occurs_and_text_is_clean(docs, split):
 
 def names_in(texts: list[str]) -> set[str]:
     """Every capitalised word made of a name's first and last syllable."""
-    starts, ends = "|".join(nouns.NAME_STARTS), "|".join(e for ends in nouns.NAME_ENDS for e in ends)
+    starts, ends = ("|".join(syllables) for syllables in (WORDS["start"], WORDS["woman"] + WORDS["man"]))
     found = {m for t in texts for m in re.findall(rf"\b(?:{starts})(?:{ends})\b", t)}
-    return found - set(nouns.PET_NAMES) - set(corpus.TOWNS)
+    return found - set(WORDS["petname"]) - set(corpus.TOWNS)
 
 
 def test_people_of_the_splits_are_disjoint_in_the_text(docs):
@@ -99,11 +100,7 @@ def masked_questions(docs: list[corpus.Document]) -> set[str]:
     tables = [
         corpus.TOWNS,
         corpus.CREATURES,
-        nouns.GOODS,
-        nouns.CARGO,
-        nouns.PETS,
-        explanations.DISHES,
-        explanations.DEVICES,
+        *(WORDS[field] for field in ("goods", "cargo", "pet", "dish", "device")),
         *corpus.OBJECTS.values(),
         *([p.name for p in people] for people in corpus.PEOPLE.values()),
     ]
@@ -124,7 +121,7 @@ def test_no_held_out_question_is_worded_as_a_training_question():
     banks += [asks for asks, _, _ in explanations.WORLD_EXPLAINS.values()]
     banks += [b for table in (corpus.ASKS, corpus.FOLLOWS, stories.RECALLS) for b in table.values()]
     banks += [asked_by_others for _, _, _, asked_by_others in dialogues.TOPICS.values()]
-    banks += [plan["ask"] for _, _, plan in explanations.PLANS.values()]
+    banks += [asks for _, asks, *_ in explanations.PLANS.values()]
     for train, held in banks:
         assert train and held and not set(train) & set(held)
         assert len(set(train)) == len(train) and len(set(held)) == len(held)
@@ -210,9 +207,7 @@ def test_explanations_follow_from_their_notes(split):
         r"\b(?:"
         + "|".join(
             [
-                *nouns.NUMBERS,
-                *explanations.MINUTES,
-                *(w for ws in explanations.PLAN_WORDS.values() for w in ws),
+                *(w for field in ["number", "minutes", *explanations.PLAN_FIELDS.split()] for w in WORDS[field]),
                 *corpus.TOWNS,
                 *corpus.OBJECTS[split],
                 *(p.name for p in corpus.PEOPLE[split]),

@@ -120,13 +120,11 @@ def test_explanations_in_one_batch_are_those_of_each_prompt_alone() -> None:
 
 @pytest.mark.slow
 def test_the_report_says_and_writes_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    sizes = {"CONTEXTS": 2, "DOCUMENTS": 4, "STREAMS": 2, "RECALLS": 6, "EXPLANATIONS": 2}
-    for name, value in sizes.items():
-        monkeypatch.setattr(memory, name, value)
+    size = memory.Size(contexts=2, documents=4, long_texts=2, facts=6, explanations=2)
     prompt = torch.tensor([load_tokenizer("pocket").encode_ordinary("Notes:")])
-    memory.report("pocket", 37, "cpu", torch.float32, prompt, str(tmp_path / "new" / "folder"))
+    memory.report("pocket", 37, "cpu", torch.float32, prompt, size, tmp_path / "new" / "folder")
     printed, out = capsys.readouterr().out, tmp_path / "new" / "folder"
     names = {"bytes.png", "growth.csv", "perplexity.csv", "perplexity.png", "speed.png", "summary.json"}
     assert {path.name for path in out.iterdir()} == names
@@ -150,9 +148,9 @@ def test_the_report_says_and_writes_what_it_measured(
 
 @pytest.mark.slow
 def test_a_bct_elsewhere_is_measured_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(memory, "CONTEXTS", 3)
     checkpoints.export(BCT(SMALL_BCT), tmp_path / "model")
     monkeypatch.setattr(memory, "load_tokenizer", lambda name: None)
-    memory.report(str(tmp_path / "model"), 36, "cpu", torch.float32, ids_of(1, 4), str(tmp_path / "out"))
+    size, out = memory.Size(contexts=3), tmp_path / "out"
+    memory.report(str(tmp_path / "model"), 36, "cpu", torch.float32, ids_of(1, 4), size, out)
     assert "pocket only" in capsys.readouterr().out
-    assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["memories"]) == ["bct"]
+    assert list(json.loads((out / "summary.json").read_text())["memories"]) == ["bct"]

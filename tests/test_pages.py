@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chapters.builder import sources
+from chapters.builder import blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "chapters" / "side_by_side"
@@ -151,7 +151,7 @@ def test_chapters_open_with_pictures_and_without_marks(path: Path, page: Any) ->
 def test_files_stand_side_by_side(name: str, page: Any) -> None:
     page.goto((PAGES / f"{name}.html").as_uri())
     old = page.title().split(" and ")[0]
-    hunks = sources.hunks(old, f"{name}.py")
+    hunks = blocks.hunks(old, f"{name}.py")
     assert page.locator("tr.first").count() == len(hunks) == page.locator("td.words").count()
     for side, file in (("left", old), ("right", f"{name}.py")):
         cells = f"tr:not(.gap) > td.{side}"

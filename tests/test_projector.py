@@ -24,7 +24,6 @@ from projector import (
     Projector,
     append_aligned,
     cache_of,
-    exact_cache,
     generate_warm,
     measure_segments,
     own_queries,
@@ -33,12 +32,13 @@ from projector import (
     summarize,
     template,
 )
-from studies import projection, projection_prompts, projection_quality, projection_report, projection_times
-from studies.projection_methods import Method, raw_tokens
-from studies.projection_prompts import Experiment, read_pairs
+from recycle import read_all
+from studies import projection, projection_measures, projection_methods, projection_report
+from studies.projection_methods import Experiment, Method, raw_tokens, read_pairs
 from support import encoders, statistics
 from support.encoders import PairEncoder, load_encoder
 from support.regression import PENALTIES, cross_validate, ridge
+from support.tables import page
 
 ROOT = Path(__file__).resolve().parent.parent
 GEOMETRY = {"vocab_size": 61, "n_ctx": 96, "n_layer": 3, "n_head": 2, "n_embd": 16}
@@ -327,7 +327,7 @@ def test_the_swap_waits_for_the_exact_cache_and_its_errors_are_seen(monkeypatch:
     def fail(*args: object) -> KVCache:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(module, "exact_cache", fail)
+    monkeypatch.setattr(module, "read_all", fail)
     running = generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 5)
     assert int(next(running)) == int(first)
     with pytest.raises(RuntimeError, match="out of memory"):  # not lost in the thread
@@ -358,7 +358,7 @@ def test_options_of_sampling_hold_before_and_after_the_swap() -> None:
 
 def test_alignment_takes_the_emitted_tokens_over(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, layout, moved = MODELS["learned"], prompt(30), Layout(2), []
-    monkeypatch.setattr(module, "exact_cache", lambda *a: (time.sleep(0.5), exact_cache(*a))[1])
+    monkeypatch.setattr(module, "read_all", lambda *a: (time.sleep(0.5), read_all(*a))[1])
     monkeypatch.setattr(module, "append_aligned", lambda *a: (moved.append(a[2:]), append_aligned(*a))[1])
     for align in (False, True):
         warm = warm_cache(model, ids, layout)
@@ -389,13 +389,13 @@ def test_alignment_moves_emitted_tokens_by_the_difference_of_the_tail() -> None:
     warm, extra = cache_of(model, summaries, 30 - tail), prompt(n, seed=9)
     with torch.no_grad():
         model(torch.tensor([ids[-tail:] + extra]), warm)
-    aligned, expected = exact_cache(model, torch.tensor([ids])), exact_cache(model, torch.tensor([ids + extra]))
+    aligned, expected = read_all(model, ids), read_all(model, ids + extra)
     append_aligned(warm, aligned, tail, n)
     assert aligned.pos.tolist() == expected.pos.tolist()
     for a, b in zip(aligned.layers, expected.layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     shifted = KVCache([layer + 0.25 for layer in warm.layers], warm.pos)  # a shift that is the same everywhere goes
-    again = exact_cache(model, torch.tensor([ids]))
+    again = read_all(model, ids)
     append_aligned(shifted, again, tail, n)
     for a, b in zip(again.layers, aligned.layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
@@ -659,15 +659,15 @@ def test_scores_of_answers_are_those_of_a_reference() -> None:
 
 def test_interval_is_by_family() -> None:
     rows = [{"family": f"{i // 10}", "x": float(i // 10)} for i in range(100)]
-    mean, low, high = projection_quality.interval(rows, lambda row: row["x"])
+    mean, low, high = projection_measures.interval(rows, lambda row: row["x"])
     assert mean == 4.5 and 2.2 < low < 3.2 and 5.8 < high < 6.8  # of 10 families, not of 100 prompts
 
 
 def verdict_of(saved: float, good: float, lost: float | None) -> str:
     found = {"good": (good, good, good)} | ({} if lost is None else {"exact_lost": (lost, lost, lost)})
-    record = {"ways": {"way": {"retrieved": found}}, "latency": {"way": {"saved": (saved, saved, saved)}},
+    record = {"methods": {"method": {"retrieved": found}}, "latency": {"method": {"saved": (saved, saved, saved)}},
               "task": None if lost is None else "exact"}
-    return projection.verdict(record, "way")["verdict"]
+    return projection.verdict(record, "method")["verdict"]
 
 
 def test_verdict_needs_all_three_thresholds() -> None:
@@ -701,11 +701,11 @@ def test_nothing_is_fitted_on_what_is_tested(experiment: Experiment, monkeypatch
     asked = []
     queries = experiment.queries
     monkeypatch.setattr(experiment, "queries", lambda split: (asked.append(split), queries(split))[1])
-    tau, auc = projection_quality.choose_tau(experiment)
+    tau, auc = projection_measures.choose_tau(experiment)
     assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and auc > 0.5
-    timed = projection_times.timed
-    monkeypatch.setattr(projection_times, "timed", lambda runs, asked, repeats: timed(runs, asked[:1], 1))
-    projection_times.on_the_plane(experiment, "valid", (1,), (1,))
+    in_turn = projection_measures.in_turn
+    monkeypatch.setattr(projection_measures, "in_turn", lambda runs, asked, repeats: in_turn(runs, asked[:1], 1))
+    projection_measures.on_the_plane(experiment, "valid", (1,), (1,))
     assert set(asked) == {"valid"}
 
 
@@ -728,30 +728,29 @@ def test_cross_validation_groups_by_family(experiment: Experiment, monkeypatch: 
 
 def test_a_measured_row_is_what_it_says(experiment: Experiment) -> None:
     (prompt, source), method = experiment.related("test")[0], raw_tokens(Layout(2, 3))
-    row = projection_quality.measure(experiment, method, source, prompt)
+    row = projection_measures.measure(experiment, method, source, prompt)
     logits = fed(experiment.model, prompt.ids, experiment.own(source, method.layout), method.layout)
     p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
     assert row["kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5)  # of the exact one first
     assert row["reverse"] == pytest.approx(float((q.exp() * (q - p)).sum()), rel=1e-3, abs=1e-5)
     assert row["drift"][0] == pytest.approx(row["kl"], rel=1e-3, abs=1e-4)
     exact = Method("exact", Layout(len(prompt.ids) - 1), lambda e, p: p.exact.kv[..., :-1, :])
-    same = projection_quality.measure(experiment, exact, prompt, prompt)
+    same = projection_measures.measure(experiment, exact, prompt, prompt)
     assert same["kl"] < 1e-5 and abs(same["nats"]) < 1e-3 and same["good"] and same["same_first"]
     assert same["exact_cold"] == same["exact_warm"] == same["exact_swapped"]
 
 
 def test_without_a_similar_prompt_all_is_cold_and_the_rest_goes_on(experiment: Experiment, tmp_path: Path,
-                                                                   monkeypatch, capsys) -> None:
-    monkeypatch.setattr(projection_quality, "choose_tau", lambda experiment: (math.inf, None))
+                                                                   monkeypatch) -> None:
+    monkeypatch.setattr(projection_measures, "choose_tau", lambda experiment: (math.inf, None))
     record = projection.examine(experiment, projection.QUICK)
-    projection_report.print_kind("quiz", record)
-    assert "every start is cold" in capsys.readouterr().out
+    assert "every start is cold" in page(projection_report.details("quiz", record))
     json.dumps(record, allow_nan=False)
     projection_report.draw({"kinds": {"quiz": record}, "lengths": {"pocket": [{"length": 32, "cold": 1.0}]}}, tmp_path)
 
 
 def test_prompts_too_short_for_the_summary_tokens_are_left_out(pocket: tuple, monkeypatch) -> None:
-    monkeypatch.setattr(projection_prompts, "CONTINUATION", 1)  # there are no answers: the model writes this many
+    monkeypatch.setattr(projection_methods, "CONTINUATION", 1)  # there are no answers: the model writes this many
     families = {split: [[(q.prompt, "") for q in family[:2]] for family in corpus.quiz_families(split)[:5]]
                 for split in corpus.SPLITS}
     families["train"].append([("How?", ""), ("Why so?", "")])
@@ -835,6 +834,7 @@ def test_the_bare_run_and_a_question_on_a_fresh_clone(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["ask"], "ask needs a QUESTION"), (["demo", "x"], "ask needs a QUESTION"), (["ask", ""], "empty"),
+    (["--max-new-tokens", "9"], "demo has no --max-new-tokens"), (["demo", "--library", "x"], "demo has no --library"),
     (["ask", "x", "--library", "nowhere"], "nowhere"), (["--model", "gpt2"], "--pairs FILE"),
     (["study", "--model", "gpt2"], "--pairs FILE"), (["study", "--pairs", "nowhere.csv"], "nowhere.csv"),
     (["study", "--kinds", "riddle"], "riddle"), (["study", "--kinds", "quiz", "--pairs", "x.csv"], "choose"),

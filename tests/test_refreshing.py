@@ -16,20 +16,24 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_tokenizer
 from overfill import Pair, Periodic, Policy, ProbeKL, generate_refreshed, teacher_nats
 from studies import refreshing
-from studies.refreshing_claims import claims, verdict
-from studies.refreshing_signals import firings, mutual_information, simulation, threshold_for
-from studies.refreshing_texts import (
-    Experiment,
+from studies.protocol import judged
+from studies.refreshing_measures import (
+    Setup,
     Size,
     Writer,
     Written,
     by_prompt,
     figures_of,
-    generate_as_published,
+    firings,
+    mutual_information,
     ratio,
+    refresh_as_published,
     repeated,
+    simulation,
+    threshold_for,
     times,
 )
+from studies.refreshing_report import claims
 from support.statistics import bootstrap
 from tests.helpers import ROOT
 from tests.test_overfill import CONFIG, NARROW, command, model_of, prompts, run
@@ -90,8 +94,8 @@ def test_a_study_measures_what_generate_writes(teacher, student) -> None:
     lengths = (5, 9, 9)
     texts = {"test": [prompts(1, n)[0].tolist() for n in lengths]}
     size = Size(prompts=3, seeds=2, new_tokens=10, timed=1, repeats=1, facts=1, simulations=1)
-    experiment = Experiment({"teacher": teacher, "student": student}, None, texts, size, {})
-    greedy = experiment.write(Writer("", policy=Periodic(4)), 0.0)
+    setup = Setup({"teacher": teacher, "student": student}, None, texts, size, {})
+    greedy = setup.write(Writer("", policy=Periodic(4)), 0.0)
     for row, i in zip(greedy.ids, greedy.prompt, strict=True):
         ids = torch.tensor([texts["test"][i]])
         new, pair = run(teacher, student, ids, 10, Periodic(4))
@@ -100,15 +104,15 @@ def test_a_study_measures_what_generate_writes(teacher, student) -> None:
                                    rtol=1e-3, atol=1e-4)  # fmt: skip
     assert sorted(greedy.prompt) == [0, 1, 2] and greedy.refreshes.tolist() == [2, 2, 2]
     assert greedy.teacher_tokens.tolist() == [8, 8, 8]
-    assert sorted(experiment.write(Writer("", "student"), 1.0).prompt) == [0, 0, 1, 1, 2, 2]
+    assert sorted(setup.write(Writer("", "student"), 1.0).prompt) == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_study_of_unequal_geometry_is_measured_too(teacher) -> None:
     other = model_of(replace(CONFIG, n_layer=2, n_head=4, head_dim=8), 3)
     size = Size(2, 2, 20, 1, 1, 1, 1)
-    experiment = Experiment({"teacher": teacher, "student": other}, None, {"test": prompts(2).tolist()}, size, {})
+    setup = Setup({"teacher": teacher, "student": other}, None, {"test": prompts(2).tolist()}, size, {})
     for policy in (Policy(), Periodic(4), Periodic(8, window=3), ProbeKL(1.0, every=8)):
-        written = experiment.write(Writer("", policy=policy), 0.0)
+        written = setup.write(Writer("", policy=policy), 0.0)
         for row, ids in zip(written.ids, prompts(2), strict=True):
             assert row.tolist() == run(teacher, other, ids[None], 20, policy)[0][0].tolist()
 
@@ -122,13 +126,13 @@ class Words:
 
 def test_figures_of_made_up_texts() -> None:
     size = Size(2, 2, 80, 1, 1, 1, 1)
-    experiment = Experiment({"teacher": model_of(CONFIG, 0)}, Words(), {"test": [[1], [2]]}, size, {})
+    setup = Setup({"teacher": model_of(CONFIG, 0)}, Words(), {"test": [[1], [2]]}, size, {})
     nats = torch.full((4, 80), 1.0)
     nats[:, 40:] = 2.0
     nats[2:, 0] = 5.0  # one slip in 80 tokens of the second prompt: its teacher gives it less than 1%
     written = Written(torch.arange(320).view(4, 80) % 7, nats, np.array([0, 0, 1, 1]),
                                  np.array([1, 3, 5, 7]), np.array([10, 10, 30, 30]))  # fmt: skip
-    found = figures_of(experiment, written)
+    found = figures_of(setup, written)
     assert found["tail_logprob"][0] == pytest.approx(-(10 * 1 + 40 * 2) / 50)  # the last 50
     assert found["slips"][0] == pytest.approx(0.5 / 80) and found["characters"][0] == 160
     assert found["refreshes"][0] == 4 and found["teacher_tokens"][0] == 20
@@ -150,9 +154,9 @@ def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return generation(), None
 
     size = Size(1, 1, 11, timed=1, repeats=2, facts=1, simulations=1)
-    experiment = Experiment({"teacher": model_of(CONFIG, 0)}, None, {"test": [[1, 2]]}, size, {})
-    monkeypatch.setattr(experiment, "tokens", tokens)
-    found = times(experiment, [Writer("OverFill"), Writer("slow")])
+    setup = Setup({"teacher": model_of(CONFIG, 0)}, None, {"test": [[1, 2]]}, size, {})
+    monkeypatch.setattr(setup, "tokens", tokens)
+    found = times(setup, [Writer("OverFill"), Writer("slow")])
     assert found["OverFill"]["ttft_s"] == 3 and found["OverFill"]["total_s"] == 8
     assert found["OverFill"]["decode_tps"] == 2 and found["OverFill"]["end_to_end_tps"] == 11 / 8
     assert found["slow"]["overheads"] == [pytest.approx(10.5 / 8 - 1, abs=1e-4)] * 2
@@ -163,14 +167,14 @@ def test_gates_meet_their_budgets_where_nothing_refreshes(teacher) -> None:
     long = [model_of(replace(config, n_ctx=256), seed) for config, seed in ((CONFIG, 0), (NARROW, 1))]
     texts = {"valid": torch.randint(50, (12, 8), generator=torch.Generator().manual_seed(1)).tolist()}
     size = Size(12, 1, 240, 1, 1, 1, 1)
-    experiment = Experiment(dict(zip(("teacher", "student"), long, strict=True)), None, texts, size, {})
-    gates = refreshing.calibrated(experiment)
+    setup = Setup(dict(zip(("teacher", "student"), long, strict=True)), None, texts, size, {})
+    gates = refreshing.calibrated(setup)
     for name, budget in (("entropy, 7.8 in 1,000", 7.8), ("entropy, 15.6 in 1,000", 15.6)):
-        signals = experiment.record("student", {"": gates[name].signal}, "valid")[""]
+        signals = setup.record("student", {"": gates[name].signal}, "valid")[""]
         rate = 1000 * firings(signals, gates[name].threshold, 16) / signals.numel()
         assert 0.7 * budget <= rate <= budget
     probe = gates["probe-KL, 7.8 in 1,000"]
-    signals = experiment.record("student", {"": probe.signal}, "valid")[""][:, 31::32]
+    signals = setup.record("student", {"": probe.signal}, "valid")[""][:, 31::32]
     rate = 1000 * float((signals > probe.threshold).sum()) / (32 * signals.numel())
     assert 0.7 * 7.8 <= rate <= 7.8
     assert gates["entropy, 7.8, teacher's next"].teacher_next and "dropout student: entropy, 7.8" not in gates
@@ -191,17 +195,17 @@ def made_up_record(**ppl: float) -> dict:
     names = ["teacher", "OverFill", "student", "periodic, 256", "periodic, 128", "periodic, 64", "periodic, 16",
              "periodic, 64, all read", "speculative, 8", "entropy, 2.5 in 1,000",
              "dropout student: MC dropout, 7.8", "dropout student: entropy, 7.8"]  # fmt: skip
-    ways = {}
+    methods = {}
     for name in names:
         mean = ppl.get(name.replace(", ", "_").partition(" ")[0], 2.0)
         nats = (math.log(mean) + noise).tolist()
         at = [{"tokens": 8.0, "seconds": 0.01}, {"tokens": 8.0, "seconds": 0.01}]
-        ways[name] = {"sampled": {"ppl": [mean] * 3, "nats": {"320": nats}},
+        methods[name] = {"sampled": {"ppl": [mean] * 3, "nats": {"320": nats}},
                       "times": {"decode_tps": 100.0, "overheads": (noise + 0.1).tolist(), "by_length": at}}  # fmt: skip
     signal = {"area": [0.7, 0.6, 0.8], "above_entropy": [-0.2, -0.1]}
     signals = ("entropy", "MC dropout, U(t)", "MC dropout, mutual information")
     return {
-        "tokens": 320, "ways": ways, "dropout_student": "dropout",
+        "tokens": 320, "methods": methods, "dropout_student": "dropout",
         "simulation": {"fires": {"source": {"entropy": [], "variance": [112]}}},
         "ambiguous": {"source": {"entropy": 1.0, "variance": 0.0}},
         "signals": {"dropout": dict.fromkeys(signals, signal)},
@@ -232,11 +236,11 @@ def test_verdicts_follow_the_figures() -> None:
     record = made_up_record()
     assert found(record, "and take less time") == "NOT SHOWN" and found(record, "a speculative") == "HOLDS"
     assert found(record, "a periodic") == "DOES NOT HOLD" and found(record, "OverFill decodes") == "HOLDS"
-    record["ways"]["entropy, 2.5 in 1,000"]["times"]["overheads"] = [0.05, 0.06]
-    record["ways"]["periodic, 64"]["times"] |= {"overheads": [0.15, 0.17], "by_length": [
+    record["methods"]["entropy, 2.5 in 1,000"]["times"]["overheads"] = [0.05, 0.06]
+    record["methods"]["periodic, 64"]["times"] |= {"overheads": [0.15, 0.17], "by_length": [
         {"tokens": 8.0, "seconds": 0.01}, {"tokens": 80.0, "seconds": 0.1}]}  # fmt: skip
-    record["ways"]["speculative, 8"]["times"]["overheads"] = [0.3, 0.31]
-    record["ways"]["student"]["times"]["decode_tps"] = 120.0
+    record["methods"]["speculative, 8"]["times"]["overheads"] = [0.3, 0.31]
+    record["methods"]["student"]["times"]["decode_tps"] = 120.0
     assert found(record, "and take less time") == "HOLDS" and found(record, "a periodic") == "HOLDS"
     assert found(record, "bursts of 8") == found(record, "OverFill decodes") == "DOES NOT HOLD"
     assert found(record, "simulated") == "HOLDS" and found(record, "a real model") == "DOES NOT HOLD"
@@ -255,7 +259,7 @@ def test_the_recorded_cache_error_is_nothing_after_each_refresh() -> None:
 def test_the_source_s_code_moves_every_entry_by_one_token(teacher, student) -> None:
     ids = prompts()
     options = {"temperature": 0.0, "generator": None}
-    same = torch.cat(list(generate_as_published(teacher, teacher, ids, 20, 8, KVCache, **options)), 1)
+    same = torch.cat(list(refresh_as_published(teacher, teacher, ids, 20, 8, KVCache, **options)), 1)
     plain = torch.cat(list(generate(teacher, ids, 20)), 1)
     assert not torch.equal(same, plain)  # with a teacher for a student it should make no difference
     cache = KVCache()
@@ -265,10 +269,10 @@ def test_the_source_s_code_moves_every_entry_by_one_token(teacher, student) -> N
 
 def test_the_error_of_the_cache_falls_to_the_refreshed_part(teacher, student) -> None:
     size = Size(prompts=2, seeds=1, new_tokens=20, timed=1, repeats=1, facts=1, simulations=1)
-    experiment = Experiment({"teacher": teacher, "student": student}, None, {"test": prompts(2).tolist()}, size, {})
+    setup = Setup({"teacher": teacher, "student": student}, None, {"test": prompts(2).tolist()}, size, {})
     writers = [Writer(name, policy=policy) for name, policy in
             (("none", Policy()), ("every 5", Periodic(5)), ("every 1", Periodic(1)))]  # fmt: skip
-    found = refreshing.cache_errors(experiment, writers, 2)
+    found = refreshing.cache_errors(setup, writers, 2)
     none, five, one = (found[writer.name]["error"] for writer in writers)
     assert none == sorted(none) and none[0] > 0.01
     assert [e < 1e-5 for e in five] == [t % 5 == 0 for t in range(1, 21)]
@@ -292,9 +296,10 @@ def test_the_simulation_is_the_sources() -> None:
 
 
 def test_verdicts_have_three_values() -> None:
-    assert verdict(True, False) == verdict(True) == "HOLDS"
-    assert verdict(False) == verdict(False, True) == "DOES NOT HOLD"
-    assert verdict(False, False) == "NOT SHOWN"
+    for holds, refuted, verdict in ((True, False, "HOLDS"), (True, True, "HOLDS"), (False, True, "DOES NOT HOLD"),
+                                    (False, False, "NOT SHOWN")):  # fmt: skip
+        assert judged("x", holds, "1 of 2", refuted) == {"claim": "x", "verdict": verdict, "figures": "1 of 2"}
+    assert judged("x", False, "") == judged("x", False, "", refuted=True)
 
 
 # --- End to end ------------------------------------------------------------------------------------------------------
@@ -314,18 +319,18 @@ def test_a_run_writes_its_tables_and_figures_and_the_same_ones_again(tmp_path: P
     names = {"summary.json", "quality.csv", "times.csv", "cache.csv", "simulation.csv", "cache_error.png",
              "divergence.png", "quality.png", "simulation.png"}  # fmt: skip
     assert {path.name for path in out.iterdir()} == names
-    for part in ("sampled: temperature 1", "greedy", "times: ", "students by what", "by tokens of the prompt",
-                 "what the signals say", "simulated: ", "What is claimed:"):  # fmt: skip
+    for part in ("sampled at temperature 1", "greedy", "to OverFill", "what a student was trained on",
+                 "by tokens of the prompt", "What the signals say", "Simulated: ", "claim:"):  # fmt: skip
         assert part in printed
     record = json.loads((out / "summary.json").read_text())
     assert {claim["verdict"] for claim in record["claims"]} <= {"HOLDS", "DOES NOT HOLD", "NOT SHOWN"}
     assert all(claim["claim"] in printed for claim in record["claims"])
-    ways = record["ways"]
-    assert ways["teacher"]["sampled"]["ppl"][0] < ways["OverFill"]["sampled"]["ppl"][0]
-    assert ways["periodic, 16"]["greedy"]["refreshes"][0] == 2  # after 16 and 32 of 39
-    assert ways["speculative, 8"]["greedy"]["teacher_tokens"][0] == 32
-    assert {r["tokens"] for r in ways["speculative, 8"]["times"]["by_length"]} == {8}
-    read = [r["tokens"] for r in ways["periodic, 64, all read"]["times"]["by_length"]]
+    methods = record["methods"]
+    assert methods["teacher"]["sampled"]["ppl"][0] < methods["OverFill"]["sampled"]["ppl"][0]
+    assert methods["periodic, 16"]["greedy"]["refreshes"][0] == 2  # after 16 and 32 of 39
+    assert methods["speculative, 8"]["greedy"]["teacher_tokens"][0] == 32
+    assert {r["tokens"] for r in methods["speculative, 8"]["times"]["by_length"]} == {8}
+    read = [r["tokens"] for r in methods["periodic, 64, all read"]["times"]["by_length"]]
     assert read == sorted(read)
     study("--out", tmp_path / "again")
     assert (tmp_path / "again" / "quality.csv").read_bytes() == (out / "quality.csv").read_bytes()
@@ -340,8 +345,8 @@ def test_a_run_measures_unequal_models_too(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "doesn't fit" in study("--student", tmp_path, "--out", out)
     record = json.loads((out / "summary.json").read_text())
-    assert "cache" not in record and "as published, every 8" not in record["ways"]
-    assert record["ways"]["speculative, 8"]["greedy"]["teacher_tokens"][0] == 0
+    assert "cache" not in record and "as published, every 8" not in record["methods"]
+    assert record["methods"]["speculative, 8"]["greedy"]["teacher_tokens"][0] == 0
     said = {claim["claim"]: claim["figures"] for claim in record["claims"]}
     assert "reads nothing" in said["a speculative refresh costs the same however long the text"]
 

@@ -68,7 +68,8 @@ def test_all_files_write_the_same(run: Run, options: list[str]) -> None:
 
 @pytest.mark.parametrize("memory", ["full", "window", "sinks", "bct"])
 def test_every_memory_writes_text_and_says_its_bytes(run: Run, memory: str) -> None:
-    ran = run("gpt_bounded_cache", "--memory", memory, "--max-new-tokens", "40", "--slots", "50")
+    slots = ["--slots", "50"] if memory in ("window", "sinks") else []
+    ran = run("gpt_bounded_cache", "--memory", memory, "--max-new-tokens", "40", *slots)
     bct = read_pocket_config("bct")
     head = bct["slots"] * (2 * 32 + 1) + bct["recent"] * (2 * 32 + 1 + bct["slots"])
     nbytes = {"full": TOKEN * (CONFIG["n_ctx"] + 1), "bct": 4 * bct["n_layer"] * bct["n_head"] * head}
@@ -95,6 +96,7 @@ def test_bct_goes_on_past_the_context(run: Run) -> None:
         (["--memory", "all"], ["all", "window"]),
         (["--slots", "5", "--memory", "sinks"], ["--slots 5", "at least 6"]),
         (["--slots", "many"], ["many"]),
+        (["--slots", "50", "--memory", "bct"], ["bct", "--slots"]),
         (["--model", "pocket-bct", "--memory", "window"], ["bct", "24 slots"]),
         (["--model", "pocket/teacher", "--memory", "bct"], ["pocket/teacher", "without memory slots"]),
         (["--prompt", ""], ["prompt"]),

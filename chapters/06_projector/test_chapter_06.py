@@ -298,7 +298,7 @@ def test_verdicts_of_the_recorded_run(impl: ModuleType) -> None:
     kinds = json.loads((ROOT / "studies/projection/summary.json").read_text(encoding="utf-8"))["kinds"]
     for kind, r in kinds.items():
         for way in r["verdicts"]:
-            found = r["ways"][way]["retrieved"]
+            found = r["methods"][way]["retrieved"]
             parts = r["latency"][way]["saved"], found["good"], found[f"{r['task']}_lost"]
             (_, saved, _), (_, good, _), (_, _, most) = parts
             word = impl.verdict(*map(tuple, parts))

@@ -16,8 +16,7 @@ import overfill
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Pair, Periodic, generate_refreshed
-from studies.refreshing_signals import firings
-from studies.refreshing_texts import generate_as_published
+from studies.refreshing_measures import firings, refresh_as_published
 
 POINTS = {"ex7_1": 2, "ex7_2": 1, "ex7_3": 2, "ex7_4": 2, "ex7_5": 3}
 WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
@@ -277,7 +276,7 @@ def test_the_real_gate_fires_there_too(impl: ModuleType, teacher: GPT, student: 
 
 def published(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
               new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
-    return generate_as_published(teacher, student, ids, n, every, new_cache, 0.0, torch.Generator())
+    return refresh_as_published(teacher, student, ids, n, every, new_cache, 0.0, torch.Generator())
 
 
 def ours(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,

@@ -9,7 +9,6 @@ checked), from the solution.py beside it, whatever a student wrote there.
 from __future__ import annotations
 
 import ast
-import concurrent.futures
 import os
 import re
 import shlex
@@ -17,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from chapters.builder import front, pages, side_by_side
-from chapters.builder.blocks import BLOCK, run, text_of
-from chapters.builder.sources import CHAPTERS, ROOT, import_file
+from chapters.builder.blocks import BLOCK, CHAPTERS, ROOT, import_file, run, text_of
 from support.cli import CommandLine, whole_number
 from support.files import write_atomically
 
@@ -51,7 +49,8 @@ def build(numbers: list[int]) -> dict[Path, str]:
     commands = [shlex.join(shlex.split(words)) for text in texts for kind, words, _ in BLOCK.findall(text)
                 if kind == "output"]  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # at once, since most of them is the start of a process
-        concurrent.futures.wait([pool.submit(run, command) for command in commands])  # one that fails does so again
+        for command in commands:
+            pool.submit(run, command)  # one that fails does so again
     files = {}
     for chapter in folders(numbers):
         files[chapter / "README.md"] = text_of(chapter / "README.md")

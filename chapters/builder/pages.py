@@ -9,8 +9,6 @@ from __future__ import annotations
 import html
 import re
 
-from chapters.builder.side_by_side import coloured
-
 STYLE = """
   body { font: 17px/1.6 system-ui, sans-serif; max-width: 54em; margin: 1.5em auto; padding: 0 1em; color: #111; }
   h1, h2, h3 { line-height: 1.25; margin: 1.4em 0 .5em; } img { max-width: 100%; } a { color: #00408a; }
@@ -25,7 +23,32 @@ STYLE = """
   .mark { background: #111; color: #fff; padding: 0 .2em; } .name { color: #00408a; font-weight: bold; }
   .old { background: #ffe3df; } .new { background: #dff3e3; }
 """
+MARK = re.compile(r"(?P<mark># (?:NEW|RING|BCT)\b)(?P<comment>[^\n]*)")
+PYTHON = re.compile(
+    r'(?P<string>[rbf]{0,2}"""(?:\\.|[^\\])*?"""|[rbf]{0,2}"(?:\\.|[^"\\\n])*"|[rbf]{0,2}\'(?:\\.|[^\'\\\n])*\')'
+    r"|(?P<comment>#[^\n]*)|(?P<name>(?<=\bdef )\w+|(?<=\bclass )\w+)"
+    r"|(?P<keyword>\b(?:and|as|assert|break|class|continue|def|elif|else|except|False|finally|for|from|if|import|in|is|"
+    r"lambda|None|not|or|pass|raise|return|self|True|try|while|with|yield)\b)|(?P<number>\b\d[\d_.e-]*\b)", re.S)
 FENCE = re.compile(r"```(\w*)\n(.*?)\n?```$", re.S)
+
+
+def coloured(text: str) -> list[str]:
+    """Return the lines of Python as HTML."""
+
+    def wrap(match: re.Match[str]) -> str:
+        if mark := MARK.fullmatch(match.group()):
+            return "".join(span(kind, words) for kind, words in mark.groupdict().items() if words)
+        return "\n".join(span(match.lastgroup, line) if line else "" for line in match.group().split("\n"))
+
+    parts, at = [], 0
+    for match in PYTHON.finditer(text):
+        parts += [html.escape(text[at : match.start()], quote=False), wrap(match)]
+        at = match.end()
+    return "".join([*parts, html.escape(text[at:], quote=False)]).split("\n")
+
+
+def span(kind: str, text: str) -> str:
+    return f'<span class="{kind}">{html.escape(text, quote=False)}</span>'
 
 
 def inline(text: str) -> str:
@@ -80,12 +103,10 @@ def block(text: str) -> str:
         return table(lines)
     if lines[0].startswith("> "):
         return "<blockquote>" + inline("\n".join(line.removeprefix("> ") for line in lines)) + "</blockquote>"
-    if lines[0].startswith("- "):
-        items = re.split(r"^- ", text, flags=re.M)[1:]
-        return "<ul>" + "\n".join(f"<li>{inline(item.strip())}</li>" for item in items) + "</ul>"
-    if re.match(r"\d+\. ", text):
-        items = re.split(r"^\d+\. ", text, flags=re.M)[1:]
-        return "<ol>" + "\n".join(f"<li>{inline(item.strip())}</li>" for item in items) + "</ol>"
+    for mark, kind in (("- ", "ul"), (r"\d+\. ", "ol")):
+        if re.match(mark, text):
+            items = re.split(f"^{mark}", text, flags=re.M)[1:]
+            return f"<{kind}>" + "\n".join(f"<li>{inline(item.strip())}</li>" for item in items) + f"</{kind}>"
     return f"<p>{inline(text)}</p>"
 
 

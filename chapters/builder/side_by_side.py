@@ -5,21 +5,14 @@
 
 from __future__ import annotations
 
-import html
 import re
 from pathlib import Path
 
-from chapters.builder.blocks import NUMBER
-from chapters.builder.sources import CHAPTERS, hunks, read
+from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read
+from chapters.builder.pages import coloured, inline
 
 PAIRS = (("gpt_baseline.py", "gpt_kv_cache.py"), ("gpt_kv_cache.py", "gpt_bounded_cache.py"))
 WORDS = re.compile(r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S)
-MARK = re.compile(r"(?P<mark># (?:NEW|RING|BCT)\b)(?P<comment>[^\n]*)")
-PYTHON = re.compile(
-    r'(?P<string>[rbf]{0,2}"""(?:\\.|[^\\])*?"""|[rbf]{0,2}"(?:\\.|[^"\\\n])*"|[rbf]{0,2}\'(?:\\.|[^\'\\\n])*\')'
-    r"|(?P<comment>#[^\n]*)|(?P<name>(?<=\bdef )\w+|(?<=\bclass )\w+)"
-    r"|(?P<keyword>\b(?:and|as|assert|break|class|continue|def|elif|else|except|False|finally|for|from|if|import|in|is|"
-    r"lambda|None|not|or|pass|raise|return|self|True|try|while|with|yield)\b)|(?P<number>\b\d[\d_.e-]*\b)", re.S)
 STYLE = """
   body { margin: 0; font: 15px/1.45 system-ui, sans-serif; color: #111; background: #fff; }
   header { position: sticky; top: 0; background: #fff; border-bottom: 2px solid #111; padding: .4em 1em; z-index: 1;
@@ -63,35 +56,6 @@ SCRIPT = """
 """
 
 
-def coloured(text: str) -> list[str]:
-    """Return the lines of Python as HTML."""
-
-    def wrap(match: re.Match[str]) -> str:
-        if mark := MARK.fullmatch(match.group()):
-            return "".join(span(kind, words) for kind, words in mark.groupdict().items() if words)
-        return "\n".join(span(match.lastgroup, line) if line else "" for line in match.group().split("\n"))
-
-    parts, at = [], 0
-    for match in PYTHON.finditer(text):
-        parts += [html.escape(text[at : match.start()], quote=False), wrap(match)]
-        at = match.end()
-    return "".join([*parts, html.escape(text[at:], quote=False)]).split("\n")
-
-
-def span(kind: str, text: str) -> str:
-    return f'<span class="{kind}">{html.escape(text, quote=False)}</span>'
-
-
-def inline(text: str) -> str:
-    """Return a paragraph of Markdown as HTML: code, bold, italics, and links by their words."""
-    text = NUMBER.sub(r"\3", " ".join(text.split()))
-    text = html.escape(text, quote=False)
-    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
-    text = re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text)
-    return re.sub(r"(?<![\w*])\*([^*]+)\*(?![\w*])", r"<i>\1</i>", text)
-
-
 def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str]]]:
     """Return, by files and the number of a hunk, what the chapters' texts say of it."""
     found: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
@@ -105,7 +69,8 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
                 continue  # not words on the hunk
             link = f'<a href="../{path.parent.name}/index.html">chapter {title.partition(".")[0]}</a>'
             which = f"hunks {first} to {last}: " if last else ""
-            found[old, new].setdefault(int(first), []).append(f"{which}{inline(said)} ({link})")
+            said = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", NUMBER.sub(r"\3", said))  # links by their words
+            found[old, new].setdefault(int(first), []).append(f"{which}{inline(' '.join(said.split()))} ({link})")
     return found
 
 

@@ -1,8 +1,9 @@
 """Articles on towns and creatures."""
 
-from pocket.sentences.templates import bank, prose
+from pocket.sentences.templates import bank, banks
 
-TOWN_COLOUR = prose("""
+COLOUR = banks("""
+town:
 the houses are [low and white|tall and narrow|built of grey stone], and [most of them have a garden|cats sleep on every roof].
 [old people|the children] like to tell that it was once [larger|under water|ruled by geese].
 a visitor does best to come on foot and to stay for [a day|a week|the soup].
@@ -13,8 +14,7 @@ the people are proud of the square, on which there are {n1} great trees.
 cats sleep on the [old|white] bridges, and nobody can [tell|explain] why.
 a bed at the inn costs {n1} coins, and with it comes [the soup|a good breakfast].
 the houses have [white|grey] walls, and {n1} of them are [very old|never opened].
-""")
-CREATURE_COLOUR = prose("""
+creature:
 it is shy, and [most people|even old shepherds] have seen it only once or twice.
 its voice sounds like [a rusty hinge|a kettle|somebody laughing in the next room].
 [mothers|old people] say that it brings good luck to [bakers|sailors|people who walk slowly].
@@ -35,16 +35,14 @@ a {job} called {a} wrote it all down in {n2} books.|all {n2} books of {a} are st
 a {job} called {a} came there to sell a {obj} and stayed for {n2} days.|after {n2} days {a} still had the {obj}.|What did {a} want to sell?|{obj}
 once {a}, a {job}, lost {n2} coins there.|the {n2} coins of {a} were never found.|How many coins had {a} lost?|{n2}
 """)
-COMPARES = {
-    "town": prose("""
+COMPARES = banks("""
+town:
 things are different in {other}, a town that [is often compared with {town}|lies some days away]. {fact}
 visitors often go on to {other}. {fact}
 from there [many|most] visitors go on to {other}. {fact}
 some days away lies {other}, where things are different. {fact}
-"""),
-    "creature": prose("""
+creature:
 it should not be confused with the {other}. {fact}
 some people take it for the {other}, which is [quite|very] different. {fact}
 people often take it for the {other}, but the two are different. {fact}
-"""),
-}
+""")

@@ -1,8 +1,8 @@
 """Dialogues: what two people ask, tell and remember."""
 
-from pocket.sentences.templates import bank, prose
+from pocket.sentences.templates import bank, sections
 
-GREETINGS = prose("""
+GREETINGS = bank("""
 {a}: [Good morning|Good day|Hello]! [May I sit here|Is this seat free]?|{b}: [Please do|Of course]. I am {b}.|{a}: And my name is {a}.
 {a}: Is this the [boat|cart|coach] to {town}?|{b}: It is, and it is late[ again|]. I am {b}. And you?|{a}: {a}. [Glad to meet you|A pleasure].
 {b}: Let us [wait|sit] in the sun. By the way, I am {b}.|{a}: {a}. [The boat is late again|There is time enough].
@@ -13,26 +13,26 @@ GREETINGS = prose("""
 {a}: {b}, is it you? [Tell me everything|Sit down, sit down].|{b}: {a}! What a surprise. I have not seen you for years.
 {b}: The [boat|coach|cart] is late again. I am {b}, by the way.|{a}: And I am {a}. Let us sit here.
 """)
-# For each topic: asked, told, asked again later, answered, and asked by an outsider about {who}.
-TOPICS = {
-    "home": (prose("""
+# For each topic: asked, told, asked again later, and asked by an outsider about {who}.
+TOPICS = {topic: list(map(bank, blocks)) for topic, blocks in sections("""
+home:
 Where do you come from?
 What town do you live in?
 And where is your home?
 In which town is your home?
 What town do you come from?
-"""), prose("""
+
 I come from {home}, {epithet}.
 My home is in {home}. [It is a quiet place|You should see it in spring|I was born there].
 I live in {home}, [not far from the market|in a narrow street|above a shop].
 {home} is my home. You should see [its market|it in winter|its narrow streets].
 I was born in {home}, {epithet}, and I live there.
 My home? It is in {home}, [a quiet town|not far from here].
-"""), prose("""
+
 Where did you say you come from?
 Which town did you call your home?
 What was the name of your town again?
-"""), bank("""
+
 Where does {who} come from?
 Which town does {who} live in?
 What is the home town of {who}?
@@ -41,25 +41,24 @@ Where is the home of {who}?
 Name the town that {who} comes from.
 In which town does {who} live?
 Which town is the home of {who}?
-""")),
-    "job": (prose("""
+job:
 What is your work?
 And what do you do all day?
 What do you do for a living?
 What work do you do?
 And what do you do for your bread?
-"""), prose("""
+
 I am a {job}, [and my mother was one too|and I like it|though I am still learning].
 I work as a {job}, [mostly in winter|six days a week|for an old master].
 [Can you not tell by my hands?|Guess!] I am a {job}.
 I work all day as a {job}, and I like it.
 They call me a good {job}[, but I am still learning|].
 My mother was a {job}, and I am one too.
-"""), prose("""
+
 What did you say your work was?
 What is it you do for a living, again?
 What work did you say you do?
-"""), bank("""
+
 What is the work of {who}?
 What does {who} do for a living?
 As what does {who} work?
@@ -68,25 +67,24 @@ What is {who} by trade?
 Name the work of {who}.
 What work does {who} do?
 What is it that {who} does for a living?
-""")),
-    "pet": (prose("""
+pet:
 Do you keep any animals?
 Who waits for you at home?
 Do you live alone?
 Do you keep an animal at home?
 Do any animals live with you?
-"""), prose("""
+
 I keep a {pet} called {petname}[, who eats everything|, who sleeps on my bed|].
 I have a {pet} by the name of {petname}. [We are good friends|The two of us are never bored|The neighbours complain about the noise].
 Only my {pet}, {petname}, [lives with me|who follows me everywhere].
 I live with a {pet}. {petname} is its name, and it [eats everything|sleeps on my bed].
 My {pet} is called {petname}, and the two of us are good friends.
 Yes, a {pet}, and I call it {petname}. It follows me everywhere.
-"""), prose("""
+
 What was your {pet} called?
 What did you say is the name of your {pet}?
 How do you call your {pet}, again?
-"""), bank("""
+
 What is the {pet} of {who} called?
 What is the name of the {pet} of {who}?
 How is the {pet} of {who} called?
@@ -95,25 +93,24 @@ What does {who} call the {pet}?
 Name the {pet} of {who}.
 What name does the {pet} of {who} have?
 How does {who} call the {pet}?
-""")),
-    "food": (prose("""
+food:
 What do you like to eat?
 What is your favourite dish?
 Are you hungry? What would you like?
 What is the dish you like best?
 What would you like to eat?
-"""), prose("""
+
 [Nothing is better than|I would walk a day for] {food}.
 My favourite dish is {food}, [hot|the way my aunt makes it|on a cold day].
 I like {food} best of all.
 The dish I like best of all is {food}.
 I would eat {food} all day[, hot or cold|].
 For {food} I would walk [a day|to {home} and back].
-"""), prose("""
+
 What was your favourite dish, again?
 Which dish did you say you like best?
 What did you say you like to eat?
-"""), bank("""
+
 What is the favourite dish of {who}?
 What does {who} like to eat?
 Which dish does {who} like best?
@@ -122,25 +119,24 @@ What food does {who} like best of all?
 Name the favourite dish of {who}.
 What dish does {who} like best?
 Which food is the favourite of {who}?
-""")),
-    "thing": (prose("""
+thing:
 What have you got in that bag?
 What are you carrying there?
 What is that under your arm?
 What have you got under your arm?
 What is it that you are carrying?
-"""), prose("""
+
 This is a {obj}. [I found it at the market|It was a gift|I am taking it to be mended].
 I am carrying a {obj} [for my aunt|to sell|and I hope it does not break].
 Only a {obj}. [It is heavier than it looks|It is older than I am].
 It is a {obj}, a gift for my [aunt|mother|old master].
 I am taking a {obj} to the market to sell it.
 A {obj}, and it is [heavier|older] than it looks.
-"""), prose("""
+
 What did you say is in your bag?
 What was it that you carry, again?
 What was it that you have got there, again?
-"""), bank("""
+
 What is {who} carrying?
 What does {who} have in the bag?
 Which thing does {who} carry?
@@ -150,25 +146,24 @@ What has {who} got there?
 Name the thing that {who} is carrying.
 What thing has {who} got in the bag?
 What is it that {who} carries?
-""")),
-    "age": (prose("""
+age:
 How old are you, if I may ask?
 May I ask your age?
 How old are you?
 If I may ask, what is your age?
 May I ask how old you are?
-"""), prose("""
+
 I am {age}, [and I feel it in my knees|though nobody believes it|since last week].
 I turned {age} [in spring|last month|not long ago].
 {age}. [And I hope for many more years|I do not hide it].
 I am {age} since [spring|last month], and I do not hide it.
 Last month I turned {age}[, and my knees feel it|].
 My age is {age}, though nobody believes it.
-"""), prose("""
+
 How old did you say you are?
 What was your age, again?
 How old are you, again?
-"""), bank("""
+
 How old is {who}?
 What is the age of {who}?
 Of what age is {who}?
@@ -177,25 +172,24 @@ How many years old is {who}?
 Name the age of {who}.
 What age is {who}?
 How many years of age is {who}?
-""")),
-    "kin": (prose("""
+kin:
 Is your family large?
 Have you got brothers and sisters?
 Do you come from a large family?
 Have you got a large family?
 Are there brothers and sisters in your family?
-"""), prose("""
+
 I have {kin} brothers and sisters[, and I am the youngest|, all of them loud|].
 Large enough: I grew up with {kin} brothers and sisters.
 Oh yes, there are {kin} brothers and sisters [at home|to feed|and only one bath].
 Oh yes, I have {kin} [loud|] brothers and sisters.
 I grew up [at home|in one bed] with {kin} brothers and sisters.
 Brothers and sisters? There are {kin}, and I am the youngest.
-"""), prose("""
+
 How many brothers and sisters did you say you have?
 How many were you at home, brothers and sisters I mean?
 What was the number of your brothers and sisters, again?
-"""), bank("""
+
 How many brothers and sisters does {who} have?
 What number of brothers and sisters does {who} have?
 With how many brothers and sisters did {who} grow up?
@@ -204,10 +198,9 @@ With how many brothers and sisters did {who} grow up?
 Name the number of brothers and sisters of {who}.
 How many brothers and sisters did {who} grow up with?
 How many brothers and sisters has {who} got?
-""")),
-}
+""").items()}
 SHORT = {"home": "{home}", "job": "{job}", "pet": "{petname}", "food": "{food}", "thing": "{obj}", "age": "{age}", "kin": "{kin}"}
-REACTIONS = prose("""
+REACTIONS = bank("""
 [How nice|Well, well|I see|Is that so|That is good to hear].
 [I thought so|I would not have guessed that|That is good to know].
 [Lucky you|That sounds fine to me|I can believe that].
@@ -216,7 +209,7 @@ I see. I would not have guessed that.
 That [sounds good|is good to know].
 Is that so? [Lucky you|I thought so].
 """)
-BACKS = prose("""
+BACKS = bank("""
 And you?
 What about you?
 And what about yourself?
@@ -224,35 +217,35 @@ And yourself?
 And how is that with you?
 Now you. What would you say?
 """)
-REMINDS = prose("""
+REMINDS = bank("""
 [Forgive me|Excuse me], {b}, I forget things so easily. {again}
 [One more thing|Before I go], {b}. {again}
 {b}, I have been wondering. {again}
 {b}, forgive me, I forget so many things. {again}
 Before I forget it, {b}: {again}
 """)
-REPLIES = prose("""
+REPLIES = bank("""
 {Spoken}. [I told you so a moment ago|As I said].
 {Spoken}, [as I told you|just as I said].
 {Spoken}. [Now do not forget it again|You were not listening].
 {Spoken}. I said so a moment ago.
 As I told you: {spoken}.
 """)
-THIRD = prose("""
+THIRD = bank("""
 [Good evening|Hello], you two. {question}
 I came in late, {b}. {question}
 {b}, you know everybody here. {question}
 Hello, {b}. You two know everybody. {question}
 {b}, I came late and was not listening. {question}
 """)
-THIRD_REPLIES = prose("""
+THIRD_REPLIES = bank("""
 {spoken}, [if I remember well|so I was told|I believe].
 that is easy: {spoken}.
 {spoken}. I heard it [just now|a moment ago].
 I was told a moment ago: {spoken}.
 {spoken}, if I believe what I heard.
 """)
-WORLD_TALK = prose("""
+WORLD_TALK = bank("""
 [Tell me something|Here is a question]. {question}
 I [always|often] wonder about one thing. {question}
 You have travelled more than I have. {question}
@@ -261,7 +254,7 @@ You know everything. {question}
 I have [a|one more] question. {question}
 There is [something|one thing] that I always forget. {question}
 """)
-FAREWELLS = prose("""
+FAREWELLS = bank("""
 {a}: [It is getting late|There is my cart|I must go]. Goodbye, {b}!|{b}: [Goodbye, {a}|Safe travels|Until we meet again]!
 {b}: [Come and see me some time|Give my greetings to your family].|{a}: [I will|Gladly]. Goodbye, {b}.
 {a}: Goodbye, then.|{b}: Goodbye, {a}, and [mind the step|dress warmly|good luck].

@@ -1,6 +1,6 @@
 """36 towns and 20 creatures: the facts, statements of them and questions about them."""
 
-from pocket.sentences.templates import bank, cells, prose
+from pocket.sentences.templates import banks, cells
 
 # An answer's first word carries the fact, and no value holds for more than three subjects, so that
 # always guessing the most common value is right in at most one case in twelve.
@@ -70,8 +70,8 @@ yaffin     | lichen    | stone walls | golden
 """)}
 
 # Statements. {s} is the subject: a town's name, "the town" or "it"; "the ollet" or "it".
-SAYS = {
-    "river": prose("""
+SAYS = banks("""
+river:
 {s} stands on the river {river}
 {s} lies on the [banks|left bank|right bank] of the {river}
 {s} was built [long ago|] beside the {river}
@@ -80,8 +80,7 @@ the river that runs through {town} is the {river}
 the {river} is the river on which {s} stands
 {s} lies beside a river, the {river}
 in {town} every street runs down to the {river}
-"""),
-    "trade": prose("""
+trade:
 {s} is known [far and wide|in every market|] for its {trade}
 {s} lives by its {trade}
 people come from [far away|all around|three valleys] to buy {trade} in {town}
@@ -90,8 +89,7 @@ the trade of {town} is {trade}
 in every market people know {town} for its {trade}
 people who want {trade} come to {town}
 {s} is full of workshops, and their trade is {trade}
-"""),
-    "founder": prose("""
+founder:
 {s} was founded by {founder}
 {founder} [was the founder of|founded] {town}
 the founder of {town} was called {founder}
@@ -100,8 +98,7 @@ the first house of {town} was built by {founder}[, its founder|, who founded the
 it was {founder} who founded {town}
 {s} has a founder called {founder}
 by the well a stone with the name of {founder} tells who founded {town}
-"""),
-    "month": prose("""
+month:
 {s} holds its festival in {month}
 the festival of {town} [is held|takes place|comes round] in {month}
 in {month} [the streets fill with music|the whole town dances|lamps are lit everywhere], for that is the festival of {town}
@@ -110,8 +107,7 @@ every {month} {town} holds its [great|yearly|merry] festival
 when {month} comes, {town} holds its festival
 the month in which {town} holds its festival is {month}
 {s} has music in its streets in {month}, the month of its festival
-"""),
-    "wood": prose("""
+wood:
 {s} lies [near|next to|at the edge of] {wood}
 the wood nearest to {town} is called {wood}
 {wood} begins [just behind|a short walk from] {town}
@@ -120,8 +116,7 @@ the nearest wood to {town} is {wood}
 near {town} lies {wood}
 a short walk from {town} you come to {wood}
 the people of {town} gather firewood in the nearest wood, {wood}
-"""),
-    "food": prose("""
+food:
 {s} [eats|likes to eat] {food}
 {s} lives [mostly|almost only|] on {food}
 the favourite food of the {creature} is {food}
@@ -130,8 +125,7 @@ nothing pleases the {creature} more than [a meal of|fresh|plenty of] {food}
 what the {creature} likes to eat is {food}
 a meal of {food} is what pleases the {creature} most
 for food the {creature} looks for {food}
-"""),
-    "home": prose("""
+home:
 {s} makes its home in {home}
 {s} lives in {home}
 {s} sleeps in {home} [and seldom leaves them|all winter|when the sun is high]
@@ -140,8 +134,7 @@ you will find the {creature} in {home}
 look in {home} if you want to find the {creature}
 in {home} the {creature} makes its home
 {home} are where the {creature} lives
-"""),
-    "coat": prose("""
+coat:
 {s} has a [soft|thick|smooth|shaggy] {coat} coat
 {s} wears a coat that is {coat} from nose to tail
 the coat of the {creature} is {coat}
@@ -150,12 +143,11 @@ you can tell the {creature} by its {coat} coat
 the colour of the {creature} is {coat}
 the coat that the {creature} wears is {coat}
 by its coat, which is {coat}, you can tell the {creature}
-"""),
-}
+""")
 
 # Questions, without alternatives in them, so that a paraphrase has a number.
-ASKS = {
-    "river": bank("""
+ASKS = banks("""
+river:
 Which river does {town} stand on?
 What is the name of the river at {town}?
 {town} lies on which river?
@@ -168,8 +160,7 @@ What is the river of {town} called?
 Name the river that {town} stands on.
 What is the name of the river that runs through {town}?
 Which river is {town} built beside?
-"""),
-    "trade": bank("""
+trade:
 What is {town} known for?
 Which trade is {town} known for?
 What do people buy in {town}?
@@ -182,8 +173,7 @@ Tell me what {town} makes.
 Name the trade that {town} lives by.
 What are the shops of {town} known for?
 What do people come to {town} to buy?
-"""),
-    "founder": bank("""
+founder:
 Who founded {town}?
 Who was the founder of {town}?
 What was the founder of {town} called?
@@ -196,8 +186,7 @@ What is the name of the founder of {town}?
 Name the founder of {town}.
 Who was it that founded {town}?
 What was the name of the person who founded {town}?
-"""),
-    "month": bank("""
+month:
 In which month is the festival of {town}?
 When does {town} hold its festival?
 In what month does {town} hold its festival?
@@ -210,8 +199,7 @@ The festival of {town} takes place in which month?
 Name the month in which {town} holds its festival.
 When does the festival of {town} take place?
 In which month do people come to the festival in {town}?
-"""),
-    "wood": bank("""
+wood:
 Which wood is near {town}?
 What is the wood near {town} called?
 What is the name of the wood nearest to {town}?
@@ -224,8 +212,7 @@ What wood do people find near {town}?
 Name the wood that lies near {town}.
 What is the nearest wood to {town} called?
 Which wood is the nearest to {town}?
-"""),
-    "food": bank("""
+food:
 What does the {creature} eat?
 What is the favourite food of the {creature}?
 What food does the {creature} like best?
@@ -238,8 +225,7 @@ Which food pleases the {creature}?
 Name the food that the {creature} likes best.
 What does the {creature} like to eat?
 Which food does the {creature} live on?
-"""),
-    "home": bank("""
+home:
 Where does the {creature} live?
 Where does the {creature} make its home?
 Where can you find the {creature}?
@@ -252,8 +238,7 @@ What is the home of the {creature}?
 Name the places where the {creature} makes its home.
 In what places can you find the {creature}?
 Where is the home of the {creature}?
-"""),
-    "coat": bank("""
+coat:
 What colour is the {creature}?
 What colour is the coat of the {creature}?
 Which colour does the {creature} have?
@@ -266,57 +251,48 @@ Which colour is the coat of the {creature}?
 Name the colour of the coat of the {creature}.
 Which colour of coat does the {creature} have?
 What is the colour of the {creature}?
-"""),
-}
+""")
 
 # Follow-up questions: the town or creature is known only from the question before.
-FOLLOWS = {
-    "river": bank("""
+FOLLOWS = banks("""
+river:
 And which river does it stand on?
 Which river runs through that town?
 ---
 What is the river of that town called?
-"""),
-    "trade": bank("""
+trade:
 And what is it known for?
 What do people buy in that town?
 ---
 And what is that town known for?
-"""),
-    "founder": bank("""
+founder:
 And who founded it?
 Who was the founder of that town?
 ---
 And who was its founder?
-"""),
-    "month": bank("""
+month:
 And when does it hold its festival?
 In which month is the festival of that town?
 ---
 In which month does it hold its festival?
-"""),
-    "wood": bank("""
+wood:
 And which wood is near it?
 Near which wood does that town lie?
 ---
 What is the wood near that town called?
-"""),
-    "food": bank("""
+food:
 And what does it eat?
 What is its favourite food?
 ---
 And what food does it like best?
-"""),
-    "home": bank("""
+home:
 And where does it live?
 Where does that creature make its home?
 ---
 Where does it make its home?
-"""),
-    "coat": bank("""
+coat:
 And what colour is its coat?
 What colour is that creature?
 ---
 And what is the colour of its coat?
-"""),
-}
+""")

@@ -1,8 +1,7 @@
-"""Texts of the refresh study: the prompts, the writers that continue them, the figures of a text, and the times.
+"""What the refresh study measures: the texts that writers make of prompts, their figures and times, and gates' signals.
 
 Quality is measured on batches of prompts, teachers and students in turn with the same random draws; times on single
-prompts, all writers in turn, as medians.
-"""
+prompts, all writers in turn, as medians."""
 
 from __future__ import annotations
 
@@ -21,12 +20,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from overfill import Pair, Policy, generate_refreshed, splice_last, teacher_nats
+from overfill import Pair, Policy
 from pocket import corpus
 from studies.recycling import read_prompts
-from support.statistics import bootstrap
+from support.statistics import area_under_roc, bootstrap, entropy
 
 BUDGETS = (2.5, 7.8, 15.6)  # refreshes per 1,000 tokens: the source's, and those of T = 128 and T = 64
 PROBE_EVERY, PROBE_WINDOW = 32, 16
@@ -107,7 +107,7 @@ class Written:
     teacher_tokens: np.ndarray
 
 
-class Experiment:
+class Setup:
     """The models and the prompts: lets writers continue these, and records signals."""
 
     def __init__(self, models: dict[str, GPT], tokenizer: tiktoken.Encoding, prompts: dict[str, list[list[int]]],
@@ -133,12 +133,12 @@ class Experiment:
             return KVCache() if len(ids) == 1 else SlidingWindowCache(ids.size(1) + n)
 
         if writer.published:
-            return generate_as_published(self.models["teacher"], model, ids, n, writer.published, new_cache,
+            return refresh_as_published(self.models["teacher"], model, ids, n, writer.published, new_cache,
                                          **options), None  # fmt: skip
         if writer.policy is None:
             return generate(model, ids, n, cache=new_cache(), **options), None
         pair = Pair(self.models["teacher"], model, ids, new_cache)
-        return generate_refreshed(pair, n, writer.policy, **options), pair
+        return overfill.generate_refreshed(pair, n, writer.policy, **options), pair
 
     def write(self, writer: Writer, temperature: float, split: str = "test") -> Written:
         """Let a writer continue all prompts, each by several seeds unless greedily; equal seeds draw equal numbers."""
@@ -153,7 +153,7 @@ class Experiment:
             cost = (np.full(len(rows), x) for x in (done, done * (writer.published or 0)))
             if pair:
                 cost = (x.cpu().numpy() for x in (pair.counts, pair.teacher_tokens))
-            parts.append((new, teacher_nats(self.models["teacher"], ids, new), np.array(rows), *cost))
+            parts.append((new, overfill.teacher_nats(self.models["teacher"], ids, new), np.array(rows), *cost))
         ids, nats, *others = zip(*parts, strict=True)
         return Written(torch.cat(ids).cpu(), torch.cat(nats).cpu(), *map(np.concatenate, others))
 
@@ -174,7 +174,7 @@ class Experiment:
 
 
 @torch.no_grad()
-def generate_as_published(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
+def refresh_as_published(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
                           new_cache: Callable[[], KVCache], temperature: float,
                           generator: torch.Generator) -> Iterator[Tensor]:  # fmt: skip
     """Yield n tokens (B, 1) as the source's code writes them. It feeds the prompt's last token a second time, and the
@@ -188,7 +188,7 @@ def generate_as_published(teacher: GPT, student: GPT, ids: Tensor, n: int, every
     for _ in range(n):
         if len(unread) == every:
             teacher(torch.cat(unread, 1), read, last_only=True)
-            splice_last(cache, read, torch.full_like(ids[:, 0], every))
+            overfill.splice_last(cache, read, torch.full_like(ids[:, 0], every))
             unread = []
         token = sample(student(token, cache, last_only=True)[:, -1], temperature, None, generator)
         unread.append(token)
@@ -213,11 +213,11 @@ def exp(three: tuple[float, float, float]) -> list[float]:
     return [math.exp(x) for x in three]
 
 
-def figures_of(experiment: Experiment, written: Written) -> dict[str, Any]:
+def figures_of(setup: Setup, written: Written) -> dict[str, Any]:
     """Return the source's figures, a mean and its 95% interval each, and what perplexities are compared by: the mean
     nats of each prompt."""
     nats, prompt, n = written.nats.double().numpy(), written.prompt, written.ids.size(1)
-    texts = [experiment.tokenizer.decode(row) for row in written.ids.tolist()]
+    texts = [setup.tokenizer.decode(row) for row in written.ids.tolist()]
     rows = {
         "tail_logprob": -nats[:, -TAIL:].mean(1),
         "repeat_3": np.array([repeated(row) for row in written.ids.tolist()]),
@@ -243,21 +243,21 @@ def ratio(one: dict[str, Any], other: dict[str, Any], first: str | None = None) 
 # --- Times ----------------------------------------------------------------------------------------------------------
 
 
-def times(experiment: Experiment, writers: Sequence[Writer]) -> dict[str, dict[str, Any]]:
+def times(setup: Setup, writers: Sequence[Writer]) -> dict[str, dict[str, Any]]:
     """Return seconds of writing after single prompts, sampled, all writers in turn: medians over prompts and repeats.
 
     ttft: to the first token; tps: tokens a second after it; total; end_to_end_tps; overhead: how much longer than
     OverFill in the same turn, also turn by turn; by_teacher: the share that its reading after the prompt, and splicing,
     take; by_length: teacher's tokens and seconds of a refresh, by the length of what was written.
     """
-    n, runs = experiment.size.new_tokens, {writer.name: [] for writer in writers}
-    turns = [ids for ids in experiment.prompts["test"][: experiment.size.timed] for _ in range(experiment.size.repeats)]
+    n, runs = setup.size.new_tokens, {writer.name: [] for writer in writers}
+    turns = [ids for ids in setup.prompts["test"][: setup.size.timed] for _ in range(setup.size.repeats)]
     for i, ids in enumerate(tqdm([turns[0], *turns], desc="times", leave=False)):
-        fed = torch.tensor([ids], device=experiment.device)
+        fed = torch.tensor([ids], device=setup.device)
         for writer in writers:
-            generator = torch.Generator(experiment.device).manual_seed(experiment.seed + i)
+            generator = torch.Generator(setup.device).manual_seed(setup.seed + i)
             begun, ttft = time.perf_counter(), 0.0
-            tokens, pair = experiment.tokens(writer, fed, n, temperature=1.0, generator=generator)
+            tokens, pair = setup.tokens(writer, fed, n, temperature=1.0, generator=generator)
             for token in tokens:
                 int(token)  # waits for the device
                 ttft = ttft or time.perf_counter() - begun
@@ -284,3 +284,131 @@ def times(experiment: Experiment, writers: Sequence[Writer]) -> dict[str, dict[s
             ],
         }  # fmt: skip
     return result
+
+
+def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
+    """Return the threshold by which a gate would fire about per_1000 times in 1,000 tokens, given its signals (B, T) on
+    texts that nothing refreshes. Raises ValueError if that many are impossible with the cooldown."""
+    if not 0 < per_1000 <= 1000 / cooldown:
+        raise ValueError(f"{per_1000:g} refreshes in 1,000 tokens are not possible with {cooldown} tokens between two: "
+                         f"at most {1000 / cooldown:g}")  # fmt: skip
+    levels = signals.flatten().sort(descending=True).values
+    low, high = 0, len(levels) - 1  # the more levels are above the threshold, the more often it fires
+    while low < high:
+        middle = (low + high + 1) // 2
+        if 1000 * firings(signals, float(levels[middle]), cooldown) / signals.numel() <= per_1000:
+            low = middle
+        else:
+            high = middle - 1
+    return float(levels[low])
+
+
+def firings(signals: Tensor, threshold: float, cooldown: int) -> int:
+    """Return how often a gate fires over signals (B, T) of which none changes for it."""
+    count, last = 0, torch.zeros(signals.size(0), dtype=torch.long)
+    for t, fires in enumerate((signals > threshold).T, 1):
+        fires = fires & (t - last >= cooldown)
+        last = torch.where(fires, t, last)
+        count += int(fires.sum())
+    return count
+
+
+def mutual_information(logits: Tensor) -> Tensor:
+    """Return what passes disagree on, in bits (...), of logits (..., N, V): the entropy of their mean distribution less
+    their mean entropy. The variance of logits counts tokens that no pass would ever write; this doesn't.
+
+    Source: Houlsby et al. 2011, "Bayesian Active Learning for Classification and Preference Learning" (BALD).
+    """
+    mean = logits.float().softmax(-1).mean(-2).clamp(min=1e-30)
+    return entropy(mean.log()) - entropy(logits).mean(-1)
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    return values.argsort().argsort().astype(float)
+
+
+def signals_of(setup: Setup, student: str) -> dict[str, dict[str, float]]:
+    """Return, for each signal of a student, Spearman's correlation with KL(teacher || student) of the same token, which
+    a refresh can mend, and with the teacher's own entropy, which it can't; the area under the ROC curve by which it
+    tells the tenth of the tokens with the largest KL from the others, with its 95% interval over texts; and that of the
+    difference to entropy's."""
+    everyone = overfill.ProbeKL(math.inf)
+
+    def teachers_entropy(pair: Pair) -> Tensor:
+        return entropy(pair.consult(torch.ones_like(pair.since, dtype=torch.bool), everyone)[1])
+
+    gates: dict[str, Callable[[Pair], Tensor]] = {"entropy": overfill.Entropy(math.inf).signal}
+    if student in setup.rates:
+        dropout = overfill.MonteCarloDropout(math.inf, rate=setup.rates[student])
+        gates["MC dropout, U(t)"] = dropout.signal
+        gates["MC dropout, mutual information"] = lambda pair: mutual_information(
+            overfill.dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, dropout.passes, dropout.rate))
+    gates |= {"kl": everyone.signal, "teacher's entropy": teachers_entropy}
+    recorded = setup.record(student, gates, "test")
+    kl, own = (recorded.pop(name).numpy() for name in ("kl", "teacher's entropy"))
+    large = kl >= np.quantile(kl, 0.9)
+    draws = np.random.default_rng(0).integers(len(kl), size=(200, len(kl)))
+    areas = {name: [area_under_roc(x.numpy()[draw][large[draw]], x.numpy()[draw][~large[draw]])
+                    for draw in (np.arange(len(kl)), *draws)] for name, x in recorded.items()}  # fmt: skip
+    return {
+        name: {
+            "with_kl": float(np.corrcoef(ranks(x.numpy().ravel()), ranks(kl.ravel()))[0, 1]),
+            "with_teachers_entropy": float(np.corrcoef(ranks(x.numpy().ravel()), ranks(own.ravel()))[0, 1]),
+            "area": [areas[name][0], *np.quantile(areas[name][1:], [0.025, 0.975]).tolist()],
+            "above_entropy": np.quantile(np.subtract(areas[name], areas["entropy"])[1:], [0.025, 0.975]).tolist(),
+        }
+        for name, x in recorded.items()
+    }  # fmt: skip
+
+
+PHASES = (("conf", 0, 100), ("drift", 100, 200), ("post", 200, 250), ("alea", 250, 350), ("conf", 350, 400))
+
+
+def simulation(passes: int = 20, vocabulary: int = 5_000, every: int = 16, cooldown: int = 32,
+               seed: int = 0) -> dict[str, Any]:  # fmt: skip
+    """Return the source's simulation of 400 steps: entropy in nats and U(t) of logits drawn to be confident, to drift
+    (unsure, and passes disagree) or to be ambiguous (unsure, and passes agree), and when either trigger fires.
+
+    Two pairs of thresholds: "source", entropy's 97th percentile of the whole run and U's of the confident start, which
+    is what its figures look like; "same rule", six standard deviations above the mean of the confident start for both.
+    Gates are looked at every 16 steps, and 32 apart, as its steps of firing suggest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    phase = [name for name, start, end in PHASES for _ in range(start, end)]
+    spread = {"drift": 0.86}  # of the logits; confident: one logit above all others; ambiguous: all the same
+    noise = {"drift": 0.0543}
+    signals: dict[str, list[float]] = {"entropy": [], "variance": []}
+    for name in phase:
+        logits = spread.get(name, 0.0) * torch.randn(vocabulary, generator=generator)
+        logits[0] += 16.0 if name in ("conf", "post") else 0.0
+        z = logits + noise.get(name, 0.01) * torch.randn(passes, vocabulary, generator=generator)
+        signals["entropy"].append(round(float(entropy(z.softmax(-1).mean(0).log()) * math.log(2)), 6))
+        signals["variance"].append(round(float(overfill.logit_variance(z)), 8))
+    series = {name: np.array(values) for name, values in signals.items()}
+    start = slice(0, 100)
+    thresholds = {
+        "source": {"entropy": np.quantile(series["entropy"], 0.97),
+                   "variance": np.quantile(series["variance"][start], 0.97)},
+        "same rule": {name: x[start].mean() + 6 * x[start].std() for name, x in series.items()},
+    }  # fmt: skip
+    record: dict[str, Any] = {"steps": signals, "thresholds": {}, "fires": {}, "phases": {}}
+    for rule, levels in thresholds.items():
+        record["thresholds"][rule] = {name: float(level) for name, level in levels.items()}
+        record["fires"][rule] = {name: fired(series[name], level, every, cooldown) for name, level in levels.items()}
+    for name in dict.fromkeys(phase):
+        at = np.array([p == name for p in phase])
+        record["phases"][name] = {"steps": int(at.sum())}
+        record["phases"][name] |= {f"mean_{key}": float(x[at].mean()) for key, x in series.items()}
+        for rule, fires in record["fires"].items():
+            for key, steps in fires.items():
+                record["phases"][name][f"{key} fires, {rule}"] = float(sum(at[steps]) / at.sum())
+    return record
+
+
+def fired(values: np.ndarray, level: float, every: int, cooldown: int) -> list[int]:
+    """Return the steps at which a gate fires."""
+    steps: list[int] = []
+    for t in range(0, len(values), every):
+        if values[t] > level and (not steps or t - steps[-1] >= cooldown):
+            steps.append(t)
+    return steps
