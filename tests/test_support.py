@@ -109,8 +109,13 @@ def test_what_is_no_regular_file_is_written_to_and_stays_what_it_is(tmp_path: Pa
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such name")
 @pytest.mark.parametrize("redirected", [True, False])
 def test_standard_output_is_a_file_to_write(redirected: bool, tmp_path: Path) -> None:
-    script = ("import os\nfrom pathlib import Path\nfrom support.files import write_atomically\ndel os.replace\n"
-              "print('before')\nwrite_atomically(Path('/dev/stdout'), lambda file: file.write_text('content'))\nprint('after')")
+    script = """import os
+from pathlib import Path
+from support.files import write_atomically
+del os.replace
+print('before')
+write_atomically(Path('/dev/stdout'), lambda file: file.write_text('content'))
+print('after')"""
     with (tmp_path / "out").open("w+") as out:
         done = subprocess.run([sys.executable, "-c", script], stdout=out if redirected else subprocess.PIPE,
                               stderr=subprocess.PIPE, text=True, cwd=ROOT)  # fmt: skip
