@@ -14,18 +14,13 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 from __future__ import annotations
 
 import errno
-import hashlib
 import math
 import os
-import re
 import shutil
 import sys
 import time
 import warnings
-import zlib
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,23 +28,21 @@ from typing import TYPE_CHECKING
 import tiktoken
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
+from support.entries import ENTRY, HEADER, UNREADABLE, checksum, digest, entry_name, ids_of, read_entry
 from support.files import UNFINISHED, write_atomically
-from support.fingerprints import Weights, fingerprint, raw
+from support.fingerprints import Weights, fingerprint
 from support.radix_tree import Node, RadixTree
 
 if TYPE_CHECKING:
     from support.tracing import Trace
 
-ENTRY = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")  # a Store's files
-HEADER = 512  # bytes: an entry's file has at most that many beside its keys, values and tokens
-BLOCKS = 2**14  # bytes: on a full disk so much more is deleted, since files take whole blocks, and folders too
-PATIENCE = 30  # seconds: a process that holds a folder's lock for longer is taken for dead
+BLOCKS = 2**14  # bytes to delete beyond the need on a full disk: files and folders take whole blocks
+PATIENCE = 30  # seconds to wait for a folder's lock, which another process may never release
 
 
 class Store:
@@ -63,11 +56,11 @@ class Store:
     with those that follow it, and the model reads those tokens again. A checksum finds accidents, not
     forgeries; and as files are mapped, nobody may change one in place while it is in use.
 
-    A folder that can't be used, or a full disk, is one warning: then the model reads all tokens. A
-    folder that can't be locked is read and not written.
+    A folder that can't be used is one warning, and the model reads all tokens; one that can't be
+    locked, or a full disk on which making room doesn't help, is one warning, and is read only.
 
-    capacity: bytes of this model's files at any moment, unfinished ones included; the ends of the
-    texts that were used longest ago are deleted before more is written. The model must be in eval()
+    capacity: bytes of this model's files, which they never exceed, unfinished ones included: the ends
+    of the texts that were used longest ago are deleted before more is written. The model must be in eval()
     and its weights must stay as they are: Weights says which changes are noticed, by get() and put().
     Not for several threads at once.
     """
@@ -142,9 +135,10 @@ class Store:
             self.warn(error)
 
     def warn(self, error: Exception) -> None:
-        """Say once that the folder can't be used."""
+        """Say once in a store's life that its folder can't be used in full."""
         if not self.warned:
-            warnings.warn(f"the KV cache store can't be used, so tokens are read anew: {error}", stacklevel=2)
+            warnings.warn(f"the KV cache store can't be used in full, which costs time and changes no token: {error}",
+                          stacklevel=2)  # fmt: skip
         self.warned = True
 
     def forget(self) -> None:
@@ -191,7 +185,7 @@ class Store:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self.full:
                     raise
-                self.full = True  # making room once must do: who else fills the disk shall not empty the store
+                self.full = True  # until a put() succeeds: a disk that others fill must not empty the store
                 self.forget()
                 self.refresh()
                 if written := self.insert(tuple(ids[:n]), cache, self.nbytes - self.size(n) - BLOCKS):
@@ -383,46 +377,7 @@ class Store:
             self.discard(name)
         for node in sorted(found, key=lambda node: node.used):
             self.tree.use(self.tree.path(node))
-        self.scanned = changed if settled else -1
-
-
-# What safetensors raises on damaged files, found by damaging them at random.
-UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)
-
-
-def read_entry(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata and the tensors kv and ids of a file; the tensors are mapped, not read."""
-    path.open("rb").close()  # if that fails, it is known why: safetensors says that there is no such file
-    with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in ("kv", "ids")}
-
-
-def ids_of(tensors: dict[str, Tensor]) -> tuple[int, ...]:
-    """Return the tokens of an entry. Raises ValueError if they can't be tokens."""
-    ids = tensors["ids"]
-    if ids.dtype != torch.long or ids.dim() != 1 or not len(ids):
-        raise ValueError(f"{ids.dtype} {tuple(ids.shape)} instead of tokens")
-    return tuple(ids.tolist())
-
-
-def digest(ids: Iterable[int]) -> str:
-    """Return 128 bits, in hexadecimal, that identify a sequence of tokens."""
-    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
-
-
-def entry_name(prefix: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the name of the file for ids after prefix: it says where it begins and where it ends."""
-    return f"{digest(prefix)}-{digest((*prefix, *ids))}.safetensors"
-
-
-def checksum(fingerprint: str, prefix: str, ids: Tensor, kv: Tensor) -> str:
-    """Return the CRC-32 of an entry: of its texts, its tokens, and the CRC-32 of every layer."""
-    if kv.nbytes < 2**22:
-        layers = array("Q", (zlib.crc32(raw(layer)) for layer in kv))
-    else:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib leaves Python, so that the layers run side by side
-            layers = array("Q", pool.map(lambda layer: zlib.crc32(raw(layer)), kv))
-    return f"{zlib.crc32(layers, zlib.crc32(raw(ids), zlib.crc32((fingerprint + prefix).encode()))):08x}"
+        self.scanned = changed if settled and self.writable else -1
 
 
 def read_all(model: GPT, ids: Sequence[int]) -> KVCache:

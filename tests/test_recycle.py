@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import recycle as module
@@ -399,7 +400,7 @@ def damage(rng: random.Random, folder: Path, foreign: list[bytes]) -> str:
     elif kind == "foreign":
         path.write_bytes(rng.choice(foreign))
     elif kind == "dtype":
-        with module.safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
         tensors = load_file(path)
         save_file(tensors | {"kv": tensors["kv"].to(torch.float16)}, path, metadata)
