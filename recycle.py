@@ -13,17 +13,14 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import math
 import os
-import re
+import shutil
 import sys
 import time
 import warnings
-import zlib
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,20 +28,21 @@ from typing import TYPE_CHECKING
 import tiktoken
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
-from support.files import write_atomically
-from support.fingerprints import fingerprint, raw
+from support.entries import ENTRY, HEADER, UNREADABLE, checksum, digest, entry_name, ids_of, read_entry
+from support.files import UNFINISHED, write_atomically
+from support.fingerprints import Weights, fingerprint
 from support.radix_tree import Node, RadixTree
 
 if TYPE_CHECKING:
     from support.tracing import Trace
 
-ENTRY = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors(\.tmp)?")  # a Store's files
+BLOCKS = 2**14  # bytes to delete beyond the need on a full disk: files and folders take whole blocks
+PATIENCE = 30  # seconds to wait for a folder's lock, which another process may never release
 
 
 class Store:
@@ -58,22 +56,29 @@ class Store:
     with those that follow it, and the model reads those tokens again. A checksum finds accidents, not
     forgeries; and as files are mapped, nobody may change one in place while it is in use.
 
-    capacity: bytes of this model's entries; beyond it the ends of the texts that were used longest
-    ago are deleted. The model's weights must stay as they are. Not for several threads at once.
+    A folder that can't be used is one warning, and the model reads all tokens; one that can't be
+    locked, or a full disk on which making room doesn't help, is one warning, and is read only.
+
+    capacity: bytes of this model's files, which they never exceed, unfinished ones included: the ends
+    of the texts that were used longest ago are deleted before more is written. The model must be in eval()
+    and its weights must stay as they are: Weights says which changes are noticed, by get() and put().
+    Not for several threads at once.
     """
 
     def __init__(self, model: GPT, folder: Path | str | None = None,
                  capacity: float = float("inf")) -> None:  # fmt: skip
-        if capacity <= 0:
+        if not capacity > 0:  # nor is nan
             raise ValueError(f"the capacity must be more than 0 bytes, got {capacity}")
         self.model, self.capacity, c = model, capacity, model.config
         self.dtype, self.device = model.wte.weight.dtype, model.wte.weight.device
-        self.fingerprint, self.weights = fingerprint(model), versions(model)
-        self.token_bytes = 2 * c.n_layer * c.n_head * c.head_dim * self.dtype.itemsize
+        self.fingerprint, self.weights = fingerprint(model), Weights(model)
+        self.token_bytes = 2 * c.n_layer * c.n_head * c.head_dim * self.dtype.itemsize  # of keys and values
         self.tree = RadixTree()
         self.memory: dict[str, tuple[dict[str, str], dict[str, Tensor]]] = {}  # entries, without a folder
         self.scanned = -1  # when the folder had last changed when it was read
         self.folder = None if folder is None else Path(folder) / self.fingerprint[:16]  # one a model
+        self.lock = None if folder is None else FileLock(self.folder / "lock")
+        self.patience, self.warned, self.full = PATIENCE, False, False
         with self.locked():
             pass
 
@@ -82,28 +87,73 @@ class Store:
         """Bytes of all entries."""
         return sum(node.nbytes for node in self.tree.order)
 
+    def size(self, n: int) -> int:
+        """Return how many bytes an entry of n tokens takes at most."""
+        return n * (self.token_bytes + 8) + (HEADER if self.folder else 0)
+
+    @property
+    def writable(self) -> bool:
+        """Whether entries may be written and deleted now."""
+        return self.lock is None or self.lock.is_locked
+
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes out; first take note of their changes. Raises ValueError if the
-        weights are no longer those that the stored caches were computed with."""
-        if versions(self.model) != self.weights:
+        """Keep other processes out; first take note of their changes. Raises ValueError if the weights are
+        no longer those that the stored caches were computed with, or the model is in train()."""
+        if any(module.training for module in self.model.modules()):
+            raise ValueError("the model is in train(), where dropout makes its caches random: call model.eval() first")
+        if self.weights.changed():
             raise ValueError("the model's weights have changed since this store was opened: open a new one")
-        if self.folder is None:
+        try:
+            if self.folder:
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted all of it
+                    self.lock.acquire(timeout=self.patience, poll_interval=0.001)
+                    self.patience = PATIENCE
+                except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+                    self.patience = 0
+                    self.warn(error)
+                with self.excused():
+                    self.refresh()
+            with self.excused():
+                yield
+        finally:
+            if self.lock:
+                self.lock.release()
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """Turn an OSError into a warning. Whatever is raised, forget what the tree says of the files."""
+        try:
             yield
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted all of it
-        with FileLock(self.folder / "lock").acquire(poll_interval=0.001):
-            self.refresh()
-            yield
+        except BaseException as error:  # also Ctrl-C
+            self.forget()
+            if self.lock:
+                self.lock.release()  # what isn't known can't be kept in its capacity: write nothing
+            if not isinstance(error, OSError):
+                raise
+            self.warn(error)
+
+    def warn(self, error: Exception) -> None:
+        """Say once in a store's life that its folder can't be used in full."""
+        if not self.warned:
+            warnings.warn(f"the KV cache store can't be used in full, which costs time and changes no token: {error}",
+                          stacklevel=2)  # fmt: skip
+        self.warned = True
+
+    def forget(self) -> None:
+        """Empty the tree; refresh() finds again what is in the folder."""
+        self.tree, self.scanned = RadixTree(), -1
+        self.memory.clear()
 
     def get(self, ids: Sequence[int]) -> KVCache:
         """Return a new cache of the longest stored prefix of ids, but never of all: one token has to
         be fed to get logits. The cache is empty if nothing is stored."""
+        found: list[Tensor] = []
         with self.locked():
             path = self.tree.match(ids[:-1])
-            found = []
             for node, shared in path:
-                kv = self.load(node, ids[: node.start])
+                kv = self.load(node)
                 if kv is None:
                     break
                 found.append(kv[..., :shared, :])
@@ -116,10 +166,9 @@ class Store:
         return KVCache(layers, torch.arange(layers[0].size(3), device=self.device))
 
     def put(self, ids: Sequence[int], cache: KVCache) -> int:
-        """Store what cache has read of ids, as far as it isn't there yet; return the bytes written.
+        """Store what cache has read of ids, as far as it isn't there yet and fits; return the bytes written.
 
-        A full disk is a warning. Raises ValueError if cache is not that of the first tokens of a
-        single text, read by this model.
+        Raises ValueError if cache is not that of the first tokens of a single text, read by this model.
         """
         n = len(cache)
         if n > len(ids) or cache.pos.tolist() != list(range(n)) or (n and cache.layers[0].size(1) != 1):
@@ -128,67 +177,96 @@ class Store:
             raise ValueError(f"the cache, {cache.nbytes} bytes of {cache.layers[0].dtype}, is not one of this model, "
                              f"{n * self.token_bytes} of {self.dtype}")  # fmt: skip
         with self.locked():
-            try:
-                written = self.insert(tuple(ids[:n]), cache)
-                self.evict()
-                return written
-            except BaseException as error:  # also Ctrl-C: the tree must say what there is
-                self.tree, self.scanned = RadixTree(), -1  # refresh() finds again what is in the folder
-                self.memory.clear()
-                if not isinstance(error, OSError | SafetensorError):
-                    raise
-                warnings.warn(f"can't store a KV cache: {error}", stacklevel=2)
+            if not self.writable:
                 return 0
+            try:
+                written, self.full = self.insert(tuple(ids[:n]), cache, self.capacity), False
+                return written
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self.full:
+                    raise
+                self.full = True  # until a put() succeeds: a disk that others fill must not empty the store
+                self.forget()
+                self.refresh()
+                if written := self.insert(tuple(ids[:n]), cache, self.nbytes - self.size(n) - BLOCKS):
+                    return written
+                raise
+        return 0
 
-    def insert(self, ids: tuple[int, ...], cache: KVCache) -> int:
-        """Add ids to the tree and write the new entries; return their bytes.
+    def insert(self, ids: tuple[int, ...], cache: KVCache, limit: float) -> int:
+        """Add ids to the tree and write the new entry, as far as limit bytes allow; return the bytes written.
 
-        Where ids leave a node in its middle, its two halves are written first, and the whole is
-        deleted last: refresh() finds the one or the other, whenever the process is killed.
+        What has to go goes first: the folder never holds more than limit bytes.
         """
-        path, written, rest = self.tree.match(ids), 0, None
+        self.evict(limit)
+        written, path = 0, self.tree.match(ids)
         if path and sum(shared for _, shared in path) < len(ids) and path[-1][1] < len(path[-1][0].ids):
-            whole, shared = path[-1]
-            rest = self.load(whole, ids[: whole.start])
-        nodes = self.tree.insert(ids)
-        for node in nodes:
-            if not node.name:
-                kv = [layer[:, 0, :, node.start : node.end].to("cpu") for layer in cache.layers]
-                written += self.write(node, ids[: node.start], torch.stack(kv))
-        if rest is not None:
-            name = whole.name
-            written += self.write(whole, ids[: whole.start], rest[..., shared:, :])
-            self.delete(name)
+            written = self.split(*path[-1], limit)
+            path = self.tree.match(ids)
+        nodes, at = [node for node, _ in path], sum(shared for _, shared in path)
+        if at < len(ids):
+            self.evict(limit - self.size(len(ids) - at), nodes)
+            if (excess := self.nbytes + self.size(len(ids) - at) - limit) > 0:
+                ids = ids[: max(at, len(ids) - math.ceil(excess / (self.size(1) - self.size(0))))]
+        if at < len(ids):
+            nodes.append(self.tree.add(nodes[-1] if nodes else self.tree.root, ids[at:]))
+            kv = [layer[:, 0, :, at : len(ids)].to("cpu") for layer in cache.layers]
+            written += self.write(nodes[-1], torch.stack(kv))
         self.use(nodes)
         return written
 
-    def evict(self) -> None:
-        """Delete ends of what was used longest ago until all fits in the capacity."""
-        while (excess := self.nbytes - self.capacity) > 0:
-            leaf, keep = self.tree.oldest(math.ceil(excess / self.token_bytes))
-            if self.folder:
-                used = (self.folder / leaf.name).stat().st_mtime_ns
-                if used > leaf.used:  # by another process
-                    leaf.used = used
+    def split(self, whole: Node, n: int, limit: float) -> int:
+        """Make two entries of one: its first n tokens, and the others; return their bytes.
+
+        The halves are written first, and the whole is deleted last: refresh() finds the one or the
+        other, whenever the process is killed. Without room for that, the other tokens are given up.
+        """
+        kv = self.load(whole)
+        if kv is None:
+            return 0
+        if not self.evict(limit - self.size(n) - self.size(len(whole.ids) - n), self.tree.path(whole)):
+            self.cut(whole, n)
+            return 0
+        name, upper = whole.name, self.tree.split(whole, n)
+        written = self.write(upper, kv[..., :n, :]) + self.write(whole, kv[..., n:, :])
+        self.delete(name)
+        return written
+
+    def evict(self, limit: float, kept: Sequence[Node] = ()) -> bool:
+        """Delete ends of what was used longest ago until there are at most limit bytes; return whether it is so.
+
+        kept: a path from the root that stays.
+        """
+        while (excess := self.nbytes - limit) > 0 and len(self.tree.order) > len(kept):
+            leaf, keep = self.tree.oldest(math.ceil(excess / self.token_bytes), kept)
+            with suppress(FileNotFoundError):
+                if self.folder and (used := (self.folder / leaf.name).stat().st_mtime_ns) > leaf.used:
+                    leaf.used = used  # by another process
                     self.tree.use(self.tree.path(leaf))
                     continue
-            prefix = tuple(i for node in self.tree.path(leaf.parent) for i in node.ids)
-            kv = self.load(leaf, prefix) if keep else None
-            if kv is not None:
-                kv = kv[..., :keep, :].clone()
-            self.delete(leaf.name)  # before writing, since the disk may be full
-            if leaf in self.tree.order and (beginning := self.tree.cut(leaf, keep)):
-                beginning.used = leaf.used
-                self.write(beginning, prefix, kv)
+            self.cut(leaf, keep)
+        return excess <= 0
 
-    def load(self, node: Node, prefix: Sequence[int]) -> Tensor | None:
-        """Return the keys and values (L, 2, H, n, D) of a node after prefix; None if they can't be
-        used: then the node and all that follows it are gone."""
+    def cut(self, leaf: Node, n: int) -> None:
+        """Delete a leaf, but for its first n tokens."""
+        kv = self.load(leaf) if n else None
+        if leaf not in self.tree.order:  # it couldn't be read
+            return
+        if kv is not None:
+            kv = kv[..., :n, :].clone()
+        self.delete(leaf.name)  # before writing, since there may be no room for both
+        if beginning := self.tree.cut(leaf, n):
+            beginning.used = leaf.used
+            self.write(beginning, kv)
+
+    def load(self, node: Node) -> Tensor | None:
+        """Return the keys and values (L, 2, H, n, D) of a node; None if they can't be used: then the
+        node and all that follows it are gone."""
         try:
-            return self.verified(node.name, prefix, node.ids)
+            return self.verified(node.name, self.tree.text(node.parent), node.ids)
         except UNREADABLE as error:
             for one in self.tree.remove(node):
-                self.delete(one.name, "" if isinstance(error, FileNotFoundError) or one is not node else str(error))
+                self.discard(one.name, error if one is node else "")
             return None
 
     def verified(self, name: str, prefix: Sequence[int], ids: tuple[int, ...]) -> Tensor:
@@ -207,9 +285,9 @@ class Store:
             raise ValueError("its checksum is wrong")
         return kv
 
-    def write(self, node: Node, prefix: tuple[int, ...], kv: Tensor) -> int:
-        """Store kv (L, 2, H, n, D) as the entry of a node that follows prefix; return its bytes."""
-        tensors = {"kv": kv.contiguous(), "ids": torch.tensor(node.ids)}
+    def write(self, node: Node, kv: Tensor) -> int:
+        """Store kv (L, 2, H, n, D) as the entry of a node; return its bytes."""
+        prefix, tensors = self.tree.text(node.parent), {"kv": kv.contiguous(), "ids": torch.tensor(node.ids)}
         metadata = {"fingerprint": self.fingerprint, "prefix": digest(prefix)}
         metadata["checksum"] = checksum(self.fingerprint, metadata["prefix"], tensors["ids"], tensors["kv"])
         node.name = entry_name(prefix, node.ids)
@@ -217,10 +295,11 @@ class Store:
             self.memory[node.name] = metadata, tensors
             node.nbytes = sum(tensor.nbytes for tensor in tensors.values())
         else:
-            path, node.used = self.folder / node.name, node.used or time.time_ns()
-            write_atomically(path, lambda file: save_file(tensors, file, metadata))
+            path, content, node.used = self.folder / node.name, save(tensors, metadata), node.used or time.time_ns()
+            self.delete(node.name)  # a link or a pipe of that name, which would be written to
+            write_atomically(path, lambda file: file.write_bytes(content))
             os.utime(path, ns=(node.used, node.used))
-            node.nbytes = path.stat().st_size
+            node.nbytes = len(content)
         return node.nbytes
 
     def use(self, nodes: Iterable[Node]) -> None:
@@ -233,14 +312,20 @@ class Store:
                 with suppress(OSError):  # somebody has deleted it
                     os.utime(self.folder / node.name, ns=(now, now))
 
-    def delete(self, name: str, reason: str = "") -> None:
-        """Delete an entry, with a warning if there is a reason."""
-        if reason:
-            warnings.warn(f"the stored KV cache {name} is not used, and deleted: {reason}", stacklevel=2)
+    def delete(self, name: str) -> None:
+        """Delete an entry, if there is one."""
         self.memory.pop(name, None)
-        if self.folder:
-            with suppress(OSError):  # gone, or not ours to delete
-                (self.folder / name).unlink()
+        if self.folder and self.writable:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def discard(self, name: str, reason: str | Exception = "") -> None:
+        """Delete an entry that can't be used, if it is ours to delete; with a warning if it has a reason."""
+        if getattr(reason, "errno", None) not in (None, errno.ENOENT):  # no permission, too many open files:
+            raise reason  # the entry isn't damaged
+        if reason and not isinstance(reason, FileNotFoundError):
+            warnings.warn(f"the stored KV cache {name} is not used: {reason}", stacklevel=2)
+        with suppress(OSError):
+            self.delete(name)
 
     def clear(self) -> None:
         """Delete all that is stored for this model."""
@@ -253,84 +338,46 @@ class Store:
         """Take note of what other processes, or earlier ones, have written and deleted; delete what
         a killed one has left unfinished, and entries whose beginning is lost."""
         changed = self.folder.stat().st_mtime_ns
-        if changed == self.scanned and time.time_ns() - changed > 10**9:
-            return  # nothing new; a second, since file times are coarse
-        with os.scandir(self.folder) as entries:
-            files = {entry.name: entry.stat() for entry in entries if ENTRY.fullmatch(entry.name) and entry.is_file()}
+        if changed == self.scanned:
+            return
+        settled = time.time_ns() - changed > 2 * 10**9  # file times are coarse: 2 seconds on some file systems
+        if self.writable:
+            for folder in self.folder.glob(UNFINISHED + "*"):  # whoever wrote there was killed: the lock is ours
+                if folder.is_dir():  # rmtree waits for a pipe
+                    shutil.rmtree(folder, ignore_errors=True)
+        files = {}
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):  # deleted at this moment
+                if ENTRY.fullmatch(entry.name) and entry.is_file():
+                    files[entry.name] = entry.stat()
         for node in list(self.tree.order):
             if node.name not in files and node in self.tree.order:
                 self.tree.remove(node)
         waiting: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # by the digest of what precedes
         for name in files.keys() - {node.name for node in self.tree.order}:
-            if name.endswith(".tmp"):
-                self.delete(name)
-                continue
             try:
                 waiting.setdefault(name[:32], []).append((name, ids_of(read_entry(self.folder / name)[1])))
             except UNREADABLE as error:
-                self.delete(name, f"it can't be read ({error})")
+                self.discard(name, error)
         parents = [(digest(()), self.tree.root), *((node.name[33:65], node) for node in self.tree.order)]
         found = []
         for end, parent in parents:
-            prefix = tuple(i for node in self.tree.path(parent) for i in node.ids) if end in waiting else ()
+            prefix = self.tree.text(parent) if end in waiting else ()
             for name, ids in sorted(waiting.pop(end, []), key=lambda entry: -len(entry[1])):
                 if name != entry_name(prefix, ids):
-                    self.delete(name, "it holds other tokens")
+                    self.discard(name, "it holds other tokens")
                 elif ids[0] in parent.children:  # half of a longer one that was about to be split
-                    self.delete(name)
+                    self.discard(name)
                 else:
                     node = self.tree.add(parent, ids)
                     node.name, node.nbytes, node.used = name, files[name].st_size, files[name].st_mtime_ns
                     parents.append((name[33:65], node))
                     found.append(node)
         for name, _ in (entry for entries in waiting.values() for entry in entries):
-            self.delete(name)
+            self.discard(name)
         for node in sorted(found, key=lambda node: node.used):
             self.tree.use(self.tree.path(node))
-        self.scanned = changed
-
-
-# What safetensors raises on damaged files, found by damaging them at random.
-UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)
-
-
-def read_entry(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata and the tensors kv and ids of a file; the tensors are mapped, not read."""
-    with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in ("kv", "ids")}
-
-
-def ids_of(tensors: dict[str, Tensor]) -> tuple[int, ...]:
-    """Return the tokens of an entry. Raises ValueError if they can't be tokens."""
-    ids = tensors["ids"]
-    if ids.dtype != torch.long or ids.dim() != 1 or not len(ids):
-        raise ValueError(f"{ids.dtype} {tuple(ids.shape)} instead of tokens")
-    return tuple(ids.tolist())
-
-
-def versions(model: GPT) -> list[tuple[int, int]]:
-    """Return what changes when a weight is replaced or changed in place."""
-    return [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
-
-
-def digest(ids: Iterable[int]) -> str:
-    """Return 128 bits, in hexadecimal, that identify a sequence of tokens."""
-    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
-
-
-def entry_name(prefix: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the name of the file for ids after prefix: it says where it begins and where it ends."""
-    return f"{digest(prefix)}-{digest((*prefix, *ids))}.safetensors"
-
-
-def checksum(fingerprint: str, prefix: str, ids: Tensor, kv: Tensor) -> str:
-    """Return the CRC-32 of an entry: of its texts, its tokens, and the CRC-32 of every layer."""
-    if kv.nbytes < 2**22:
-        layers = array("Q", (zlib.crc32(raw(layer)) for layer in kv))
-    else:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib leaves Python, so that the layers run side by side
-            layers = array("Q", pool.map(lambda layer: zlib.crc32(raw(layer)), kv))
-    return f"{zlib.crc32(layers, zlib.crc32(raw(ids), zlib.crc32((fingerprint + prefix).encode()))):08x}"
+        self.scanned = changed if settled and self.writable else -1
 
 
 def read_all(model: GPT, ids: Sequence[int]) -> KVCache:

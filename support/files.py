@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+UNFINISHED = ".unfinished-"  # how the folders begin in which files are made
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -22,11 +28,34 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let write(file) make the file beside its place, then move it there: readers never see half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    write(unfinished)
-    os.replace(unfinished, path)
+    """Let write(file) make the file in a folder beside its place, then move it there: readers never see half a file.
+
+    A link stays and its target is replaced. The mode stays too; another hard link keeps the old content. What is no
+    regular file (a device, a pipe) is written to once all is made. Whatever is raised leaves the old file and no other.
+    """
+    opened = str(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))  # to be written to, whatever it leads to
+    try:
+        mode = path.stat().st_mode
+        regular = stat.S_ISREG(mode) and not opened
+    except FileNotFoundError:
+        regular, mode = True, None
+    if regular and mode and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    target = Path(os.path.realpath(path))
+    if regular:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.parent if regular else None) as folder:
+        file = Path(folder) / path.name
+        write(file)
+        if not regular:
+            print(end="", flush=True)
+            place = {"/dev/stdout": 1, "/dev/stderr": 2}.get(str(path), path)  # where it has got to, not anew
+            with file.open("rb") as content, open(place, "ab", closefd=place is path) as out:
+                shutil.copyfileobj(content, out)
+            return
+        if mode:
+            shutil.copymode(target, file)
+        os.replace(file, target)
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:

@@ -7,7 +7,7 @@ section 3 (RadixAttention).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class Node:
@@ -86,15 +86,22 @@ class RadixTree:
             node = node.parent
         return nodes[::-1]
 
+    def text(self, node: Node) -> tuple[int, ...]:
+        """Return the tokens from the first to the end of node."""
+        return tuple(i for one in self.path(node) for i in one.ids)
+
     def use(self, nodes: Iterable[Node]) -> None:
         """Count a path from the root as used now."""
         for node in reversed(list(nodes)):
             self.order.move_to_end(node)
 
-    def oldest(self, excess: int) -> tuple[Node, int]:
+    def oldest(self, excess: int, kept: Collection[Node] = ()) -> tuple[Node, int]:
         """Return the end of the sequence used longest ago, and how many of its tokens to keep if excess tokens have to
-        go: less than half of them, since cutting a node's end off means writing its beginning anew."""
-        leaf = next(iter(self.order))
+        go: less than half of them, since cutting a node's end off means writing its beginning anew.
+
+        kept: a path from the root that isn't to be chosen.
+        """
+        leaf = next(node for node in self.order if node not in kept)
         return leaf, max(0, len(leaf.ids) - max(excess, (len(leaf.ids) + 1) // 2))
 
     def cut(self, leaf: Node, keep: int) -> Node | None:

@@ -1,6 +1,7 @@
 """KV caches across prompts: recycled equals cold, whatever happens to the store."""
 
 import csv
+import errno
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import recycle as module
@@ -29,7 +33,8 @@ from recycle import Store, read_all, recycle
 from studies import latency, recycling, replay
 from studies.recycling import generate_as_published
 from support.encoders import TokenEncoder, load_encoder, nearest
-from support.fingerprints import fingerprint
+from support.files import UNFINISHED
+from support.fingerprints import Weights, fingerprint
 from support.radix_tree import RadixTree, common_prefix
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -253,8 +258,9 @@ def test_bad_input_is_refused_with_both_numbers(tiny: GPT, tmp_path: Path) -> No
         store.put([1, 2, 3], cache)
     with pytest.raises(ValueError, match="2"):
         next(recycle(store, torch.tensor([[1], [2]]), 3))
-    with pytest.raises(ValueError, match="0"):
-        Store(tiny, capacity=0)
+    for capacity in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match=f"0 bytes, got {capacity}"):
+            Store(tiny, capacity=capacity)
     assert store.put([5], KVCache()) == 0 and len(store.get([5])) == len(store.get([])) == 0
 
 
@@ -287,30 +293,86 @@ def test_order_of_use_outlives_the_process(tiny: GPT, tmp_path: Path) -> None:
     assert [node.ids[0] for node in Store(tiny, tmp_path).tree.order] == [1, 2, 3, 0]
 
 
-def test_full_disk_is_a_warning_and_nothing_is_half_written(tiny: GPT, tmp_path: Path, monkeypatch) -> None:
-    store, calls = Store(tiny, tmp_path), []
-    ids = [1] * 10 + [2] * 10
+def taken(folder: Path) -> int:
+    """Bytes of all files below folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk of `size` bytes that remembers how many were used at most and has an error of its own."""
+
+    class Disk:
+        size, peak, wrong = float("inf"), 0, errno.ENOSPC
+
+        def replace(self, source: Path, target: Path) -> None:
+            used = taken(target.parent)  # it is written whole, beside its place
+            self.peak = max(self.peak, used)
+            if used > self.size:
+                raise OSError(self.wrong, os.strerror(self.wrong), str(source))
+            os.rename(source, target)
+
+    disk = Disk()
+    monkeypatch.setattr("support.files.os.replace", disk.replace)
+    return disk
+
+
+@pytest.mark.parametrize("capacity", [1, 900, 1500, 2300, 4000, 30_000])
+def test_not_even_an_unfinished_file_exceeds_the_capacity(tiny: GPT, tmp_path: Path, disk, capacity: int) -> None:
+    store, kept = Store(tiny, tmp_path, capacity), 0
+    for ids in texts(2, 60, low=3):
+        store.put(ids, read_all(tiny, ids))
+        assert_right(cache := store.get([*ids, 0]), tiny, [*ids, 0])
+        kept += len(cache)
+        assert on_disk_bytes(store) == store.nbytes <= capacity
+        assert all(node.nbytes <= store.size(len(node.ids)) for node in store.tree.order)
+    assert disk.peak <= capacity and (kept > 0) == (capacity > store.size(1))
+    assert not disk.peak or disk.peak > capacity - store.size(30)
+    smaller = Store(tiny, tmp_path, capacity / 2)
+    smaller.put(ids, read_all(tiny, ids))
+    assert taken(tmp_path) <= capacity / 2
+
+
+def test_full_disk_gives_up_what_is_oldest_and_then_works_again(tiny: GPT, tmp_path: Path, disk) -> None:
+    disk.size, store, held = 60_000, Store(tiny, tmp_path), texts(2, 80, low=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ids in held:
+            store.put(ids, read_all(tiny, ids))
+            assert len(store.get([*ids, 0])) >= 10
+    assert 20_000 < taken(tmp_path) <= disk.size < 1.1 * disk.peak
+    disk.size, row, before = 0, torch.tensor([[5, 4, 3, 2] * 5]), names(store)
+    with pytest.warns(UserWarning, match="No space left") as caught:
+        for _ in range(3):
+            assert written(recycle(store, row, 3)) == written(generate(tiny, row, 3))
+            assert_sound(store.tree)
+    assert len(caught) == 1 and taken(tmp_path) == on_disk_bytes(store) > 0 and names(Store(tiny, tmp_path)) < before
+    disk.size = 60_000
+    assert store.put([1] * 20, read_all(tiny, [1] * 20)) and len(store.get([1] * 20)) == 19
+
+
+def test_a_disk_with_another_error_loses_nothing(tiny: GPT, tmp_path: Path, disk) -> None:
+    store, ids, other = Store(tiny, tmp_path), [1] * 10 + [2] * 10, [1] * 10 + [3] * 10
     store.put(ids, read_all(tiny, ids))
+    disk.size, disk.wrong, before = 0, errno.EIO, entries(store)
+    with pytest.warns(UserWarning, match="Input/output") as caught:
+        assert store.put(other, read_all(tiny, other)) == store.put(other, read_all(tiny, other)) == 0  # splits
+    assert len(caught) == 1 and entries(store) == before and taken(tmp_path) == on_disk_bytes(store)
+    assert len(store.get([*ids, 0])) == 20
 
-    def full(tensors, path, metadata) -> None:
-        calls.append(path)
-        if len(calls) > 1:
-            Path(path).write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(module, "save_file", full)
-    other = [1] * 10 + [3] * 10  # splits what is there
-    row = torch.tensor([other])
-    with pytest.warns(UserWarning, match="No space left"):
-        assert written(recycle(store, row, 3)) == written(generate(tiny, row, 3))
-    monkeypatch.undo()
-    for text in (ids, other):
-        assert_right(store.get(text), tiny, text)
-        assert not list(store.folder.glob("*.tmp"))
-        assert_sound(store.tree)
-        store.put(text, read_all(tiny, text))
-        assert len(store.get([*text, 0])) == 20
+def test_what_cannot_be_deleted_still_counts(tiny: GPT, tmp_path: Path, monkeypatch) -> None:
+    store = Store(tiny, tmp_path, 4000)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.exists():
+            raise PermissionError(errno.EPERM, "not yours", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.warns(UserWarning, match="not yours") as caught:
+        for ids in texts(2, 20, low=10):
+            store.put(ids, read_all(tiny, ids))
+    assert len(caught) == 1 and taken(tmp_path) <= 4000
 
 
 # --- The contract ---------------------------------------------------------------------------------------------------
@@ -338,14 +400,16 @@ def damage(rng: random.Random, folder: Path, foreign: list[bytes]) -> str:
     elif kind == "foreign":
         path.write_bytes(rng.choice(foreign))
     elif kind == "dtype":
-        with module.safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
         tensors = load_file(path)
         save_file(tensors | {"kv": tensors["kv"].to(torch.float16)}, path, metadata)
     elif kind == "delete":
         path.unlink()
     elif kind == "half":
-        (folder / f"{path.name}.tmp").write_bytes(content[: len(content) // 2])
+        unfinished = folder / f"{UNFINISHED}{rng.random()}"
+        unfinished.mkdir()
+        (unfinished / path.name).write_bytes(content[: len(content) // 2])
     elif kind == "empty":
         path.write_bytes(b"")
     else:
@@ -394,7 +458,8 @@ def test_half_written_and_unreachable_files_are_deleted(tiny: GPT, tmp_path: Pat
         store.put(ids, read_all(tiny, ids))
     trunk = store.tree.match([1])[0][0]
     (store.folder / trunk.name).unlink()
-    (store.folder / f"{trunk.name}.tmp").write_bytes(b"half")
+    (store.folder / f"{UNFINISHED}x").mkdir()
+    (store.folder / f"{UNFINISHED}x" / trunk.name).write_bytes(b"half")
     mine = store.folder / "notes.txt"
     mine.write_text("not the store's")
     assert len(store.get([1] * 12)) == store.nbytes == 0
@@ -452,6 +517,177 @@ def test_store_survives_the_loss_of_its_folder(tiny: GPT, tmp_path: Path) -> Non
         assert len(store.get([1, 2, 3, 4])) == 0 and store.nbytes == 0
 
 
+def file_in_its_place(folder: Path) -> Path:
+    folder.write_text("mine")
+    return folder
+
+
+UNUSABLE = {
+    "a file": file_in_its_place,
+    "below a file": lambda folder: file_in_its_place(folder) / "store",
+    "below a device": lambda folder: Path(os.devnull) / "store",
+    "a name too long": lambda folder: folder / ("n" * 300),
+    "a link to itself": lambda folder: folder.symlink_to(folder) or folder,
+    "no folders here": lambda folder: Path("/proc/self/store"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_folder_that_cannot_be_used_is_one_warning_and_a_cold_run(tiny: GPT, tmp_path: Path, kind: str) -> None:
+    row, folder = torch.tensor([[1, 2, 3]]), UNUSABLE[kind](tmp_path / "store")
+    with pytest.warns(UserWarning, match="can't be used") as caught:
+        store = Store(tiny, folder)
+        for _ in range(2):
+            assert written(recycle(store, row, 4)) == written(generate(tiny, row, 4))
+        store.clear()
+    assert len(caught) == 1
+    assert not (tmp_path / "store").is_file() or (tmp_path / "store").read_text() == "mine"
+
+
+@pytest.mark.parametrize("call", ["os.mkdir", "os.open", "os.scandir", "os.stat", "builtins.open", "io.open",
+                                  "os.utime", "os.unlink", "os.replace"])  # fmt: skip
+@pytest.mark.parametrize("wrong", [errno.EACCES, errno.EROFS, errno.EIO, errno.EMFILE])
+def test_an_error_of_any_call_is_at_most_one_warning_and_loses_nothing(
+        tiny: GPT, tmp_path: Path, monkeypatch, call: str, wrong: int) -> None:  # fmt: skip
+    store, held, other = Store(tiny, tmp_path), [1] * 10 + [2] * 5, [1] * 10 + [3] * 5
+    store.put(held, read_all(tiny, held))
+    before = taken(tmp_path)
+    module_name, name = call.split(".")
+    real = getattr(sys.modules[module_name], name)
+
+    def failing(path, *args, **kwargs):
+        if str(tmp_path) in str(path):
+            raise OSError(wrong, os.strerror(wrong), str(path))
+        return real(path, *args, **kwargs)
+
+    with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as broken:
+        warnings.simplefilter("always")
+        broken.setattr(call, failing)
+        for one in (store, Store(tiny, tmp_path)):
+            for ids in (held, other):
+                assert_right(one.get([*ids, 0]), tiny, [*ids, 0])
+                one.put(ids, read_all(tiny, ids))
+        told = [str(w.message) for w in caught]
+    assert len(told) <= 2 and all(os.strerror(wrong) in one for one in told), told
+    assert taken(tmp_path) >= before and len(store.get([*held, 0])) == len(Store(tiny, tmp_path).get([*held, 0])) == 15
+
+
+def test_a_folder_that_cannot_be_locked_is_read_and_not_written(tiny: GPT, tmp_path: Path) -> None:
+    store, ids, damaged = Store(tiny, tmp_path), [1] * 10, [2] * 10
+    for one in (ids, damaged):
+        store.put(one, read_all(tiny, one))
+    path = store.folder / store.tree.match(damaged)[0][0].name
+    path.write_bytes(path.read_bytes()[:-1])
+    (store.folder / "lock").unlink()
+    (store.folder / "lock").mkdir()
+    before = entries(store)
+    with pytest.warns(UserWarning) as caught:
+        for one in (Store(tiny, tmp_path), store):
+            assert len(one.get([*ids, 3])) == 10 and len(one.get([*damaged, 3])) == 0
+            for other in ([3] * 9, [1] * 5 + [2]):
+                assert one.put(other, read_all(tiny, other)) == 0
+            one.clear()
+    assert entries(store) == before and sum("can't be used" in str(w.message) for w in caught) == 2
+    (store.folder / "lock").rmdir()
+    assert store.put([3] * 9, read_all(tiny, [3] * 9)) > 0, "it works again"
+
+
+def test_a_lock_that_is_never_released_is_waited_for_once(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path)
+    store.put([1] * 10, read_all(tiny, [1] * 10))
+    store.patience = 0.1
+    with FileLock(store.folder / "lock"), pytest.warns(UserWarning, match="lock") as caught:
+        begun = time.perf_counter()
+        for _ in range(5):
+            assert len(store.get([1] * 11)) == 10 and store.put([2] * 9, read_all(tiny, [2] * 9)) == 0
+        assert len(caught) == 1 and 0.1 < time.perf_counter() - begun < 5
+    assert store.put([2] * 9, read_all(tiny, [2] * 9)) > 0
+
+
+@pytest.mark.parametrize("moment", ["refresh", "load", "write", "delete", "use"])
+def test_a_folder_that_is_deleted_during_any_call_is_at_most_one_warning(
+        tiny: GPT, tmp_path: Path, monkeypatch, moment: str) -> None:  # fmt: skip
+    store, real = Store(tiny, tmp_path / "store", 3000), getattr(Store, moment)
+
+    def deleted(self, *args):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        return real(self, *args)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for ids in texts(4, 12, low=8):
+            row = torch.tensor([ids])
+            for method in (real, deleted, real):
+                monkeypatch.setattr(Store, moment, method)
+                assert written(recycle(store, row, 4)) == written(generate(tiny, row, 4))
+                assert_sound(store.tree)
+    assert len(caught) <= 1, [str(w.message) for w in caught]
+    assert len(store.get(ids)) == min(len(ids), 17) - 1 or len(store.get(ids)) > 8
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "socket", "link to nothing", "link to mine", "link to a fifo"])
+@pytest.mark.parametrize("place", ["entry", "entry.tmp", "lock", f"{UNFINISHED}x"])
+def test_whatever_is_named_like_a_file_of_the_store_is_no_harm(
+        tiny: GPT, tmp_path: Path, kind: str, place: str) -> None:  # fmt: skip
+    ids, mine, fifo = [1] * 10, tmp_path / "mine", tmp_path / "fifo"
+    store = Store(tiny, tmp_path / "store")
+    path = store.folder / place.replace("entry", module.entry_name((), ids))
+    path.unlink(missing_ok=True)
+    mine.write_text("mine")
+    os.mkfifo(fifo)
+    if kind == "socket":
+        here, before = socket.socket(socket.AF_UNIX), os.getcwd()
+        os.chdir(path.parent)  # a socket's path is short
+        here.bind(path.name)
+        os.chdir(before)
+    make = {"fifo": os.mkfifo, "folder": os.mkdir, "link to nothing": lambda p: os.symlink(tmp_path / "no", p),
+            "link to mine": lambda p: os.symlink(mine, p), "link to a fifo": lambda p: os.symlink(fifo, p)}  # fmt: skip
+    make.get(kind, lambda p: None)(path)
+    row = torch.tensor([ids])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for one in (store, Store(tiny, tmp_path / "store")):
+            assert written(recycle(one, row, 3)) == written(generate(tiny, row, 3))
+            one.put(ids, read_all(tiny, ids))
+            assert_right(one.get([*ids, 0]), tiny, [*ids, 0])
+    assert len(caught) <= 2, [str(w.message) for w in caught]
+    assert mine.read_text() == "mine" and {p.name for p in tmp_path.iterdir()} == {"mine", "fifo", "store"}
+    if place == "entry" and kind != "folder":
+        assert len(store.get([*ids, 0])) == 10
+
+
+@pytest.mark.parametrize("jump", [5, 3600, -3600])
+def test_a_clock_that_jumps_hides_no_entry(tiny: GPT, tmp_path: Path, monkeypatch, jump: int) -> None:
+    ours, theirs, now = Store(tiny, tmp_path), Store(tiny, tmp_path), time.time_ns
+    ours.get([1])
+    changed = ours.folder.stat().st_mtime_ns
+    theirs.put([1] * 10, read_all(tiny, [1] * 10))
+    os.utime(ours.folder, ns=(changed, changed))  # in the same tick of the clock
+    monkeypatch.setattr(time, "time_ns", lambda: now() + jump * 10**9)
+    assert len(ours.get([1] * 11)) == 10
+    for i in range(2, 6):
+        (ours, theirs)[i % 2].put([i] * 10, read_all(tiny, [i] * 10))
+        assert len((theirs, ours)[i % 2].get([i] * 11)) == 10
+
+
+def test_entries_that_vanish_after_the_folder_was_read_are_no_error(tiny: GPT, tmp_path: Path) -> None:
+    store, held = Store(tiny, tmp_path, 6000), [[i] * 10 for i in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rounds in range(3):
+            for ids in held:
+                store.put(ids, read_all(tiny, ids))
+            store.refresh = lambda: None
+            for path in entries(store):
+                path.unlink()
+            if rounds < 2:
+                store.put([5 + rounds] * 25, read_all(tiny, [5 + rounds] * 25))
+                store.put([0] * 5 + [1] * 5, read_all(tiny, [0] * 5 + [1] * 5))  # a split
+            assert all(len(store.get([*ids, 0])) <= 5 for ids in held)
+            del store.refresh
+            assert_sound(store.tree)
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_interrupted_put_leaves_a_store_that_works(tiny: GPT, tmp_path: Path, on_disk: bool, error: type) -> None:
@@ -476,7 +712,21 @@ def test_interrupted_put_leaves_a_store_that_works(tiny: GPT, tmp_path: Path, on
         assert store.nbytes == sum(node.nbytes for node in nodes_of(store.tree))
 
 
-def test_weights_that_changed_are_noticed(tiny: GPT) -> None:
+def add(weight: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        weight += 1
+
+
+def replace(weight: torch.nn.Parameter) -> None:
+    weight.data = weight.data + 1
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "wpe.weight", "h.0.attn.c_attn.weight", "h.1.mlp.c_fc.bias"])
+@pytest.mark.parametrize("change", [
+    add, replace, lambda w: w.data.mul_(2).add_(1), lambda w: np.add(w.detach().numpy(), 1, out=w.detach().numpy()),
+    lambda w: w.data[..., ::2].add_(1), lambda w: setattr(w, "data", w.data[:-1]),
+], ids=["in place", "replaced", ".data", "NumPy", "half of them", "fewer"])  # fmt: skip
+def test_weights_that_changed_are_noticed(tiny: GPT, name: str, change: Callable) -> None:
     model = GPT(TINY).eval()
     model.load_state_dict(tiny.state_dict())
     store = Store(model)
@@ -484,11 +734,44 @@ def test_weights_that_changed_are_noticed(tiny: GPT) -> None:
     store.put([1, 2, 3], cache)
     with pytest.raises(ValueError, match="float16"):
         store.put([1, 2, 3], cache.to(dtype=torch.float16))
-    with torch.no_grad():
-        model.h[0].mlp.c_fc.bias[0] += 1
+    change(model.get_parameter(name))
     for call in (lambda: store.get([1, 2, 3]), lambda: store.put([1, 2, 3], cache)):
         with pytest.raises(ValueError, match="weights have changed"):
             call()
+
+
+def test_a_change_of_some_weights_is_noticed_with_the_chance_that_is_stated() -> None:
+    weight, noticed, f = torch.nn.Linear(200, 200, bias=False), 0, 0.02
+    for seed in range(300):
+        watch = Weights(weight)
+        assert not watch.changed()
+        chosen = torch.rand(200, 200, generator=torch.Generator().manual_seed(seed)) < f
+        weight.weight.data[chosen] += 1
+        noticed += watch.changed()
+    assert noticed / 300 == pytest.approx(1 - (1 - f) ** 64, abs=0.1)  # 0.73; the deviation is 0.026
+
+
+def test_watching_the_weights_draws_no_random_numbers_of_others(tiny: GPT) -> None:
+    torch.manual_seed(3)
+    first = torch.rand(1)
+    torch.manual_seed(3)
+    Store(tiny).get([1])
+    assert torch.equal(first, torch.rand(1))
+
+
+def test_caches_of_a_model_in_training_are_refused() -> None:
+    model = GPT(TINY)
+    with pytest.raises(ValueError, match=r"train\(\).*eval\(\)"):
+        Store(model)
+    store, cache = Store(model.eval()), read_all(model, [1, 2])
+    for part in (model, model.h[1].attn):
+        part.train()
+        for call in (lambda: store.get([1, 2]), lambda: store.put([1, 2], cache), store.clear,
+                     lambda: next(recycle(store, torch.tensor([[1, 2]]), 3))):  # fmt: skip
+            with pytest.raises(ValueError, match=r"train\(\)"):
+                call()
+        model.eval()
+    assert store.put([1, 2], cache) > 0
 
 
 def test_order_of_use_is_the_same_for_whoever_opens_the_store_later(tiny: GPT, tmp_path: Path) -> None:
@@ -519,32 +802,32 @@ def test_what_another_process_uses_is_not_evicted(tiny: GPT, tmp_path: Path) -> 
     assert len(Store(tiny, tmp_path).get([1] * 11)) < 10
 
 
-@pytest.mark.parametrize("writes", [1, 2, 3])
+@pytest.mark.parametrize(("writes", "left", "used"), [(1, 2, 1), (2, 3, 1), (3, 2, 2)])
 def test_a_process_killed_while_it_splits_a_node_loses_nothing_that_was_there(
-        tiny: GPT, tmp_path: Path, monkeypatch, writes: int) -> None:  # fmt: skip
+        tiny: GPT, tmp_path: Path, monkeypatch, writes: int, left: int, used: int) -> None:  # fmt: skip
     held, other, done = [1, 1, 1, 2, 2, 2], [1, 1, 1, 3, 3, 3], []
     store = Store(tiny, tmp_path)
     store.put(held, read_all(tiny, held))
 
     def killed(*args: object) -> None:
         done.append(args)
-        if len(done) > writes:
+        if len(done) > min(writes, 2):
             raise SystemExit
         os.rename(*args)
 
     monkeypatch.setattr("support.files.os.replace", killed)
-    if writes == 3:  # all are written, but the old one isn't deleted
-        monkeypatch.setattr(store, "delete", lambda name: sys.exit())
+    if writes == 2:  # both halves are written, but the old one isn't deleted; with 3 it is
+        monkeypatch.setattr(store, "delete", lambda name: (store.folder / name).exists() and sys.exit())
     with pytest.raises(SystemExit):
         store.put(other, read_all(tiny, other))
     monkeypatch.undo()
-    assert len(entries(store)) == 1 + writes
+    assert len(entries(store)) == left
     store = Store(tiny, tmp_path)
     for ids, n in ((held, 6), (other, 3)):
         cache = store.get([*ids, 0])
         assert len(cache) == n
         assert_right(cache, tiny, [*ids, 0])
-    assert on_disk_bytes(store) == store.nbytes and len(entries(store)) == 1
+    assert taken(tmp_path) == store.nbytes and len(entries(store)) == used
 
 
 WORKER = """
@@ -585,6 +868,35 @@ def test_two_processes_hammer_one_store(tiny: GPT, tmp_path: Path, capacity: str
     assert_sound(store.tree)
     reused = sum(len(store.get([*ids, 0])) for ids in texts(3, 60, low=5))
     assert reused > (500 if capacity == "inf" else 30)
+
+
+def frozen(workers: list[subprocess.Popen], folder: Path) -> int:
+    """Bytes of all files, of a moment at which no worker runs."""
+    for worker in workers:
+        worker.send_signal(signal.SIGSTOP)
+    for worker in workers:
+        os.waitpid(worker.pid, os.WUNTRACED)
+    used = taken(folder)
+    for worker in workers:
+        worker.send_signal(signal.SIGCONT)
+    return used
+
+
+@pytest.mark.slow
+def test_capacity_holds_at_every_moment_with_three_writers_some_of_them_killed(tmp_path: Path) -> None:
+    n, peak, rng, workers = 3, 0, random.Random(0), []
+    for killed in range(2):
+        workers += [start_worker(tmp_path, rng.randrange(10**6), 10**6, "30000") for _ in range(n - len(workers))]
+        for worker in workers[n - 1 if killed else 0 :]:
+            assert worker.stdout.readline() == "ready\n", worker.stderr.read()
+        for _ in range(300):
+            time.sleep(rng.uniform(0, 0.006))
+            peak = max(peak, frozen(workers, tmp_path))
+        for worker in workers[: n if killed else 1]:
+            worker.kill()
+            assert worker.communicate()[1] == ""
+        del workers[0]
+    assert 25_000 < peak <= 30_000
 
 
 @pytest.mark.slow

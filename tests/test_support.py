@@ -1,14 +1,19 @@
-"""What every script stands on: the command line, printing."""
+"""What every script stands on: the command line, files, printing."""
 
+import errno
 import os
+import socket
+import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from support.cli import CommandLine
+from support.files import write_atomically
 from support.printing import compare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +74,111 @@ def test_reader_that_leaves_early() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+def text(content: str):
+    return lambda file: file.write_text(content)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such files")
+def test_what_is_no_regular_file_is_written_to_and_stays_what_it_is(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delattr("support.files.os.replace")  # root could replace a device
+    link, pipe, got = tmp_path / "null", tmp_path / "pipe", []
+    link.symlink_to(os.devnull)
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
+    reader.start()
+    for path in (link, Path(os.devnull), pipe):
+        write_atomically(path, text("all of it"))
+        assert not stat.S_ISREG(path.stat().st_mode)
+    reader.join(5)
+    assert got == ["all of it"] and link.is_symlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+    refused = {Path("/dev/full"): errno.ENOSPC, tmp_path: errno.EISDIR, tmp_path / "socket": errno.ENXIO}
+    for path, wrong in refused.items():
+        with pytest.raises(OSError) as failed:
+            write_atomically(path, text("all of it"))
+        assert failed.value.errno == wrong
+    assert {path.name for path in tmp_path.iterdir()} == {"null", "pipe", "socket"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such name")
+@pytest.mark.parametrize("redirected", [True, False])
+def test_standard_output_is_a_file_to_write(redirected: bool, tmp_path: Path) -> None:
+    script = """import os
+from pathlib import Path
+from support.files import write_atomically
+del os.replace
+print('before')
+write_atomically(Path('/dev/stdout'), lambda file: file.write_text('content'))
+print('after')"""
+    with (tmp_path / "out").open("w+") as out:
+        done = subprocess.run([sys.executable, "-c", script], stdout=out if redirected else subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, cwd=ROOT)  # fmt: skip
+        out.seek(0)
+        assert (out.read() if redirected else done.stdout) == "before\ncontentafter\n" and done.stderr == ""
+
+
+@pytest.mark.parametrize("link", ["", "relative", "twice"])
+def test_a_link_stays_and_its_target_keeps_its_mode(link: str, tmp_path: Path) -> None:
+    target, path, mine = tmp_path / "sub" / "target", tmp_path / "name", tmp_path / "mine"
+    target.parent.mkdir()
+    mine.write_text("mine")
+    for name in ("name.tmp", "sub/target.tmp"):  # a link of that name isn't followed, a file not replaced
+        (tmp_path / name).symlink_to(mine)
+    if link:
+        path.symlink_to("sub/target")
+        (tmp_path / "link").symlink_to(path)
+    path = tmp_path / "link" if link == "twice" else path if link else target
+    before = os.umask(0o027)
+    try:
+        write_atomically(path, text("new"))
+        assert stat.S_IMODE(target.stat().st_mode) == 0o640
+        target.chmod(0o604)
+        os.link(target, tmp_path / "other")
+        write_atomically(path, text("newer"))
+    finally:
+        os.umask(before)
+    assert target.read_text() == "newer" and stat.S_IMODE(target.stat().st_mode) == 0o604
+    assert (tmp_path / "other").read_text() == "new", "another name of the file keeps the old content"
+    assert path.is_symlink() == bool(link) and mine.read_text() == "mine"
+    assert {path.name for path in target.parent.iterdir()} == {"target", "target.tmp"}
+
+
+def test_names_that_cannot_be_written_raise_and_leave_nothing(tmp_path: Path, monkeypatch) -> None:
+    loop, protected, long = tmp_path / "loop", tmp_path / "protected", "n" * 255
+    loop.symlink_to(loop)
+    protected.write_text("old")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "protected")  # root may write anything
+    before = {path.name for path in tmp_path.iterdir()}
+    for path, wrong in ((loop, errno.ELOOP), (protected, errno.EACCES), (tmp_path / (long + "n"), errno.ENAMETOOLONG),
+                        (protected / "below", errno.ENOTDIR)):  # fmt: skip
+        with pytest.raises(OSError) as failed:
+            write_atomically(path, text("new"))
+        assert failed.value.errno == wrong and {path.name for path in tmp_path.iterdir()} == before
+    assert protected.read_text() == "old" and loop.is_symlink()
+    write_atomically(tmp_path / "new" / "er" / long, text("new"))
+    assert (tmp_path / "new" / "er" / long).read_text() == "new"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(errno.ENOSPC, "full")])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, error) -> None:
+    def fail(file: Path) -> None:
+        file.write_text("ne")
+        raise error
+
+    (tmp_path / "x").write_text("old")
+    for name in ("x", "new"):
+        with pytest.raises(error if isinstance(error, type) else OSError):
+            write_atomically(tmp_path / name, fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x").read_text() == "old"
+
+
+# --- Printing -------------------------------------------------------------------------------------------------------
 
 
 def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,6 @@ from pocket import (
 )
 from pocket.recipes import Batch, Phase, Recipe
 from pocket.tokenizer import TOKENIZER, VOCABULARY, train_tokenizer
-from support.files import write_atomically
 from tests.test_equivalence import randomize
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -458,19 +457,6 @@ def test_export_writes_what_load_model_reads(tmp_path: Path) -> None:
     for (name, a), b in zip(model.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a.half().float(), b), name
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    file = tmp_path / "x"
-    file.write_text("old")
-
-    def fail(unfinished: Path) -> None:
-        unfinished.write_text("ne")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(file, fail)
-    assert file.read_text() == "old"
 
 
 @pytest.mark.slow
