@@ -14,7 +14,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ValueError if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not text
+    except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without end
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} instead of an object")
