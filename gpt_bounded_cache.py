@@ -13,6 +13,9 @@ Large Language Models with Predefined KV Cache Capacity" (BCT).
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -688,8 +691,9 @@ def main(argv: list[str] | None = None) -> None:
 
             return compare(args, ids)  # RING
         cache, sinks = model.new_cache(), 4 if args.memory == "sinks" else 0  # RING
-        if args.slots < sinks + 2:  # RING
-            raise ValueError(f"--slots {args.slots}: must be at least {sinks + 2}")  # RING
+        least, most = sinks + 2, model.config.n_ctx + 1  # RING
+        if args.memory in ("window", "sinks") and not least <= args.slots <= most:  # RING
+            raise ValueError(f"--slots {args.slots}: at least {least}, at most {most}")  # RING
         if type(cache) is KVCache:  # RING
             window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
             cache = SlidingWindowCache(window, sinks)  # RING

@@ -16,6 +16,9 @@ Gal and Ghahramani 2016, "Dropout as a Bayesian Approximation".
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import math
 import sys
 import time

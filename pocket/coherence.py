@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import tiktoken
-import torch
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, from any folder
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+import tiktoken
+import torch
 
 import gpt_kv_cache
 from load_gpt2_weights import load_model, load_tokenizer

@@ -22,6 +22,7 @@ from random import Random
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, from any folder
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 from pocket.sentences import articles, dialogues, explanations, lists, nouns, stories
 from pocket.sentences.templates import Bank
@@ -551,7 +552,7 @@ def main(argv: list[str] | None = None) -> None:
                       example="python3 pocket/corpus.py --split valid --n 3 --seed 0")
     cli.add_argument("--split", default="train", choices=SPLITS, help="training or held-out text")
     cli.add_argument("--n", type=whole_number(1), default=3, metavar="N", help="number of documents")
-    cli.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the corpus")
+    cli.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="seed of the corpus")
     cli.add_argument("--start", type=whole_number(0), default=0, metavar="N", help="index of the first document")
     with cli.parse(argv) as args:
         for i, doc in enumerate(documents(args.split, args.n, args.seed, args.start), args.start):

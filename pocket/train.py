@@ -23,11 +23,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
+
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+import torch
+import torch.distributed as dist
 
 from gpt_baseline import GPT
 from load_gpt2_weights import load_model

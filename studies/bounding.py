@@ -8,6 +8,9 @@ see pocket/bct/ablation.json.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import argparse
 import json
 import statistics

@@ -6,6 +6,9 @@ are medians of runs in turn, in one process.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import json
 import os
 import statistics

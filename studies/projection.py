@@ -7,6 +7,9 @@ projection_times, projection_report; projection_demo is the bare run of projecto
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import json
 import math
 import statistics

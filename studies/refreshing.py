@@ -8,6 +8,9 @@ what they are taken to say.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import json
 import math
 import tempfile

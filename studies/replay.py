@@ -7,6 +7,9 @@ for LLM Serving", whose public traces have this format.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import json
 import time
 from collections.abc import Sequence

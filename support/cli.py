@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +46,7 @@ class CommandLine(argparse.ArgumentParser):
                           help="where to compute; auto: cuda if there is one, else mps, else cpu")
         self.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
                           help="number format of weights and activations")
-        self.add_argument("--threads", type=whole_number(1), metavar="N",
+        self.add_argument("--threads", type=whole_number(1, 1024), metavar="N",
                           help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice")
         self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="of random draws")
 
@@ -85,21 +87,19 @@ class CommandLine(argparse.ArgumentParser):
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
         """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in the body, the
         project's ways to say that an input is bad, become one sentence and exit status 2."""
-        args = self.parse_args(argv)
-        if "device" in args:
-            present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-            if args.device == "auto":
-                args.device = next(device for device in present if present[device])
-            if not present[args.device]:
-                self.error(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
-            args.dtype = getattr(torch, args.dtype)
-            torch.set_num_threads(args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads()))
-            torch.manual_seed(args.seed)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as support.interrupts has left it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdin, sys.stderr = sys.stdin or open(os.devnull), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+        if sys.stdout is None:
+            self.error("the standard output is closed; > /dev/null discards what is printed")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without é shows \xe9
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
-            yield args
-            sys.stdout.flush()  # if the reader of a pipe has left, it shows here
-        except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not fail at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            try:
+                yield self.resolved(self.parse_args(argv))
+            finally:
+                self.flush()
+        except BrokenPipeError:  # `| head` has seen enough
             self.exit(0)
         except (ValueError, OSError) as error:
             missing = isinstance(error, FileNotFoundError) and error.filename
@@ -107,22 +107,44 @@ class CommandLine(argparse.ArgumentParser):
         except KeyboardInterrupt:
             self.exit(130, "\n")
 
+    def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Return the arguments with device and dtype as PyTorch's, and set its threads and seed."""
+        if "device" in args:
+            present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+            if args.device == "auto":
+                args.device = next(device for device in present if present[device])
+            if not present[args.device]:
+                raise ValueError(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
+            args.dtype = getattr(torch, args.dtype)
+            torch.set_num_threads(args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads()))
+            torch.manual_seed(args.seed)
+        return args
+
+    def flush(self) -> None:
+        """Write what is left in the buffer of the standard output, so that nothing fails when Python ends. Raises
+        OSError if it can't be written."""
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            kind = BrokenPipeError if isinstance(error, BrokenPipeError) else OSError
+            raise kind(f"can't write to the standard output: {error.strerror}") from error
+
     def error(self, message: str) -> NoReturn:
         """Print one sentence, and end with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return an argument type: whole numbers from low to high."""
+def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return an argument type: whole numbers from low to high, by default the largest that PyTorch takes anywhere."""
 
     def convert(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or value < low or (high is not None and value > high):
-            most = "" if high is None else f" and at most {high}"
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}{most}, got {text!r}")
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, got {text!r}")
         return value
 
     return convert
@@ -140,7 +162,9 @@ def temperature(text: str) -> float:
 
 
 def nonempty(text: str) -> str:
-    """Argument type: text that isn't empty, since a model needs a token to begin with."""
+    """Argument type: text in UTF-8 that isn't empty, since a model needs a token to begin with."""
     if not text:
         raise argparse.ArgumentTypeError("is empty, but the model needs at least one token to begin with")
+    if any("\ud800" <= char <= "\udfff" for char in text):  # bytes that Python could not decode
+        raise argparse.ArgumentTypeError("is not valid UTF-8")
     return text

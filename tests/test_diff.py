@@ -14,7 +14,7 @@ LECTURES = [
     ("gpt_baseline.py", "gpt_kv_cache.py", 10, {"# NEW": 89}),
     ("gpt_kv_cache.py", "gpt_bounded_cache.py", 9, {"# RING": 74, "# BCT": 148}),
 ]
-FILES = {"gpt_baseline.py": 172, "gpt_kv_cache.py": 249, "gpt_bounded_cache.py": 459}  # lines of code
+FILES = {"gpt_baseline.py": 174, "gpt_kv_cache.py": 251, "gpt_bounded_cache.py": 462}  # lines of code
 
 
 def code_lines(text: str) -> set[int]:

@@ -15,10 +15,14 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gpt_baseline
 import gpt_bounded_cache
 from load_gpt2_weights import load_model, load_tokenizer
