@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import tiktoken
 import torch
@@ -119,6 +119,10 @@ class CommandLine(argparse.ArgumentParser):
             torch.set_num_threads(args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads()))
             torch.manual_seed(args.seed)
         return args
+
+    def print_help(self, file: IO[str] | None = None) -> None:
+        """Print the help; argparse would keep quiet about an output that can't be written."""
+        print(self.format_help(), end="", file=file)
 
     def flush(self) -> None:
         """Write what is left in the buffer of the standard output, so that nothing fails when Python ends. Raises

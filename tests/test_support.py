@@ -1,6 +1,10 @@
 """What every script stands on: the command line, printing."""
 
+import importlib
+import io
+import itertools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support import interrupts
 from support.cli import CommandLine
 from support.printing import compare
 
@@ -51,6 +56,61 @@ def test_errors_in_the_body(error: BaseException, code: int, printed: str, capsy
         raise error
     assert ended.value.code == code
     assert printed in (message := capsys.readouterr().err) and message.count("\n") == 1
+
+
+def test_a_number_that_no_c_integer_holds_is_refused_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--max-new-tokens", "--top-k", "--threads", "--seed"]
+    for option, value in itertools.product(options, [2**32, 2**63, 2**64, -(2**63), 10**30, "9" * 5000, "1e3", "nan"]):
+        with pytest.raises(SystemExit) as ended, command_line().parse([f"{option}={value}"]):
+            pass
+        message = capsys.readouterr().err
+        assert ended.value.code == 2 and message.count("\n") == 1 and option in message
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e-320", "1e400", "-0.5", "1e-7", ""])
+def test_a_temperature_that_nothing_can_be_divided_by(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, command_line().parse([f"--temperature={value}"]):
+        pass
+    assert ended.value.code == 2 and "--temperature" in capsys.readouterr().err
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, command_line().parse(["--prompt", os.fsdecode(b"caf\xe9")]):
+        pass
+    assert ended.value.code == 2 and "--prompt: is not valid UTF-8" in capsys.readouterr().err
+
+
+def test_a_standard_output_of_ascii_shows_other_characters_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
+    with command_line().parse([]):
+        print("é語\udcff")
+    assert raw.getvalue() == b"\\xe9\\u8a9e\\udcff\n"
+
+
+def test_closed_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with command_line().parse([]):
+        assert sys.stdin.read() == "" and not sys.stdin.isatty()
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended, command_line().parse([]):
+        pass
+    assert ended.value.code == 2 and "standard output is closed" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_left_alone_until_the_command_line_is_read() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        importlib.reload(interrupts)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        with command_line().parse([]):
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a job in the background
+        importlib.reload(interrupts)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_mistakes_of_ours_keep_their_traceback() -> None:

@@ -51,9 +51,12 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script[-1])
 def test_streams_that_take_nothing(script: list[str]) -> None:
     python = f"{sys.executable} {' '.join(script)}"
-    full = shell(f"{python} --help > /dev/full")
-    assert full.returncode == 2 and full.stderr.count("\n") == 1
-    assert "can't write to the standard output: No space left on device" in full.stderr
+    for unbuffered in ("", "1"):
+        full = shell(f"{python} --help > /dev/full", PYTHONUNBUFFERED=unbuffered)
+        assert full.returncode == 2 and full.stderr.count("\n") == 1
+        assert "No space left on device" in full.stderr
+    closed = shell(f"{python} --help >&- <&-")
+    assert closed.returncode == 2 and closed.stderr.count("\n") == 1 and "standard output is closed" in closed.stderr
     gone = shell(f"{python} --help | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="1")
     assert (gone.returncode, gone.stderr) == (0, "")
     ascii_only = shell(f"{python} --help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")
@@ -66,7 +69,7 @@ def test_ctrl_c_is_never_a_traceback(script: list[str], tmp_path: Path) -> None:
     out = [] if script[-1] in FILES else ["--out", str(tmp_path)]
     words = {"pocket/train.py": ["tokenizer", "--out", str(tmp_path)], "pocket/corpus.py": ["--n", "1000000"],
              "studies.replay": ["/dev/zero", *out], "chapters/10_beyond/floors.py": ["fleet"],
-             **dict.fromkeys(("studies.pages", "benchmarks.pages", "chapters.builder"), ["--help"])}  # fmt: skip
+             **{name: ["--help"] for name in ("studies.pages", "benchmarks.pages", "chapters.builder")}}  # fmt: skip
     for seconds in (0.1, 0.5, 1.0, 2.0):
         process = subprocess.Popen([sys.executable, *script, *words.get(script[-1], out)], cwd=ROOT, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)  # fmt: skip
