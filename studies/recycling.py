@@ -10,7 +10,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-import csv
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from studies.latency import Run, timed
 from support.cli import CommandLine, whole_number
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.figures import figure
-from support.files import write_atomically, write_csv
+from support.files import read_csv, write_atomically, write_csv
 from support.radix_tree import RadixTree, common_prefix
 from support.statistics import bootstrap
 from support.tables import table
@@ -63,14 +62,7 @@ def generate_as_published(model: GPT, new: Tensor, cache: KVCache, max_new_token
 
 def read_prompts(path: Path) -> list[str]:
     """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # with or without the mark that spreadsheets write
-            rows = csv.DictReader(file)
-            if "prompt" not in (rows.fieldnames or ()):
-                raise ValueError(f"{path} has no column prompt, but {', '.join(rows.fieldnames or ()) or 'nothing'}")
-            prompts = [row["prompt"] for row in rows]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    prompts = [row["prompt"] for row in read_csv(path, ["prompt"])]
     if not prompts or not all(prompts):
         raise ValueError(f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty")
     return prompts

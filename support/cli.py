@@ -102,7 +102,10 @@ class CommandLine(argparse.ArgumentParser):
         except BrokenPipeError:  # `| head` has seen enough
             self.exit(0)
         except (ValueError, OSError) as error:
-            missing = isinstance(error, FileNotFoundError) and error.filename
+            file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+            if reason and not file:  # the file, or standard output, was open already
+                self.error(f"can't write the output: {reason}")
+            missing = isinstance(error, FileNotFoundError) and file
             self.error(f"there is no {missing}" if missing else " ".join(str(error).split()))
         except KeyboardInterrupt:
             self.exit(130, "\n")
@@ -125,14 +128,12 @@ class CommandLine(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)
 
     def flush(self) -> None:
-        """Write what is left in the buffer of the standard output, so that nothing fails when Python ends. Raises
-        OSError if it can't be written."""
+        """Write what is left in the buffer of the standard output. Raises OSError if it can't be written."""
         try:
             sys.stdout.flush()
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            kind = BrokenPipeError if isinstance(error, BrokenPipeError) else OSError
-            raise kind(f"can't write to the standard output: {error.strerror}") from error
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it ends
+            raise
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence, and end with status 2."""
@@ -148,7 +149,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
         except ValueError:
             value = None
         if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low} and at most {high}, got {text!r}")
         return value
 
     return convert

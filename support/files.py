@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,23 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     write(unfinished)
     os.replace(unfinished, path)
+
+
+def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rows of a CSV file in UTF-8, by the names in its first line; a cell that a row lacks is empty.
+
+    Raises ValueError if it isn't such a file, lacks one of the columns, or has a row longer than its first.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # with or without the mark that spreadsheets write
+            header, *rows = [row for row in csv.reader(file) if row] or [[]]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
+    if missing := [name for name in columns if header.count(name) != 1]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}: it has {', '.join(header) or 'no columns'}")
+    if (longest := max(map(len, rows), default=0)) > len(header):
+        raise ValueError(f"{path} has a row of {longest} cells, and {len(header)} columns")
+    return [dict(itertools.zip_longest(header, row, fillvalue="")) for row in rows]
 
 
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from support import interrupts
 from support.cli import CommandLine
+from support.files import read_csv
 from support.printing import compare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,6 +130,24 @@ def test_reader_that_leaves_early() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("content, words", [
+    ("", "lacks prompt"), ("\n\n", "lacks prompt"), ("a,b\n", "lacks prompt: it has a, b"), ("prompt,prompt\n", "lacks"),
+    ("prompt\n" + "x" * 131_073, "field larger than field limit"), ("prompt\nx,y\n", "a row of 2 cells, and 1 columns"),
+    ("prompt,b\nx,y,z,w\n", "a row of 4 cells, and 2 columns"), ("prompt\n\xff\n", "UTF-8"),
+    ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"), ('prompt\n"x', None), ("prompt\na\0b\n", None),
+    ("\xef\xbb\xbfprompt\nx\n", None), ("prompt\r\nx\r\n", None), ("a,prompt\n,x\n\n", None), ("b,prompt\ny\n", None),
+    ("prompt\n", None),
+])  # fmt: skip
+def test_csv_files_by_column(tmp_path: Path, content: str, words: str | None) -> None:
+    (path := tmp_path / "x.csv").write_bytes(content.encode("latin-1"))
+    if words:
+        with pytest.raises(ValueError, match=words) as raised:
+            read_csv(path, ["prompt"])
+        assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+    else:
+        assert [*{row["prompt"] for row in read_csv(path, ["prompt"])} - {"", "a\0b"}] in (["x"], [])
 
 
 def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.CaptureFixture[str]) -> None:
