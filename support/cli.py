@@ -149,7 +149,8 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
         except ValueError:
             value = None
         if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low} and at most {high}, got {text!r}")
+            allowed = f"of at least {low} and at most {high}"
+            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}")
         return value
 
     return convert

@@ -133,7 +133,8 @@ def test_reader_that_leaves_early() -> None:
 
 
 @pytest.mark.parametrize("content, words", [
-    ("", "lacks prompt"), ("\n\n", "lacks prompt"), ("a,b\n", "lacks prompt: it has a, b"), ("prompt,prompt\n", "lacks"),
+    ("", "lacks prompt"), ("\n\n", "lacks prompt"), ("a,b\n", "lacks prompt: it has a, b"),
+    ("prompt,prompt\n", "lacks"),
     ("prompt\n" + "x" * 131_073, "field larger than field limit"), ("prompt\nx,y\n", "a row of 2 cells, and 1 columns"),
     ("prompt,b\nx,y,z,w\n", "a row of 4 cells, and 2 columns"), ("prompt\n\xff\n", "UTF-8"),
     ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"), ('prompt\n"x', None), ("prompt\na\0b\n", None),
