@@ -156,6 +156,15 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
     return convert
 
 
+def folder(text: str) -> Path:
+    """Argument type: a folder that can be written to, or a place where one can be made."""
+    path = Path(text)
+    there = next(above for above in (path, *path.absolute().parents) if above.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: {there} is not a folder that can be written to")
+    return path
+
+
 def temperature(text: str) -> float:
     """Argument type: 0, or a finite number that one can divide by."""
     try:
