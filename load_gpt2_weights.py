@@ -99,11 +99,7 @@ def load_model(name_or_path: str, *, model_class: type[nn.Module], device: torch
     config_path = find_file(name_or_path, "config.json")
     config = read_config(config_path, model_class.config_class)
     tensors = read_tensors(name_or_path)
-    longest = max((max(tensor.shape, default=1) for tensor in tensors.values() if tensor.numel()), default=0)
-    for name, size in vars(config).items():  # before a layer is made, or a number too large for PyTorch gets there
-        most, of = (len(tensors), "number of tensors") if name == "n_layer" else (longest, "longest side of any tensor")
-        if type(size) is int and size > most:
-            raise ValueError(f"{config_path}: {name} is {size}, but the {of} in the weights is {most}")
+    check_sizes(config, tensors, config_path)
     with torch.device("meta"):  # shapes and strides without memory
         model = model_class(config)
     parameters = dict(model.named_parameters())
@@ -191,6 +187,16 @@ def read_config(path: Path, config_class: type) -> Any:
             kind = {int: "a whole number", bool: "true or false", str: "a text"}[kinds[name]]
             raise ValueError(f"{path}: {name} must be {kind}, got {value!r}")
     return config_class(**given)
+
+
+def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise ValueError if a size in a config, read from path, is beyond those of the tensors: before a model of it is
+    made, which could take all memory or never end."""
+    longest = max((max(tensor.shape, default=1) for tensor in tensors.values() if tensor.numel()), default=0)
+    for name, size in vars(config).items():
+        most, of = (len(tensors), "number of tensors") if name == "n_layer" else (longest, "longest side of any tensor")
+        if type(size) is int and size > most:
+            raise ValueError(f"{path}: {name} is {size}, but the {of} in the weights is {most}")
 
 
 def read_tensors(name_or_path: str) -> dict[str, Tensor]:

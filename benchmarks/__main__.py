@@ -37,10 +37,10 @@ import gpt_kv_cache
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import find_file, load_model
-from support.cli import CommandLine, whole_number
+from load_gpt2_weights import check_sizes, find_file, load_model, read_config, read_tensors
+from support.cli import CommandLine, whole_number, writable_folder
 from support.figures import figure
-from support.files import read_json, write_atomically
+from support.files import read_json, write_json
 from support.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,11 +84,11 @@ def random_weights(config: GPTConfig) -> Iterator[Path]:
 
 
 def geometry_of(folder: Path) -> dict[str, int]:
-    """Return the sizes that a machine's floors depend on, and the bytes of the weights in float32."""
+    """Return the sizes that a machine's floors depend on, and the bytes of the weights in float32. Raises ValueError if
+    the folder holds no GPT-2."""
+    config = read_config(folder / "config.json", GPTConfig)
+    check_sizes(config, read_tensors(str(folder)), folder / "config.json")
     with torch.device("meta"):
-        c = read_json(folder / "config.json")
-        config = GPTConfig(c["vocab_size"], c["n_positions"], c["n_layer"], c["n_head"], c["n_embd"],
-                           c.get("head_dim"), c.get("n_inner"))  # fmt: skip
         nbytes = sum(p.nbytes for p in GPT(config).parameters())
     return {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": config.n_inner,
             "n_ctx": config.n_ctx, "attention": config.n_head * config.head_dim, "vocab_size": config.vocab_size,
@@ -417,7 +417,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")
-    cli.add_argument("--out", type=Path, metavar="FOLDER", help="where results go; default: results/benchmarks")
+    cli.add_argument("--out", type=writable_folder, metavar="FOLDER",
+                     help="where results go; default: results/benchmarks")  # fmt: skip
     with cli.parse(argv) as args:
         if args.scale:
             print(scale.note(read_json(args.scale)))
@@ -436,7 +437,8 @@ def main(argv: list[str] | None = None) -> None:
         with weights(args.model) as folder:
             geometry = geometry_of(folder)
             most = geometry["n_ctx"] - DECODED
-            lengths = sorted({*(args.lengths or ((128, 512, 1000) if most >= 1000 else (most // 8, most // 2, most)))})
+            shorter = (max(2, most // 8), max(2, most // 2), most)
+            lengths = sorted({*(args.lengths or ((128, 512, 1000) if most >= 1000 else shorter))})
             batches = sorted({*(args.batches or ([1] if args.ablate else [1, 8]))})
             if lengths[-1] > most:
                 raise ValueError(f"{lengths[-1]} tokens and {DECODED} more exceed the context of {args.model}, "
@@ -465,17 +467,13 @@ def main(argv: list[str] | None = None) -> None:
             print_ablation(without, lengths)
             print_shares(shares, lengths[-1])
             kept = {key: value for key, value in record.items() if key not in ("rows", "absent", "reuse_lengths")}
-            save(out / "ablation.json", {**kept, "without": without, "first_token": shares})
+            write_json(out / "ablation.json", {**kept, "without": without, "first_token": shares}, indent=1)
         else:
             print_summary(record)
-            save(out / "summary.json", record)
+            write_json(out / "summary.json", record, indent=1)
             draw(record, out)
         warn(record)
         print(f"\nWritten to {out}")
-
-
-def save(path: Path, record: dict[str, Any]) -> None:
-    write_atomically(path, lambda file: file.write_text(json.dumps(record, indent=1) + "\n"))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pocket.evaluation import Windowed, answers, continuation_loss
 from pocket.recipes import MEMORY, Distillation, distillation
 from pocket.tokenizer import TOKENIZER
 from pocket.training import train
-from support.files import write_atomically
+from support.files import write_json
 
 
 @dataclass(frozen=True)
@@ -109,4 +109,4 @@ def ablation(steps: int, run: Path, path: Path) -> None:
         results.append({"name": name, "steps": row_steps, "perplexity": perplexity, "recall_nats": nats,
                         "recall_share": share})  # fmt: skip
         print(json.dumps(results[-1]))
-    write_atomically(path, lambda file: file.write_text(json.dumps(results, indent=2) + "\n"))
+    write_json(path, results)

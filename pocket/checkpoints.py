@@ -18,7 +18,7 @@ from pocket.cards import card
 from pocket.evaluation import failed_gates, measure
 from pocket.recipes import Recipe
 from support.figures import figure
-from support.files import write_atomically
+from support.files import write_atomically, write_json
 
 
 def export(model: GPT, folder: Path) -> None:
@@ -39,9 +39,7 @@ def export(model: GPT, folder: Path) -> None:
     if isinstance(c, rope.GPTConfig):
         config |= {"model_type": "rotary", "rotary": True}
     tensors = {f"transformer.{name}": p.detach().half().contiguous().cpu() for name, p in model.named_parameters()}
-    write_atomically(
-        folder / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    )
+    write_json(folder / "config.json", config)
     write_atomically(folder / "model.safetensors", lambda file: save_file(tensors, file, metadata={"format": "pt"}))
 
 
@@ -79,7 +77,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         if failed := failed_gates(recipe.kind, figures):
             raise ValueError(f"the model is not kept, because these don't hold: {'; '.join(failed)}")
         text = card(recipe, model, figures)
-        write_atomically(folder / "figures.json", lambda file: file.write_text(json.dumps(figures, indent=2) + "\n"))
+        write_json(folder / "figures.json", figures)
         write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
     plot_losses(recipe, losses, folder / "loss.png")
     if recipe.init:

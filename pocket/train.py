@@ -41,7 +41,7 @@ from pocket.recipes import DROPOUT, KINDS, MEMORY, STEPS, TEACHER, distillation,
 from pocket.starts import MOST_SLOTS
 from pocket.tokenizer import train_tokenizer
 from pocket.training import compact, read_state, train
-from support.cli import CommandLine, folder, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.files import write_atomically
 
 TRAINED = ("teacher", "bct", "rotary", "student")
@@ -55,9 +55,9 @@ TAKERS = {  # of the options
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
     cli.add_argument("what", choices=TAKERS["out"], help="what to train")
-    cli.add_argument("--out", type=folder, metavar="FOLDER",
+    cli.add_argument("--out", type=writable_folder, metavar="FOLDER",
                      help="where the result goes; default: its folder in pocket")  # fmt: skip
-    cli.add_argument("--state", type=folder, metavar="FOLDER",
+    cli.add_argument("--state", type=writable_folder, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
     cli.add_argument("--compact", type=Path, metavar="FILE",

@@ -12,7 +12,6 @@ if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers
 from support.cli import PROMPT, CommandLine, nonempty
-from support.files import read_json, write_atomically, write_csv
+from support.files import read_json, write_atomically, write_csv, write_json
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity
 from support.tables import table
 
@@ -309,7 +308,7 @@ def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tenso
         rows = [[compared[key].label, a, b, nats[a:b].mean().exp().item()] for key, nats in by_distance.items()
                 for a, b in spans_of(len(nats), n_ctx)]  # fmt: skip
         write_csv(out / "perplexity.csv", ["memory", "from_token", "to_token", "perplexity"], rows)
-    write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n"))
+    write_json(out / "summary.json", summary)
     draw(memories, grown, by_distance, prompt.size(1), n_ctx, out)
     print(f"\nWritten to {out}")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-import json
 import os
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all
 from support.cli import CommandLine, whole_number
 from support.figures import figure
-from support.files import write_atomically
+from support.files import write_json
 from support.tables import table
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # of a prompt that is stored; 1: all but its last token
@@ -204,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)  # before anything takes time
         measured = measure(model, 1 if args.quick else args.repeats, QUICK if args.quick else LENGTHS)
         show(measured)
-        write_atomically(out / "law.json", lambda file: file.write_text(json.dumps(measured, indent=2) + "\n"))
+        write_json(out / "law.json", measured)
         draw(measured, out, "law")
         print(f"\nWritten to {out}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-import json
 import math
 import statistics
 import sys
@@ -32,7 +31,7 @@ from studies.projection_prompts import POCKET, Experiment, Splits, pocket_famili
 from studies.projection_report import draw, print_kind, print_lengths, print_positions
 from studies.projection_times import by_length, latencies, on_the_plane
 from support.cli import CommandLine, whole_number
-from support.files import write_atomically
+from support.files import write_json
 
 GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.80, 0.01, 0.35  # the proposal's thresholds, beside those of projection_quality
 
@@ -158,8 +157,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
                                "seed": seed, "kinds": {}}
 
     def write() -> None:
-        text = json.dumps(summary, indent=2, allow_nan=False)
-        write_atomically(out / "summary.json", lambda file: file.write_text(text + "\n"))
+        write_json(out / "summary.json", summary)
 
     default = None
     for name, families in kinds.items():

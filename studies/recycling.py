@@ -10,7 +10,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from studies.latency import Run, timed
 from support.cli import CommandLine, whole_number
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.figures import figure
-from support.files import read_csv, write_atomically, write_csv
+from support.files import read_csv, write_atomically, write_csv, write_json
 from support.radix_tree import RadixTree, common_prefix
 from support.statistics import bootstrap
 from support.tables import table
@@ -179,7 +178,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
     fits = {what: alpha(rows, what) for what in ("latency", "ttft")}
     summary = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "alpha": fits, "indices": compared,
                "law": measured, "claims": verdicts}  # fmt: skip
-    write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n"))
+    write_json(out / "summary.json", summary)
     draw(rows, fits, out)
     if measured:
         latency.draw(measured, out, "pocket_law")

@@ -11,7 +11,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-import json
 import math
 import tempfile
 import time
@@ -62,7 +61,7 @@ from studies.refreshing_texts import (
     times,
 )
 from support.cli import CommandLine, whole_number
-from support.files import write_atomically
+from support.files import write_json
 from support.statistics import bootstrap, kl
 
 FULL = Size(prompts=50, seeds=3, new_tokens=320, timed=4, repeats=4, facts=200, simulations=20)
@@ -249,7 +248,7 @@ def report(experiment: Experiment, about: dict[str, Any], out: Path) -> None:
     print_tables(record)
     write_tables(record, out)
     draw(record, out)
-    write_atomically(out / "summary.json", lambda file: file.write_text(json.dumps(record, indent=1) + "\n"))
+    write_json(out / "summary.json", record, indent=1)
     print(f"\n{record['minutes']:.1f} minutes. Written to {out}")
 
 

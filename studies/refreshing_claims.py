@@ -147,15 +147,17 @@ def real_gate(record: dict[str, Any]) -> list[dict[str, str]]:
     values = [record["ways"][name]["sampled"]["ppl"][0] for name in names]
     return [{
         "claim": "a real model: U(t) shows better than entropy where student and teacher disagree",
-        "verdict": verdict(low > 0, high < 0),
+        "verdict": verdict(low is not None and low > 0, high is not None and high < 0),
         "figures": f"area under the ROC curve {shown(variance['area'])}, entropy {shown(found['entropy']['area'])}, "
         f"mutual information of the same passes {shown(other['area'])}; perplexity by either gate: U(t) "
         f"{values[0]:.2f}, entropy {values[1]:.2f}",
     }]  # fmt: skip
 
 
-def shown(three: Sequence[float]) -> str:
-    """Return a mean and its interval."""
+def shown(three: Sequence[float | None]) -> str:
+    """Return a mean and its interval, "-" if there were too few texts for one."""
+    if None in three:
+        return "-"
     return f"{three[0]:.2f} ({three[1]:.2f}-{three[2]:.2f})"
 
 

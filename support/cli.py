@@ -156,7 +156,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
     return convert
 
 
-def folder(text: str) -> Path:
+def writable_folder(text: str) -> Path:
     """Argument type: a folder that can be written to, or a place where one can be made."""
     path = Path(text)
     there = next(above for above in (path, *path.absolute().parents) if above.exists())

@@ -30,6 +30,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(unfinished, path)
 
 
+def write_json(path: Path, content: Any, indent: int = 2) -> None:
+    """Write JSON. Raises ValueError if it holds a number that isn't finite, which JSON doesn't know."""
+    text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     """Return the rows of a CSV file in UTF-8, by the names in its first line; a cell that a row lacks is empty.
 

@@ -3,6 +3,7 @@
 import importlib
 import io
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import torch
 
 from support import interrupts
 from support.cli import CommandLine
-from support.files import read_csv
+from support.files import read_csv, read_json, write_json
 from support.printing import compare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,6 +150,14 @@ def test_csv_files_by_column(tmp_path: Path, content: str, words: str | None) ->
         assert str(path) in str(raised.value) and "\n" not in str(raised.value)
     else:
         assert [*{row["prompt"] for row in read_csv(path, ["prompt"])} - {"", "a\0b"}] in (["x"], [])
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_json_that_is_refused_leaves_the_old_file(tmp_path: Path, number: float) -> None:
+    write_json(path := tmp_path / "x.json", {"figure": None})
+    with pytest.raises(ValueError):
+        write_json(path, {"figure": [1.0, number]})
+    assert read_json(path) == {"figure": None} and [*tmp_path.iterdir()] == [path]
 
 
 def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.CaptureFixture[str]) -> None:
