@@ -32,7 +32,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers
-from support.cli import PROMPT, CommandLine, nonempty
+from support.cli import PROMPT, CommandLine, nonempty, writable_folder
 from support.files import read_json, write_atomically, write_csv, write_json
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity
 from support.tables import table
@@ -433,7 +433,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
     cli.add_argument("--slots", type=int, default=37, metavar="N", help="slots of window and sinks, spare one included")
     cli.add_argument("--quick", action="store_true", help="on fewer and shorter texts, in less than a minute")
-    cli.add_argument("--out", default="results/bounding", metavar="FOLDER", help="where tables and figures go")
+    cli.add_argument("--out", type=writable_folder, default="results/bounding", metavar="FOLDER",
+                     help="where tables and figures go")  # fmt: skip
     with cli.parse(argv) as args:
         if args.quick:
             globals().update(QUICK)

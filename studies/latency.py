@@ -25,7 +25,7 @@ from tqdm import tqdm
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.figures import figure
 from support.files import write_json
 from support.tables import table
@@ -195,7 +195,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.set_defaults(model="random")
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
     cli.add_argument("--quick", action="store_true", help="short prompts only, once each, in less than a minute")
-    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where law.json and its figure go")
+    cli.add_argument("--out", type=writable_folder, default="results/recycling", metavar="FOLDER",
+                     help="where law.json and its figure go")  # fmt: skip
     with cli.parse(argv) as args:
         model = (GPT(GPTConfig()).to(args.device, args.dtype).eval() if args.model == "random" else
                  load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip

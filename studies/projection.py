@@ -30,7 +30,7 @@ from studies.projection_methods import Method, library_of, methods, one_token, r
 from studies.projection_prompts import POCKET, Experiment, Splits, pocket_families, read_pairs
 from studies.projection_report import draw, print_kind, print_lengths, print_positions
 from studies.projection_times import by_length, latencies, on_the_plane
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.files import write_json
 
 GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.80, 0.01, 0.35  # the proposal's thresholds, beside those of projection_quality
@@ -205,7 +205,8 @@ def main(argv: list[str] | None = None) -> None:
                      help="the retrieval's embeddings: pairs, a ridge regression of words on the training prompts; "
                      "tokens, the model's own embeddings; or a model of sentence-transformers")
     cli.add_argument("--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 7")
-    cli.add_argument("--out", default="results/projection", metavar="FOLDER", help="where results go")
+    cli.add_argument("--out", type=writable_folder, default="results/projection", metavar="FOLDER",
+                     help="where results go")  # fmt: skip
     with cli.parse(argv) as args:
         warnings.showwarning = lambda message, *_: print(f"{cli.prog}: {message}", file=sys.stderr)
         if args.pairs and args.kinds:

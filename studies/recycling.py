@@ -27,7 +27,7 @@ from pocket import corpus
 from recycle import Store, read_all
 from studies import latency
 from studies.latency import Run, timed
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.figures import figure
 from support.files import read_csv, write_atomically, write_csv, write_json
@@ -405,7 +405,8 @@ def main(argv: list[str] | None = None) -> None:
                      "sentence-transformers, say all-MiniLM-L6-v2")  # fmt: skip
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
     cli.add_argument("--quick", action="store_true", help="once, with fewer queries, in less than a minute")
-    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where tables and figures go")
+    cli.add_argument("--out", type=writable_folder, default="results/recycling", metavar="FOLDER",
+                     help="where tables and figures go")  # fmt: skip
     with cli.parse(argv) as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)

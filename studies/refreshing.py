@@ -60,7 +60,7 @@ from studies.refreshing_texts import (
     prompts_of,
     times,
 )
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.files import write_json
 from support.statistics import bootstrap, kl
 
@@ -262,7 +262,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--prompt-tokens", type=whole_number(1), default=192, metavar="N",
                      help="tokens of the pocket world's prompts")  # fmt: skip
     cli.add_argument("--quick", action="store_true", help="less of everything, in about a minute")
-    cli.add_argument("--out", default="results/refreshing", metavar="FOLDER", help="where results go")
+    cli.add_argument("--out", type=writable_folder, default="results/refreshing", metavar="FOLDER",
+                     help="where results go")  # fmt: skip
     with cli.parse(argv) as args:
         options = {"device": args.device, "dtype": args.dtype}
         teacher, student, tokenizer = load_pair(args.model, args.student, **options)

@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.figures import figure
 from support.files import write_csv
 from support.radix_tree import RadixTree
@@ -40,14 +40,14 @@ class Request:
 def read_trace(path: Path) -> list[Request]:
     """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one."""
     requests = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:  # what is no text is no JSON either
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 entry = json.loads(line)
                 tokens, blocks = entry["input_length"], tuple(entry["hash_ids"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: no input_length and hash_ids ({error})") from error
             if type(tokens) is not int or not all(type(block) is int for block in blocks):
                 raise ValueError(f"{path}, line {number}: input_length and hash_ids must be whole numbers")
@@ -131,7 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N",
                      help="capacities, in blocks of 512 tokens; default: 500, doubled again and again")
     cli.add_argument("--quick", action="store_true", help="three capacities only: 500, 4,000, 32,000")
-    cli.add_argument("--out", default="results/recycling", metavar="FOLDER", help="where the table and the figure go")
+    cli.add_argument("--out", type=writable_folder, default="results/recycling", metavar="FOLDER",
+                     help="where the table and the figure go")  # fmt: skip
     with cli.parse(argv) as args:
         replay(Path(args.trace), args.blocks or ([500, 4000, 32000] if args.quick else None), Path(args.out))
 

@@ -1,6 +1,7 @@
 """Where the scripts run: streams that are closed, full, or of few characters, and Ctrl-C at any time."""
 
 import ast
+import importlib
 import os
 import signal
 import subprocess
@@ -40,6 +41,15 @@ def test_every_script_is_tested() -> None:
     texts = {path: path.read_text("utf-8") for folder in folders for path in (ROOT / folder).glob("*.py")}
     found = {path for path, text in texts.items() if "CommandLine(" in text and "    main()\n" in text}
     assert found == {path_of(script) for script in SCRIPTS}
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if name != "pages"])
+def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    trace = [str(tmp_path / "file")] if name == "replay" else []
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"studies.{name}").main([*trace, "--out", str(tmp_path / "file")])
+    assert "argument --out: " in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
