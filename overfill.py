@@ -417,8 +417,10 @@ def parse_policy(text: str) -> Policy:
     for kind, letter, value in zip(types, letters, values, strict=True):
         try:
             numbers.append(kind(value))
+            if kind is int and abs(numbers[-1]) >= 2**31:
+                raise ValueError("more than PyTorch counts")
         except ValueError as error:
-            what = "a whole number" if kind is int else "a number"
+            what = f"a whole number below {2**31}" if kind is int else "a number"
             raise ValueError(f"{letter} of the policy {text!r} must be {what}, got {value!r}") from error
     return make(*numbers)
 

@@ -410,10 +410,10 @@ def main(argv: list[str] | None = None) -> None:
                      help="a folder with gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py of LLMs-from-scratch")
     cli.add_argument("--lengths", nargs="+", type=whole_number(2), metavar="N",
                      help="tokens of prompts; default: 128 512 1000, or an eighth, half and all of a smaller context")
-    cli.add_argument("--batches", nargs="+", type=whole_number(1), metavar="N",
+    cli.add_argument("--batches", nargs="+", type=whole_number(1, 4096), metavar="N",
                      help="texts at once: the fewest of all lengths, more of the shortest only; default: 1 8")
     cli.add_argument("--turns", type=whole_number(1), default=5, metavar="N", help="each figure is the median of N")
-    cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
+    cli.add_argument("--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads")
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")

@@ -73,8 +73,8 @@ class CommandLine(argparse.ArgumentParser):
             return None
         if Path(args.trace_file).is_dir():
             raise ValueError(f"--trace {args.trace_file} is a folder, and must be a file")
-        if not os.access(Path(args.trace_file).parent, os.W_OK):  # before anything is written
-            folder = Path(args.trace_file).parent
+        folder = Path(args.trace_file).parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):  # before anything is written
             raise ValueError(f"--trace {args.trace_file}: there is no folder {folder} that can be written to")
         from support.tracing import Trace
 

@@ -410,6 +410,7 @@ def test_policies_by_name(text: str, policy: Policy) -> None:
     ("often", "unknown policy 'often': choose none, periodic"), ("periodic", "'periodic' must have the form"),
     ("periodic:8:2", "must have the form periodic:T"), ("windowed:64:x", "W of the policy 'windowed:64:x'"),
     ("periodic:0", "every must be at least 1, got 0"), ("speculative:-3", "must be at least 1, got -3"),
+    ("windowed:64:9223372036854775808", "W of the policy"), ("dropout:4611686018427387904:1", "N of the policy"),
     ("dropout:0:1", "passes must be at least 2, got 0"), ("entropy:high", "H of the policy 'entropy:high' must be"),
     ("entropy:nan", "threshold must be a number, got nan"),
 ])  # fmt: skip
