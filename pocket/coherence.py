@@ -18,17 +18,17 @@ unread         a sentence is none of the corpus's
 
 from __future__ import annotations
 
-import re
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, from any folder
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import tiktoken
 import torch

@@ -13,16 +13,16 @@ that training also uses. Their prose is worded as in training, so that perplexit
 makes of new names and things rather than how it likes a new phrase.
 """
 
-import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from random import Random
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, from any folder
+    sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
 
 from pocket.sentences import articles, dialogues, explanations, lists, nouns, stories
 from pocket.sentences.templates import Bank

@@ -21,13 +21,12 @@ of early facts that are answered right late from 17% (step 5,300) to 48% (7,900)
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 
 if __name__ == "__main__":
+    sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,7 @@ from pocket.training import compact, read_state, train
 from support.cli import CommandLine, whole_number, writable_folder
 from support.files import write_atomically
 
+HERE = Path(__file__).resolve().parent
 TRAINED = ("teacher", "bct", "rotary", "student")
 TAKERS = {  # of the options
     "out": ("tokenizer", *TRAINED, "ablation"), "state": (*TRAINED, "ablation"), "stop_at": TRAINED, "compact": TRAINED,
