@@ -10,6 +10,9 @@ Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -13,6 +13,9 @@ Large Language Models with Predefined KV Cache Capacity" (BCT).
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -84,14 +87,22 @@ class KVCache:  # NEW
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # NEW
         """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,).
         Return all of its keys and values (B, H, S, D), and a mask (T, S) of the keys that each
-        query sees; None if none is needed: all keys are new, or a single query sees them all."""
+        query sees; None if none is needed: all keys are new, or a single query sees them all.
+        Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
         kv, mask = torch.stack([k, v]), None  # NEW  (2, B, H, T, D)
         if len(self):  # NEW  what a failed pass left lies past len(self)
+            self.check(self.layers[layer], kv)  # NEW
             kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
             if len(pos) > 1:  # NEW
                 mask = torch.cat([self.pos, pos]) <= pos[:, None]  # NEW  up to one's own position
         self.layers[layer : layer + 1 if len(self) else None] = [kv]  # NEW  and nothing stale
         return kv[0], kv[1], mask  # NEW
+
+    def check(self, held: Tensor, new: Tensor) -> None:  # NEW
+        """Raise ValueError if new keys and values (2, B, H, T, D) can't follow the held ones."""
+        have, want = ([*x.shape[1:3], x.size(4), x.dtype, x.device] for x in (held, new))  # NEW
+        if have != want:  # NEW
+            raise ValueError(f"a cache for [B, H, D, dtype, device] {have} got {want}")  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
         """Count the tokens at positions pos (T,) as read: what was appended for them now exists."""
@@ -178,9 +189,7 @@ class SlidingWindowCache(KVCache):  # RING
         if not n:  # RING
             self.layers[layer:] = [kv.new_zeros(*kv.shape[:3], size, kv.size(4))]  # RING
         ring = self.layers[layer]  # RING  (2, B, H, sinks + W + 1, D)
-        have, want = ([*x.shape[1:3], x.size(4), x.dtype, x.device] for x in (ring, kv))  # RING
-        if have != want:  # RING
-            raise ValueError(f"a cache for [B, H, D, dtype, device] {have} got {want}")  # RING
+        self.check(ring, kv)  # RING
         if (T == 1 or n + T <= size) and not kv.requires_grad:  # RING  to the spare or empty slots
             slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)  # RING
             ring[..., slot : slot + T, :] = kv  # RING
@@ -381,7 +390,7 @@ def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float
     option is out of range."""
     cache = model.new_cache() if cache is None else cache  # NEW
     cached_from = 0  # NEW  index in ids of the first cached token
-    if 0 < len(cache) >= ids.size(1):  # NEW
+    if ids.dim() == 2 and 0 < len(cache) >= ids.size(1):  # NEW
         lengths = f"{ids.size(1)} tokens, must be longer than the {len(cache)} in the cache"  # NEW
         raise ValueError(f"ids, {lengths}")  # NEW
     check_options(ids, max_new_tokens, temperature, top_k)
@@ -682,10 +691,12 @@ def main(argv: list[str] | None = None) -> None:
 
             return demo(args, ids)  # RING
         sinks = 4 if args.memory == "sinks" else 0  # RING
-        if args.slots < sinks + 2 or (  # RING
-                kind is BCT and args.slots != cli.get_default("slots")):  # RING
-            raise ValueError(f"--slots {args.slots}: a window takes at least 2, sinks at "  # RING
-                             "least 6, and bct none: its file says how many it has")  # RING
+        if args.memory in ("window", "sinks"):  # RING
+            least, most = sinks + 2, model.config.n_ctx + 1  # RING
+            if not least <= args.slots <= most:  # RING
+                raise ValueError(f"--slots {args.slots}: at least {least}, at most {most}")  # RING
+        elif args.slots != cli.get_default("slots"):  # RING
+            raise ValueError(f"--slots is for window and sinks, not {args.memory}")  # RING
         window = model.config.n_ctx if args.memory == "full" else args.slots - 1 - sinks  # RING
         cache = model.new_cache() if kind is BCT else SlidingWindowCache(window, sinks)  # RING
         run(generate, cache=cache)  # RING

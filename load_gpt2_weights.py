@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import base64
 import pickle
 import struct
@@ -31,6 +34,7 @@ from torch import Tensor, nn
 from support.files import read_json
 
 HERE = Path(__file__).resolve().parent
+VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
 END_OF_TEXT = "<|endoftext|>"
 # Where GPT-2 cuts text before it merges bytes: the form with possessive quantifiers that tiktoken uses; same pieces.
@@ -66,6 +70,7 @@ PUBLIC = {
 # What torch.load raises on damaged files, found by damaging them at random, and (UnpicklingError) if they hold code.
 UNREADABLE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, struct.error, LookupError, ValueError,
               TypeError, AttributeError, AssertionError)
+NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRAINED = [name for name, folder in POCKET.items() if (HERE / "pocket" / folder).is_dir()]
 NAMES = ", ".join([*TRAINED, *PUBLIC]) + ", or a folder"
 # What config.json may say about the things that our model has only one way of doing.
@@ -94,6 +99,7 @@ def load_model(name_or_path: str, *, model_class: type[nn.Module], device: torch
     config_path = find_file(name_or_path, "config.json")
     config = read_config(config_path, model_class.config_class)
     tensors = read_tensors(name_or_path)
+    check_sizes(config, tensors, config_path)
     with torch.device("meta"):  # shapes and strides without memory
         model = model_class(config)
     parameters = dict(model.named_parameters())
@@ -102,8 +108,8 @@ def load_model(name_or_path: str, *, model_class: type[nn.Module], device: torch
     for name, tensor in tensors.items():
         if name in parameters and tensor.shape != parameters[name].shape:
             wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(parameters[name].shape)}")
-        elif not tensor.is_floating_point():
-            wrong.append(f"{name} holds {tensor.dtype}, not floating-point numbers")
+        elif tensor.dtype not in NUMBERS:
+            wrong.append(f"{name} holds {tensor.dtype}, not floating-point numbers of 16 bits or more")
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ValueError(f"the weights of {name_or_path} don't fit its config.json: {'; '.join(wrong[:8])}{more}")
@@ -163,7 +169,7 @@ def read_config(path: Path, config_class: type) -> Any:
         if key in config and config[key] not in supported:
             raise ValueError(f"{path}: {key} is {config[key]!r}, but this GPT-2 supports only "
                              f"{' or '.join(map(repr, supported))}")
-    if "n_positions" in config:  # Hugging Face's name for n_ctx; older files have both
+    if config.get("n_positions") is not None:  # Hugging Face's name for n_ctx; older files have both
         config["n_ctx"] = config["n_positions"]
     if absent := [key for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd") if config.get(key) is None]:
         raise ValueError(f"{path} lacks {', '.join(absent)}")
@@ -183,6 +189,16 @@ def read_config(path: Path, config_class: type) -> Any:
     return config_class(**given)
 
 
+def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise ValueError if a size in a config, read from path, is beyond those of the tensors: before a model of it is
+    made, which could take all memory or never end."""
+    longest = max((max(tensor.shape, default=1) for tensor in tensors.values() if tensor.numel()), default=0)
+    for name, size in vars(config).items():
+        most, of = (len(tensors), "number of tensors") if name == "n_layer" else (longest, "longest side of any tensor")
+        if type(size) is int and size > most:
+            raise ValueError(f"{path}: {name} is {size}, but the {of} in the weights is {most}")
+
+
 def read_tensors(name_or_path: str) -> dict[str, Tensor]:
     """Return a model's tensors by public GPT-2 name, mapped from their files where the format allows it.
 
@@ -197,7 +213,8 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
             if not name.endswith((".attn.bias", ".attn.masked_bias")):
                 tensors[name] = tensor
     head = tensors.pop("lm_head.weight", None)
-    if head is not None and "wte.weight" in tensors and not torch.equal(head, tensors["wte.weight"]):
+    table = tensors.get("wte.weight")
+    if None not in (head, table) and (head.dtype != table.dtype or not torch.equal(head, table)):
         raise ValueError(f"lm_head.weight of {name_or_path} differs from wte.weight, but this GPT-2 shares the two")
     return tensors
 
@@ -215,6 +232,8 @@ def find_weights(name_or_path: str) -> list[Path]:
             if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
                 raise ValueError(f"{index} has no weight_map from tensors to files")
             for shard in sorted(set(weight_map.values())):
+                if Path(shard).name != shard or "\0" in shard:
+                    raise ValueError(f"{index} lists {shard!r}, which is not the name of a file beside it")
                 if not (folder / shard).is_file():
                     raise FileNotFoundError(f"{index} lists {shard}, which is not there")
             return [folder / shard for shard in sorted(set(weight_map.values()))]
@@ -234,16 +253,23 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UNREADABLE as error:
         raise ValueError(f"{path} is cut off, a Git LFS pointer, or not a PyTorch file of plain tensors") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor)
+                                                for name, tensor in tensors.items()):  # fmt: skip
         raise ValueError(f"{path} holds something else than named tensors")
+    for name, x in tensors.items():
+        strided = x.layout is torch.strided and x.device.type == "cpu" and not x.is_nested and not x.is_quantized
+        if not strided or x.nbytes > x.untyped_storage().nbytes():  # a few numbers may claim to be any number of them
+            raise ValueError(f"{path}: {name} is sparse, nested, quantized, expanded or without numbers")
     return tensors
 
 
 def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
-    """Return the tokenizer of a known name or of a folder: its tokenizer.tiktoken, else GPT-2's if the size fits.
+    """Return the tokenizer of a known name or of a folder: its tokenizer.tiktoken, else GPT-2's if the size fits and
+    no file says otherwise.
 
     Raises ValueError or OSError, in one sentence, if there is none.
     """
+    folders: list[Path] = []
     if name_or_path not in PUBLIC:
         config_path = find_file(name_or_path, "config.json")
         vocab_size = read_json(config_path).get("vocab_size")
@@ -260,10 +286,45 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
             raise ValueError(f"there is no tokenizer.tiktoken in {folders[-1]}, and with {vocab_size} tokens the "
                              f"tokenizer can't be GPT-2's, which has 50257")
     try:
-        return tiktoken.get_encoding("gpt2")
+        gpt2 = tiktoken.get_encoding("gpt2")
     except OSError as error:
         raise OSError("can't download GPT-2's tokenizer, and tiktoken has not cached it: run this once with internet; "
                       "the model pocket needs no download") from error
+    for path in (folder / filename for folder in folders for filename in VOCABULARIES):
+        if path.exists() and not is_gpt2s(path, gpt2):
+            raise ValueError(f"{path} is not GPT-2's: of vocabularies with 50257 tokens only GPT-2's can be read, or a "
+                             "tokenizer.tiktoken in the same folder")
+    return gpt2
+
+
+def is_gpt2s(path: Path, gpt2: tiktoken.Encoding) -> bool:
+    """Return whether a file from which transformers makes a tokenizer says the same as GPT-2's own."""
+    if path.suffix not in (".json", ".txt") or path.name == "vocab.txt":
+        return False  # not a byte-level BPE
+    chars = byte_characters()
+    ids = {"".join(chars[b] for b in gpt2.decode_single_token_bytes(i)): i for i in range(gpt2.n_vocab - 1)}
+    merged, ids = [*ids][256:], ids | {END_OF_TEXT: gpt2.eot_token}
+    if path.name == "merges.txt":
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line.replace(" ", "") for line in lines if line and not line.startswith("#version")] == merged
+    content = read_json(path)
+    if path.name == "vocab.json":
+        return content == ids
+    model, before, added = (content.get(key) for key in ("model", "pre_tokenizer", "added_tokens"))
+    if not (isinstance(model, dict) and isinstance(model.get("merges"), list) and isinstance(before, dict)):
+        return False
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return (model.get("vocab") == ids and all(isinstance(pair, list) for pair in pairs)
+            and ["".join(map(str, pair)) for pair in pairs] == merged and content.get("normalizer") is None
+            and (before.get("type"), before.get("add_prefix_space")) == ("ByteLevel", False)
+            and {str(token.get("content")) for token in added or []} <= {END_OF_TEXT})  # fmt: skip
+
+
+def byte_characters() -> list[str]:
+    """Return the printable character by which GPT-2's BPE files write each of the 256 bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    shifted = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(shifted)) for b in range(256)]
 
 
 def read_tokenizer(path: Path) -> tiktoken.Encoding:

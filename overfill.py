@@ -16,6 +16,9 @@ Gal and Ghahramani 2016, "Dropout as a Bayesian Approximation".
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import math
 import sys
 import time
@@ -264,8 +267,8 @@ class Policy:
             raise ValueError("reads='window' needs a window: how many tokens the teacher reads")
         for name, least in (("window", 1), ("every", 1), ("cooldown", 1), ("passes", 2)):
             value = getattr(self, name, None)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            if value is not None and not least <= value < 2**31:
+                raise ValueError(f"{name} must be at least {least}, and less than {2**31}, got {value}")
         if math.isnan(getattr(self, "threshold", 0.0)):
             raise ValueError("threshold must be a number, got nan")
 

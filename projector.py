@@ -15,6 +15,9 @@ Source: "Cross-Prompt KV Projection Warm-Start: Reducing First-Token Latency via
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import json
 import math
 import os

@@ -13,6 +13,9 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import errno
 import math
 import os

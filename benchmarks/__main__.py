@@ -9,6 +9,9 @@ goes; `--scale` predicts larger models from recorded figures.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: waiting threads must not spin
@@ -33,9 +36,9 @@ import gpt_kv_cache
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import find_file, load_model, read_config
+from load_gpt2_weights import check_sizes, find_file, load_model, read_config, read_tensors
 from pocket.checkpoints import export
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.figures import figure
 from support.files import read_json, write_json
 from support.tables import table
@@ -72,8 +75,10 @@ def random_weights(config: GPTConfig) -> Iterator[Path]:
 
 
 def geometry_of(folder: Path) -> dict[str, int]:
-    """Return the sizes that a machine's floors depend on, and the bytes of the weights in float32."""
+    """Return the sizes that a machine's floors depend on, and the bytes of the weights in float32. Raises ValueError if
+    the folder holds no GPT-2."""
     config = read_config(folder / "config.json", GPTConfig)
+    check_sizes(config, read_tensors(str(folder)), folder / "config.json")
     with torch.device("meta"):
         nbytes = sum(p.nbytes for p in GPT(config).parameters())
     return vars(config) | {"attention": config.n_head * config.head_dim, "weights": nbytes}
@@ -380,14 +385,15 @@ def main(argv: list[str] | None = None) -> None:
                      help="a folder with gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py of LLMs-from-scratch")
     cli.add_argument("--lengths", nargs="+", type=whole_number(2), metavar="N",
                      help="tokens of prompts; default: 128 512 1000, or an eighth, half and all of a smaller context")
-    cli.add_argument("--batches", nargs="+", type=whole_number(1), metavar="N",
+    cli.add_argument("--batches", nargs="+", type=whole_number(1, 4096), metavar="N",
                      help="texts at once: the fewest of all lengths, more of the shortest only; default: 1 8")
     cli.add_argument("--turns", type=whole_number(1), default=5, metavar="N", help="each figure is the median of N")
-    cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
+    cli.add_argument("--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads")
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")
-    cli.add_argument("--out", type=Path, metavar="FOLDER", help="where results go; default: results/benchmarks")
+    cli.add_argument("--out", type=writable_folder, metavar="FOLDER",
+                     help="where results go; default: results/benchmarks")  # fmt: skip
     with cli.parse(argv) as args:
         if args.scale:
             print(scale.note(read_json(args.scale)))
@@ -406,7 +412,8 @@ def main(argv: list[str] | None = None) -> None:
         with weights(args.model) as folder:
             geometry = geometry_of(folder)
             most = geometry["n_ctx"] - DECODED
-            lengths = sorted({*(args.lengths or ((128, 512, 1000) if most >= 1000 else (most // 8, most // 2, most)))})
+            shorter = (max(2, most // 8), max(2, most // 2), most)
+            lengths = sorted({*(args.lengths or ((128, 512, 1000) if most >= 1000 else shorter))})
             batches = sorted({*(args.batches or ([1] if args.ablate else [1, 8]))})
             if lengths[-1] > most:
                 raise ValueError(f"{lengths[-1]} tokens and {DECODED} more exceed the context of {args.model}, "

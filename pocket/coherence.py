@@ -18,19 +18,20 @@ unread         a sentence is none of the corpus's
 
 from __future__ import annotations
 
-import re
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import tiktoken
 import torch
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, from any folder
 
 import gpt_kv_cache
 from load_gpt2_weights import load_model, load_tokenizer

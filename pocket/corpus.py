@@ -13,15 +13,16 @@ that training also uses. Their prose is worded as in training, so that perplexit
 makes of new names and things rather than how it likes a new phrase.
 """
 
-import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from random import Random
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, from any folder
+    sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
 
 from pocket.sentences import articles, dialogues, explanations, lists, stories
 from pocket.sentences.nouns import EPITHET, THINGS, WHEN, WORDS
@@ -533,7 +534,7 @@ def main(argv: list[str] | None = None) -> None:
                       example="python3 pocket/corpus.py --split valid --n 3 --seed 0")
     cli.add_argument("--split", default="train", choices=SPLITS, help="training or held-out text")
     cli.add_argument("--n", type=whole_number(1), default=3, metavar="N", help="number of documents")
-    cli.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the corpus")
+    cli.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="seed of the corpus")
     cli.add_argument("--start", type=whole_number(0), default=0, metavar="N", help="index of the first document")
     with cli.parse(argv) as args:
         for i, doc in enumerate(documents(args.split, args.n, args.seed, args.start), args.start):

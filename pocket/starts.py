@@ -17,6 +17,8 @@ from pocket.batches import Corpus
 from pocket.pruning import pruned
 from pocket.recipes import Pruning, Recipe
 
+MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
+
 
 def sinusoids(n_positions: int, width: int) -> tuple[Tensor, Tensor]:
     """Return frequencies (width / 2,) and [sin | cos] of every position (n_positions, width)."""
@@ -130,7 +132,7 @@ def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) ->
         block.memory.c_query.weight.copy_(block.attn.c_attn.weight[:, width : 2 * width])
         block.memory.c_query.bias.copy_(block.attn.c_attn.bias[width : 2 * width])
         keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
-        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:3000]]
+        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
         if model.config.slots > keys.size(1):
             raise ValueError(f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as")
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])

@@ -6,6 +6,7 @@ import base64
 import json
 from pathlib import Path
 
+from load_gpt2_weights import byte_characters
 from pocket import corpus
 from support.files import write_atomically
 
@@ -36,10 +37,3 @@ def train_tokenizer(path: Path, documents: int) -> None:
         raise ValueError(f"the corpus gave {len(ranks)} tokens, {VOCABULARY - 1} are needed")
     lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
     write_atomically(path, lambda file: file.write_bytes(b"".join(lines)))
-
-
-def byte_characters() -> list[str]:
-    """Return the printable character by which GPT-2's BPE files write each of the 256 bytes."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    shifted = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(shifted)) for b in range(256)]

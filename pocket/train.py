@@ -21,13 +21,15 @@ of early facts that are answered right late from 17% (step 5,300) to 48% (7,900)
 from __future__ import annotations
 
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # run as a file, from any folder
 
 from gpt_baseline import GPT
 from load_gpt2_weights import load_model
@@ -35,24 +37,33 @@ from pocket.ablation import ablation
 from pocket.batches import rank
 from pocket.checkpoints import finish
 from pocket.recipes import DROPOUT, KINDS, MEMORY, STEPS, TEACHER, distillation, pruning, rotary_recipe, size_of
+from pocket.starts import MOST_SLOTS
 from pocket.tokenizer import train_tokenizer
-from pocket.training import compact, train
-from support.cli import CommandLine, whole_number
+from pocket.training import compact, read_state, train
+from support.cli import CommandLine, whole_number, writable_folder
 from support.files import write_atomically
+
+HERE = Path(__file__).resolve().parent
+TRAINED = ("teacher", "bct", "rotary", "student")
+TAKERS = {  # of the options
+    "out": ("tokenizer", *TRAINED, "ablation"), "state": (*TRAINED, "ablation"), "stop_at": TRAINED, "compact": TRAINED,
+    "init": TRAINED[1:], "text": ("bct", "student"), "steps": (*TRAINED[1:], "ablation"), "kind": ("student",),
+    "slots": ("bct",), "recent": ("bct",),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    what = ("tokenizer", "teacher", "bct", "ablation", "rotary", "student")
-    cli.add_argument("what", choices=what, help="what to train")
-    cli.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes; default: its folder in pocket")
-    cli.add_argument("--state", type=Path, metavar="FOLDER",
+    cli.add_argument("what", choices=TAKERS["out"], help="what to train")
+    cli.add_argument("--out", type=writable_folder, metavar="FOLDER",
+                     help="where the result goes; default: its folder in pocket")  # fmt: skip
+    cli.add_argument("--state", type=writable_folder, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
     cli.add_argument("--compact", type=Path, metavar="FILE",
                      help="don't train, but write the state at half of its size: a run goes on from it as "
                      "last.pt in its --state folder")  # fmt: skip
-    cli.add_argument("--init", default="pocket", metavar="NAME", help="bct, rotary, student: the model to change")
+    cli.add_argument("--init", metavar="NAME", help="bct, rotary, student: the model to change; default: pocket")
     cli.add_argument("--text", metavar="FILE", help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
                      "texts; default: the pocket corpus")  # fmt: skip
     cli.add_argument("--steps", type=whole_number(1), metavar="N", help="steps of training; default: "
@@ -60,22 +71,28 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--kind", choices=KINDS, help="student: what it reads in training: segments as "
                      "between refreshes; alone, its own cache; prompt, the teacher's of a prompt; dropout, segments "
                      f"with dropout of {DROPOUT}; default: {KINDS[0]}")  # fmt: skip
-    cli.add_argument("--slots", default=MEMORY["slots"], type=whole_number(1), metavar="M", help="bct: slots of a head")
-    cli.add_argument("--recent", default=MEMORY["recent"], type=whole_number(0), metavar="R",
-                     help="bct: tokens kept exactly beside the slots")  # fmt: skip
+    cli.add_argument("--slots", type=whole_number(1, MOST_SLOTS), metavar="M",
+                     help=f"bct: slots of a head; default: {MEMORY['slots']}")  # fmt: skip
+    cli.add_argument("--recent", type=whole_number(0), metavar="R",
+                     help=f"bct: tokens kept exactly beside the slots; default: {MEMORY['recent']}")  # fmt: skip
     with cli.parse(argv) as args:
-        if args.kind and args.what != "student":
-            raise ValueError(f"--kind {args.kind} is of students: {args.what} has no kinds")
+        for option, takers in TAKERS.items():
+            name, given = f"--{option.replace('_', '-')}", getattr(args, option) is not None
+            if given and args.what not in takers:
+                raise ValueError(f"{name} is an option of {', '.join(takers)}, not of {args.what}")
+            if given and args.compact and option not in ("compact", "state", "kind"):
+                raise ValueError(f"{name} is no option of --compact, which doesn't train")
+        init = args.init or "pocket"
         kind = args.kind or KINDS[0]
         name = args.what if kind == KINDS[0] else f"{args.what}-{kind}"
         out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(args.what, name)
         run = args.state or HERE.parent / "runs" / name
-        steps = args.steps or STEPS.get(name if args.init == "pocket" else args.what, STEPS.get(args.what))
-        memory = {"slots": args.slots, "recent": args.recent}
-        if args.out is None and (args.init != "pocket" or args.text or args.steps or memory != MEMORY):
+        steps = args.steps or STEPS.get(name if init == "pocket" else args.what, STEPS.get(args.what))
+        memory = MEMORY | {key: value for key in MEMORY if (value := getattr(args, key)) is not None}
+        if args.out is None and (init != "pocket" or args.text or args.steps or memory != MEMORY):
             raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
         if args.compact:
-            state = compact(torch.load(run / "last.pt", map_location="cpu", weights_only=True))
+            state = compact(read_state(run / "last.pt"))
             write_atomically(args.compact, lambda file: torch.save(state, file))
         elif args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
@@ -84,11 +101,13 @@ def main(argv: list[str] | None = None) -> None:
         else:
             recipe = TEACHER
             if args.what != "teacher":
-                config = load_model(args.init, model_class=GPT).config
+                config = load_model(init, model_class=GPT).config
+                if memory["recent"] > config.n_ctx:
+                    raise ValueError(f"--recent {memory['recent']} is more than the context of {init}, {config.n_ctx}")
                 recipe = {
-                    "bct": lambda: distillation(args.init, config, steps, text=args.text, **memory),
-                    "rotary": lambda: rotary_recipe(args.init, config, steps),
-                    "student": lambda: pruning(args.init, config, steps, kind, args.text),
+                    "bct": lambda: distillation(init, config, steps, text=args.text, **memory),
+                    "rotary": lambda: rotary_recipe(init, config, steps),
+                    "student": lambda: pruning(init, config, steps, kind, args.text),
                 }[args.what]()
             model, losses = train(recipe, run, args.stop_at)
             if rank() == 0 and len(losses) == size_of(recipe)[0]:

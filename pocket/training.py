@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gpt_baseline import GPT
+from load_gpt2_weights import UNREADABLE
 from pocket.batches import Corpus, batch_at, rank, text_of, world_size
 from pocket.recipes import Recipe, learning_rate, phase_at, size_of
 from pocket.starts import start
@@ -31,13 +32,22 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     """Train by the recipe and return the model and the loss of every step (nats per token).
 
     The state is kept in run/last.pt, and a run that finds one goes on from there. Raises ValueError if it
-    belongs to another recipe. stop_at ends early, after so many steps.
+    is damaged or belongs to another recipe. stop_at ends early, after so many steps.
     """
     if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     steps, _ = size_of(recipe)
     if (rows := min(phase_at(recipe, step)[0].rows for step in range(steps))) < world_size():
         raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
+    identity, path, state = repr(recipe), run / "last.pt", None
+    if path.exists():
+        state = read_state(path)
+        if state["recipe"] != identity:
+            raise ValueError(f"{path} belongs to another recipe; move it away to start anew")
+        with torch.device("meta"):  # shapes without memory
+            expected = getattr(recipe, "model_class", GPT)(recipe.config).state_dict()
+        if {name: x.shape for name, x in expected.items()} != {n: x.shape for n, x in state["model"].items()}:
+            raise ValueError(f"{path} holds other parameters than its recipe; move it away to start anew")
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     text = text_of(recipe)
     model, teacher = start(recipe, text, device)
@@ -48,12 +58,8 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
         groups.append({"params": new, "weight_decay": 0.0, "factor": recipe.new_rate})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
-    identity = repr(recipe)
     losses: list[float] = []
-    if (run / "last.pt").exists():
-        state = torch.load(run / "last.pt", map_location=device, weights_only=True)
-        if state["recipe"] != identity:
-            raise ValueError(f"{run / 'last.pt'} belongs to another recipe; move it away to start anew")
+    if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         losses = state["losses"]
@@ -62,7 +68,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
         if rank() == 0:
             state = {"recipe": identity, "losses": losses}
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            write_atomically(run / "last.pt", lambda file: torch.save(state, file))
+            write_atomically(path, lambda file: torch.save(state, file))
 
     steps = min(stop_at or sys.maxsize, steps)
     saved = time.monotonic()
@@ -87,6 +93,21 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
                 saved = time.monotonic()
     save()
     return model.eval(), losses
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the state of a run. Raises ValueError if the file is damaged or something else, OSError if it isn't
+    there."""
+    with path.open("rb") as file:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except UNREADABLE:
+            state = None
+    kinds = {"recipe": str, "losses": list, "model": dict, "optimizer": dict}
+    if (not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items())
+            or not all(isinstance(x, Tensor) for x in state["model"].values())):  # fmt: skip
+        raise ValueError(f"{path} is damaged, or not the state of a run; move it away to start anew")
+    return state
 
 
 def compact(state: dict[str, Any]) -> dict[str, Any]:

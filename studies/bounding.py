@@ -8,6 +8,9 @@ see pocket/bct/ablation.json.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import argparse
 import statistics
 import time
@@ -29,7 +32,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from load_gpt2_weights import find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers
-from studies.protocol import Claim, StudyLine, claims_table, judged, prepared, with_interval
+from studies.protocol import Claim, StudyLine, claims_table, judged, with_interval
 from support.cli import PROMPT, nonempty
 from support.figures import figure
 from support.files import read_json, write_csv, write_json
@@ -268,7 +271,7 @@ def quality(memories: dict[str, Memory], tokenizer: Any,
 def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tensor, size: Size, out: Path) -> None:
     """Measure the memories of a model; print the tables and the verdicts; write CSV, figures and summary.json."""
     memories, tokenizer = memories_of(name, slots, device, dtype), load_tokenizer(name)
-    prepared(out)
+    out.mkdir(parents=True, exist_ok=True)
     n_ctx = next(iter(memories.values())).model.config.n_ctx
     compared = memories
     if "full" in memories:

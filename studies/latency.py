@@ -6,6 +6,9 @@ are medians of runs in turn, in one process.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import os
 import statistics
 import tempfile
@@ -22,7 +25,7 @@ from tqdm import tqdm
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all
-from studies.protocol import StudyLine, prepared
+from studies.protocol import StudyLine
 from support.cli import whole_number
 from support.figures import figure
 from support.files import write_json
@@ -199,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         model = (GPT(GPTConfig()).to(args.device, args.dtype).eval() if args.model == "random" else
                  load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip
-        prepared(args.out)
+        args.out.mkdir(parents=True, exist_ok=True)
         lengths = QUICK if args.quick else LENGTHS
         measured = measure(model, 1 if args.quick else args.repeats, lengths)
         write_json(args.out / "law.json", measured)

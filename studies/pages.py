@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import json
 from collections.abc import Callable
 from pathlib import Path

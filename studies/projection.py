@@ -4,6 +4,9 @@ makes a warm start good enough. All figures are of prompts, families and facts n
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +37,7 @@ from studies.projection_methods import (
     read_pairs,
 )
 from studies.projection_report import details, draw, tables
-from studies.protocol import StudyLine, prepared, with_interval
+from studies.protocol import StudyLine, with_interval
 from support.cli import whole_number
 from support.files import write_json
 from support.tables import of_records, page, table
@@ -153,7 +156,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
            name_of_model: str, seed: int, out: Path) -> None:
     """Run the protocol on every kind of prompts; print, write and draw the results. The first kind's library is kept
     with our warm start, which the other kinds are measured with, too."""
-    prepared(out)
+    out.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {"model": name_of_model, "encoder": Path(encoder).name, "repeats": scale.repeats,
                                "seed": seed, "kinds": {}}
     default = None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, TypedDict
 
 from load_gpt2_weights import NAMES
-from support.cli import CommandLine
+from support.cli import CommandLine, writable_folder
 from support.files import read_json
 from support.tables import Table
 
@@ -24,15 +23,8 @@ class StudyLine(CommandLine):
         if model:
             self.add_model_arguments(model)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
-        self.add_argument("--out", default=f"results/{out or name}", metavar="FOLDER", type=Path,
+        self.add_argument("--out", default=f"results/{out or name}", metavar="FOLDER", type=writable_folder,
                           help="where results go")  # fmt: skip
-
-
-def prepared(out: Path) -> Path:
-    """Return a folder that is there and can be written to: known before anything takes time."""
-    out.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=out):
-        return out
 
 
 class Claim(TypedDict):
@@ -54,8 +46,10 @@ def claims_table(claims: Sequence[Claim], what: str = "the paper's claim") -> Ta
     return Table([what, "verdict", ""], [[c["claim"], c["verdict"], c["figures"]] for c in claims], left=3)
 
 
-def with_interval(three: Sequence[float], form: str = ".2f") -> str:
-    """Return a mean and its 95% interval as text."""
+def with_interval(three: Sequence[float | None], form: str = ".2f") -> str:
+    """Return a mean and its 95% interval as text, "-" if there were too few texts for one."""
+    if None in three:
+        return "-"
     return f"{three[0]:{form}} ({three[1]:{form}} to {three[2]:{form}})"
 
 

@@ -7,6 +7,9 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +27,7 @@ from pocket import corpus
 from recycle import Store, read_all
 from studies import latency
 from studies.latency import Run, timed
-from studies.protocol import Claim, StudyLine, claims_table, judged, prepared, with_interval
+from studies.protocol import Claim, StudyLine, claims_table, judged, with_interval
 from support.cli import whole_number
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.figures import figure
@@ -156,7 +159,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
            out: Path) -> None:  # fmt: skip
     """Run the experiment, the comparison of indices and, for a small model, the law; print, write and draw them."""
     cached, tests = map(read_prompts, prompts)
-    prepared(out)
+    out.mkdir(parents=True, exist_ok=True)
     with tqdm(total=repeats + 1, desc="runs", leave=False) as bar:
         rows = experiment(Store(model, out / "cache"), tokenizer, encoder, cached, tests, n_new, repeats, ending, bar)
     embeddings = encoder(cached)

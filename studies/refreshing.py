@@ -8,6 +8,9 @@ what they are taken to say.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import argparse
 import math
 import time
@@ -30,7 +33,7 @@ from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Pair, Periodic, Policy, speculative
 from pocket import corpus
 from studies import refreshing_measures as measures
-from studies.protocol import StudyLine, prepared
+from studies.protocol import StudyLine
 from studies.refreshing_measures import BUDGETS, Setup, Size, Writer
 from studies.refreshing_report import claims, details, draw, tables, write_tables
 from support.cli import PROMPT, whole_number
@@ -171,7 +174,7 @@ def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[
 
 def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
     """Measure everything; print the tables and the verdicts; write them as CSV and JSON, and draw the figures."""
-    prepared(out)
+    out.mkdir(parents=True, exist_ok=True)
     begun, size = time.perf_counter(), setup.size
     gates = calibrated(setup)
     writers = writers_of(setup, gates)

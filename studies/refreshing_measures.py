@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -327,6 +327,12 @@ def ranks(values: np.ndarray) -> np.ndarray:
     return values.argsort().argsort().astype(float)
 
 
+def interval(values: Iterable[float | None]) -> list[float | None]:
+    """Return the middle 95% of the values that are known, None twice if none is."""
+    known = [value for value in values if value is not None]
+    return np.quantile(known, [0.025, 0.975]).tolist() if known else [None, None]
+
+
 def signals_of(setup: Setup, student: str) -> dict[str, dict[str, float]]:
     """Return, for each signal of a student, Spearman's correlation with KL(teacher || student) of the same token, which
     a refresh can mend, and with the teacher's own entropy, which it can't; the area under the ROC curve by which it
@@ -354,8 +360,9 @@ def signals_of(setup: Setup, student: str) -> dict[str, dict[str, float]]:
         name: {
             "with_kl": float(np.corrcoef(ranks(x.numpy().ravel()), ranks(kl.ravel()))[0, 1]),
             "with_teachers_entropy": float(np.corrcoef(ranks(x.numpy().ravel()), ranks(own.ravel()))[0, 1]),
-            "area": [areas[name][0], *np.quantile(areas[name][1:], [0.025, 0.975]).tolist()],
-            "above_entropy": np.quantile(np.subtract(areas[name], areas["entropy"])[1:], [0.025, 0.975]).tolist(),
+            "area": [areas[name][0], *interval(areas[name][1:])],
+            "above_entropy": interval(None if area is None else area - other for area, other in
+                                      zip(areas[name][1:], areas["entropy"][1:], strict=True)),
         }
         for name, x in recorded.items()
     }  # fmt: skip

@@ -118,10 +118,11 @@ def real_gate(record: dict[str, Any]) -> list[Claim]:
         "MC dropout, U(t)", "entropy", "MC dropout, mutual information"))  # fmt: skip
     by_variance, by_entropy = (record["methods"][f"dropout student: {name}, {BUDGETS[1]:g}"]["sampled"]["ppl"][0]
                                for name in ("MC dropout", "entropy"))  # fmt: skip
-    return [judged("a real model: U(t) shows better than entropy where student and teacher disagree", low > 0,
+    return [judged("a real model: U(t) shows better than entropy where student and teacher disagree",
+                   low is not None and low > 0,
                    f"area under the ROC curve {variance}, entropy {entropy}, mutual information of the same passes "
                    f"{information}; perplexity by either gate: U(t) {by_variance:.2f}, entropy {by_entropy:.2f}",
-                   high < 0)]  # fmt: skip
+                   high is not None and high < 0)]  # fmt: skip
 
 
 SOURCE = (  # its tables: Llama-3.2-3B and a student pruned by 45%, 1,200 tokens, no intervals

@@ -7,6 +7,9 @@ for LLM Serving", whose public traces have this format.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import json
 import time
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from studies.protocol import StudyLine, prepared
+from studies.protocol import StudyLine
 from support.cli import whole_number
 from support.figures import figure
 from support.files import write_csv
@@ -38,14 +41,14 @@ class Request:
 def read_trace(path: Path) -> list[Request]:
     """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one."""
     requests = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:  # what is no text is no JSON either
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 entry = json.loads(line)
                 tokens, blocks = entry["input_length"], tuple(entry["hash_ids"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: no input_length and hash_ids ({error})") from error
             if type(tokens) is not int or not all(type(block) is int for block in blocks):
                 raise ValueError(f"{path}, line {number}: input_length and hash_ids must be whole numbers")
@@ -82,7 +85,7 @@ def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, f
 def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
     """Print, write and draw the hit rates of a trace over capacities, and those of a cache without limit."""
     requests = read_trace(path)
-    prepared(out)
+    out.mkdir(parents=True, exist_ok=True)
     unique = len({block for request in requests for block in request.blocks})
     if not capacities:
         capacities = [size for size in (500 * 2**i for i in range(30)) if size < unique] or [max(1, unique // 2)]

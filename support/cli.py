@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import tiktoken
 import torch
@@ -45,7 +47,7 @@ class CommandLine(argparse.ArgumentParser):
                           help="where to compute; auto: cuda if there is one, else mps, else cpu")
         self.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
                           help="number format of weights and activations")
-        self.add_argument("--threads", type=whole_number(1), metavar="N",
+        self.add_argument("--threads", type=whole_number(1, 1024), metavar="N",
                           help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice")
         self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="of random draws")
 
@@ -72,8 +74,8 @@ class CommandLine(argparse.ArgumentParser):
             return None
         if Path(args.trace_file).is_dir():
             raise ValueError(f"--trace {args.trace_file} is a folder, and must be a file")
-        if not os.access(Path(args.trace_file).parent, os.W_OK):  # before anything is written
-            folder = Path(args.trace_file).parent
+        folder = Path(args.trace_file).parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):  # before anything is written
             raise ValueError(f"--trace {args.trace_file}: there is no folder {folder} that can be written to")
         from support.tracing import Trace
 
@@ -86,49 +88,85 @@ class CommandLine(argparse.ArgumentParser):
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
         """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in the body, the
         project's ways to say that an input is bad, become one sentence and exit status 2."""
-        args = self.parse_args(argv)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as support.interrupts has left it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdin, sys.stderr = sys.stdin or open(os.devnull), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+        if sys.stdout is None:
+            self.error("the standard output is closed; > /dev/null discards what is printed")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without é shows \xe9
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            try:
+                args = self.resolved(self.parse_args(argv))
+                with warnings.catch_warnings():  # which puts showwarning back
+                    warnings.showwarning = lambda message, *_: print(f"{self.prog}: {message}", file=sys.stderr)
+                    yield args
+            finally:
+                self.flush()
+        except BrokenPipeError:  # `| head` has seen enough
+            self.exit(0)
+        except (ValueError, OSError) as error:
+            file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+            if reason and not file:  # the file, or standard output, was open already
+                self.error(f"can't write the output: {reason}")
+            missing = isinstance(error, FileNotFoundError) and file
+            self.error(f"there is no {missing}" if missing else " ".join(str(error).split()))
+        except KeyboardInterrupt:
+            self.exit(130, "\n")
+
+    def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Return the arguments with device and dtype as PyTorch's, and set its threads and seed."""
         if "device" in args:
             present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
             if args.device == "auto":
                 args.device = next(device for device in present if present[device])
             if not present[args.device]:
-                self.error(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
+                raise ValueError(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
             args.dtype = getattr(torch, args.dtype)
             torch.set_num_threads(args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads()))
             torch.manual_seed(args.seed)
+        return args
+
+    def print_help(self, file: IO[str] | None = None) -> None:
+        """Print the help; argparse would keep quiet about an output that can't be written."""
+        print(self.format_help(), end="", file=file)
+
+    def flush(self) -> None:
+        """Write what is left in the buffer of the standard output. Raises OSError if it can't be written."""
         try:
-            with warnings.catch_warnings():  # which puts showwarning back
-                warnings.showwarning = lambda message, *_: print(f"{self.prog}: {message}", file=sys.stderr)
-                yield args
-            sys.stdout.flush()  # if the reader of a pipe has left, it shows here
-        except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not fail at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.exit(0)
-        except (ValueError, OSError) as error:
-            missing = isinstance(error, FileNotFoundError) and error.filename
-            self.error(f"there is no {missing}" if missing else " ".join(str(error).split()))
-        except KeyboardInterrupt:
-            self.exit(130, "\n")
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it ends
+            raise
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence, and end with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return an argument type: whole numbers from low to high."""
+def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return an argument type: whole numbers from low to high, by default the largest that PyTorch takes anywhere."""
 
     def convert(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or value < low or (high is not None and value > high):
-            most = "" if high is None else f" and at most {high}"
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}{most}, got {text!r}")
+        if value is None or not low <= value <= high:
+            allowed = f"of at least {low} and at most {high}"
+            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}")
         return value
 
     return convert
+
+
+def writable_folder(text: str) -> Path:
+    """Argument type: a folder that can be written to, or a place where one can be made."""
+    path = Path(text)
+    there = next(above for above in (path, *path.absolute().parents) if above.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: {there} is not a folder that can be written to")
+    return path
 
 
 def temperature(text: str) -> float:
@@ -143,7 +181,9 @@ def temperature(text: str) -> float:
 
 
 def nonempty(text: str) -> str:
-    """Argument type: text that isn't empty, since a model needs a token to begin with."""
+    """Argument type: text in UTF-8 that isn't empty, since a model needs a token to begin with."""
     if not text:
         raise argparse.ArgumentTypeError("is empty, but the model needs at least one token to begin with")
+    if any("\ud800" <= char <= "\udfff" for char in text):  # bytes that Python could not decode
+        raise argparse.ArgumentTypeError("is not valid UTF-8")
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ValueError if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not text
+    except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without end
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} instead of an object")
@@ -65,16 +66,20 @@ def write_json(path: Path, content: Any, indent: int = 2) -> None:
 
 
 def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of a CSV file with a header line. Raises ValueError if it is none, or lacks columns."""
+    """Return the rows of a CSV file in UTF-8, by the names in its first line; a cell that a row lacks is empty.
+
+    Raises ValueError if it isn't such a file, lacks one of the columns, or has a row longer than its first.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # with or without the mark that spreadsheets write
-            reader = csv.DictReader(file)
-            names, rows = reader.fieldnames or [], list(reader)
+            header, *rows = [row for row in csv.reader(file) if row] or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
-    if missing := [column for column in columns if column not in names]:
-        raise ValueError(f"{path} lacks columns {', '.join(missing)}, it has {', '.join(names) or 'none'}")
-    return rows
+    if missing := [name for name in columns if header.count(name) != 1]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}: it has {', '.join(header) or 'no columns'}")
+    if (longest := max(map(len, rows), default=0)) > len(header):
+        raise ValueError(f"{path} has a row of {longest} cells, and {len(header)} columns")
+    return [dict(itertools.zip_longest(header, row, fillvalue="")) for row in rows]
 
 
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -372,6 +372,21 @@ def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], caps
     assert all(culprit in printed for culprit in culprits), printed
 
 
+def test_a_config_with_n_ctx_alone_and_configs_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with bench.random_weights(GPTConfig(vocab_size=64, n_ctx=17, n_layer=1, n_head=1, n_embd=8)) as folder:
+        written = json.loads((folder / "config.json").read_text())
+        size = written.pop("n_positions")
+        (folder / "config.json").write_text(json.dumps(written | {"n_ctx": size}))
+        assert bench.geometry_of(folder)["n_ctx"] == 17
+        for change, said in (({}, "n_ctx"), ({"n_ctx": 17, "n_layer": 10**9}, "n_layer"), ({"n_ctx": 17}, "context"),
+                             ({"n_ctx": 17, "n_embd": "8"}, "n_embd"), ({"n_ctx": 2**62}, "n_ctx")):  # fmt: skip
+            (folder / "config.json").write_text(json.dumps(written | change))
+            with pytest.raises(SystemExit, match="2"):
+                bench.main(["--model", str(folder), "--out", str(tmp_path)])
+            printed = capsys.readouterr().err
+            assert said in printed and printed.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_random_model_has_the_same_weights_every_time() -> None:
     with bench.weights("124M") as folder:

@@ -2,12 +2,16 @@
 
 import random
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import gpt_baseline
+import gpt_bounded_cache
+import gpt_kv_cache
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from tests.test_equivalence import assert_close, check_any_feeding, failing, parts_of, randomize
 
@@ -92,9 +96,36 @@ def test_a_cache_of_another_batch_size_is_refused_and_unchanged(model: GPT, ids:
     cache = KVCache()
     model(ids[:, :4], cache)
     before = contents(cache)
-    with pytest.raises(RuntimeError, match="2.*1|1.*2"):
+    with pytest.raises(ValueError, match=r"\[2, 2, .*got \[1, 2, "):
         model(ids[:1, 4:], cache)
     assert same(contents(cache), before)
+
+
+@pytest.mark.parametrize("held, fed", [(torch.float32, torch.float64), (torch.float64, torch.float32),
+                                       (torch.bfloat16, torch.float32)])  # fmt: skip
+def test_a_cache_of_another_dtype_is_refused_and_unchanged(model: GPT, ids: Tensor, held: torch.dtype,
+                                                           fed: torch.dtype) -> None:  # fmt: skip
+    """Concatenation would promote it in silence."""
+    cache = KVCache()
+    model.to(held)(ids[:, :4], cache)
+    before = contents(cache)
+    for T in (1, 3):
+        with pytest.raises(ValueError, match=f"a cache for .*{held}.* got .*{fed}"):
+            model.to(fed)(ids[:, 4 : 4 + T], cache)
+        assert same(contents(cache), before)
+
+
+@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache, gpt_bounded_cache])
+@pytest.mark.parametrize("shape", [(), (3,), (9,), (2, 0), (1, 2, 3), (0,)])
+@pytest.mark.parametrize("held", [0, 4])
+def test_ids_of_another_shape_are_refused(model: GPT, ids: Tensor, module: ModuleType, shape: tuple[int, ...],
+                                          held: int) -> None:  # fmt: skip
+    options, reader = {}, module.GPT(module.GPTConfig(**vars(CONFIG)))
+    if held and module is not gpt_baseline:
+        reader(ids[:1, :held], cache := module.KVCache())
+        options = {"cache": cache}
+    with pytest.raises(ValueError, match="ids"):
+        next(module.generate(reader, torch.zeros(shape, dtype=torch.long), 3, **options))
 
 
 def test_a_full_hit_is_refused(model: GPT, ids: Tensor) -> None:

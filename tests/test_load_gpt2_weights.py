@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from torch import Tensor
 
 import load_gpt2_weights as loader
 from gpt_baseline import GPT as BaselineGPT
+from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, generate
 from support.cli import PROMPT
 from support.files import read_json
@@ -412,7 +414,7 @@ def test_pocket_names_are_folders_beside_the_module(tmp_path: Path, monkeypatch:
 # --- refusals: one sentence that names the culprit -------------------------------------------------------------------
 
 
-def assert_refused(folder: str, *culprits: str, error: type[Exception] = ValueError) -> None:
+def assert_refused(folder: str, *culprits: str, error: type | tuple[type, ...] = ValueError) -> None:
     with pytest.raises(error) as raised:
         loader.load_model(folder, model_class=GPT)
     message = str(raised.value)
@@ -527,6 +529,111 @@ def test_impossible_geometry(tmp_path: Path, key: str, value: object) -> None:
     assert_refused(write(tmp_path, random_tensors(), config_of(**{key: value})), key, str(value))
 
 
+@pytest.mark.parametrize("key", ["vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "head_dim", "n_inner"])
+@pytest.mark.parametrize("value", [2**62, 2**100, 10**9])
+def test_geometry_beyond_the_weights_is_refused_before_anything_is_allocated(tmp_path: Path, key: str,
+                                                                             value: int) -> None:  # fmt: skip
+    key_in_model = "n_ctx" if key == "n_positions" else key
+    config = config_of(**{"head_dim": 4, key: value})
+    assert_refused(write(tmp_path, random_tensors(), config), "config.json", key_in_model, str(value))
+
+
+@pytest.mark.parametrize("name", ["slots", "recent"])
+@pytest.mark.parametrize("value", [2**62, 2**100, -1])
+def test_impossible_memory(tmp_path: Path, name: str, value: int) -> None:
+    config = read_json(ROOT / "pocket" / "bct" / "config.json") | {name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(ROOT / "pocket" / "bct" / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name}.* {value}"):
+        loader.load_model(str(tmp_path), model_class=BCT)
+
+
+def test_a_config_without_n_positions_but_with_n_ctx(tmp_path: Path) -> None:
+    config = config_of(n_ctx=32, n_positions=None)
+    assert loader.load_model(write(tmp_path, random_tensors(), config), model_class=GPT).config.n_ctx == 32
+
+
+UNUSUAL = {
+    "sparse": lambda: torch.ones(16).to_sparse(), "on no device": lambda: torch.ones(16, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(4), torch.ones(12)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(16), 0.1, 0, torch.qint8),
+    "of one number": lambda: torch.ones(1).expand(2**40), "complex": lambda: torch.ones(16, dtype=torch.complex64),
+    "four bits": lambda: torch.zeros(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.filterwarnings("ignore")
+def test_unusual_tensors_are_refused(tmp_path: Path, kind: str) -> None:
+    for name in ("ln_f.bias", "lm_head.weight", "x"):
+        tensors = random_tensors() | {name: UNUSUAL[kind]()}
+        assert_refused(write(tmp_path, tensors, filename="pytorch_model.bin"), name)
+
+
+def test_float64_is_read_and_bytes_that_need_a_scale_are_not(tmp_path: Path) -> None:
+    tensors = {name: tensor.double() for name, tensor in random_tensors().items()}
+    assert_loaded(loader.load_model(write(tmp_path, tensors), model_class=GPT), tensors)
+    tensors["ln_f.bias"] = tensors["ln_f.bias"].to(torch.float8_e4m3fn)
+    assert_refused(write(tmp_path, tensors), "ln_f.bias holds torch.float8_e4m3fn")
+
+
+def test_a_head_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    assert_refused(write(tmp_path, tensors | {"lm_head.weight": tensors["wte.weight"].half()}), "differs from wte")
+
+
+@pytest.mark.parametrize("content", [
+    {0: torch.ones(2)}, {("wte", "weight"): torch.ones(2)}, {b"wte.weight": torch.ones(2)}, {None: torch.ones(2)},
+    torch.ones(2), [["wte.weight", torch.ones(2)]], {"wte": {"weight": torch.ones(2)}},
+], ids=str)  # fmt: skip
+def test_names_must_be_texts(tmp_path: Path, content: object) -> None:
+    folder = write(tmp_path, None)
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    assert_refused(folder, "pytorch_model.bin holds something else than named tensors")
+
+
+@pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "/elsewhere.safetensors", "sub/elsewhere.safetensors",
+                                   ".", "..", "", "a\0b", "model.safetensors.index.json"])  # fmt: skip
+def test_shards_are_files_beside_their_index(tmp_path: Path, shard: str) -> None:
+    write(tmp_path / "folder" / "sub", tensors := random_tensors(), filename="elsewhere.safetensors")
+    write(tmp_path, tensors, filename="elsewhere.safetensors")
+    shard = shard.replace("/else", f"{tmp_path}/else") if shard.startswith("/") else shard
+    index = tmp_path / "folder" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: shard for name in tensors}}))
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(config_of()))
+    assert_refused(str(tmp_path / "folder"), str(index), error=(ValueError, OSError))
+
+
+def header_of(**changes: object) -> dict[str, object]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, **changes}
+
+
+@pytest.mark.parametrize("header, length", [
+    (header_of(), 2**63), (header_of(), 10**6), (header_of(b=header_of()["a"]), None),  # both claim the same bytes
+    (header_of(a={"dtype": "F77", "shape": [2], "data_offsets": [0, 8]}), None),
+    (header_of(a={"dtype": "F32", "shape": [2**40], "data_offsets": [0, 8]}), None),
+    (header_of(a={"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}), None),
+    (header_of(a={"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}), None), ({"a": 1}, None), ([], None),
+    (header_of(a={"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}), None),
+    (header_of(a={"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}), None),
+    (header_of(a={"dtype": "F6_E2M3", "shape": [32], "data_offsets": [0, 24]}), None),
+    ({}, None), (header_of(a={"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}), None),
+])  # fmt: skip
+def test_a_damaged_safetensors_header(tmp_path: Path, header: object, length: int | None) -> None:
+    text = json.dumps(header).encode()
+    folder = write(tmp_path, None)
+    data = b"\0" * (0 if header in ({}, []) else 24 if b"F6" in text else 8)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length or len(text)) + text + data)
+    assert_refused(folder, str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, '{"n_embd":' * 10**5, '{"n_embd": ' + "9" * 5000 + "}"])
+def test_json_that_is_too_deep_or_too_long(tmp_path: Path, content: str) -> None:
+    folder = write(tmp_path, random_tensors())
+    (tmp_path / "config.json").write_text(content)
+    assert_refused(folder, "config.json")
+
+
 @pytest.mark.parametrize("name", ["gpt3", "", "no/such/folder"])
 def test_unknown_name(name: str) -> None:
     if name:
@@ -588,6 +695,69 @@ def test_gpt2_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.encode("Hello world") == [15496, 995]
         assert tokenizer.eot_token == 50256
         assert tokenizer._pat_str == loader.GPT2_PATTERN  # so that the pocket's text is cut as GPT-2's is
+
+
+def gpt2_vocabulary(**changes: int) -> dict[str, int]:
+    """GPT-2's tokens as vocab.json has them, some with other numbers."""
+    chars = loader.byte_characters()
+    ranks = gpt2_encoding()._mergeable_ranks
+    names = {"".join(chars[b] for b in token): rank for token, rank in ranks.items()}
+    return names | {"<|endoftext|>": 50256, **changes}
+
+
+@pytest.mark.parametrize("file", ["vocab.json", "tokenizer.json", "tokenizer.model", "merges.txt"])
+def test_a_vocabulary_of_its_own_is_not_read_as_gpt2s(tmp_path: Path, file: str) -> None:
+    """Another language's GPT-2 has 50,257 tokens too."""
+    folder = write(tmp_path, None, config_of(vocab_size=50257))
+    vocabulary = gpt2_vocabulary(the=1169, him=262)  # the two have changed places
+    content = {"vocab.json": vocabulary, "tokenizer.json": {"model": {"type": "BPE", "vocab": vocabulary}}}
+    (tmp_path / file).write_text(json.dumps(content.get(file, "nothing of GPT-2's")))
+    with pytest.raises(ValueError, match=f"{file}.* GPT-2's"):
+        loader.load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"model": 3}', '{"model": {"vocab": []}}', "\0", "\xff"])
+@pytest.mark.parametrize("file", ["vocab.json", "tokenizer.json", "merges.txt"])
+def test_a_damaged_vocabulary_is_refused(tmp_path: Path, file: str, content: str) -> None:
+    folder = write(tmp_path, None, config_of(vocab_size=50257))
+    (tmp_path / file).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=file):
+        loader.load_tokenizer(folder)
+
+
+def test_a_folder_that_transformers_wrote_with_gpt2s_own_vocabulary(tmp_path: Path) -> None:
+    """vocab.json, merges.txt and tokenizer.json as transformers writes them say the same as GPT-2's own."""
+    transformers = pytest.importorskip("transformers")
+    folder, vocabulary = write(tmp_path, None, config_of(vocab_size=50257)), gpt2_vocabulary()
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges_of(vocabulary)) + "\n")
+    theirs = transformers.GPT2Tokenizer.from_pretrained(folder)
+    theirs.save_pretrained(folder)
+    assert {"tokenizer.json", "vocab.json", "merges.txt"} <= {path.name for path in tmp_path.iterdir()}
+    ours, text = loader.load_tokenizer(folder), "Naïve  tokens: 語, can't they?\n\n 12345"
+    assert ours.encode(text) == theirs.encode(text)
+    written = read_json(tmp_path / "tokenizer.json")
+    for change in ({"normalizer": {"type": "Lowercase"}}, {"pre_tokenizer": {"type": "Whitespace"}},
+                   {"pre_tokenizer": written["pre_tokenizer"] | {"add_prefix_space": True}},
+                   {"model": written["model"] | {"merges": written["model"]["merges"][::-1]}}):  # fmt: skip
+        (tmp_path / "tokenizer.json").write_text(json.dumps(written | change))
+        with pytest.raises(ValueError, match=r"tokenizer\.json"):
+            loader.load_tokenizer(folder)
+
+
+def merges_of(vocabulary: dict[str, int]) -> list[str]:
+    """The pairs that GPT-2 merges: of each token the two parts into which the merges before it cut it."""
+    ranks = gpt2_encoding()._mergeable_ranks
+    chars = loader.byte_characters()
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1])[256:]:
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank) % (rank + 10**6)
+                       if ranks.get(parts[i] + parts[i + 1], rank) < rank else 10**9)
+            parts[best : best + 2] = [parts[best] + parts[best + 1]]
+        merges.append(" ".join("".join(chars[b] for b in part) for part in parts))
+    return merges
 
 
 def test_gpt2_tokenizer_that_can_not_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -781,9 +781,9 @@ def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
     assert {name: len(families) for name, families in split.items()} == {"test": 4, "valid": 4, "train": 12}
     assert all(len(family) == 3 for families in split.values() for family in families)
     assert len({text for families in split.values() for family in families for text, _ in family}) == 60
-    for content, message in (("a,b\n1,2\n", "lacks columns source, target"), (f"source\n{'x' * 200_000}\n", "CSV"),
+    for content, message in (("a,b\n1,2\n", "lacks source, target"), (f"source\n{'x' * 200_000}\n", "CSV"),
                              ("source,target\nx,\n", "empty prompt"),
-                             ("source,target\nx,y\n", "1 families of prompts: 15"), ("", "lacks columns")):
+                             ("source,target\nx,y\n", "1 families of prompts: 15"), ("", "lacks source")):
         bad = tmp_path / "bad.csv"
         bad.write_text(content)
         with pytest.raises(ValueError, match=message):

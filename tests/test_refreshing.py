@@ -5,6 +5,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_tokenizer
 from overfill import Pair, Periodic, Policy, ProbeKL, generate_refreshed, teacher_nats
 from studies import refreshing
-from studies.protocol import judged
+from studies.protocol import judged, with_interval
 from studies.refreshing_measures import (
     Setup,
     Size,
@@ -29,6 +30,7 @@ from studies.refreshing_measures import (
     ratio,
     refresh_as_published,
     repeated,
+    signals_of,
     simulation,
     threshold_for,
     times,
@@ -368,3 +370,17 @@ def test_a_run_measures_models_of_any_tokenizer_on_prompts_of_ones_own(tmp_path:
     record = json.loads((tmp_path / "summary.json").read_text())
     assert record["measured_prompts"] == 6 and "lengths" not in record
     assert "MC dropout, U(t)" in record["signals"]["student"]  # GPT-2's config says 0.1
+
+
+@pytest.mark.parametrize("large", [slice(0, 1), slice(0, 2), slice(0, 0)])
+def test_signals_of_few_texts_are_shown_as_missing_and_never_as_nan(large: slice) -> None:
+    """Of two texts, one or both or none have tokens with a large KL: some draws, or all, have none or nothing else."""
+    kl = torch.zeros(2, 70)
+    kl[large, :20] = 1.0
+    generator = torch.Generator().manual_seed(0)
+    recorded = {name: torch.rand(2, 70, generator=generator) for name in ("entropy", "MC dropout, U(t)")}
+    experiment = SimpleNamespace(rates={}, record=lambda *_: {**recorded, "kl": kl, "teacher's entropy": kl})
+    for figures in signals_of(experiment, "student").values():
+        json.dumps(figures, allow_nan=False)
+        assert "nan" not in with_interval(figures["area"]) and len(figures["area"]) == 3
+        assert (figures["area"][0] is None) == (large.stop == 0) == (with_interval(figures["area"]) == "-")

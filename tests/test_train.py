@@ -467,7 +467,64 @@ def test_the_shipped_tokenizer_is_the_one_that_the_corpus_gives(tmp_path: Path) 
 
 
 def test_command_line_refuses_what_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, said in (("nonsense", "nonsense"), ("bct --kind alone", "no kinds"), ("bct --steps 5", "--out")):
+    for argv, said in (("nonsense", "nonsense"), ("bct --kind alone", "--kind"), ("bct --steps 5", "--out"),
+                       ("teacher --init gpt2", "--init"), ("teacher --steps 5", "--steps"),
+                       ("rotary --text x", "--text"), ("student --slots 24", "--slots"),
+                       ("ablation --recent 8", "--recent"), ("bct --slots 9999", "3000"),
+                       ("tokenizer --state x", "--state"), ("teacher --compact x --out y", "--out"),
+                       ("tokenizer --stop-at 1", "--stop-at"),
+                       ("ablation --compact x", "--compact"), ("teacher --compact x --stop-at 3", "--stop-at"),
+                       ("bct --recent 9999 --out x", "9999")):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             train.main(argv.split())
-        assert said in capsys.readouterr().err
+        message = capsys.readouterr().err
+        assert said in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["teacher", "ablation", "rotary"])
+@pytest.mark.parametrize("option", ["--out", "--state"])
+@pytest.mark.parametrize("place", ["file", "file/below", "/dev/null/x"])
+def test_a_folder_that_can_not_be_is_noticed_first(what: str, option: str, place: str, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # fmt: skip
+    monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("the corpus was read"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        train.main([what, option, str(tmp_path / place)])
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and option in message and str(tmp_path / place) in message
+
+
+STATES = {
+    "empty": b"", "text": b"not a state", "cut": None, "a list": [1], "a tensor": torch.ones(2),
+    "no losses": {"recipe": "x"}, "a model": {"wte.weight": torch.ones(2, 2)},
+    "kinds": {"recipe": 1, "model": [], "optimizer": {}, "losses": 3},
+    "code": {"recipe": Path},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", STATES)
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_damaged_state_is_noticed_first(damage: str, compact: bool, tmp_path: Path, capsys,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("the corpus was read"))
+    content, file = STATES[damage], tmp_path / "last.pt"
+    if not isinstance(content, bytes):
+        torch.save({"losses": [0.5] * 1000} if content is None else content, file)
+        content = file.read_bytes()[: -300 if content is None else None]
+    file.write_bytes(content)
+    words = ["--compact", str(tmp_path / "small.pt")] if compact else []
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["teacher", "--state", str(tmp_path), *words])
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and str(file) in message
+    assert file.read_bytes() == content and [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_state_of_other_shapes_is_noticed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training.train(TINY, tmp_path, stop_at=1)
+    state = torch.load(tmp_path / "last.pt")
+    state["model"]["ln_f.bias"] = torch.ones(3)
+    torch.save(state, tmp_path / "last.pt")
+    monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("the corpus was read"))
+    with pytest.raises(ValueError, match=r"last\.pt"):
+        training.train(TINY, tmp_path)

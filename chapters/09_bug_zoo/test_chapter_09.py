@@ -215,7 +215,7 @@ GENERATES = patches(
         KV, ("ids[:, start + len(cache) :], cache", "ids[:, start + max(0, len(cache) - 1) :], cache")
     ),
     "A cache of as many tokens as ids is taken, and emptied.": lambda: changed(
-        KV, ("    if 0 < len(cache) >= ids.size(1):", "    if 0 < len(cache) >= ids.size(1):\n"
+        KV, ("0 < len(cache) >= ids.size(1):  # NEW", "0 < len(cache) >= ids.size(1):\n"
              "        cache.truncate(0)\n    if False:")
     ),
     "All rows go on with the first row's token.": lambda: changed(
