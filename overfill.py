@@ -6,7 +6,7 @@ measures all of them on long texts, in half an hour.
 A student's own keys and values differ a little from those that the teacher would have written, and what it writes next
 is computed from them. At a refresh the teacher reads what was written and its entries replace the student's. That needs
 two models of the same layers, heads and head size; else the student reads everything itself. All of it approximates
-the teacher: nothing here writes exactly what the teacher alone would.
+the teacher; speculate.py writes exactly what the teacher alone would, with the same two models.
 
 Shapes: B texts, T tokens, S tokens in a cache, N passes, L layers, H heads, D head size, V vocabulary.
 
@@ -111,13 +111,18 @@ class Pair:
         self.read, self.cache, self.consulted = self.new_cache(), self.new_cache(), None
         self.logits = self.teacher(self.ids[:, self.cached_from :], self.read, last_only=True)[:, -1]
         if self.fits:
-            for layer, kv in enumerate(self.read.layers):
-                self.cache.append(layer, *kv[..., : len(self.read), :], self.read.pos)  # a copy
-            self.cache.commit(self.read.pos)
+            self.hand_over(0)
         else:
             self.student(self.ids[:, self.cached_from :], self.cache, last_only=True)
         self.since.zero_()
         self.unread.zero_()
+
+    def hand_over(self, first: int) -> None:
+        """Replace the student's entries, from this index in its cache on, by a copy of the teacher's."""
+        self.cache.truncate(first)
+        for layer, kv in enumerate(self.read.layers):
+            self.cache.append(layer, *kv[..., first : len(self.read), :], self.read.pos[first:])
+        self.cache.commit(self.read.pos[first:])
 
     def step(self, token: Tensor) -> None:
         """Let the student read the next token (B, 1); past the context the teacher begins anew with the later half."""

@@ -51,15 +51,16 @@ class CommandLine(argparse.ArgumentParser):
                           help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice")
         self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="of random draws")
 
-    def add_generation_arguments(self) -> None:
-        """Add what the scripts that write text have in common."""
-        self.add_model_arguments()
+    def add_generation_arguments(self, model: str = "--model", trace: bool = True) -> None:
+        """Add what the scripts that write text have in common; model: the option that names the model."""
+        self.add_model_arguments(model)
         self.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
         self.add_argument("--max-new-tokens", default=250, type=whole_number(1), metavar="N", help="tokens to write")
         self.add_argument("--temperature", default=0.0, type=temperature, metavar="X",
                           help="0: always the likeliest token; higher: more random")
         self.add_argument("--top-k", type=whole_number(1), metavar="N", help="draw among the N likeliest tokens only")
-        self.add_trace_argument()
+        if trace:
+            self.add_trace_argument()
 
     def add_trace_argument(self, prefix: str = "") -> None:
         """Add --trace (args.trace_file); prefix: of its help."""

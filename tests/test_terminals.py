@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["gpt_baseline.py", "gpt_kv_cache.py", "gpt_bounded_cache.py", "load_gpt2_weights.py", "recycle.py",
-         "projector.py", "overfill.py", "pocket/corpus.py", "pocket/train.py", "pocket/coherence.py",
+         "projector.py", "overfill.py", "speculate.py", "pocket/corpus.py", "pocket/train.py", "pocket/coherence.py",
          "chapters/09_bug_zoo/zoo.py", "chapters/10_beyond/floors.py"]  # fmt: skip
 STUDIES = ["bounding", "latency", "pages", "projection", "recycling", "refreshing", "replay"]
 MODULES = [*(f"studies.{name}" for name in STUDIES), "benchmarks", "benchmarks.pages", "chapters.builder"]
@@ -39,7 +39,7 @@ def test_a_script_lets_ctrl_c_end_it_before_anything_slow_is_imported(script: li
 def test_every_script_is_tested() -> None:
     folders = [".", "pocket", "studies", "benchmarks", "chapters/builder", "chapters/09_bug_zoo", "chapters/10_beyond"]
     texts = {path: path.read_text("utf-8") for folder in folders for path in (ROOT / folder).glob("*.py")}
-    found = {path for path, text in texts.items() if "CommandLine(" in text and "    main()\n" in text}
+    found = {path for path, text in texts.items() if ("CommandLine(" in text or "StudyLine(" in text) and "    main()\n" in text}
     assert found == {path_of(script) for script in SCRIPTS}
 
 

@@ -1,0 +1,205 @@
+"""Exact speculation: a student drafts, the teacher reads the draft at once, and the text is the teacher's own.
+
+`python3 speculate.py` writes a few texts with drafts of several lengths, beside the teacher alone, in seconds; `write`
+continues a prompt.
+
+A teacher reads k tokens in hardly more time than one, since it is the reading of its weights that takes the time. So
+something cheaper guesses the next k, and the teacher says at all of them at once what it would have written. The tokens
+up to the first disagreement stay, the teacher's own follows, and both caches are cut back to that. It costs the teacher
+what a refresh after every burst of k costs (overfill.py), but nothing is approximate: greedily the text is the
+teacher's, token for token up to rounding; sampled, it has the teacher's distribution, whatever the drafts are.
+
+Shapes: k tokens of a draft, V vocabulary. One text at a time: several would agree at different lengths.
+
+Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding"; Saxena 2023,
+"Prompt Lookup Decoding".
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_kv_cache import check_options, context_start, generate, sample
+from overfill import Pair, generate_refreshed, load_pair, speculative
+from support.printing import stream
+from support.tables import table
+
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits (1, V) -> a token (1, 1), and the distribution (1, V)
+Drafter = Callable[[Pair, int, Choose], tuple[Tensor, Tensor]]
+
+
+def by_student(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
+    """Let the student write k tokens; return them (1, k) and the distributions (k, V) that they were drawn from."""
+    unread = pair.ids[:, pair.cached_from + len(pair.cache) :]
+    tokens, drawn_from = [pair.ids[:, :0]], [pair.logits.new_empty(0, pair.student.config.vocab_size)]
+    for _ in range(k):
+        unread, q = choose(pair.student(unread, pair.cache, last_only=True)[:, -1])
+        tokens.append(unread)
+        drawn_from.append(q)
+    return torch.cat(tokens, 1), torch.cat(drawn_from)
+
+
+def from_the_text(pair: Pair, k: int, choose: Choose, longest: int = 3) -> tuple[Tensor, Tensor]:
+    """Copy up to k tokens (1, k): those that followed the last 3, 2 or 1 tokens of the text the last time that these
+    occurred. No student is needed."""
+    text, none = pair.ids[0], pair.logits.new_empty(0, pair.teacher.config.vocab_size)
+    for n in range(min(longest, len(text) - 1), 0, -1):
+        found = (text[:-1].unfold(0, n, 1) == text[-n:]).all(1).nonzero()  # (matches, 1)
+        if len(found):
+            tokens = text[int(found[-1]) + n :][:k]
+            return tokens[None], F.one_hot(tokens, none.size(1)).double()
+    return pair.ids[:, :0], none
+
+
+def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Return the distributions (N, V) that sample() draws from; at temperature 0 the likeliest token has all of one."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
+    if top_k is not None:
+        kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (N, 1)
+        logits = logits.masked_fill(logits < kth_best, -math.inf)
+    return (logits.double() / temperature).softmax(-1)
+
+
+def agree(p: Tensor, q: Tensor, draft: Tensor, generator: torch.Generator | None) -> tuple[int, Tensor]:
+    """Return how many of a draft (k,) stay, and the token (1,) that follows them, so that all of them are distributed
+    as draws from the teacher's distributions p (k + 1, V), whatever the q (k, V) that the draft was drawn from.
+
+    Source: Leviathan et al. 2023, algorithm 1.
+    """
+    each = torch.arange(len(draft), device=draft.device)
+    luck = torch.rand(len(draft), generator=generator, device=draft.device, dtype=torch.double)
+    n = int((luck < p[each, draft] / q[each, draft]).cumprod(0).sum())
+    rest = (p[n] - q[n]).clamp(min=0) if n < len(draft) else p[n]
+    return n, torch.multinomial(rest, 1, generator=generator)
+
+
+@dataclass
+class Passes:
+    """The teacher's passes over drafts."""
+
+    count: int = 0
+    drafted: int = 0  # tokens
+    agreed: int = 0  # of them
+
+
+@torch.no_grad()
+def speculate(pair: Pair, max_new_tokens: int, k: int, draft: Drafter = by_student, passes: Passes | None = None, *,
+              temperature: float = 0.0, top_k: int | None = None, stop_id: int | None = None,
+              generator: torch.Generator | None = None) -> Iterator[Tensor]:  # fmt: skip
+    """Yield the tokens (1, 1) that the teacher alone would write after the pair's prompt (1, T), or, sampled, tokens of
+    the same distribution. The entries of what the teacher has read replace the student's, as at a refresh.
+
+    passes: counts. Other options and errors are those of gpt_kv_cache.generate(); ValueError too if k is less than 1,
+    or there are several texts.
+    """
+    check_options(pair.ids, max_new_tokens, temperature, top_k)
+    if k < 1 or pair.ids.size(0) != 1:
+        raise ValueError(f"speculation takes drafts of at least 1 token and 1 text, got {k} and {pair.ids.size(0)}")
+
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        q = probabilities(logits, temperature, top_k)
+        return torch.multinomial(q, 1, generator=generator), q
+
+    written, passes = 0, passes or Passes()
+    while written < max_new_tokens:
+        n = pair.ids.size(1)
+        if not len(pair.read) or context_start(n, pair.n_ctx) > pair.cached_from:
+            pair.prefill()
+            new = sample(pair.logits, temperature, top_k, generator)  # (1, 1)
+        else:
+            shared, room = len(pair.read), pair.cached_from + pair.n_ctx - n
+            drafted, q = draft(pair, min(k, max_new_tokens - written - 1, room), choose)
+            unread = torch.cat([pair.ids[:, pair.cached_from + shared :], drafted], 1)
+            p = probabilities(pair.teacher(unread, pair.read)[0], temperature, top_k)  # (drafted + 1, V)
+            agreed, token = agree(p, q, drafted[0], generator)
+            new = torch.cat([drafted[:, :agreed], token[None]], 1)  # (1, agreed + 1)
+            pair.read.truncate(n + agreed - pair.cached_from)
+            if pair.fits:
+                pair.hand_over(shared)
+            else:
+                pair.cache.truncate(min(len(pair.cache), len(pair.read)))
+            passes.count, passes.drafted = passes.count + 1, passes.drafted + drafted.size(1)
+            passes.agreed += agreed
+        for token in new.split(1, 1):
+            pair.ids = torch.cat([pair.ids, token], 1)
+            written += 1
+            yield token
+            if int(token) == stop_id:
+                return
+
+
+DRAFTS = {"student": by_student, "text": from_the_text}
+
+
+@torch.no_grad()
+def demo(teacher: torch.nn.Module, student: torch.nn.Module, prompts: list[Tensor], n: int) -> None:
+    """Print what drafts of several lengths save and cost, beside the teacher alone and refreshes as frequent."""
+    made: dict[str, tuple[list[list[int]], float, int, str]] = {}
+    rows = [("teacher alone", 0, ""), *((f"drafts of {k} by the student", k, "student") for k in (4, 8, 16)),
+            *((f"drafts of {k} from the text", k, "text") for k in (4, 8, 16)),
+            ("(a refresh every 8 tokens", 8, "refresh")]  # fmt: skip
+    for name, k, by in [rows[0], *rows]:  # the first warms up
+        texts, begun, count, drafted, agreed = [], time.perf_counter(), 0, 0, 0
+        for ids in prompts:
+            pair, passes = Pair(teacher, student, ids), Passes()
+            tokens = (generate(teacher, ids, n) if not by else speculate(pair, n, k, DRAFTS[by], passes) if by in DRAFTS
+                      else generate_refreshed(pair, n, speculative(k)))  # fmt: skip
+            texts.append([int(token) for token in tokens])
+            count += passes.count or len(pair.refreshes) or n - 1
+            drafted, agreed = drafted + passes.drafted, agreed + passes.agreed
+        made[name] = texts, time.perf_counter() - begun, count, f"{agreed / drafted:.0%}" if drafted else ""
+    exact, total = made["teacher alone"][0], n * len(prompts)
+    print(table(["", "tokens/s", "teacher's passes in 1,000 tokens", "of the drafts stay", "the teacher's text"], [
+        [name, f"{total / seconds:.0f}", f"{1000 * count / total:.0f}", share,
+         f"{sum(map(list.__eq__, texts, exact))} of {len(exact)}" + ")" * name.startswith("(")]
+        for name, (texts, seconds, count, share) in made.items()]))  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    from load_gpt2_weights import NAMES
+    from studies.refreshing_measures import pocket_prompts
+    from support.cli import CommandLine, whole_number
+
+    cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
+    cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write"),
+                     help="demo: drafts of several lengths, compared; write: continue a prompt")  # fmt: skip
+    cli.add_generation_arguments("--teacher", trace=False)
+    cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that drafts")
+    cli.add_argument("--draft", type=whole_number(1), metavar="K", help="write: tokens of a draft; default: 8")
+    cli.add_argument("--by", choices=[*DRAFTS], help="write: where drafts come from; default: student")
+    with cli.parse(argv) as args:
+        write_only = {"--draft": args.draft, "--by": args.by, "--temperature": args.temperature, "--top-k": args.top_k}
+        if args.what == "demo" and (given := [name for name, value in write_only.items() if value]):
+            raise ValueError(f"the demo has no {given[0]}: write has")
+        teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
+        ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
+        if args.what == "write":
+            passes, pair = Passes(), Pair(teacher, student, ids)
+            print(f"\n{args.prompt}", end="", flush=True)
+            draft = DRAFTS[args.by or "student"]
+            tokens = speculate(pair, args.max_new_tokens, args.draft or 8, draft, passes, top_k=args.top_k,
+                               temperature=args.temperature, stop_id=tokenizer.eot_token,
+                               generator=torch.Generator(args.device).manual_seed(args.seed))  # fmt: skip
+            written, _ = stream(tokens, tokenizer, pair)
+            return print(f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
+                         f"{passes.agreed} of {passes.drafted} drafted tokens stayed]")  # fmt: skip
+        prompts = [torch.tensor([p], device=args.device) for p in pocket_prompts(tokenizer, "test", 3, 192)]
+        print(f"{len(prompts)} texts of 128 tokens after prompts of 192, always the likeliest:\n")
+        demo(teacher, student, prompts, 128)
+        print("\nA draft pays if the student is much faster than the teacher, or needs no model at all.\nThe study: "
+              "python3 overfill.py study")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""speculate.py: the text is the teacher's own, whatever drafts it, and sampled texts have its distribution."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpt_kv_cache
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate, sample
+from overfill import Pair, teacher_nats
+from speculate import Drafter, Passes, agree, by_student, from_the_text, main, probabilities, speculate
+from tests.test_overfill import model_of, prompts
+
+CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
+
+
+@pytest.fixture(scope="module")
+def teacher() -> GPT:
+    return model_of(CONFIG, 0)
+
+
+@pytest.fixture(scope="module")
+def student() -> GPT:
+    return model_of(GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24), 1)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, 60])
+@pytest.mark.parametrize("n_prompt", [1, 9, 39, 41, 70])
+def test_a_verified_draft_is_the_teachers_own_text(teacher, student, k: int, n_prompt: int) -> None:
+    ids = prompts(T=n_prompt)
+    expected = torch.cat(list(generate(teacher, ids, 60)), 1)
+    for drafts, draft in [(student, by_student), (teacher, by_student), (student, from_the_text)]:
+        pair = Pair(teacher, drafts, ids)
+        assert torch.equal(torch.cat(list(speculate(pair, 60, k, draft)), 1), expected)
+        assert torch.equal(pair.ids[:, n_prompt:], expected)
+
+
+def test_a_student_of_another_geometry_drafts_from_its_own_cache(teacher) -> None:
+    other = model_of(GPTConfig(vocab_size=50, n_ctx=40, n_layer=2, n_head=4, n_embd=32), 5)
+    pair = Pair(teacher, other, prompts())
+    assert list(speculate(pair, 50, 4)) == list(generate(teacher, prompts(), 50)) and not pair.fits
+
+
+def test_a_teacher_that_drafts_for_itself_agrees_with_all_of_it(teacher) -> None:
+    pair, passes = Pair(teacher, teacher, prompts()), Passes()
+    list(speculate(pair, 1 + 6 * 4, 5, passes=passes))  # the first token is the prefill's
+    assert passes == Passes(count=4, drafted=20, agreed=20)
+    assert all(map(torch.equal, pair.read.layers, pair.cache.layers))
+
+
+def test_a_text_that_repeats_itself_is_copied(teacher, student) -> None:
+    class Parrot(GPT):
+        def forward(self, ids: Tensor, cache: KVCache | None = None, **options: object) -> Tensor:
+            logits = super().forward(ids, cache, **options)
+            return F.one_hot((ids[:, -logits.size(1) :] + 1) % 7, 50) * 9.0  # counts from 0 to 6, again and again
+
+    parrot = Parrot(CONFIG).eval()
+    pair, passes = Pair(parrot, student, torch.arange(9)[None] % 7), Passes()
+    written = torch.cat(list(speculate(pair, 25, 5, from_the_text, passes)), 1)[0].tolist()
+    assert written == [i % 7 for i in range(2, 27)]
+    assert passes == Passes(count=4, drafted=20, agreed=20)
+
+
+def test_a_draft_is_accepted_so_that_the_teachers_distribution_comes_out() -> None:
+    """Leviathan et al. 2023, theorem: whatever the drafts' distribution q, the tokens are draws from p."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.tensor([[0.6, 0.3, 0.1, 0.0], [0.1, 0.1, 0.2, 0.6], [0.25, 0.25, 0.25, 0.25]], dtype=torch.double)
+    q = torch.tensor([[0.2, 0.3, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]], dtype=torch.double)
+    counts, lengths = torch.zeros(3, 4), torch.zeros(3)
+    draws = 6000
+    for draft in torch.stack([torch.multinomial(row, draws, replacement=True, generator=generator) for row in q], 1):
+        n, token = agree(p, q, draft, generator)
+        lengths[n] += 1
+        for i, x in enumerate([*draft[:n].tolist(), int(token)]):
+            counts[i, x] += 1
+    assert torch.allclose(counts / counts.sum(1, keepdim=True), p.float(), atol=0.025)
+    accepted = torch.minimum(p[:2], q).sum(1)  # the share of the first, and of the second, that stays
+    expected = [1 - accepted[0], accepted[0] * (1 - accepted[1]), accepted[0] * accepted[1]]
+    assert torch.allclose(lengths / draws, torch.stack(expected).float(), atol=0.025)
+
+
+@pytest.mark.parametrize("temperature, top_k", [(0.0, None), (1.0, None), (0.7, 3)])
+def test_probabilities_are_those_that_sample_draws_from(temperature: float, top_k: int | None) -> None:
+    logits = torch.randn(1, 6, generator=torch.Generator().manual_seed(3))
+    drawn = sample(logits.expand(20_000, 6), temperature, top_k, torch.Generator().manual_seed(0))
+    shares = torch.bincount(drawn[:, 0], minlength=6) / 20_000
+    assert torch.allclose(shares, probabilities(logits, temperature, top_k)[0].float(), atol=0.015)
+
+
+@pytest.mark.parametrize("draft", [by_student, from_the_text])
+def test_sampled_texts_have_the_teachers_distribution(draft: Drafter) -> None:
+    tiny = GPTConfig(vocab_size=4, n_ctx=8, n_layer=1, n_head=1, n_embd=8)
+    teacher, student, ids = model_of(tiny, 6), model_of(tiny, 7), torch.tensor([[1, 2, 1]])
+    expected = torch.zeros(4, 4, 4)
+    for a, b, c in product(range(4), repeat=3):
+        nats = teacher_nats(teacher, ids, torch.tensor([[a, b, c]])).sum()
+        expected[a, b, c] = (-nats).exp()
+    generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(4, 4, 4), 1500
+    for _ in range(draws):
+        options = {"temperature": 1.0, "generator": generator}
+        counts[tuple(map(int, speculate(Pair(teacher, student, ids), 3, 2, draft, **options)))] += 1
+    chi_square = ((counts - draws * expected) ** 2 / (draws * expected)).sum()
+    assert chi_square < 63 + 4 * math.sqrt(2 * 63)
+
+
+def test_speculation_checks_its_options(teacher, student) -> None:
+    with pytest.raises(ValueError, match="at least 1 token and 1 text, got 0 and 1"):
+        next(speculate(Pair(teacher, student, prompts()), 5, 0))
+    with pytest.raises(ValueError, match="at least 1 token and 1 text, got 4 and 2"):
+        next(speculate(Pair(teacher, student, prompts(B=2)), 5, 4))
+    with pytest.raises(ValueError, match="temperature"):
+        next(speculate(Pair(teacher, student, prompts()), 5, 4, temperature=-1.0))
+
+
+def test_a_bare_run_writes_the_teachers_texts_and_says_what_drafts_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    rows = [line for line in capsys.readouterr().out.splitlines() if " of 3" in line]
+    assert [line.split()[-3:] for line in rows[:-1]] == 7 * [["3", "of", "3"]] and len(rows) == 8
+    passes = [int(line.replace("%", "").split()[-4 if i == 0 else -5]) for i, line in enumerate(rows[:4])]
+    assert passes[0] == 992 and passes[3] < passes[2] < passes[1] < 500
+
+
+@pytest.mark.parametrize("by", ["student", "text"])
+def test_a_text_is_the_one_that_the_teacher_writes(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--prompt", "Notes:", "--max-new-tokens", "30"]
+    gpt_kv_cache.main(words)
+    alone = capsys.readouterr().out.split("\n\n[")[0]
+    main(["write", *words, "--by", by])
+    text, figures = capsys.readouterr().out.split("\n\n[", 1)
+    assert text == alone and "passes of the teacher for 29 tokens" in figures
+
+
+def test_bad_input_gets_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, culprits in ((["write", "--draft", "0"], ["--draft", "at least 1", "'0'"]),
+                            (["--draft", "4"], ["demo has no --draft"])):  # fmt: skip
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and err.count("\n") == 1 and all(word in err for word in culprits)
