@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_a_script_lets_ctrl_c_end_it_before_anything_slow_is_imported(script: li
 def test_every_script_is_tested() -> None:
     folders = [".", "pocket", "studies", "benchmarks", "chapters/builder", "chapters/09_bug_zoo", "chapters/10_beyond"]
     texts = {path: path.read_text("utf-8") for folder in folders for path in (ROOT / folder).glob("*.py")}
-    found = {path for path, text in texts.items() if ("CommandLine(" in text or "StudyLine(" in text) and "    main()\n" in text}
+    found = {path for path, text in texts.items() if re.search("(Command|Study)Line\\(", text) and "    main()\n" in text}
     assert found == {path_of(script) for script in SCRIPTS}
 
 
