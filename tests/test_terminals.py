@@ -40,7 +40,8 @@ def test_a_script_lets_ctrl_c_end_it_before_anything_slow_is_imported(script: li
 def test_every_script_is_tested() -> None:
     folders = [".", "pocket", "studies", "benchmarks", "chapters/builder", "chapters/09_bug_zoo", "chapters/10_beyond"]
     texts = {path: path.read_text("utf-8") for folder in folders for path in (ROOT / folder).glob("*.py")}
-    found = {path for path, text in texts.items() if re.search("(Command|Study)Line\\(", text) and "    main()\n" in text}
+    found = {path for path, text in texts.items()
+             if re.search(r"(Command|Study)Line\(", text) and "    main()\n" in text}  # fmt: skip
     assert found == {path_of(script) for script in SCRIPTS}
 
 
