@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from chapters.checking import assert_same
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 POINTS = {"ex0_1": 2, "ex0_2": 3, "ex0_3": 3, "ex0_4": 2}
 PAIRS = [
@@ -67,8 +69,16 @@ def test_hunks_are_the_edits_that_were_made(impl: ModuleType) -> None:
     draw = random.Random(0)
     for _ in range(100):
         old, new, hunks = edited(draw, draw.randint(0, 30))
-        assert impl.hunks(old, new) == hunks
+        assert_same(impl.hunks(old, new), hunks, f"hunks (at, gone, come) of {old} and {new}")
     assert impl.hunks(["a", "b"], ["a", "b"]) == [] == impl.hunks([], [])
+
+
+@pytest.mark.ex0_1
+def test_a_line_that_is_there_often_is_a_line_too(impl: ModuleType) -> None:
+    often = [""] * 250
+    found = impl.hunks(often, [*often, "a"])
+    lines = sum(len(gone) + len(come) for _, gone, come in found)
+    assert found == [(250, [], ["a"])], f"250 blank lines, and one line after them: {lines} lines go or come, not 1"
 
 
 @pytest.mark.ex0_1
@@ -91,7 +101,7 @@ def test_hunks_make_the_new_text(impl: ModuleType) -> None:
     for _ in range(100):
         old, new, hunks = edited(draw, draw.randint(0, 30))
         kept = list(old)
-        assert impl.apply(old, [impl.Hunk(*hunk) for hunk in hunks]) == new
+        assert_same(impl.apply(old, [impl.Hunk(*hunk) for hunk in hunks]), new, f"{hunks} applied to {old}")
         assert old == kept, "apply() must not change the text that it is given"
         assert impl.apply(new, [impl.Hunk(*hunk) for hunk in differences(new, old)]) == old
 
@@ -100,8 +110,8 @@ def test_hunks_make_the_new_text(impl: ModuleType) -> None:
 @pytest.mark.parametrize(("old", "new"), FILES)
 def test_the_diff_is_all_it_takes_to_get_from_file_to_file(impl: ModuleType, old: str, new: str) -> None:
     a, b = read(old).splitlines(), read(new).splitlines()
-    assert impl.apply(a, [impl.Hunk(*hunk) for hunk in differences(a, b)]) == b
-    assert impl.apply(b, [impl.Hunk(*hunk) for hunk in differences(b, a)]) == a, "and back"
+    assert_same(impl.apply(a, [impl.Hunk(*hunk) for hunk in differences(a, b)]), b, "there")
+    assert_same(impl.apply(b, [impl.Hunk(*hunk) for hunk in differences(b, a)]), a, "and back")
 
 
 @pytest.mark.ex0_2
@@ -115,11 +125,22 @@ def test_hunks_of_another_text_are_refused(impl: ModuleType) -> None:
     assert old == ["a", "b", "c", "d"]
 
 
+@pytest.mark.ex0_2
+@pytest.mark.parametrize("line", ["end", "", "None", "d"])
+def test_a_line_that_is_missing_is_missed_whatever_it_says(impl: ModuleType, line: str) -> None:
+    try:
+        made = impl.apply(["a", "b", "c", "d"], [impl.Hunk(3, ["d", line], [])])
+    except ValueError as error:
+        assert "5" in str(error), f"line 5 is missing, and the message says: {error}"
+    else:
+        pytest.fail(f"line 5 should be {line!r}, and the text has 4: that must be refused, and made {made}")
+
+
 @pytest.mark.ex0_3
 @pytest.mark.parametrize(("old", "new", "marks"), PAIRS)
 def test_the_project_keeps_its_promise(impl: ModuleType, old: str, new: str, marks: list[str]) -> None:
     wrong = impl.wrong_marks(read(old), read(new), marks)
-    assert wrong == [], [read(new).splitlines()[i - 1] for i in wrong]
+    assert wrong == [], f"line {wrong[0]} of {new} is right: {read(new).splitlines()[wrong[0] - 1]!r}"
 
 
 @pytest.mark.ex0_3
@@ -137,7 +158,8 @@ def test_a_broken_promise_is_found(impl: ModuleType, old: str, new: str, marks: 
                 lines[i] = lines[i].partition(mark)[0].rstrip()
             else:
                 lines[i] += f"  {draw.choice(marks)}  although nothing changed" if trial % 2 else "  # not as it was"
-        assert impl.wrong_marks(read(old), "\n".join(lines), marks) == sorted(i + 1 for i in sabotaged)
+        found = impl.wrong_marks(read(old), "\n".join(lines), marks)
+        assert_same(found, sorted(i + 1 for i in sabotaged), f"lines of {new} with wrong marks")
 
 
 @pytest.mark.ex0_3
@@ -146,9 +168,11 @@ def test_only_code_counts_and_only_news(impl: ModuleType) -> None:
     assert impl.wrong_marks(old, old.replace("does", "did").replace("\n\n", "\n\n# why\n\n"), ["# OTHER"]) == []
     new = f"{old}d = 4  # NEW\n"
     assert impl.wrong_marks(old, new, ["# NEW"]) == [4], "the old text has line 4 too: its mark is no news"
-    assert impl.wrong_marks(old, new, ["# NEW", "# OLD"]) == [4, 5]
-    assert impl.wrong_marks("a = 1\nb = 2\n", "a = 2  # B  why\nb = 3  # A\n", ["# A", "# B"]) == []
+    assert impl.wrong_marks(old, new, ["# NEW", "# OLD"]) == [4, 5], "marks that the old text has too are wrong"
+    assert impl.wrong_marks("a = 1\nb = 2\n", "a = 2  # B  why\nb = 3  # A\n", ["# A", "# B"]) == [], "all is marked"
     assert impl.wrong_marks("a = 1\nb = 2\n", "b = 2\n", ["# NEW"]) == [], "a line that only went can't carry a mark"
+    found = impl.wrong_marks("a = 1\n", "a = 1  # B  once # A\n", ["# A", "# B"])
+    assert found == [1], f"cut at the mark that comes first in the line, it is unchanged: [1], not {found}"
 
 
 @pytest.mark.ex0_4
