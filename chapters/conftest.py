@@ -70,6 +70,10 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """Leave PyTorch's own frames out of tracebacks, and keep the place of an exercise that isn't written yet."""
     if call.excinfo is not None and call.when != "teardown":
+        if call.excinfo.errisinstance(AssertionError) and call.excinfo.value.args:
+            lines = str(call.excinfo.value.args[0]).splitlines()  # the test's words, then pytest's analysis
+            kept = [line for line in lines[1:2] if line not in ("assert False", "assert not True") and len(line) < 120]
+            call.excinfo.value.args = ("\n".join(lines[:1] + kept),)
         entries = call.excinfo.traceback
         own = [e for e in entries if e.path.is_relative_to(ROOT) and "site-packages" not in e.path.parts]
         call.excinfo.traceback = type(entries)(own or entries[-1:])
