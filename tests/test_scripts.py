@@ -134,7 +134,8 @@ def test_a_students_cache_takes_the_place_of_ours(run: Run, tmp_path: Path) -> N
     assert ran.code == 0 and "Same tokens: yes" in ran.out and "12,345 bytes" in ran.out
     for source, words_of_error in (
         ("x = 1\n", "has no class Cache"),
-        ("class Cache:\n    def __len__(self):\n        raise NotImplementedError('exercise 2.1')\n", "2.1 isn't written"),
+        ("class Cache:\n    @property\n    def next_pos(self):\n        raise NotImplementedError('exercise 2.1')\n"
+         "    def __len__(self):\n        return 0\n", "exercise 2.1 isn't written"),
         ("class Cache(\n", "line 1"),
     ):
         file.write_text(source)

@@ -1,6 +1,6 @@
-"""By how much a token's keys and values change when the text goes on by a token: `python3 -m chapters.02_kv_cache.look`.
+"""By how much a token's keys and values change when the text goes on by a token, with and without a causal mask.
 
-As the model is, and as it would be if each token saw the tokens after it too.
+From the project's folder: `python3 -m chapters.02_kv_cache.look`.
 """
 
 from __future__ import annotations

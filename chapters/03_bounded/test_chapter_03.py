@@ -250,6 +250,65 @@ def test_a_ring_one_token_at_a_time(impl: ModuleType, model: GPT) -> None:
 
 @pytest.mark.ex3_4
 @torch.no_grad()
+def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
+    ids, expected = text(1, 20), banded(model, text(1, 20), 4, 2)
+    for read, keep in [(7, 6), (7, 1), (12, 11), (12, 13), (3, 4), (3, -1)]:
+        cache = impl.Ring(4, 2)
+        model(ids[:, :read], cache)
+        with pytest.raises(ValueError):
+            cache.truncate(keep)
+        changed = f"truncate({keep}) of {read} tokens is refused, and leaves {len(cache)}"
+        assert len(cache) == read, f"{changed}: check first, then change"
+        cache.truncate(read)
+        what = f"{read} tokens read, truncate({keep}) refused"
+        assert_close(model(ids[:, read:], cache), expected[:, read:], what, LOGITS)
+        cache.truncate(0)
+        assert_close(model(ids, cache), expected, f"{what}, then truncate(0)", LOGITS)
+
+
+@pytest.mark.ex3_4
+@torch.no_grad()
+def test_a_first_pass_that_fails_leaves_no_layer_behind(impl: ModuleType, model: GPT) -> None:
+    ids = text(2, 12)
+    for layer in range(CONFIG.n_layer):
+        cache = impl.Ring(5, 1)
+        for _ in range(2):
+            fails(model, ids[:, :4], cache, layer)
+        first = model(ids[:, :4], cache)
+        many = f"{len(cache.layers)} layers after two first passes that failed in layer {layer}"
+        assert len(cache.layers) == CONFIG.n_layer, f"{many}: the model has {CONFIG.n_layer}"
+        got, what = torch.cat([first, model(ids[:, 4:], cache)], 1), "first passes that failed"
+        assert_close(got, banded(model, ids, 5, 1), what, LOGITS)
+
+
+class OneValueASlot(TorchDispatchMode):
+    """Fails if one assignment writes a slot twice."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, indices = func.overloadpacket.__name__, []
+        if name in ("index_put_", "index_put", "_index_put_impl_"):
+            indices = [i for i in args[1] if i is not None and i.dim() == 1 and i.dtype != torch.bool]
+        elif name in ("index_copy_", "index_copy"):
+            indices = [args[2]]
+        for index in indices:
+            twice = [slot for slot in index.unique().tolist() if (index == slot).sum() > 1]
+            say = "PyTorch doesn't say which of the values stays"
+            assert not twice, f"slot {twice[:1]} is written twice by one assignment: {say}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ex3_4
+@torch.no_grad()
+def test_no_slot_is_written_twice_by_one_assignment(impl: ModuleType, model: GPT) -> None:
+    cache, ids = impl.Ring(4, 1), text(1, 20)
+    with OneValueASlot():
+        for a, b in [(0, 3), (3, 14), (14, 20)]:
+            model(ids[:, a:b], cache)
+    assert len(cache) == 20
+
+
+@pytest.mark.ex3_4
+@torch.no_grad()
 def test_any_cut_of_the_text_gives_the_logits_of_one_masked_pass(
     impl: ModuleType, model: GPT
 ) -> None:
@@ -329,53 +388,12 @@ def test_a_pass_that_fails_anywhere_changes_nothing_that_is_read(
 
 @pytest.mark.ex3_4
 @torch.no_grad()
-def test_a_first_pass_that_fails_leaves_no_layer_behind(impl: ModuleType, model: GPT) -> None:
-    ids = text(2, 12)
-    for layer in range(CONFIG.n_layer):
-        cache = impl.Ring(5, 1)
-        for _ in range(2):
-            fails(model, ids[:, :4], cache, layer)
-        first = model(ids[:, :4], cache)
-        many = f"{len(cache.layers)} layers after two first passes that failed in layer {layer}"
-        assert len(cache.layers) == CONFIG.n_layer, f"{many}: the model has {CONFIG.n_layer}"
-        got, what = torch.cat([first, model(ids[:, 4:], cache)], 1), "first passes that failed"
-        assert_close(got, banded(model, ids, 5, 1), what, LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
 def test_a_first_pass_that_fails_may_be_of_another_batch_size(impl: ModuleType, model: GPT) -> None:
     ids, cache = text(2, 12), impl.Ring(5, 1)
     for more in (1, 3, 9):
         fails(model, text(1, more), cache, 1)
     assert len(cache) == 0
     assert_close(model(ids, cache), banded(model, ids, 5, 1), "after failed first passes", LOGITS)
-
-
-class OneValueASlot(TorchDispatchMode):
-    """Fails if one assignment writes a slot twice."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, indices = func.overloadpacket.__name__, []
-        if name in ("index_put_", "index_put", "_index_put_impl_"):
-            indices = [i for i in args[1] if i is not None and i.dim() == 1 and i.dtype != torch.bool]
-        elif name in ("index_copy_", "index_copy"):
-            indices = [args[2]]
-        for index in indices:
-            twice = [slot for slot in index.unique().tolist() if (index == slot).sum() > 1]
-            say = "PyTorch doesn't say which of the values stays"
-            assert not twice, f"slot {twice[:1]} is written twice by one assignment: {say}"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_no_slot_is_written_twice_by_one_assignment(impl: ModuleType, model: GPT) -> None:
-    cache, ids = impl.Ring(4, 1), text(1, 20)
-    with OneValueASlot():
-        for a, b in [(0, 3), (3, 14), (14, 20)]:
-            model(ids[:, a:b], cache)
-    assert len(cache) == 20
 
 
 @pytest.mark.ex3_4
@@ -399,24 +417,6 @@ def test_what_was_read_can_be_kept_until_the_ring_evicts(
                 got = torch.cat([model(part, cache) for part in ids[:, keep:].split(1, 1)], 1)
                 what = f"{read} read, {failed} failed, truncate({keep}): window {window}, {sinks=}"
                 assert_close(got, expected[:, keep:], what, LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
-    ids, expected = text(1, 20), banded(model, text(1, 20), 4, 2)
-    for read, keep in [(7, 6), (7, 1), (12, 11), (12, 13), (3, 4), (3, -1)]:
-        cache = impl.Ring(4, 2)
-        model(ids[:, :read], cache)
-        with pytest.raises(ValueError):
-            cache.truncate(keep)
-        changed = f"truncate({keep}) of {read} tokens is refused, and leaves {len(cache)}"
-        assert len(cache) == read, f"{changed}: check first, then change"
-        cache.truncate(read)
-        what = f"{read} tokens read, truncate({keep}) refused"
-        assert_close(model(ids[:, read:], cache), expected[:, read:], what, LOGITS)
-        cache.truncate(0)
-        assert_close(model(ids, cache), expected, f"{what}, then truncate(0)", LOGITS)
 
 
 @pytest.mark.ex3_4
