@@ -250,6 +250,23 @@ def test_a_ring_one_token_at_a_time(impl: ModuleType, model: GPT) -> None:
 
 @pytest.mark.ex3_4
 @torch.no_grad()
+def test_any_cut_of_the_text_gives_the_logits_of_one_masked_pass(
+    impl: ModuleType, model: GPT
+) -> None:
+    draw = random.Random(0)
+    for trial in range(30):
+        batch, n = draw.randint(1, 3), draw.randint(2, 40)
+        window, sinks = draw.randint(1, draw.choice([3, 10, 45])), draw.choice([0, 0, 1, 4])
+        ids, cuts, cache = text(batch, n, trial), pieces(n, draw), impl.Ring(window, sinks)
+        logits = torch.cat([model(ids[:, a:b], cache) for a, b in cuts], 1)
+        what = f"window {window}, {sinks} sinks, chunks {cuts}: is a token evicted that is needed?"
+        expected = banded(model, ids, window, sinks)
+        assert_close(logits, expected, what, LOGITS)
+        assert len(cache) == cache.next_pos == n, "tokens read, not slots filled"
+
+
+@pytest.mark.ex3_4
+@torch.no_grad()
 def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
     ids, expected = text(1, 20), banded(model, text(1, 20), 4, 2)
     for read, keep in [(7, 6), (7, 1), (12, 11), (12, 13), (3, 4), (3, -1)]:
@@ -305,23 +322,6 @@ def test_no_slot_is_written_twice_by_one_assignment(impl: ModuleType, model: GPT
         for a, b in [(0, 3), (3, 14), (14, 20)]:
             model(ids[:, a:b], cache)
     assert len(cache) == 20
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_any_cut_of_the_text_gives_the_logits_of_one_masked_pass(
-    impl: ModuleType, model: GPT
-) -> None:
-    draw = random.Random(0)
-    for trial in range(30):
-        batch, n = draw.randint(1, 3), draw.randint(2, 40)
-        window, sinks = draw.randint(1, draw.choice([3, 10, 45])), draw.choice([0, 0, 1, 4])
-        ids, cuts, cache = text(batch, n, trial), pieces(n, draw), impl.Ring(window, sinks)
-        logits = torch.cat([model(ids[:, a:b], cache) for a, b in cuts], 1)
-        what = f"window {window}, {sinks} sinks, chunks {cuts}: is a token evicted that is needed?"
-        expected = banded(model, ids, window, sinks)
-        assert_close(logits, expected, what, LOGITS)
-        assert len(cache) == cache.next_pos == n, "tokens read, not slots filled"
 
 
 @pytest.mark.ex3_4

@@ -293,6 +293,21 @@ def test_errors_are_within_their_bounds(impl: ModuleType) -> None:
         assert torch.equal(x, before), "the numbers that were given are not yours"
 
 
+@pytest.mark.ex8_5
+def test_other_shapes_and_what_is_not_finite_are_not_the_same(impl: ModuleType) -> None:
+    logits = torch.randn(1, 5, 20, generator=torch.Generator().manual_seed(0))
+    assert not impl.same(logits.expand(2, 5, 20), logits), "shapes (2, 5, 20) and (1, 5, 20): torch would broadcast"
+    assert not impl.same(logits[:, -1:], logits[:, -1])
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = logits.clone()
+        broken[0, 2, 3] = bad
+        assert not impl.same(broken, logits) and not impl.same(logits, broken), f"{bad} among the logits"
+        assert not impl.same(broken, broken), f"{bad} is equal to nothing here"
+    large = torch.full((1, 1, 4), 60_000.0, dtype=torch.float16)
+    assert not impl.same(-large, large), "a difference may be negative, and more than float16 holds"
+    assert impl.same(large, large) is True and impl.same(-large, -large) is True, "all logits may be negative"
+
+
 def causal(q: Tensor, k: Tensor) -> Tensor:
     """The mask (T, S) that None stands for."""
     return torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
@@ -374,21 +389,6 @@ def test_the_size_of_the_logits_does_not_matter(impl: ModuleType) -> None:
         for size in (1e-3, 1.0, 1e4):
             assert impl.same(size * got, size * expected), f"logits times {size}: a tolerance is a share of their size"
             assert not impl.same(size * wrong, size * expected), f"logits times {size}"
-
-
-@pytest.mark.ex8_5
-def test_other_shapes_and_what_is_not_finite_are_not_the_same(impl: ModuleType) -> None:
-    logits = torch.randn(1, 5, 20, generator=torch.Generator().manual_seed(0))
-    assert not impl.same(logits.expand(2, 5, 20), logits), "shapes (2, 5, 20) and (1, 5, 20): torch would broadcast"
-    assert not impl.same(logits[:, -1:], logits[:, -1])
-    for bad in (math.nan, math.inf, -math.inf):
-        broken = logits.clone()
-        broken[0, 2, 3] = bad
-        assert not impl.same(broken, logits) and not impl.same(logits, broken), f"{bad} among the logits"
-        assert not impl.same(broken, broken), f"{bad} is equal to nothing here"
-    large = torch.full((1, 1, 4), 60_000.0, dtype=torch.float16)
-    assert not impl.same(-large, large), "a difference may be negative, and more than float16 holds"
-    assert impl.same(large, large) is True and impl.same(-large, -large) is True, "all logits may be negative"
 
 
 # --- 8.6 ------------------------------------------------------------------------------------------------------------
