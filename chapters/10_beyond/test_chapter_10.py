@@ -241,7 +241,7 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
         trace = [Request(512 * len(blocks), tuple(blocks)) for blocks in requests]
         expected = hit_rates(trace, float("inf"), Silent())["blocks"]
         found = impl.hit_rate(requests, 10**6)
-        what = f"{len(requests)} requests, room for all: a share of {expected:.3f} of all blocks is found, not {found:.3f}"
+        what = f"{len(requests)} requests, room for all: a share of {expected:.3f} of blocks is found, not {found:.3f}"
         assert found == pytest.approx(expected, abs=1e-12) and expected > 0.2, what
         assert impl.hit_rate(requests, 0) == 0
 
