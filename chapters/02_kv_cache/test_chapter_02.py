@@ -139,6 +139,8 @@ def test_stage_5_a_pass_that_fails_changes_nothing(impl: ModuleType, model: GPT,
         assert len(cache) == read == cache.next_pos, f"{what}: {len(cache)} tokens, next position {cache.next_pos}"
         try:
             first = model(ids[:, read:9], cache)
+        except NotImplementedError:  # a kind of RuntimeError: not written yet
+            raise
         except RuntimeError as error:
             pytest.fail(f"{what}: does append() return what they left? The next pass: {error}")
         many = f"{what}, then one that succeeds: {len(cache.layers)} layers for a model of {CONFIG.n_layer}"

@@ -168,6 +168,8 @@ def test_a_write_past_the_end_is_refused_and_changes_nothing(
         pytest.fail(f"{more} tokens after {read} of 8 were taken, and PyTorch said nothing")
     except ValueError as error:
         message = str(error)
+    except NotImplementedError:  # a kind of RuntimeError: not written yet
+        raise
     except RuntimeError as error:
         pytest.fail(f"{more} tokens after {read} of 8: check before you write; PyTorch says {error}")
     numbers = str(read + more) in message and "8" in message

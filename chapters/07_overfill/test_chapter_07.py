@@ -132,6 +132,8 @@ def test_a_source_that_begins_later_serves_too(impl: ModuleType, teacher: GPT, s
     source = KVCache([kv[..., 7:, :] for kv in whole.layers], whole.pos[7:])  # its last five tokens
     try:
         impl.splice_last(cache, source, 3)
+    except NotImplementedError:  # a kind of RuntimeError: not written yet
+        raise
     except RuntimeError as error:
         pytest.fail(f"the last 3 of 12 tokens by those of a source that holds the last 5: by position? {error}")
     assert torch.equal(entries(cache)[..., 9:, :], entries(whole)[..., 9:, :]), "the last 3 of 12 aren't the source's"

@@ -347,6 +347,8 @@ def test_a_stream_that_ends_too_early_is_refused(impl: ModuleType, pocket: GPT, 
             impl.receive(io.BytesIO(data[:end]), pocket)
         except ValueError:
             continue
+        except NotImplementedError:
+            raise
         except Exception as error:
             pytest.fail(f"{what}, not {error!r}")
         pytest.fail(what)
