@@ -11,6 +11,7 @@ import ast
 import importlib.util
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +19,8 @@ from types import ModuleType
 import pytest
 
 CHAPTERS = Path(__file__).resolve().parent
-ROOT = CHAPTERS.parent
-sys.path.insert(0, str(ROOT))
+LIBRARY = sysconfig.get_path("stdlib")
+sys.path.insert(0, str(CHAPTERS.parent))
 MODULES: dict[Path, ModuleType] = {}
 
 
@@ -55,7 +56,8 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
     chapter, copy = request.path.parent, request.config.getoption("copy")
     path = (Path(copy).resolve() / chapter.name if copy else chapter) / f"{request.config.getoption('--impl')}.py"
     if not path.exists():
-        pytest.fail(f"there is no {path.name} in {path.parent.name}: your teacher may have it", pytrace=False)
+        hint = ": your teacher may have it" if path.stem == "solution" else ""
+        pytest.fail(f"there is no {path.name} in {path.parent}{hint}", pytrace=False)
     if path not in MODULES:
         name = f"{path.stem}_{path.parent.name[:2]}"
         spec = importlib.util.spec_from_file_location(name, path)
@@ -72,10 +74,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     if call.excinfo is not None and call.when != "teardown":
         if call.excinfo.errisinstance(AssertionError) and call.excinfo.value.args:
             lines = str(call.excinfo.value.args[0]).splitlines()  # the test's words, then pytest's analysis
-            kept = [line for line in lines[1:2] if line not in ("assert False", "assert not True") and len(line) < 120]
-            call.excinfo.value.args = ("\n".join(lines[:1] + kept),)
+            end = next((i for i, line in enumerate(lines) if i and line.startswith("assert ")), len(lines))
+            brief = [line for line in lines[end : end + 1] if line != "assert False" and len(line) < 120]
+            call.excinfo.value.args = ("\n".join(lines[:end] + brief),)
         entries = call.excinfo.traceback
-        own = [e for e in entries if e.path.is_relative_to(ROOT) and "site-packages" not in e.path.parts]
+        own = [e for e in entries if "site-packages" not in e.path.parts and not e.path.is_relative_to(LIBRARY)]
         call.excinfo.traceback = type(entries)(own or entries[-1:])
     report = yield
     if report.failed and call.excinfo.exconly().startswith("NotImplementedError: exercise "):
