@@ -339,6 +339,7 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--compare", action="store_true", help="write without the cache too")  # NEW
+    cli.add_cache_argument(KVCache)  # NEW
     with cli.parse(argv) as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
@@ -362,10 +363,10 @@ def main(argv: list[str] | None = None) -> None:
             from gpt_baseline import generate as generate_uncached  # NEW
             from support.printing import compare  # NEW
 
-            uncached, cached = run(generate_uncached), run(generate, cache=KVCache())  # NEW
+            uncached, cached = run(generate_uncached), run(generate, cache=args.cache())  # NEW
             compare(ids.size(1), {"no cache": uncached, "KV cache": cached})  # NEW
         else:  # NEW
-            run(generate, cache=KVCache())  # NEW
+            run(generate, cache=args.cache())  # NEW
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the chapters' tests share: `--impl`, which file they test, and points for the exercises that pass.
+"""What the chapters' tests share: which files they test, points for the exercises that pass, and short failures.
 
-A test asks for `impl`, the module under test: the exercise.py or solution.py beside it. Its marker is the exercise,
-such as ex2_1, and its module's POINTS says what that is worth: all of it if every test of the exercise passes, else
-nothing.
+A test asks for `impl`, the module under test: the exercise.py or solution.py beside it (`--impl`), or the file of that
+name in the chapter's folder of a student's copy (`--from`). Its marker is the exercise, such as ex2_1, and its module's
+POINTS says what that is worth: all of it if every test of the exercise passes, else nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ import ast
 import importlib.util
 import re
 import sys
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 CHAPTERS = Path(__file__).resolve().parent
+LIBRARY = sysconfig.get_path("stdlib")
 sys.path.insert(0, str(CHAPTERS.parent))
 MODULES: dict[Path, ModuleType] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--impl", choices=("exercise", "solution"), default="exercise", help="the files that are tested")
+    parser.addoption("--from", dest="copy", metavar="FOLDER", help="test the chapters of this folder, a student's copy")
 
 
 def points() -> dict[str, int]:
@@ -36,6 +40,8 @@ def points() -> dict[str, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.tbstyle == "auto":
+        config.option.tbstyle = "short"
     for name, worth in points().items():
         config.addinivalue_line("markers", f"{name}: exercise {name[2:].replace('_', '.')}, {worth} points")
 
@@ -47,9 +53,11 @@ def exercise_of(keywords: object) -> str | None:
 @pytest.fixture
 def impl(request: pytest.FixtureRequest) -> ModuleType:
     """The module under test."""
-    path = request.path.parent / f"{request.config.getoption('--impl')}.py"
+    chapter, copy = request.path.parent, request.config.getoption("copy")
+    path = (Path(copy).resolve() / chapter.name if copy else chapter) / f"{request.config.getoption('--impl')}.py"
     if not path.exists():
-        pytest.fail(f"there is no {path.name} in {path.parent.name}: your teacher may have it", pytrace=False)
+        hint = ": your teacher may have it" if path.stem == "solution" else ""
+        pytest.fail(f"there is no {path.name} in {path.parent}{hint}", pytrace=False)
     if path not in MODULES:
         name = f"{path.stem}_{path.parent.name[:2]}"
         spec = importlib.util.spec_from_file_location(name, path)
@@ -60,21 +68,50 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
     return MODULES[path]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """Leave PyTorch's own frames out of tracebacks, and keep the place of an exercise that isn't written yet."""
+    if call.excinfo is not None and call.when != "teardown":
+        if call.excinfo.errisinstance(AssertionError) and call.excinfo.value.args:
+            lines = str(call.excinfo.value.args[0]).splitlines()  # the test's words, then pytest's analysis
+            end = next((i for i, line in enumerate(lines) if i and line.startswith("assert ")), len(lines))
+            brief = [line for line in lines[end : end + 1] if line != "assert False" and len(line) < 120]
+            call.excinfo.value.args = ("\n".join(lines[:end] + brief),)
+        entries = call.excinfo.traceback
+        own = [e for e in entries if "site-packages" not in e.path.parts and not e.path.is_relative_to(LIBRARY)]
+        call.excinfo.traceback = type(entries)(own or entries[-1:])
+    report = yield
+    if report.failed and call.excinfo.exconly().startswith("NotImplementedError: exercise "):
+        last = call.excinfo.traceback[-1]
+        report.missing = f"{last.frame.code.raw.co_qualname} ({last.path.name}, line {last.lineno + 1})"
+        report.longrepr = f"{call.excinfo.value}: {report.missing} isn't written yet"
+    return report
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Count an exercise that isn't written yet as such: it fails, without a traceback."""
+    return ("not written yet", "-", "NOT WRITTEN") if hasattr(report, "missing") else None
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the points of every exercise that was tested."""
     passed: dict[str, bool] = {}
-    for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed", "deselected"):
+    missing: dict[str, str] = {}
+    for outcome in ("passed", "failed", "not written yet", "error", "skipped", "xfailed", "xpassed", "deselected"):
         for report in terminalreporter.stats.get(outcome, []):
             if name := exercise_of(getattr(report, "keywords", {})):
                 if outcome == "deselected" and name not in passed:
                     continue  # the whole exercise is
                 passed[name] = passed.get(name, True) and outcome == "passed"
+                if outcome == "not written yet":
+                    missing.setdefault(name, f"   not written yet: {report.missing}")
     if not passed:
         return
     worth = points()
     terminalreporter.section(f"points of {config.getoption('--impl')}.py")
     for name in sorted(passed, key=lambda name: [*map(int, name[2:].split("_"))]):
         earned = worth[name] if passed[name] else 0
-        terminalreporter.write_line(f"  {name[2:].replace('_', '.'):6} {earned:3} of {worth[name]}")
+        line = f"  {name[2:].replace('_', '.'):6} {earned:3} of {worth[name]}{missing.get(name, '')}"
+        terminalreporter.write_line(line)
     total = sum(worth[name] for name in passed if passed[name])
     terminalreporter.write_line(f"  total  {total:3} of {sum(worth[name] for name in passed)}")

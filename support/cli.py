@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
 import signal
@@ -27,7 +28,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+        silent = action.default is None or action.default is False or isinstance(action.default, type)
+        return action.help if silent else super()._get_help_string(action)
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -61,6 +63,11 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--top-k", type=whole_number(1), metavar="N", help="draw among the N likeliest tokens only")
         if trace:
             self.add_trace_argument()
+
+    def add_cache_argument(self, default: type) -> None:
+        """Add --cache (args.cache): a class, by default this one, or the class Cache of a Python file."""
+        self.add_argument("--cache", default=default, type=class_in("Cache"), metavar="FILE.py",
+                          help="use the class Cache of this file, such as chapters/02_kv_cache/exercise.py")
 
     def add_trace_argument(self, prefix: str = "") -> None:
         """Add --trace (args.trace_file); prefix: of its help."""
@@ -112,6 +119,10 @@ class CommandLine(argparse.ArgumentParser):
                 self.error(f"can't write the output: {reason}")
             missing = isinstance(error, FileNotFoundError) and file
             self.error(f"there is no {missing}" if missing else " ".join(str(error).split()))
+        except NotImplementedError as error:  # of a chapter's exercise
+            if not str(error).startswith("exercise "):
+                raise
+            self.error(f"{error} isn't written yet")
         except KeyboardInterrupt:
             self.exit(130, "\n")
 
@@ -168,6 +179,28 @@ def writable_folder(text: str) -> Path:
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: {there} is not a folder that can be written to")
     return path
+
+
+def class_in(name: str) -> Callable[[str], type]:
+    """Return an argument type: Python files, as the class of this name in them."""
+
+    def convert(text: str) -> type:
+        if not Path(text).is_file():
+            raise argparse.ArgumentTypeError(f"there is no file {text}")
+        spec = importlib.util.spec_from_file_location(Path(text).stem, text)
+        if spec is None:
+            raise argparse.ArgumentTypeError(f"{text} is not a Python file, its name must end in .py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look themselves up
+        try:
+            spec.loader.exec_module(module)
+        except SyntaxError as error:
+            raise argparse.ArgumentTypeError(f"{text}, line {error.lineno}: {error.msg}") from error
+        if not isinstance(getattr(module, name, None), type):
+            raise argparse.ArgumentTypeError(f"{text} has no class {name}")
+        return getattr(module, name)
+
+    return convert
 
 
 def temperature(text: str) -> float:

@@ -75,6 +75,24 @@ def test_every_stub_fails_beside_its_solution(tmp_path: Path) -> None:
     assert "solution.py" not in printed
 
 
+@pytest.mark.slow
+@with_solutions
+def test_the_points_of_a_class(tmp_path: Path) -> None:
+    name = "02_kv_cache"
+    for student, path in (("anna", "my copy/chapters"), ("ben", "."), ("cara", "elsewhere")):
+        (tmp_path / "class" / student / path / name).mkdir(parents=True)
+    solution = (CHAPTERS / name / "solution.py").read_text()
+    (tmp_path / "class/anna/my copy/chapters" / name / "exercise.py").write_text(solution)
+    (tmp_path / "class/ben" / name / "exercise.py").write_text(build.stub_of(solution))
+    table = tmp_path / "points.csv"
+    result = run("-m", "chapters.grade", str(tmp_path / "class"), "--chapters", "2", "--output", str(table))
+    assert result.returncode == 0, result.stderr
+    head, *rows = (line.split(",") for line in table.read_text().splitlines())
+    assert head == ["student", "2.1", "2.2", "2.3", "2.4", "2.5", "total", "note"]
+    assert [row[0] for row in rows] == ["anna", "ben", "cara"] and [row[-2] for row in rows] == ["10", "0", "0"]
+    assert [row[-1] for row in rows] == ["", "", f"{name}: no exercise.py"]
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_exercises_markers_and_points_agree(folder: Path) -> None:
     number = int(folder.name.partition("_")[0])

@@ -128,6 +128,24 @@ def test_compare_shows_the_same_tokens_and_a_table_over_lengths(run: Run) -> Non
         assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), rel=0.1)
 
 
+def test_a_students_cache_takes_the_place_of_ours(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "exercise.py"
+    words = ["--max-new-tokens", "20", "--cache", str(file)]
+    file.write_text("from gpt_kv_cache import KVCache\n\nclass Cache(KVCache):\n    nbytes = 12345\n")
+    ran = run("gpt_kv_cache", "--compare", *words)
+    assert ran.code == 0 and "Same tokens: yes" in ran.out and "12,345 bytes" in ran.out
+    for source, words_of_error in (
+        ("x = 1\n", "has no class Cache"),
+        ("class Cache:\n    @property\n    def next_pos(self):\n        raise NotImplementedError('exercise 2.1')\n"
+         "    def __len__(self):\n        return 0\n", "exercise 2.1 isn't written"),
+        ("class Cache(\n", "line 1"),
+    ):
+        file.write_text(source)
+        ran = run("gpt_kv_cache", *words)
+        assert ran.code == 2 and words_of_error in ran.err and len(ran.err.strip().splitlines()) == 1
+    assert "there is no file" in run("gpt_kv_cache", "--cache", str(tmp_path / "none.py")).err
+
+
 @pytest.mark.parametrize("script", GPT_FILES)
 @pytest.mark.parametrize(
     ("words", "culprits"),

@@ -41,9 +41,9 @@ def apply(old: list[str], changes: list[Hunk]) -> list[str]:
     new, read = [], 0  # lines of old that are done with
     for at, gone, come in changes:
         for i, line in enumerate(gone, start=at):
-            found = old[i] if i < len(old) else "end"
-            if found != line:
-                raise ValueError(f"line {i + 1} should be {line!r}, but is {found!r}")
+            if old[i : i + 1] != [line]:
+                found = repr(old[i]) if i < len(old) else "the end"
+                raise ValueError(f"line {i + 1} should be {line!r}, but is {found}")
         new += [*old[read:at], *come]
         read = at + len(gone)
     return new + old[read:]
@@ -52,11 +52,11 @@ def apply(old: list[str], changes: list[Hunk]) -> list[str]:
 def wrong_marks(old: str, new: str, marks: list[str]) -> list[int]:
     """Return the numbers, from 1 and in order, of the lines of code of a new text whose marks are wrong.
 
-    A mark is a comment such as "# NEW", at the end of a line or with more words behind it. Every changed line of code
-    must carry a mark, and no other line may: wrong are lines that changed and carry none, and lines that carry one and
-    haven't changed. A mark is no change in itself: compare the texts without it, that is, cut every line of both where
-    a mark begins, and strip the blanks before it. Lines of code are those of code_lines(new); only they count, but the
-    comparison is of all lines.
+    A mark is a comment such as "# NEW", at the end of a line or with more words behind it, which may hold another mark.
+    Every changed line of code must carry a mark, and no other line may: wrong are lines that changed and carry none,
+    and lines that carry one and haven't changed. A mark is no change in itself: compare the texts without marks, that
+    is, cut every line of both where its first mark begins, and strip the blanks before it. Lines of code are those of
+    code_lines(new); only they count, but the comparison is of all lines.
     """
     # exercise 0.3
     before, after = ([_cut(line, marks) for line in text.splitlines()] for text in (old, new))

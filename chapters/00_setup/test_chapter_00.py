@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from chapters.checking import assert_same
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 POINTS = {"ex0_1": 2, "ex0_2": 3, "ex0_3": 3, "ex0_4": 2}
 PAIRS = [
@@ -65,10 +67,19 @@ def check(found: list[tuple[int, list[str], list[str]]], old: list[str], new: li
 @pytest.mark.ex0_1
 def test_hunks_are_the_edits_that_were_made(impl: ModuleType) -> None:
     draw = random.Random(0)
-    for _ in range(100):
-        old, new, hunks = edited(draw, draw.randint(0, 30))
-        assert impl.hunks(old, new) == hunks
+    for trial in range(100):  # small texts first
+        old, new, hunks = edited(draw, trial // 4)
+        found = [tuple(hunk) for hunk in impl.hunks(old, new)]
+        assert_same(found, hunks, f"hunks (at, gone, come) of texts of {len(old)} and {len(new)} lines")
     assert impl.hunks(["a", "b"], ["a", "b"]) == [] == impl.hunks([], [])
+
+
+@pytest.mark.ex0_1
+def test_a_line_that_is_there_often_is_a_line_too(impl: ModuleType) -> None:
+    often = [""] * 250
+    found = impl.hunks(["a", *often], ["b", *often])
+    lines = sum(len(gone) + len(come) for _, gone, come in found)
+    assert found == [(0, ["a"], ["b"])], f"one line before 250 blank lines changes: {lines} lines go or come, not 2"
 
 
 @pytest.mark.ex0_1
@@ -88,10 +99,11 @@ def test_hunks_of_the_projects_files(impl: ModuleType, old: str, new: str) -> No
 @pytest.mark.ex0_2
 def test_hunks_make_the_new_text(impl: ModuleType) -> None:
     draw = random.Random(2)
-    for _ in range(100):
-        old, new, hunks = edited(draw, draw.randint(0, 30))
+    for trial in range(100):
+        old, new, hunks = edited(draw, trial // 4)
         kept = list(old)
-        assert impl.apply(old, [impl.Hunk(*hunk) for hunk in hunks]) == new
+        made = impl.apply(old, [impl.Hunk(*hunk) for hunk in hunks])
+        assert_same(made, new, f"{hunks} applied to {len(old)} lines")
         assert old == kept, "apply() must not change the text that it is given"
         assert impl.apply(new, [impl.Hunk(*hunk) for hunk in differences(new, old)]) == old
 
@@ -100,8 +112,8 @@ def test_hunks_make_the_new_text(impl: ModuleType) -> None:
 @pytest.mark.parametrize(("old", "new"), FILES)
 def test_the_diff_is_all_it_takes_to_get_from_file_to_file(impl: ModuleType, old: str, new: str) -> None:
     a, b = read(old).splitlines(), read(new).splitlines()
-    assert impl.apply(a, [impl.Hunk(*hunk) for hunk in differences(a, b)]) == b
-    assert impl.apply(b, [impl.Hunk(*hunk) for hunk in differences(b, a)]) == a, "and back"
+    assert_same(impl.apply(a, [impl.Hunk(*hunk) for hunk in differences(a, b)]), b, "there")
+    assert_same(impl.apply(b, [impl.Hunk(*hunk) for hunk in differences(b, a)]), a, "and back")
 
 
 @pytest.mark.ex0_2
@@ -115,11 +127,22 @@ def test_hunks_of_another_text_are_refused(impl: ModuleType) -> None:
     assert old == ["a", "b", "c", "d"]
 
 
+@pytest.mark.ex0_2
+@pytest.mark.parametrize("line", ["end", "", "None", "d"])
+def test_a_line_that_is_missing_is_missed_whatever_it_says(impl: ModuleType, line: str) -> None:
+    try:
+        made = impl.apply(["a", "b", "c", "d"], [impl.Hunk(3, ["d", line], [])])
+    except ValueError as error:
+        assert "5" in str(error), f"line 5 is missing, and the message says: {error}"
+    else:
+        pytest.fail(f"line 5 should be {line!r}, and the text has 4: that must be refused, and made {made}")
+
+
 @pytest.mark.ex0_3
 @pytest.mark.parametrize(("old", "new", "marks"), PAIRS)
 def test_the_project_keeps_its_promise(impl: ModuleType, old: str, new: str, marks: list[str]) -> None:
     wrong = impl.wrong_marks(read(old), read(new), marks)
-    assert wrong == [], [read(new).splitlines()[i - 1] for i in wrong]
+    assert wrong == [], f"line {wrong[0]} of {new} is right: {read(new).splitlines()[wrong[0] - 1]!r}"
 
 
 @pytest.mark.ex0_3
@@ -137,7 +160,8 @@ def test_a_broken_promise_is_found(impl: ModuleType, old: str, new: str, marks: 
                 lines[i] = lines[i].partition(mark)[0].rstrip()
             else:
                 lines[i] += f"  {draw.choice(marks)}  although nothing changed" if trial % 2 else "  # not as it was"
-        assert impl.wrong_marks(read(old), "\n".join(lines), marks) == sorted(i + 1 for i in sabotaged)
+        found = impl.wrong_marks(read(old), "\n".join(lines), marks)
+        assert_same(found, sorted(i + 1 for i in sabotaged), f"lines of {new} with wrong marks")
 
 
 @pytest.mark.ex0_3
@@ -146,14 +170,17 @@ def test_only_code_counts_and_only_news(impl: ModuleType) -> None:
     assert impl.wrong_marks(old, old.replace("does", "did").replace("\n\n", "\n\n# why\n\n"), ["# OTHER"]) == []
     new = f"{old}d = 4  # NEW\n"
     assert impl.wrong_marks(old, new, ["# NEW"]) == [4], "the old text has line 4 too: its mark is no news"
-    assert impl.wrong_marks(old, new, ["# NEW", "# OLD"]) == [4, 5]
-    assert impl.wrong_marks("a = 1\nb = 2\n", "a = 2  # B  why\nb = 3  # A\n", ["# A", "# B"]) == []
+    assert impl.wrong_marks(old, new, ["# NEW", "# OLD"]) == [4, 5], "marks that the old text has too are wrong"
+    assert impl.wrong_marks("a = 1\nb = 2\n", "a = 2  # B  why\nb = 3  # A\n", ["# A", "# B"]) == [], "all is marked"
     assert impl.wrong_marks("a = 1\nb = 2\n", "b = 2\n", ["# NEW"]) == [], "a line that only went can't carry a mark"
+    found = impl.wrong_marks("a = 1\n", "a = 1  # B  once # A\n", ["# A", "# B"])
+    assert found == [1], f"cut at the mark that comes first in the line, it is unchanged: [1], not {found}"
 
 
 @pytest.mark.ex0_4
 def test_the_prompt_does_not_count(impl: ModuleType) -> None:
-    assert impl.tokens_per_second([900.0, 10.0, 30.0]) == pytest.approx(50)
+    found = impl.tokens_per_second([900.0, 10.0, 30.0])
+    assert found == pytest.approx(50), f"900 ms for the prompt, then 10 and 30: 50 tokens/s, not {found:.2f}"
     assert impl.tokens_per_second([9.0, 10.0, 30.0]) == pytest.approx(50), "the prompt's length must not matter"
     for ms in ([], [900.0]):
         with pytest.raises(ValueError, match=rf"\b{len(ms)}\b"):
@@ -181,7 +208,9 @@ def test_what_slows_both_slows_neither(impl: ModuleType) -> None:
         ours, other = [10 * b for b in busy], [10 * ratio * b for b in busy]
         for turn in draw.sample(range(turns), (turns - 1) // 2):  # and something that hit only one of the two
             draw.choice([ours, other])[turn] *= draw.choice([0.02, 50])
-        assert impl.times_as_fast(ours, other) == pytest.approx(ratio)
+        found = impl.times_as_fast(ours, other)
+        turn_by_turn = f"{turns} turns, the ratio within all undisturbed ones is {ratio:.3f}, and you say {found:.3f}"
+        assert found == pytest.approx(ratio), turn_by_turn
     assert impl.times_as_fast([1.0, 1.0], [2.0, 3.0]) == pytest.approx(2.5), "of two turns, the mean of both"
 
 

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt_baseline
+from chapters.checking import assert_close, assert_same
 from gpt_baseline import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer
 
+LOGITS = ("row", "token", "logit")
 POINTS = {"ex1_1": 1, "ex1_2": 2, "ex1_3": 1, "ex1_4": 4, "ex1_5": 2}
 CONFIGS = {
     "12 layers": GPTConfig(vocab_size=50, n_ctx=16, n_layer=12, n_head=2, n_embd=8),
@@ -43,8 +45,8 @@ def text(batch: int, n: int, seed: int = 0) -> Tensor:
 
 
 def equal(found: Tensor, expected: Tensor, why: str) -> None:
-    assert found.shape == expected.shape, f"{why}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8, msg=lambda message: f"{why}: {message}")
+    __tracebackhide__ = True
+    assert_close(found, expected, why, size=1e-8)
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
@@ -57,8 +59,8 @@ def forbid(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
 @pytest.mark.ex1_1
 def test_prefill_sees_a_triangle_and_decoding_everything(impl: ModuleType) -> None:
     pos = torch.arange(7)
-    assert impl.causal_mask(pos, pos).tolist() == torch.ones(7, 7).tril().bool().tolist()
-    assert impl.causal_mask(pos[-1:], pos).tolist() == [[True] * 7], "the last token sees all"
+    assert_same(impl.causal_mask(pos, pos).tolist(), torch.ones(7, 7).tril().bool().tolist(), "rows of the triangle")
+    assert_same(impl.causal_mask(pos[-1:], pos).tolist(), [[True] * 7], "the last token sees all: its row")
     assert impl.causal_mask(pos[:1], pos).tolist() == [[True] + [False] * 6], "the first sees itself only"
 
 
@@ -70,7 +72,8 @@ def test_the_mask_of_any_positions(impl: ModuleType) -> None:
         tokens = draw.sample(range(20), draw.randint(1, 9))
         mask = impl.causal_mask(torch.tensor(tokens), torch.tensor(keys))
         assert mask.shape == (len(tokens), len(keys)), "a row for every token, a column for every key"
-        assert mask.tolist() == [[key <= token for key in keys] for token in tokens], f"tokens {tokens}, keys {keys}"
+        expected = [[key <= token for key in keys] for token in tokens]
+        assert_same(mask.tolist(), expected, f"rows of the mask of tokens {tokens} and keys {keys}")
 
 
 def cases(n: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -162,7 +165,7 @@ def test_forward_computes_what_a_trained_model_says(impl: ModuleType) -> None:
     weights, ids = model.state_dict(), torch.tensor([tokenizer.encode("Halek lives in")])
     for _ in range(5):
         logits = impl.forward(ids, weights, model.config.n_head)
-        torch.testing.assert_close(logits, model(ids), rtol=1e-4, atol=1e-3)
+        assert_close(logits, model(ids), f"pocket's logits after {ids.size(1)} tokens", LOGITS, size=1e-3)
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
     assert tokenizer.decode(ids[0].tolist()) == "Halek lives in Yarrowdale, where the festival"
     source = Path(impl.__file__).read_text(encoding="utf-8")
@@ -201,14 +204,6 @@ def counting(model: GPT) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
 
 
 @pytest.mark.ex1_5
-def test_the_oldest_half_is_forgotten(impl: ModuleType) -> None:
-    for n_ctx in (9, 8, 16, 3, 2, 1, 1024):
-        for n_tokens in [*range(5 * n_ctx + 3)][:: max(1, n_ctx // 100)]:
-            expected = gpt_baseline.context_start(n_tokens, n_ctx)
-            assert impl.first_kept(n_tokens, n_ctx) == expected, f"of {n_tokens} tokens in a context of {n_ctx}"
-
-
-@pytest.mark.ex1_5
 @torch.no_grad()
 def test_greedy_writes_what_the_baseline_writes(impl: ModuleType) -> None:
     config = CONFIGS["heads wider than the stream"]
@@ -218,7 +213,8 @@ def test_greedy_writes_what_the_baseline_writes(impl: ModuleType) -> None:
         expected = [int(token) for token in gpt_baseline.generate(model, ids, 30)]
         for n in (0, 1, 30):
             call, fed = counting(model)
-            assert impl.greedy(call, ids, n, config.n_ctx) == expected[:n], f"{n} tokens after {n_prompt}"
+            found = impl.greedy(call, ids, n, config.n_ctx)
+            assert_same(found, expected[:n], f"{n} tokens after {n_prompt}, context {config.n_ctx}")
             assert len(fed) == n, f"{n} tokens need {n} passes, not {len(fed)}: who reads the logits of the others?"
             whole = [*ids[0].tolist(), *expected]
             for length, given in enumerate(fed, start=n_prompt):
@@ -237,5 +233,6 @@ def test_tokens_read_are_those_that_the_baseline_reads(impl: ModuleType) -> None
         for n in (0, 1, 5, 40):
             read.clear()
             list(gpt_baseline.generate(model, text(1, n_prompt), n))
-            assert impl.tokens_read(n_prompt, n, 16) == sum(read), f"{n} tokens after {n_prompt}, context 16"
+            found = impl.tokens_read(n_prompt, n, 16)
+            assert found == sum(read), f"{n} tokens after {n_prompt}, context 16: {found}, must be {sum(read)}"
     assert impl.tokens_read(24, 1000, 1024) == 523_500, "without a cache, 1,000 tokens of GPT-2 after 24"

@@ -32,6 +32,11 @@ class Cache:
         """Position at which the next token is read."""
         raise NotImplementedError("exercise 2.1")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(kv.nbytes for kv in self.layers)
+
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,). Return all that it has of
         them (B, H, S, D), the new ones at their end, and the mask (T, S): True where a token sees a key, which is up to
@@ -47,6 +52,22 @@ class Cache:
         """Keep the first n tokens, and free the memory of the others. Raises ValueError, with the number of tokens that
         there are in its message, unless n is between 0 and that number; then nothing has changed."""
         raise NotImplementedError("exercise 2.4")
+
+
+class GroupedCache(Cache):
+    """A cache for grouped-query attention: several query heads share a key-value head. (A copy of the whole cache for
+    each query head would be right, and would waste what grouping saves.)
+    """
+
+    def __init__(self, n_head: int) -> None:
+        super().__init__()
+        self.n_head = n_head  # query heads of a layer
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As in Cache, but k and v are (B, G, T, D), with G key-value heads that the layer keeps. Each serves as many
+        query heads: the first key-value head the first n_head / G of them, and so on. Return keys and values for all
+        query heads, (B, n_head, S, D), and the mask."""
+        raise NotImplementedError("exercise 2.5")
 
 
 def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> list[int]:

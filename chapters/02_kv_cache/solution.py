@@ -34,6 +34,11 @@ class Cache:
         # exercise 2.1
         return len(self.pos)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(kv.nbytes for kv in self.layers)
+
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,). Return all that it has of
         them (B, H, S, D), the new ones at their end, and the mask (T, S): True where a token sees a key, which is up to
@@ -42,7 +47,7 @@ class Cache:
         # exercise 2.1
         new = torch.stack([k, v])
         if len(self):
-            new = torch.cat([self.layers[layer][..., : len(self), :], new], dim=3)
+            new = torch.cat([self.layers[layer][..., : len(self), :], new], dim=3)  # not what a failed pass left
         self.layers[layer : layer + 1] = [new]
         return new[0], new[1], torch.cat([self.pos, pos]) <= pos[:, None]
 
@@ -59,6 +64,25 @@ class Cache:
             raise ValueError(f"can't keep {n} tokens of {len(self)}")
         self.layers = [kv[..., :n, :].clone() for kv in self.layers if n]
         self.pos = self.pos[:n].clone()
+
+
+class GroupedCache(Cache):
+    """A cache for grouped-query attention: several query heads share a key-value head. (A copy of the whole cache for
+    each query head would be right, and would waste what grouping saves.)
+    """
+
+    def __init__(self, n_head: int) -> None:
+        super().__init__()
+        self.n_head = n_head  # query heads of a layer
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As in Cache, but k and v are (B, G, T, D), with G key-value heads that the layer keeps. Each serves as many
+        query heads: the first key-value head the first n_head / G of them, and so on. Return keys and values for all
+        query heads, (B, n_head, S, D), and the mask."""
+        # exercise 2.5
+        k, v, mask = super().append(layer, k, v, pos)
+        shared = self.n_head // k.size(1)
+        return k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1), mask
 
 
 def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> list[int]:

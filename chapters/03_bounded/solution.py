@@ -5,6 +5,8 @@ B batch, T new tokens, S keys that they attend to, H heads, D head size, W windo
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -80,11 +82,18 @@ def seen(k_pos: Tensor, pos: Tensor, window: int, sinks: int = 0) -> Tensor:
     mask (T, S) of bool.
 
     A query sees its own token, the window - 1 tokens before it and the text's first `sinks`
-    tokens, but no token that comes after it. Write it without the file's `visible`.
+    tokens, but no token that comes after it.
     """
-    # exercise 3.3
-    pos = pos[:, None]
+    pos = pos[:, None]  # given: it is the chapter's mask
     return (k_pos <= pos) & ((k_pos > pos - window) | (k_pos < sinks))
+
+
+def reach(pos: int, window: int, sinks: int, layers: int) -> list[int]:
+    """Return the positions, in order, of all tokens on which the logits at a position depend, in a
+    model of so many layers, in each of which a token sees what seen() says."""
+    # exercise 3.3
+    first = max(0, pos - layers * (window - 1))
+    return sorted({*range(min(sinks, pos)), *range(first, pos + 1)})
 
 
 class Ring:
@@ -112,12 +121,13 @@ class Ring:
     def append(self, layer: int, k: Tensor, v: Tensor,
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values (B, H, S, D) that hold all that the tokens at positions pos (T,)
-        see, and the mask (T, S) of exercise 3.3; None is allowed where the model may do without:
+        see, and the mask (T, S) of seen(); None is allowed where the model may do without:
         all keys are new and the window hides none of them, or one query sees all keys.
 
         A single token is written to its slot at once; keys and values are then views of the slots
         that aren't empty, so that decoding copies nothing. Several tokens overwrite no slot that
-        is in use before `commit`. While nothing has been read, allocate the layer's memory: zeros
+        is in use before `commit`, and none is written twice by one assignment (PyTorch doesn't say
+        which of two values stays). While nothing has been read, allocate the layer's memory: zeros
         in the dtype and on the device of k. From then on it stays where it is.
         """
         # exercise 3.4
@@ -223,3 +233,47 @@ class PaddedBatch:
         if len(self):
             return torch.cat([self.pos, pos], dim=1)
         return pos.where(pos < self.lengths, torch.iinfo(pos.dtype).max)
+
+
+def rotate(x: Tensor, places: Tensor) -> Tensor:
+    """Return the vectors of x (H, S, D), each rotated by its place (S,): its numbers i and i + D / 2
+    are a point in the plane, which is rotated by place / 10000 ** (2 i / D) radians. The product of
+    a rotated query and a rotated key depends on the distance of their places only."""
+    D = x.size(-1)  # given
+    angles = places[:, None] / 10000 ** (torch.arange(0, D, 2) / D)  # (S, D / 2)
+    (a, b), cos, sin = x.chunk(2, dim=-1), angles.cos().to(x), angles.sin().to(x)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class RotaryRing:
+    """One layer's keys and values of a rotary model's last `window` tokens and its first `sinks`:
+    a text may go on for ever, though the model has learned short distances only.
+
+    Places are counted among the tokens that are held, in the order of the text: the oldest of n is
+    at place 0, the newest at n - 1. So no distance is larger than sinks + window - 1, not even that
+    to a sink.
+    """
+
+    def __init__(self, window: int, sinks: int = 0) -> None:
+        self.window, self.sinks, self.n_read = window, sinks, 0
+        self.keys = self.values = torch.empty(0)  # (H, sinks + window, D) each, from step() on
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Read a token by its query, key and value (H, D), none of them rotated, and keep its key
+        and value. Return (H, D): the softmax attention, with scores scaled by sqrt(D), of the query
+        to all tokens held, each rotated by its place (values aren't).
+
+        The first token allocates sinks + window slots, and no other memory is kept."""
+        # exercise 3.6
+        n, size = self.n_read, self.sinks + self.window
+        if not n:
+            self.keys, self.values = k.new_zeros(2, len(k), size, k.size(1))
+        slot = n if n < size else self.sinks + (n - self.sinks) % self.window
+        self.keys[:, slot], self.values[:, slot] = k, v
+        self.n_read += 1
+        slots = torch.arange(min(n + 1, size))
+        ring = n - (n - slots) % self.window  # the newest position in each slot of the ring
+        places = torch.where(slots < self.sinks, slots, ring).argsort().argsort()
+        keys = rotate(self.keys[:, : len(slots)], places)
+        scores = keys @ rotate(q[:, None], places[slot : slot + 1]).mT / math.sqrt(q.size(1))
+        return (scores.softmax(dim=1) * self.values[:, : len(slots)]).sum(1)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chapters.checking import assert_close
 from gpt_bounded_cache import BCT, BCTConfig, BoundedMemory, WriteMemory
 
 POINTS = {"ex4_1": 2, "ex4_2": 3, "ex4_3": 4, "ex4_4": 1}
@@ -61,7 +62,7 @@ def test_the_equation(impl: ModuleType) -> None:
         before = slots.clone()
         got = impl.write(slots, token, w, keep)
         expected = [[keep[m] * before[m, i] + w[m] * token[i] for i in range(7)] for m in range(5)]
-        torch.testing.assert_close(got, torch.tensor(expected), msg="keep[m] of slot m, and w[m] times the token")
+        assert_close(got, torch.tensor(expected), "keep[m] of slot m, and w[m] times the token", size=1e-7)
         assert torch.equal(slots, before), "the slots that were given have changed"
 
 
@@ -100,21 +101,21 @@ def test_slots_of_one_token_each_are_attention(impl: ModuleType) -> None:
     for seed in range(10):
         q, k, v = draw(8, seed=seed), draw(12, 8, seed=seed + 20), draw(12, 8, seed=seed + 40)
         torch.testing.assert_close(impl.read(q, rows(k, v)), attention(q, k, v))
-        torch.testing.assert_close(impl.read(q, rows(k, v)[3:4]), v[3], msg="a single slot is that token")
+        assert_close(impl.read(q, rows(k, v)[3:4]), v[3], "a single slot is that token", size=1e-7)
 
 
 @pytest.mark.ex4_2
 def test_an_empty_slot_is_not_there(impl: ModuleType) -> None:
     q, k, v = draw(8), draw(5, 8, seed=1), draw(5, 8, seed=2)
     slots = torch.cat([torch.zeros(2, 17), rows(k, v), torch.zeros(4, 17)])
-    torch.testing.assert_close(impl.read(q, slots), attention(q, k, v), msg="empty slots scored 0, or made NaN")
+    assert_close(impl.read(q, slots), attention(q, k, v), "empty slots scored 0, or made NaN", size=1e-7)
 
 
 @pytest.mark.ex4_2
 def test_an_empty_slot_is_not_there_however_badly_the_others_fit(impl: ModuleType) -> None:
     q, k, v = torch.ones(8), torch.full((1, 8), -300.0), draw(1, 8)
     slots = torch.cat([torch.zeros(2, 17), rows(k, v)])
-    torch.testing.assert_close(impl.read(q, slots), v[0], msg="a slot that scores -850 lost to an empty one")
+    assert_close(impl.read(q, slots), v[0], "a slot that scores -850 lost to an empty one", size=1e-7)
 
 
 @pytest.mark.ex4_2
@@ -123,8 +124,8 @@ def test_a_slot_counts_as_often_as_its_mass(impl: ModuleType) -> None:
     often = [1, 4, 2]
     slots = rows(k, v) * torch.tensor(often)[:, None]
     copies = [i for i in range(3) for _ in range(often[i])]
-    torch.testing.assert_close(impl.read(q, slots), attention(q, k[copies], v[copies]), msg="copies of 1, 4, 2 tokens")
-    torch.testing.assert_close(impl.read(q, 0.1 * slots), impl.read(q, slots), msg="shares of mass count, not the mass")
+    assert_close(impl.read(q, slots), attention(q, k[copies], v[copies]), "copies of 1, 4, 2 tokens", size=1e-7)
+    assert_close(impl.read(q, 0.1 * slots), impl.read(q, slots), "shares of mass count, not the mass", size=1e-7)
 
 
 @pytest.mark.ex4_2
@@ -133,7 +134,7 @@ def test_a_token_spread_over_slots_is_still_that_token(impl: ModuleType) -> None
     torch.testing.assert_close(impl.read(q, w[:, None] * rows(k, v)), v[0])
     more = rows(draw(3, 8, seed=3), draw(3, 8, seed=4))
     one, spread = torch.cat([more, rows(k, v)]), torch.cat([more, w[:, None] * rows(k, v)])
-    torch.testing.assert_close(impl.read(q, spread), impl.read(q, one), msg="spread over 6 slots it weighs as before")
+    assert_close(impl.read(q, spread), impl.read(q, one), "spread over 6 slots it weighs as before", size=1e-7)
 
 
 @pytest.mark.ex4_2
@@ -165,8 +166,8 @@ def test_it_reads_what_the_real_memory_reads(impl: ModuleType) -> None:
             slots = impl.write(slots, rows(k[None], v[None])[0], w, log_keep.exp().expand(4))
             y, *real = step(memory, real, q, k, v, w, log_keep)
             held = torch.cat(real, dim=-1)[0, 0]
-            torch.testing.assert_close(slots, held, msg="keys, values and mass of the slots")
-            torch.testing.assert_close(impl.read(q, slots), y[0, 0, 0], msg="what is read")
+            assert_close(slots, held, "keys, values and mass of the slots", size=1e-7)
+            assert_close(impl.read(q, slots), y[0, 0, 0], "what is read", size=1e-7)
 
 
 # --- 4.3 ------------------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def test_parallel_sees_no_empty_slot_however_badly_the_others_fit(impl: ModuleTy
     w = torch.zeros(3, 4)
     w[:, 1] = 1  # one slot is written to, three stay empty
     expected = torch.stack([v[: t + 1].mean(0) for t in range(3)])
-    torch.testing.assert_close(impl.parallel(q, k, v, w), expected, msg="slots that score -850 lost to empty ones")
+    assert_close(impl.parallel(q, k, v, w), expected, "slots that score -850 lost to empty ones", size=1e-7)
 
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ def test_the_parallel_form_is_the_recurrence(impl: ModuleType) -> None:
         w = (choose.choice([0.3, 1, 3]) * draw(T, M, seed=seed + 50)).softmax(dim=-1)
         w = w * torch.rand(T, 1, generator=torch.Generator().manual_seed(seed))  # steps of other sizes than 1
         expected = in_turn(q, k, v, w)
-        torch.testing.assert_close(impl.parallel(q, k, v, w), expected, msg=f"{T} tokens, {M} slots, head size {D}")
+        assert_close(impl.parallel(q, k, v, w), expected, f"{T} tokens, {M} slots, head size {D}", size=1e-7)
 
 
 @pytest.mark.ex4_3
@@ -218,7 +219,7 @@ def test_what_comes_later_changes_nothing_before(impl: ModuleType) -> None:
     q, k, v = draw(3, 12, 4)
     w = draw(12, 5, seed=1).softmax(dim=-1)
     whole, part = impl.parallel(q, k, v, w), impl.parallel(q[:7], k[:7], v[:7], w[:7])
-    torch.testing.assert_close(whole[:7], part, msg="a query sees what is written after it")
+    assert_close(whole[:7], part, "a query sees what is written after it", size=1e-7)
 
 
 class Watch(TorchDispatchMode):
@@ -280,6 +281,7 @@ def test_pocket_bct_and_the_ring_of_the_same_size(impl: ModuleType) -> None:
     c = model.config
     given = c.n_layer, c.n_head, c.head_dim, c.slots, c.recent
     assert impl.memory_bytes(*given) == cache.nbytes
-    assert impl.equal_ring(*given) == 36 and isinstance(impl.equal_ring(*given), int)
+    found = impl.equal_ring(*given)
+    assert found == 36 and isinstance(found, int), f"{cache.nbytes} bytes: 36 slots take at least as many, not {found}"
     assert impl.equal_ring(12, 12, 64, 0, 1) == 2  # a key, a value and a number: more than a slot's
     assert impl.equal_ring(1, 1, 2, 4, 0) == 5  # 80 bytes: five slots of 16, not one more

@@ -26,7 +26,7 @@ UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, Type
 def longest(stored: Sequence[Sequence[int]], ids: Sequence[int]) -> tuple[int, int]:
     """Return which of the stored texts to reuse for the prompt ids, and how many tokens of its cache: as many as
     possible, but never all of ids, since without a token to feed there are no logits. If nothing can be reused, the
-    number is 0 and the index is of no matter; a stored text need not be a prefix of ids as a whole."""
+    number is 0 and the index is ignored; a stored text need not be a prefix of ids as a whole."""
     raise NotImplementedError("exercise 5.1")
 
 
@@ -58,9 +58,9 @@ def break_even(read: float, fixed: float, token_bytes: int, bandwidth: float) ->
 
 
 def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
-    """Write the cache of ids, one row of as many tokens, as a safetensors file that load() can trust. Whoever reads at
-    the same time, or after this was interrupted, finds the old file or the new one, never half of one: it is written
-    beside its place and moved there by os.replace.
+    """Write the cache of ids, one row of as many tokens, as a safetensors file that load() can trust. A reader at the
+    same time, or after an interruption, finds the old file or the new one, never half of one: it is written beside its
+    place and moved there by os.replace.
 
     Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the number format, and
     zlib.crc32(raw(x)), a checksum of a tensor's bytes (not of its shape or number format). Metadata are texts.
@@ -72,7 +72,7 @@ def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
     """Return a cache, one row, of as many tokens of ids as the file holds from the first one on, but not of all of ids.
 
     It is empty if the file holds none of them, or isn't there; and, with a warning (warnings.warn), if the file was
-    saved with another model or isn't to the last bit what save() wrote: damaged, cut off, of other numbers. Whatever
-    there is in the file, this raises nothing (see UNREADABLE) and never returns a wrong cache.
+    saved with another model or isn't to the last bit what save() wrote: damaged, cut off, of other numbers or shapes.
+    No content of the file makes this raise (see UNREADABLE) or return a wrong cache.
     """
     raise NotImplementedError("exercise 5.5")

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from chapters.checking import assert_close, assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 
 POINTS = {"ex5_1": 1, "ex5_2": 3, "ex5_3": 2, "ex5_4": 1, "ex5_5": 3}
@@ -63,13 +64,14 @@ def reading(model: GPT) -> Iterator[tuple[list[int], list[int]]]:
             hook.remove()
 
 
-def assert_same(cache: KVCache, model: GPT, ids: list[int], hint: str) -> None:
+def assert_cache(cache: KVCache, model: GPT, ids: list[int], hint: str) -> None:
     """The cache is that of ids, read by the model."""
     assert len(cache) == len(ids), hint
     assert cache.pos.tolist() == list(range(len(ids))), f"{hint}: positions {cache.pos.tolist()}"
     if ids:
         for one, other in zip(cache.layers, cache_of(model, ids).layers, strict=True):
-            torch.testing.assert_close(one[..., : len(ids), :], other, rtol=1e-4, atol=1e-4, msg=hint)
+            axes = ("keys or values", "row", "head", "token", "number")
+            assert_close(one[..., : len(ids), :], other, hint, axes)
 
 
 # --- 5.1 ------------------------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ def test_many_prompts_answered_as_cold_with_nothing_read_twice(impl: ModuleType,
         with reading(model) as (fed, _):
             written = impl.answer(model, text, n, store)
         assert text == before, "ids is the caller's: copy it before you append"
-        assert written == expected, f"prompt {trial}: a cold run writes {expected}"
+        assert_same(written, expected, f"prompt {trial}, {reusable} tokens reusable: new tokens, by a cold run")
         assert fed == [*text, *written[:-1]][reusable:], (
             f"prompt {trial} has {len(text)} tokens, {reusable} of them stored, and {n} are to be written: the others "
             f"and all new ones but the last must be fed once, in order")  # fmt: skip
@@ -123,7 +125,7 @@ def test_many_prompts_answered_as_cold_with_nothing_read_twice(impl: ModuleType,
         assert texts[-1] in store, "stored under the tokens that were read: the prompt and all new ones but the last"
         assert set(store) == set(texts), "stored are other texts than were read"
     for ids, cache in store.items():
-        assert_same(cache, model, list(ids), "a stored cache is no longer that of its tokens: was it used itself?")
+        assert_cache(cache, model, list(ids), "a stored cache is no longer that of its tokens: was it used itself?")
 
 
 @pytest.mark.ex5_2
@@ -133,7 +135,8 @@ def test_the_same_prompt_again(impl: ModuleType, model: GPT) -> None:
     first = impl.answer(model, ids, 5, store)
     with reading(model) as (fed, _):
         again = impl.answer(model, ids, 5, store)
-    assert again == first == cold(model, ids, 5)
+    assert_same(first, cold(model, ids, 5), "new tokens of the first run")
+    assert_same(again, first, "new tokens of the second run")
     assert fed == [ids[-1], *again[:-1]], "of a prompt that is stored whole, the last token has to be fed, and no other"
 
 
@@ -145,7 +148,7 @@ def test_a_stored_text_that_goes_on_differently_is_of_use(impl: ModuleType, mode
         written = impl.answer(model, ids, 1, store)
     assert written == cold(model, ids, 1)
     assert fed == ids[3:], "three tokens are shared: equal ones after the first difference are of no use"
-    assert_same(store[1, 2, 3, 4, 5, 6], model, [1, 2, 3, 4, 5, 6], "what was stored must stay as it is")
+    assert_cache(store[1, 2, 3, 4, 5, 6], model, [1, 2, 3, 4, 5, 6], "what was stored must stay as it is")
 
 
 @pytest.mark.ex5_2
@@ -232,7 +235,7 @@ def test_what_is_loaded_is_what_was_saved(impl: ModuleType, model: GPT, file: Pa
     for ids, n in (([*TEXT, 1, 2], 9), (TEXT, 8), (TEXT[:4], 3), ([*TEXT[:5], 1, *TEXT[6:]], 5), ([9, 9], 0)):
         cache, warned = loaded(impl, file, model, ids)
         assert not warned, "nothing is wrong with the file"
-        assert_same(cache, model, ids[:n], f"{n} tokens of {ids} can be had from a file of {TEXT}")
+        assert_cache(cache, model, ids[:n], f"{n} tokens of {ids} can be had from a file of {TEXT}")
         with torch.no_grad():
             torch.testing.assert_close(model(torch.tensor([ids[n:]]), cache)[0, -1], model(torch.tensor([ids]))[0, -1],
                                        rtol=1e-4, atol=1e-4)  # fmt: skip
@@ -269,10 +272,34 @@ def test_damage_is_found_wherever_it_is(impl: ModuleType, model: GPT, file: Path
         except Exception as error:
             pytest.fail(f"{error!r} for a file damaged at byte {where}, in its {part}: load() must not raise")
         if len(cache):  # what was changed may be without meaning
-            assert_same(cache, model, TEXT, f"byte {where}, in the {part}, was changed, and the cache is wrong")
+            assert_cache(cache, model, TEXT, f"byte {where}, in the {part}, was changed, and the cache is wrong")
             assert all(kv.dtype == torch.float32 for kv in cache.layers), "numbers of another format"
         else:
             assert warned, f"damaged at byte {where}, in its {part}: say so"
+
+
+@pytest.mark.ex5_5
+def test_numbers_in_another_shape_are_found(impl: ModuleType, model: GPT, file: Path) -> None:
+    """The same bytes, as many numbers, and another shape in the file's header."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    swaps = [(name, i) for name, about in header.items() for i in range(len(about.get("shape", [])) - 1)]
+    for name, i in swaps:
+        other = json.loads(json.dumps(header))
+        shape = other[name]["shape"]
+        shape[i], shape[i + 1] = shape[i + 1], shape[i]
+        if other == header:
+            continue
+        text = json.dumps(other, separators=(",", ":")).encode()
+        file.unlink()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
+        what = f"{name} has shape {shape} in the file, saved as {header[name]['shape']}"
+        try:
+            cache, warned = loaded(impl, file, model, [*TEXT, 1])
+        except Exception as error:
+            pytest.fail(f"{what}: load() must not raise, and raised {error!r}")
+        assert len(cache) == 0 and warned, f"{what}: a cache was made of it; check shapes too, not only bytes"
 
 
 @pytest.mark.ex5_5

@@ -18,9 +18,9 @@ MOST_LOST = 0.01  # of the answers that are right
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) in nats between the distributions that two sets of logits (..., V) stand for: what it costs to
-    take q for p. Finite for all finite logits, in whatever number format, 0 for equal ones, and never below 0, which
-    rounding alone would make it."""
+    """Return KL(p || q) in nats between the distributions that two sets of logits (..., V) stand for: the cost of
+    taking q for p. It is finite for all finite logits, in any number format, 0 for equal ones, and never below 0,
+    though rounding alone would make it negative."""
     # exercise 6.1
     p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from chapters.checking import assert_close
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 
@@ -38,7 +39,7 @@ def test_kl_by_its_definition(impl: ModuleType) -> None:
         found = impl.kl(p, q)
         assert found.shape == (4, 5), "a figure for each distribution: the sum is over the vocabulary"
         hint = "KL(p || q) is the sum of p log(p / q), in nats"
-        torch.testing.assert_close(found.double(), (a * (a / b).log()).sum(-1), rtol=1e-6, atol=1e-9, msg=hint)
+        assert_close(found, (a * (a / b).log()).sum(-1), hint, size=1e-6)
 
 
 @pytest.mark.ex6_1
@@ -89,11 +90,10 @@ def test_one_summary_token_is_read_as_all(impl: ModuleType, scale: float) -> Non
         assert key.shape == value.shape == (H, D), "a key and a value a head"
         assert all(map(torch.equal, (q, k, v), before)), "q, k and v are the caller's"
         assert key.isfinite().all() and value.isfinite().all(), "not finite: subtract the maximum before exp"
-        torch.testing.assert_close(
-            attend(q, torch.cat([key[:, None], other[0]], 1), torch.cat([value[:, None], other[1]], 1)),
-            attend(q, torch.cat([k, other[0]], 1), torch.cat([v, other[1]], 1)), rtol=1e-3, atol=1e-3,
-            msg=f"{n} keys as one summary token beside {others} others" if others else f"a summary token for {n}",
-        )  # fmt: skip
+        found = attend(q, torch.cat([key[:, None], other[0]], 1), torch.cat([value[:, None], other[1]], 1))
+        expected = attend(q, torch.cat([k, other[0]], 1), torch.cat([v, other[1]], 1))
+        what = f"{n} keys as one summary token beside {others} others: what the query reads"
+        assert_close(found, expected, what, ("head", "number"), size=1e-3)
 
 
 @pytest.mark.ex6_2
@@ -111,7 +111,7 @@ def test_one_summary_token_holds_the_answer_to_a_prompt(impl: ModuleType) -> Non
         warm = KVCache(layers, torch.tensor([len(ids) - 2]))
         logits = model(torch.tensor([ids[-1:]]), warm)[0, -1]
         hint = f"{len(ids) - 1} tokens of {text!r} as one summary token: the next token's logits must be the same"
-        torch.testing.assert_close(logits, exact, rtol=1e-3, atol=1e-2, msg=hint)
+        assert_close(logits, exact, hint, ("token",), size=1e-2)
 
 
 def last_queries(model: GPT, ids: list[int], cache: KVCache) -> tuple[Tensor, list[Tensor]]:
@@ -142,9 +142,9 @@ def test_ridge_is_augmented_least_squares(impl: ModuleType) -> None:
         N, F, out = draw.randint(1, 30), draw.randint(1, 30), draw.randint(1, 4)
         x, y, penalty = normal(trial, N, F), normal(100 + trial, N, out), 10 ** draw.uniform(-3, 2)
         w = impl.ridge(x, y, penalty)
-        assert w.shape == (F, out) and w.dtype == torch.float64
-        torch.testing.assert_close(w, augmented(x, y, penalty), rtol=1e-6, atol=1e-8,
-                                   msg=f"{N} examples, {F} features, penalty {penalty:.3g}")  # fmt: skip
+        assert w.shape == (F, out) and w.dtype == torch.float64, f"w is {w.dtype} {tuple(w.shape)}"
+        what = f"{N} examples, {F} features, penalty {penalty:.3g}: w"
+        assert_close(w, augmented(x, y, penalty), what, ("feature", "output"), size=1e-6)
 
 
 @pytest.mark.ex6_3
@@ -152,7 +152,7 @@ def test_ridge_of_features_that_are_nearly_the_same(impl: ModuleType) -> None:
     for N in (200, 12):
         x, y = normal(2, N, 1) + 1e-3 * normal(3, N, 20), normal(4, N, 2)
         hint = f"{N} examples, 20 features: in float32, x^T x loses what tells the features apart"
-        torch.testing.assert_close(impl.ridge(x, y, 1e-5), augmented(x, y, 1e-5), rtol=1e-4, atol=1e-4, msg=hint)
+        assert_close(impl.ridge(x, y, 1e-5), augmented(x, y, 1e-5), hint, ("feature", "output"))
 
 
 @pytest.mark.ex6_3

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gpt_kv_cache
 import overfill
+from chapters.checking import assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Pair, Periodic, generate_refreshed
@@ -128,8 +129,13 @@ def test_a_source_that_begins_later_serves_too(impl: ModuleType, teacher: GPT, s
     ids = text(12)
     cache, whole = cache_of(student, ids), cache_of(teacher, ids)
     source = KVCache([kv[..., 7:, :] for kv in whole.layers], whole.pos[7:])  # its last five tokens
-    impl.splice_last(cache, source, 3)
-    assert torch.equal(entries(cache)[..., 9:, :], entries(whole)[..., 9:, :])
+    try:
+        impl.splice_last(cache, source, 3)
+    except NotImplementedError:  # a kind of RuntimeError: not written yet
+        raise
+    except RuntimeError as error:
+        pytest.fail(f"the last 3 of 12 tokens by those of a source that holds the last 5: by position? {error}")
+    assert torch.equal(entries(cache)[..., 9:, :], entries(whole)[..., 9:, :]), "the last 3 of 12 aren't the source's"
 
 
 @pytest.mark.ex7_1
@@ -193,9 +199,8 @@ def test_positions_are_those_that_the_real_refreshes_change(impl: ModuleType, te
         pair = _Watched(teacher, student, text(prompt, trial))
         list(generate_refreshed(pair, new, Periodic(every, window=window)))
         got = [list(positions) for positions in impl.refreshed(prompt, new, every, window)]
-        assert got == getattr(pair, "changed", []), (
-            f"prompt of {prompt}, {new} tokens written, every {every}, window {window}"
-        )
+        what = f"prompt of {prompt}, {new} tokens written, every {every}, window {window}: positions by refresh"
+        assert_same(got, getattr(pair, "changed", []), what)
 
 
 @pytest.mark.ex7_2
@@ -211,9 +216,9 @@ def test_the_teacher_reads_what_the_real_one_reads(impl: ModuleType, teacher: GP
         for keeps in (True, False):
             pair = Pair(teacher, student, text(prompt))
             list(generate_refreshed(pair, new, Periodic(every, reads="new" if keeps else "all")))
-            assert impl.teacher_reads(prompt, new, every, keeps) == int(pair.teacher_tokens), (
-                f"prompt of {prompt}, {new} tokens written, every {every}, keeps: {keeps}"
-            )
+            found, real = impl.teacher_reads(prompt, new, every, keeps), int(pair.teacher_tokens)
+            what = f"prompt of {prompt}, {new} tokens written, every {every}, keeps: {keeps}"
+            assert found == real, f"{what}: {found} tokens, the real teacher reads {real}"
 
 
 # --- 7.3 ------------------------------------------------------------------------------------------------------------
@@ -290,12 +295,14 @@ def test_a_tracer_is_a_model_for_the_real_loops(impl: ModuleType) -> None:
         cache, model = KVCache(), impl.Tracer(3.0)
         new = gpt_kv_cache.generate(model, torch.arange(length)[None], n, cache=cache)
         assert [int(token) for token in new] == list(range(length, length + n)), "after each token comes its id + 1"
-        assert len(cache) == length + n - 1 and cache.pos.tolist() == list(range(len(cache)))
+        read = f"{len(cache)} tokens in the cache, must be {length + n - 1}: does the tracer commit?"
+        assert len(cache) == length + n - 1 and cache.pos.tolist() == list(range(len(cache))), read
         assert cache.layers[0].shape == (2, 1, 1, len(cache), 1), "one layer, one text, one head, head size 1"
         assert cache.layers[0][0].flatten().tolist() == list(range(len(cache))), "keys are the ids"
         assert cache.layers[0][1].unique().tolist() == [3.0], "values are the mark"
     logits = impl.Tracer(1.0)(torch.tensor([[4, 511, 7]]), KVCache())
-    assert logits.shape == (1, 3, 512) and logits.argmax(-1).tolist() == [[5, 0, 8]]
+    found = f"logits {tuple(logits.shape)}, largest at {logits.argmax(-1).tolist()}; (1, 3, 512), and [[5, 0, 8]]"
+    assert logits.shape == (1, 3, 512) and logits.argmax(-1).tolist() == [[5, 0, 8]], f"after 4, 511, 7: {found}"
     assert logits.sum() == 3 and logits.max() == 1
     assert impl.Tracer(1.0)(torch.tensor([[4, 5]]), KVCache(), last_only=True).shape == (1, 1, 512)
 
@@ -308,8 +315,8 @@ def test_it_shows_who_wrote_what(impl: ModuleType) -> None:
         keys, values = pair.cache.layers[0][:, 0, 0, : len(pair.cache), 0].tolist()
         ends = range(prompt + every, prompt + n, every)
         spliced = {*range(prompt)} | {s for end in ends for s in range(end - min(every, window or every), end)}
-        assert keys == list(range(prompt + n - 1))
-        assert values == [1.0 if s in spliced else 2.0 for s in range(len(keys))]
+        assert_same(keys, list(range(prompt + n - 1)), "keys")
+        assert_same(values, [1.0 if s in spliced else 2.0 for s in range(len(keys))], "the writer's mark in each slot")
 
 
 @pytest.mark.ex7_4
@@ -394,7 +401,8 @@ def test_it_writes_what_the_definition_says(impl: ModuleType, teacher: GPT, stud
     for seed in range(3):
         ids = text(5 + seed, seed)
         expected = by_definition(teacher, student, ids, 22, every)
-        assert impl.generate(teacher, student, ids, 22, each(every)) == expected, f"a refresh every {every} tokens"
+        found = impl.generate(teacher, student, ids, 22, each(every))
+        assert_same(found, expected, f"a refresh every {every} tokens: new tokens")
         assert impl.generate(teacher, student, ids, 1, each(every)) == expected[:1], "the first token is the teacher's"
     assert impl.generate(teacher, student, text(5), 0, never) == []
 
@@ -437,7 +445,8 @@ def test_a_gate_sees_the_students_logits_and_the_tokens_since(impl: ModuleType, 
 
         assert impl.generate(teacher, student, text(9), 40, due) == expected
         at = [r.written for r in pair.refreshes]
-        assert at and seen == [t - max([0, *(a for a in at if a < t)]) for t in range(1, 40)]
+        since = [t - max([0, *(a for a in at if a < t)]) for t in range(1, 40)]
+        assert_same(seen, since, "tokens read since the last refresh, whenever the gate is asked")
 
 
 @pytest.mark.ex7_5

@@ -1,6 +1,6 @@
 """Chapter 8: floors, times, intervals, and how equal is equal.
 
-T tokens, N numbers, R results, V vocabulary.
+B batch, T tokens, S tokens cached and new, H heads, D head size, N numbers, R results, V vocabulary.
 """
 
 from __future__ import annotations
@@ -94,3 +94,46 @@ def same(got: Tensor, expected: Tensor) -> bool:
     found too; in the other two it can't be.
     """
     raise NotImplementedError("exercise 8.5")
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return vectors x (..., D) as numbers in int8 (..., D) and one scale for each vector (..., 1), in the dtype of x.
+
+    A number times its vector's scale stands for what was there, to within half a scale. The largest size in a vector
+    becomes 127 (or -127); a vector of zeros stays zeros, with a scale that is finite.
+    """
+    raise NotImplementedError("exercise 8.6")
+
+
+class Int8Cache:
+    """A growing cache for gpt_kv_cache.GPT, whose keys and values are kept in int8.
+
+    A token is quantized once, when it is read. Its own pass, too, attends to what was kept of it: so the logits of a
+    text don't depend on how it is fed.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []  # each layer's numbers (2, B, H, S, D), int8
+        self.scales: list[Tensor] = []  # and their scales (2, B, H, S, 1)
+        self.pos = torch.empty(0, dtype=torch.long)  # (S,)
+
+    def __len__(self) -> int:
+        return len(self.pos)
+
+    @property
+    def next_pos(self) -> int:
+        return len(self)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize a layer's new keys and values (B, H, T, D) and keep them. Return all that is kept (B, H, S, D), back
+        in the dtype of k, and the mask (T, S). A pass that failed before left nothing that counts."""
+        raise NotImplementedError("exercise 8.6")
+
+    def commit(self, pos: Tensor) -> None:
+        self.pos = torch.cat([self.pos, pos])
+
+
+def int8_error(model: GPT, ids: Tensor) -> float:
+    """Return what an Int8Cache does to the logits of ids (B, T): their largest difference from those of an uncached
+    pass, as a share of the largest size among the latter."""
+    raise NotImplementedError("exercise 8.6")

@@ -1,6 +1,6 @@
 """Chapter 8: floors, times, intervals, and how equal is equal.
 
-T tokens, N numbers, R results, V vocabulary.
+B batch, T tokens, S tokens cached and new, H heads, D head size, N numbers, R results, V vocabulary.
 """
 
 from __future__ import annotations
@@ -134,3 +134,55 @@ def same(got: Tensor, expected: Tensor) -> bool:
         return False
     got, expected = got.double(), expected.double()
     return bool((got - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return vectors x (..., D) as numbers in int8 (..., D) and one scale for each vector (..., 1), in the dtype of x.
+
+    A number times its vector's scale stands for what was there, to within half a scale. The largest size in a vector
+    becomes 127 (or -127); a vector of zeros stays zeros, with a scale that is finite.
+    """
+    # exercise 8.6
+    scales = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scales.clamp_min(torch.finfo(x.dtype).tiny)).round().to(torch.int8), scales
+
+
+class Int8Cache:
+    """A growing cache for gpt_kv_cache.GPT, whose keys and values are kept in int8.
+
+    A token is quantized once, when it is read. Its own pass, too, attends to what was kept of it: so the logits of a
+    text don't depend on how it is fed.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []  # each layer's numbers (2, B, H, S, D), int8
+        self.scales: list[Tensor] = []  # and their scales (2, B, H, S, 1)
+        self.pos = torch.empty(0, dtype=torch.long)  # (S,)
+
+    def __len__(self) -> int:
+        return len(self.pos)
+
+    @property
+    def next_pos(self) -> int:
+        return len(self)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize a layer's new keys and values (B, H, T, D) and keep them. Return all that is kept (B, H, S, D), back
+        in the dtype of k, and the mask (T, S). A pass that failed before left nothing that counts."""
+        # exercise 8.6
+        new = quantized(torch.stack([k, v]))
+        for kept, some in zip((self.layers, self.scales), new, strict=True):
+            kept[layer : layer + 1] = [torch.cat([kept[layer][..., : len(self), :], some], 3) if len(self) else some]
+        kv = self.layers[layer] * self.scales[layer]
+        return kv[0], kv[1], torch.cat([self.pos, pos]) <= pos[:, None]
+
+    def commit(self, pos: Tensor) -> None:
+        self.pos = torch.cat([self.pos, pos])
+
+
+def int8_error(model: GPT, ids: Tensor) -> float:
+    """Return what an Int8Cache does to the logits of ids (B, T): their largest difference from those of an uncached
+    pass, as a share of the largest size among the latter."""
+    # exercise 8.6
+    exact = model(ids)
+    return float((model(ids, Int8Cache()) - exact).abs().max() / exact.abs().max())

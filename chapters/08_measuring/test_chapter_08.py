@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chapters.checking import assert_close
 from gpt_kv_cache import GPT, MLP, Attention, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 
-POINTS = {"ex8_1": 1, "ex8_2": 2, "ex8_3": 2, "ex8_4": 2, "ex8_5": 3}
+POINTS = {"ex8_1": 1, "ex8_2": 2, "ex8_3": 1, "ex8_4": 2, "ex8_5": 2, "ex8_6": 2}
 ROOT = Path(__file__).resolve().parent.parent.parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -271,7 +272,8 @@ def test_sums_are_rounded_on_the_way(impl: ModuleType) -> None:
     few = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)
     assert float(impl.one_by_one(few)) == 256 and float(impl.one_by_one(few.flip(0))) == 260  # 259 is between two
     assert float(impl.pairwise(few)) == 258, "256 + 1 is 256 in bfloat16, 1 + 1 is 2"
-    assert float(impl.pairwise(few[:3])) == 256 and float(impl.pairwise(few[1:])) == 3
+    found = float(impl.pairwise(few[:3])), float(impl.pairwise(few[1:]))
+    assert found == (256, 3), f"256 + 1 + 1 and 1 + 1 + 1 in pairs: {found}, must be 256 and 3"
     for n in (1, 2):
         assert float(impl.one_by_one(few[:n])) == float(impl.pairwise(few[:n])) == 256
 
@@ -289,6 +291,21 @@ def test_errors_are_within_their_bounds(impl: ModuleType) -> None:
         for name in off:
             assert off[name] <= grow[name] * size + 1e-12, f"{name} of {n} numbers in {dtype}: off by {off[name]:.1e}"
         assert torch.equal(x, before), "the numbers that were given are not yours"
+
+
+@pytest.mark.ex8_5
+def test_other_shapes_and_what_is_not_finite_are_not_the_same(impl: ModuleType) -> None:
+    logits = torch.randn(1, 5, 20, generator=torch.Generator().manual_seed(0))
+    assert not impl.same(logits.expand(2, 5, 20), logits), "shapes (2, 5, 20) and (1, 5, 20): torch would broadcast"
+    assert not impl.same(logits[:, -1:], logits[:, -1])
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = logits.clone()
+        broken[0, 2, 3] = bad
+        assert not impl.same(broken, logits) and not impl.same(logits, broken), f"{bad} among the logits"
+        assert not impl.same(broken, broken), f"{bad} is equal to nothing here"
+    large = torch.full((1, 1, 4), 60_000.0, dtype=torch.float16)
+    assert not impl.same(-large, large), "a difference may be negative, and more than float16 holds"
+    assert impl.same(large, large) is True and impl.same(-large, -large) is True, "all logits may be negative"
 
 
 def causal(q: Tensor, k: Tensor) -> Tensor:
@@ -374,16 +391,87 @@ def test_the_size_of_the_logits_does_not_matter(impl: ModuleType) -> None:
             assert not impl.same(size * wrong, size * expected), f"logits times {size}"
 
 
-@pytest.mark.ex8_5
-def test_other_shapes_and_what_is_not_finite_are_not_the_same(impl: ModuleType) -> None:
-    logits = torch.randn(1, 5, 20, generator=torch.Generator().manual_seed(0))
-    assert not impl.same(logits.expand(2, 5, 20), logits), "shapes (2, 5, 20) and (1, 5, 20): torch would broadcast"
-    assert not impl.same(logits[:, -1:], logits[:, -1])
-    for bad in (math.nan, math.inf, -math.inf):
-        broken = logits.clone()
-        broken[0, 2, 3] = bad
-        assert not impl.same(broken, logits) and not impl.same(logits, broken), f"{bad} among the logits"
-        assert not impl.same(broken, broken), f"{bad} is equal to nothing here"
-    large = torch.full((1, 1, 4), 60_000.0, dtype=torch.float16)
-    assert not impl.same(-large, large), "a difference may be negative, and more than float16 holds"
-    assert impl.same(large, large) is True and impl.same(-large, -large) is True, "all logits may be negative"
+# --- 8.6 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ex8_6
+def test_a_vector_has_a_scale_of_its_own(impl: ModuleType) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for shape in ((5, 8), (2, 3, 4, 6), (1, 1)):
+        x = torch.randn(shape, generator=draw) * 10.0 ** torch.randint(-3, 4, (*shape[:-1], 1), generator=draw)
+        before = x.clone()
+        numbers, scales = impl.quantized(x)
+        assert numbers.dtype == torch.int8 and numbers.shape == shape, f"{numbers.dtype} {tuple(numbers.shape)}"
+        assert scales.dtype == x.dtype and scales.shape == (*shape[:-1], 1), "one scale for each vector, in x's dtype"
+        largest = numbers.int().abs().amax(-1).flatten().tolist()
+        assert set(largest) == {127}, f"the largest size in each vector must become 127, and became {sorted(largest)}"
+        off = ((numbers * scales - x).abs() / scales).amax()
+        assert off <= 0.5001, f"off by {off:.2f} scales: half of one is enough, if numbers are rounded to the nearest"
+        assert torch.equal(x, before), "quantized() must not change what it is given"
+
+
+@pytest.mark.ex8_6
+def test_a_vector_of_zeros_stays_one(impl: ModuleType) -> None:
+    x = torch.tensor([[0.0, 0.0], [-3.0, 1.0]])
+    numbers, scales = impl.quantized(x)
+    assert scales.isfinite().all() and numbers[0].tolist() == [0, 0], f"numbers {numbers[0].tolist()}, scales {scales}"
+    assert numbers[1].tolist() == [-127, 42], f"-3 and 1 become {numbers[1].tolist()}, must be -127 and 42"
+
+
+@pytest.mark.ex8_6
+@torch.no_grad()
+def test_the_cache_is_a_quarter_and_a_bit(impl: ModuleType) -> None:
+    model, cache = model_of(1), impl.Int8Cache()
+    ids = torch.randint(80, (2, 30), generator=torch.Generator().manual_seed(0))
+    model(ids[:, :20], cache)
+    kept = [x.clone() for x in (*cache.layers, *cache.scales)]
+    model(ids[:, 20:21], cache)
+    model(ids[:, 21:], cache)
+    c = model.config
+    needed = 2 * c.n_layer * 2 * c.n_head * 30 * (c.head_dim + 4)
+    held = sum(x.untyped_storage().nbytes() for x in (*cache.layers, *cache.scales))
+    assert held == needed, f"{held} bytes, must be {needed}: {c.head_dim} of int8 and a float32 scale for each vector"
+    for x, y in zip(kept, (*cache.layers, *cache.scales), strict=True):
+        assert torch.equal(x, y[..., :20, :]), "what was kept of the first 20 tokens has changed since"
+
+
+@pytest.mark.ex8_6
+@torch.no_grad()
+def test_it_does_not_matter_how_a_text_is_fed(impl: ModuleType) -> None:
+    for seed in range(3):
+        model = model_of(seed).double()  # else a number near the middle of two may be rounded either way
+        ids = torch.randint(80, (2, 30), generator=torch.Generator().manual_seed(seed))
+        whole = model(ids, impl.Int8Cache())
+        for sizes in ([1] * 30, [7, 1, 22], [1, 29]):
+            cache = impl.Int8Cache()
+            got = torch.cat([model(piece, cache) for piece in ids.split(sizes, 1)], 1)
+            assert_close(got, whole, f"fed in pieces of {sizes}", ("row", "token", "logit"), size=1e-8)
+
+
+@pytest.mark.ex8_6
+@torch.no_grad()
+def test_a_pass_that_fails_leaves_nothing_that_counts(impl: ModuleType) -> None:
+    model, cache = model_of(2).double(), impl.Int8Cache()
+    ids = torch.randint(80, (1, 12), generator=torch.Generator().manual_seed(2))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for read in (0, 5):
+        model(ids[:, :read], cache) if read else None
+        hook = model.h[-1].mlp.register_forward_hook(fail)
+        with pytest.raises(MemoryError):
+            model(ids[:, read : read + 3], cache)
+        hook.remove()
+    whole = model(ids, impl.Int8Cache())[:, 5:]
+    assert_close(model(ids[:, 5:], cache), whole, "after two failures", ("row", "token", "logit"), size=1e-8)
+
+
+@pytest.mark.ex8_6
+@torch.no_grad()
+def test_what_int8_does_to_the_logits(impl: ModuleType) -> None:
+    for name, model, ids in models():
+        exact = model(ids)
+        expected = float((model(ids, impl.Int8Cache()) - exact).abs().max() / exact.abs().max())
+        assert impl.int8_error(model, ids) == pytest.approx(expected, rel=1e-3), f"{name}: a share of the largest logit"
+        assert 1e-4 < expected < 0.05, f"{name}: {expected:.2%} of the largest logit; int8 costs between 0.01% and 5%"

@@ -36,7 +36,7 @@ def texts_that_fit(memory: int, weights: int, of_token: int, tokens: int, block:
 
 
 def texts_that_outweigh(weights: int, of_token: int, tokens: int) -> int:
-    """Return the smallest number of texts of so many tokens whose caches are more bytes than the weights: from there on
+    """Return the smallest number of texts of so many tokens whose caches are more bytes than the weights: with so many,
     a step of decoding reads more cache than weights."""
     # exercise 10.1
     return weights // (tokens * of_token) + 1
@@ -54,8 +54,8 @@ def prefill_s(operations: float, n_layer: int, width: int, tokens: int, rate: fl
 
 
 def fetch_from(operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float) -> float:
-    """Return the bandwidth, in bytes a second, from which on to fetch the cache of a prompt's first `known` tokens is
-    faster than to read them. of_token: bytes of a cached token; the rest as in prefill_s."""
+    """Return the bandwidth, in bytes a second, above which fetching the cache of a prompt's first `known` tokens is
+    faster than reading them. of_token: bytes of a cached token; the rest as in prefill_s."""
     # exercise 10.2
     return known * of_token / prefill_s(operations, n_layer, width, known, rate)
 

@@ -45,7 +45,8 @@ def test_bytes_of_a_token(impl: ModuleType) -> None:
 @pytest.mark.ex10_1
 def test_texts_that_fit(impl: ModuleType) -> None:
     gigabytes, weights = 4 * 80 * 10**9, 141_200_000_000  # Llama 3 70B on four GPUs
-    assert impl.texts_that_fit(gigabytes, weights, 327_680, 1000, 16) == 541
+    found = impl.texts_that_fit(gigabytes, weights, 327_680, 1000, 16)
+    assert found == 541, f"1,000 tokens take 63 whole blocks of 16: room for 541 texts, not {found}"
     assert impl.texts_that_fit(gigabytes, weights, 327_680, 1000, 8192) == 66, "room for 8,192 tokens each"
     assert impl.texts_that_fit(weights, weights, 327_680, 1000, 16) == 0
     assert impl.texts_that_fit(80 * 10**9, weights, 327_680, 1000, 16) == 0, "the weights alone don't fit"
@@ -82,7 +83,9 @@ def test_seconds_of_a_prompt(impl: ModuleType) -> None:
     for shape in SHAPES:
         for tokens in (1, 1000, 8000):
             whole = impl.prefill_s(*of(shape), tokens, rate)
-            assert whole == pytest.approx(floor_of_prefill(shape, rate, tokens), rel=1e-9)
+            expected = floor_of_prefill(shape, rate, tokens)
+            what = f"{shape.name}, {tokens} tokens: {expected:.4g} s with attention, not {whole:.4g}"
+            assert whole == pytest.approx(expected, rel=1e-9), what
             for known in (0, tokens // 3, tokens):
                 rest = impl.prefill_s(*of(shape), tokens, rate, known=known)
                 assert rest == pytest.approx(whole - impl.prefill_s(*of(shape), known, rate), rel=1e-9), (
@@ -237,7 +240,9 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
         requests = chains(seed, 60)
         trace = [Request(512 * len(blocks), tuple(blocks)) for blocks in requests]
         expected = hit_rates(trace, float("inf"), Silent())["blocks"]
-        assert impl.hit_rate(requests, 10**6) == pytest.approx(expected, abs=1e-12) and expected > 0.2
+        found = impl.hit_rate(requests, 10**6)
+        what = f"{len(requests)} requests, room for all: a share of {expected:.3f} of blocks is found, not {found:.3f}"
+        assert found == pytest.approx(expected, abs=1e-12) and expected > 0.2, what
         assert impl.hit_rate(requests, 0) == 0
 
 
@@ -245,7 +250,8 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
 def test_hit_rate_of_small_caches(impl: ModuleType) -> None:
     assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 3) == 3 / 6
     assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 2) == 2 / 6, "the end of a text goes first"
-    assert impl.hit_rate([[1, 2], [3], [1, 2], [4], [1, 2]], 3) == 4 / 8, "to be found is to be used"
+    found = impl.hit_rate([[1, 2], [3], [1, 2], [4], [1, 2]], 3)
+    assert found == 4 / 8, f"[1, 2], [3], [1, 2], [4], [1, 2], room for 3: {found}; a block that is found is used now"
     assert impl.hit_rate([[1, 2], [1, 3], [4], [1, 2]], 3) == 2 / 7, "2 was used longest ago, and 1 wasn't"
     for seed in range(10):
         requests = chains(seed, 80)
@@ -295,20 +301,6 @@ def prompt() -> list[int]:
 
 
 @pytest.mark.ex10_5
-def test_another_process_goes_on_exactly(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
-    cold = [int(i) for i in generate(pocket, torch.tensor([prompt]), 21)]
-    stream = io.BytesIO()
-    impl.send(stream, pocket, prompt)
-    result = subprocess.run(
-        [sys.executable, "-c", DECODE, impl.__file__, str(ROOT)], input=stream.getvalue(), capture_output=True, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    ids, new, fed = json.loads(result.stdout)
-    assert ids == [*prompt, cold[0]] and new == cold[1:]
-    assert fed == [1] * 20, "the prompt was read once, by the sender"
-
-
-@pytest.mark.ex10_5
 @torch.no_grad()
 def test_a_layer_is_on_its_way_before_the_next_is_computed(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
     stream, sizes, passes = io.BytesIO(), [], []
@@ -336,8 +328,11 @@ def test_another_models_cache_is_refused(impl: ModuleType, pocket: GPT, prompt: 
     retrained.h[3].mlp.c_fc.bias.data[0] += 1e-3
     for other in (load_model("pocket-student", model_class=GPT), retrained):  # caches of the same shape
         stream.seek(0)
-        with pytest.raises(ValueError):
+        try:
             impl.receive(stream, other)
+            pytest.fail("the cache of another model was taken")
+        except ValueError:
+            pass
         assert stream.tell() < size / 2, "refused before keys and values are read"
 
 
@@ -347,10 +342,32 @@ def test_a_stream_that_ends_too_early_is_refused(impl: ModuleType, pocket: GPT, 
     impl.send(stream, pocket, prompt)
     data = stream.getvalue()
     for end in (0, 5, 1000, len(data) // 3, len(data) // 2, len(data) - 3):
-        with pytest.raises(ValueError):
+        what = f"a stream that ends after {end} of {len(data)} bytes must be a ValueError"
+        try:
             impl.receive(io.BytesIO(data[:end]), pocket)
+        except ValueError:
+            continue
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            pytest.fail(f"{what}, not {error!r}")
+        pytest.fail(what)
     ids, cache = impl.receive(io.BytesIO(data), pocket)
     assert ids[:-1] == prompt and len(cache) == len(prompt)
     assert isinstance(cache, KVCache) and isinstance(cache.layers[0], Tensor)
     source = inspect.getsource(impl)
     assert "import pickle" not in source and "torch.load" not in source, "bytes from elsewhere are not to be executed"
+
+
+@pytest.mark.ex10_5
+def test_another_process_goes_on_exactly(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
+    cold = [int(i) for i in generate(pocket, torch.tensor([prompt]), 21)]
+    stream = io.BytesIO()
+    impl.send(stream, pocket, prompt)
+    result = subprocess.run(
+        [sys.executable, "-c", DECODE, impl.__file__, str(ROOT)], input=stream.getvalue(), capture_output=True, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    ids, new, fed = json.loads(result.stdout)
+    assert ids == [*prompt, cold[0]] and new == cold[1:]
+    assert fed == [1] * 20, "the prompt was read once, by the sender"

@@ -14,7 +14,7 @@ and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expre
 number, words, or the lines of a table.
 FILE may have wildcards: the last that matches. A chapter's words on a hunk, the paragraph after it, are also those in
 the margin of the page that shows both files side by side; where a hunk isn't shown, <!-- about OLD NEW N [LAST] -->
-stands before them.
+stands before them. Words in <!-- margin: ... --> after such a mark are for the margin only.
 """
 
 from __future__ import annotations

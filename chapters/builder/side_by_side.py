@@ -65,6 +65,7 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
         text = re.sub(r"^```diff\n.*?^<!-- end -->\n\n", "", text, flags=re.M | re.S)  # leaves words after their mark
         title = text.partition("\n")[0].removeprefix("# ")
         for _, old, new, first, last, said in WORDS.findall(text):
+            said = re.sub(r"<!-- margin: (.*) -->", r"\1", said, flags=re.S)
             if said.startswith(("#", "<!--", "|", "```", "- ")):
                 continue  # not words on the hunk
             link = f'<a href="../{path.parent.name}/index.html">chapter {title.partition(".")[0]}</a>'

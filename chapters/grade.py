@@ -1,0 +1,67 @@
+"""The points of a class as CSV: a line for each student, a column for each exercise.
+
+`python3 -m chapters.grade FOLDER` tests every copy in FOLDER, one sub-folder a student, and writes points.csv. A copy
+holds the chapters' folders with the student's exercise.py, at any depth. What students wrote is run as it is: grade
+work by strangers in a container.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from chapters.builder.sources import ROOT
+from tqdm import tqdm
+
+from chapters.builder.__main__ import folders
+from support.cli import CommandLine, whole_number
+from support.files import write_csv
+
+POINTS = re.compile(r"^  (\d+\.\d+) +(\d+) of (\d+)", re.M)
+
+
+def points(copy: Path, chapter: Path, seconds: int) -> tuple[dict[str, int], str]:
+    """Return a student's points for each exercise of a chapter, and what went wrong, if anything did."""
+    files = sorted(copy.glob(f"**/{chapter.name}/exercise.py"))
+    if len(files) != 1:
+        return {}, f"{chapter.name}: {len(files) or 'no'} exercise.py"
+    command = [sys.executable, "-m", "pytest", str(chapter), f"--from={files[0].parents[1]}", "-p", "no:cacheprovider"]
+    try:
+        run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONUTF8": "1"}, capture_output=True,
+                             encoding="utf-8", errors="replace", timeout=seconds)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {}, f"{chapter.name}: stopped after {seconds} seconds"
+    found = {exercise: int(earned) for exercise, earned, _ in POINTS.findall(run.stdout)}
+    return found, "" if found else f"{chapter.name}: the tests didn't run"
+
+
+def main(argv: list[str] | None = None) -> None:
+    cli = CommandLine(__doc__, example="python3 -m chapters.grade handed_in --chapters 2 3")
+    cli.add_argument("folder", type=Path, metavar="FOLDER", help="with a sub-folder for each student")
+    cli.add_argument("--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all")
+    cli.add_argument("--output", type=Path, default=Path("points.csv"), metavar="FILE", help="the table")
+    cli.add_argument("--seconds", type=whole_number(1), default=300, metavar="N", help="for a chapter of a student")
+    with cli.parse(argv) as args:
+        chapters, students = folders(args.chapters), sorted(path for path in args.folder.iterdir() if path.is_dir())
+        if not students:
+            raise ValueError(f"there is no student's folder in {args.folder}")
+        rows, exercises = [], {}
+        for student in tqdm(students, unit="student", disable=None):
+            found, notes = {}, []
+            for chapter in chapters:
+                earned, note = points(student, chapter, args.seconds)
+                found |= earned
+                notes += [note] * bool(note)
+            exercises |= found
+            rows.append((student.name, found, "; ".join(notes)))
+        columns = sorted(exercises, key=lambda name: [*map(int, name.split("."))])
+        table = [[name, *(found.get(c, 0) for c in columns), sum(found.values()), note] for name, found, note in rows]
+        write_csv(args.output, ["student", *columns, "total", "note"], table)
+        print(f"written: {args.output}, {len(students)} students, {len(columns)} exercises")
+
+
+if __name__ == "__main__":
+    main()
