@@ -1,0 +1,356 @@
+"""Many texts at once: keys and values in blocks that any text may own, and a loop that admits texts,
+writes their tokens together and retires them. `paged.py` serves twelve prompts one at a time, as a
+padded batch and in blocks; `paged.py serve FILE` continues every line of a file.
+
+A cache with room for the longest text wastes most of it on the others. Blocks of a few tokens are
+handed out as texts grow, and a table lists those of each text. Texts that begin alike list the same
+blocks; one that writes to a shared block gets a copy of its own. If no block is free, the youngest
+text gives its blocks back and is read again later. The tokens are those of every text alone.
+
+Shapes: B texts, T tokens fed to each, S slots in the longest table, L layers, H heads, D head size,
+N blocks, b tokens of a block.
+
+Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+PagedAttention"; Yu et al. 2022, "Orca" (continuous batching); Agrawal et al. 2023, "SARATHI"
+(prefill in chunks).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gpt_kv_cache import GPT, check_options, context_start
+from support.radix_tree import common_prefix
+
+
+@dataclass(eq=False)
+class Text:
+    """Tokens and the block table of a text. Its token start + t is in slot t % b of block
+    table[t // b], for the n_read tokens that have been read; `end` is its length when complete."""
+
+    number: int  # texts are numbered as they arrive
+    ids: list[int]
+    end: int
+    stop_id: int | None = None
+    start: int = 0  # what is before it has been forgotten: the context was full
+    n_read: int = 0
+    table: list[int] = field(default_factory=list)
+
+    @property
+    def unread(self) -> int:
+        """Tokens that have to be fed before the next one can be written."""
+        return len(self.ids) - self.start - self.n_read
+
+
+class PagedCache:
+    """Keys and values of any number of texts, in N blocks of b tokens that are allocated once.
+
+    count[block] says how many tables list a block; at 0 it is free. A full block can be found:
+    children[parent] maps its tokens to it, and the parent stands for all tokens before. That also
+    holds for a free block, until it is handed out again, those free for longest first.
+    """
+
+    def __init__(self, model: GPT, blocks: int, size: int = 16) -> None:
+        if blocks < 1 or size < 1:
+            raise ValueError(f"{blocks} blocks of {size} tokens: must be at least 1 of 1")
+        c, weight = model.config, model.wte.weight
+        self.blocks, self.size = blocks, size
+        shape = (c.n_layer, blocks + 1, size, 2, c.n_head, c.head_dim)
+        self.pool = weight.new_zeros(shape)  # the last block pads tables, and stays empty
+        self.count = [0] * blocks
+        self.free = OrderedDict.fromkeys(range(blocks))
+        self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(blocks + 1)]
+        # Of a block that can be found: its parent's children, and its tokens, under which it is there.
+        self.listed: list[tuple[dict[tuple[int, ...], int], tuple[int, ...]] | None] = [None] * blocks
+        self.scratch = self.pool.new_empty(0)  # of gather(): new memory in every layer is slow
+
+    def take(self, block: int | None = None) -> int:
+        """List a block in one table more; without a block an empty one, and return it. It is cleared:
+        a mask hides what an earlier text left there, but 0 times NaN is NaN."""
+        if block is None:
+            block = next(iter(self.free))
+            self.forget(block)
+            self.pool[:, block] = 0
+        self.free.pop(block, None)
+        self.count[block] += 1
+        return block
+
+    def release(self, block: int) -> None:
+        """List a block in one table less."""
+        self.count[block] -= 1
+        if not self.count[block]:
+            self.free[block] = None
+            if not self.listed[block]:  # useless to others: the next one to be handed out
+                self.free.move_to_end(block, last=False)
+
+    def forget(self, block: int) -> None:
+        """Make a block, and those after it, impossible to find: it is about to hold other tokens."""
+        if self.listed[block]:
+            known, tokens = self.listed[block]
+            del known[tokens]
+            self.listed[block], self.children[block] = None, {}
+
+    def parent(self, text: Text, index: int) -> int:
+        """Return the block before a text's block of this index; for the first, the one that none owns."""
+        return text.table[index - 1] if index else self.blocks
+
+    def share(self, text: Text) -> None:
+        """Give a text without blocks those that begin with its tokens, the last of them perhaps in
+        part. A token stays unread: only a pass gives logits."""
+        while text.n_read % self.size == 0:
+            at = text.start + text.n_read
+            ids = tuple(text.ids[at : at + self.size][: text.unread - 1])
+            known = self.children[self.parent(text, len(text.table))]
+            best = max(known, key=lambda tokens: common_prefix(tokens, ids), default=())
+            if not (shared := common_prefix(best, ids)):
+                return
+            text.table.append(self.take(known[best]))
+            text.n_read += shared
+
+    def missing(self, text: Text, n: int) -> tuple[int, bool]:
+        """Return how many blocks a text lacks for n tokens more, and whether its last one is shared."""
+        index, used = divmod(text.n_read, self.size)
+        shared = used > 0 and self.count[text.table[index]] > 1
+        return max(0, -(-(text.n_read + n) // self.size) - len(text.table)), shared
+
+    def room(self, text: Text, n: int, spare: int = 0) -> bool:
+        """Make room for n tokens more, in blocks that are the text's own. Return False, and change
+        nothing, if fewer than `spare` blocks would be left."""
+        more, shared = self.missing(text, n)
+        if more + shared + spare > len(self.free):
+            return False
+        index, used = divmod(text.n_read, self.size)
+        if shared:  # copy on write
+            old, text.table[index] = text.table[index], self.take()
+            self.pool[:, text.table[index], :used] = self.pool[:, old, :used]
+            self.release(old)
+        elif used and self.listed[text.table[index]]:
+            self.cut(text)
+        text.table += [self.take() for _ in range(more)]
+        return True
+
+    def cut(self, text: Text) -> None:
+        """Clear what lies past a text in its last block, which is in no other table."""
+        index, used = divmod(text.n_read, self.size)
+        self.forget(text.table[index])
+        self.pool[:, text.table[index], used:] = 0
+
+    def truncate(self, text: Text, n: int) -> None:
+        """Keep the first n tokens that were read. Raises ValueError if there are fewer."""
+        if not 0 <= n <= text.n_read:
+            raise ValueError(f"can't keep {n} tokens of {text.n_read}")
+        keep = -(-n // self.size)
+        for block in reversed(text.table[keep:]):  # a text's end is of no use without its beginning
+            self.release(block)
+        del text.table[keep:]
+        text.n_read = n
+        if n % self.size and self.count[text.table[-1]] == 1:
+            self.cut(text)
+
+    def drop(self, text: Text) -> None:
+        """Give all blocks of a text back; its full ones can be found until they are handed out."""
+        self.truncate(text, 0)
+
+    def fork(self, text: Text, number: int) -> Text:
+        """Return another text with the same tokens, in the same blocks: nothing is copied yet."""
+        table = [self.take(block) for block in text.table]
+        return replace(text, number=number, ids=[*text.ids], table=table)
+
+    def gather(self, layer: int, tables: Tensor) -> Tensor:
+        """Return a layer's blocks (B * n, b, 2, H, D) of tables (B * n,), valid until the next call."""
+        shape = (len(tables), *self.pool.shape[2:])
+        if self.scratch.numel() < (numel := torch.Size(shape).numel()):
+            self.scratch = self.pool.new_empty(numel)
+        out = self.scratch[:numel].view(shape)
+        return torch.index_select(self.pool[layer], 0, tables, out=out)
+
+    def commit(self, texts: Sequence[Text], T: int, pending: list[Tensor]) -> None:
+        """Write what a pass has appended (B, T, 2, H, D) for each layer. A block that is full now can
+        be found, or gives way to one that holds the same tokens after the same tokens."""
+        slots = [text.table[t // self.size] * self.size + t % self.size
+                 for text in texts for t in range(text.n_read, text.n_read + T)]  # fmt: skip
+        for layer, new in zip(self.pool, pending, strict=True):
+            layer.flatten(0, 1)[slots] = new.flatten(0, 1)
+        for text in texts:
+            first, text.n_read = text.n_read // self.size, text.n_read + T
+            for index in range(first, text.n_read // self.size):
+                at, block = text.start + index * self.size, text.table[index]
+                tokens = tuple(text.ids[at : at + self.size])
+                known = self.children[self.parent(text, index)]
+                if (found := known.setdefault(tokens, block)) == block:
+                    self.listed[block] = known, tokens
+                else:
+                    text.table[index] = self.take(found)
+                    self.release(block)
+
+
+class Batch:
+    """What a GPT takes as the cache of a pass over texts: rows at positions of their own.
+
+    A pass that fails changes nothing: the blocks are written when it commits.
+    """
+
+    def __init__(self, cache: PagedCache, texts: Sequence[Text]) -> None:
+        self.cache, self.texts, self.layers = cache, texts, cache.pool
+        self.pending: list[Tensor] = []  # of each layer, what this pass appends (B, T, 2, H, D)
+        device, longest = cache.pool.device, max(len(text.table) for text in texts)
+        padded = [text.table + [cache.blocks] * (longest - len(text.table)) for text in texts]
+        self.tables = torch.tensor(padded, device=device).flatten()
+        self.next_pos = torch.tensor([[text.n_read] for text in texts], device=device)  # (B, 1)
+
+    def __len__(self) -> int:
+        return max(text.n_read for text in self.texts)
+
+    @torch.no_grad()
+    def append(self, layer: int, k: Tensor, v: Tensor,
+               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (B, T). Return
+        those of all slots (B, H, S, D), and a mask (B, 1, T, S): slot t of a table is position t.
+        Raises ValueError if a text lacks room for them."""
+        B, T = pos.shape
+        for text in self.texts if layer == 0 else ():
+            if any(self.cache.missing(text, T)):
+                own = f"{len(text.table)} blocks of {self.cache.size} of its own"
+                raise ValueError(f"{T} tokens after {text.n_read} don't fit in {own}: call room() first")
+        self.pending[layer:] = [torch.stack([k, v]).permute(1, 3, 0, 2, 4)]
+        if not len(self):
+            return k, v, None  # all keys are new
+        kv = self.cache.gather(layer, self.tables).unflatten(0, (B, -1)).flatten(1, 2)
+        kv[torch.arange(B, device=pos.device)[:, None], pos] = self.pending[layer]
+        k, v = kv.transpose(1, 3).unbind(2)  # (B, S, 2, H, D) -> (B, H, 2, S, D) -> (B, H, S, D) twice
+        return k, v, torch.arange(k.size(2), device=pos.device) <= pos[:, None, :, None]
+
+    def commit(self, pos: Tensor) -> None:
+        """Count the tokens at positions pos (B, T) as read."""
+        self.cache.commit(self.texts, pos.size(1), self.pending)
+
+
+class Server:
+    """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk of
+    the one text that is being read, or over the last tokens of all texts that are being written."""
+
+    def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = 64) -> None:
+        """chunk: tokens of a prompt in a pass at most; most: texts that are written at once."""
+        if chunk < 1 or most < 1:
+            raise ValueError(f"chunk {chunk} and most {most} must be at least 1")
+        self.model, self.cache, self.chunk, self.most = model, cache, chunk, most
+        self.waiting: list[Text] = []  # each of these in order of arrival
+        self.running: list[Text] = []  # with one unread token
+        self.reading: Text | None = None
+        self.arrived = self.put_back = 0  # texts, and how often one had to give its blocks back
+        self.has_read = False  # in the last step: reading and writing take turns
+
+    @property
+    def busy(self) -> bool:
+        """Whether a text isn't complete."""
+        return bool(self.waiting or self.running or self.reading)
+
+    @property
+    def holding(self) -> list[Text]:
+        """The texts that own blocks."""
+        return self.running + ([self.reading] if self.reading else [])
+
+    def add(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None) -> int:
+        """Let a prompt wait, and return its number. Raises ValueError if it is empty, has a token that
+        the model doesn't know, or needs more blocks than there are, even alone."""
+        check_options(torch.tensor([ids]), max_new_tokens, 0.0, None)
+        vocabulary, size = self.model.config.vocab_size, self.cache.size
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(f"tokens {min(ids)} to {max(ids)}: the model has {vocabulary}, from 0")
+        need = -(-min(len(ids) + max_new_tokens - 1, self.model.context) // size)
+        if need > self.cache.blocks:
+            lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more"
+            raise ValueError(f"{lengths} need {need} blocks of {size}, there are {self.cache.blocks}")
+        text = Text(self.arrived, [*ids], len(ids) + max_new_tokens, stop_id)
+        text.start = context_start(len(ids), self.model.context)
+        self.arrived += 1
+        if max_new_tokens:
+            self.waiting.append(text)
+        return text.number
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[int, int]]:
+        """Admit what fits, run one pass, and return what it wrote: the texts' numbers and tokens."""
+        while self.waiting and not self.reading and len(self.running) < self.most and self.admit():
+            pass
+        self.has_read = bool(self.reading) and not (self.running and self.has_read)
+        texts = [self.reading] if self.has_read else self.make_room()
+        if not texts:
+            return []
+        T = min(texts[0].unread, self.chunk)  # 1 for those that are written
+        fed = [text.ids[at : at + T] for text in texts for at in [text.start + text.n_read]]
+        ids = torch.tensor(fed, device=self.model.wte.weight.device)  # (B, T)
+        logits = self.model(ids, Batch(self.cache, texts), last_only=True)[:, -1]  # (B, V)
+        complete = zip(texts, logits.argmax(-1).tolist(), strict=True)
+        return [self.write(text, token) for text, token in complete if not text.unread]
+
+    def admit(self) -> bool:
+        """Give the first waiting text the blocks that its tokens need, and leave one for every text that
+        is being written; return False if there aren't that many."""
+        text = self.waiting[0]
+        self.cache.share(text)
+        if not self.cache.room(text, text.unread, spare=len(self.running)):
+            self.cache.drop(text)
+            return False
+        del self.waiting[0]
+        if text.unread == 1:
+            insort(self.running, text, key=lambda text: text.number)
+        else:
+            self.reading = text
+        return True
+
+    def make_room(self) -> list[Text]:
+        """Make room for a token of each text that is being written, the oldest first, and return these.
+        If no block is free, the youngest of all gives its blocks back. It never is the oldest: that
+        one fits alone, so that some text always gets on."""
+        for text in [*self.running]:
+            while text in self.running and not self.cache.room(text, 1):
+                self.wait(max(self.holding, key=lambda text: text.number))
+                self.put_back += 1
+        return [*self.running]
+
+    def wait(self, text: Text) -> None:
+        """Give a text's blocks back: it will be read again, with what it has written."""
+        self.leave(text)
+        insort(self.waiting, text, key=lambda text: text.number)
+
+    def leave(self, text: Text) -> None:
+        self.cache.drop(text)
+        if text is self.reading:
+            self.reading = None
+        else:
+            self.running.remove(text)
+
+    def write(self, text: Text, token: int) -> tuple[int, int]:
+        """Add a token to a text that has been read, and decide what becomes of it."""
+        text.ids.append(token)
+        start = context_start(len(text.ids), self.model.context)
+        if token == text.stop_id or len(text.ids) == text.end:
+            self.leave(text)
+        elif start > text.start:  # as generate() does: positions are baked into K, so read again
+            self.wait(text)
+            text.start = start
+        elif text is self.reading:
+            self.reading = None
+            insort(self.running, text, key=lambda text: text.number)
+        return text.number, token
+
+
+def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], *,
+          blocks: int, size: int = 16, chunk: int = 64, most: int = 64,
+          stop_id: int | None = None) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """Yield (text, token) as they come, the likeliest tokens after each of the prompts: those that
+    generate() yields for it alone, up to what rounding does to a tie. max_new_tokens: of all, or of
+    each. Raises ValueError, at the first token, if a prompt can't be served; see Server and add()."""
+    server = Server(model, PagedCache(model, blocks, size), chunk, most)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    for ids, limit in zip(prompts, limits, strict=True):
+        server.add(ids, limit, stop_id)
+    while server.busy:
+        yield from server.step()
