@@ -1,6 +1,6 @@
-"""Many texts at once: keys and values in blocks that any text may own, and a loop that admits texts,
-writes their tokens together and retires them. `paged.py` serves twelve prompts one at a time, as a
-padded batch and in blocks; `paged.py serve FILE` continues every line of a file.
+"""Many texts at once: keys and values in blocks that any text may own, and a loop that admits,
+writes and retires texts at every step. `paged.py` serves twelve prompts one at a time, as a padded
+batch and in blocks; `paged.py serve FILE` continues every line of a file.
 
 A cache with room for the longest text wastes most of it on the others. Blocks of a few tokens are
 handed out as texts grow, and a table lists those of each text. Texts that begin alike list the same
@@ -66,13 +66,13 @@ class PagedCache:
         self.count = [0] * blocks
         self.free = OrderedDict.fromkeys(range(blocks))
         self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(blocks + 1)]
-        # Of a block that can be found: its parent's children, and its tokens, under which it is there.
-        self.listed: list[tuple[dict[tuple[int, ...], int], tuple[int, ...]] | None] = [None] * blocks
+        # Where a block can be found: the children it is among, and its tokens there.
+        self.listed: list[tuple[dict, tuple[int, ...]] | None] = [None] * blocks
         self.scratch = self.pool.new_empty(0)  # of gather(): new memory in every layer is slow
 
     def take(self, block: int | None = None) -> int:
-        """List a block in one table more; without a block an empty one, and return it. It is cleared:
-        a mask hides what an earlier text left there, but 0 times NaN is NaN."""
+        """List a block in one table more; without a block an empty one, and return it. It is
+        cleared: a mask hides what an earlier text left there, but 0 times NaN is NaN."""
         if block is None:
             block = next(iter(self.free))
             self.forget(block)
@@ -90,14 +90,14 @@ class PagedCache:
                 self.free.move_to_end(block, last=False)
 
     def forget(self, block: int) -> None:
-        """Make a block, and those after it, impossible to find: it is about to hold other tokens."""
+        """Let nobody find a block, and those after it: it is about to hold other tokens."""
         if self.listed[block]:
             known, tokens = self.listed[block]
             del known[tokens]
             self.listed[block], self.children[block] = None, {}
 
     def parent(self, text: Text, index: int) -> int:
-        """Return the block before a text's block of this index; for the first, the one that none owns."""
+        """Return the block before a text's block of this index; the padding before the first."""
         return text.table[index - 1] if index else self.blocks
 
     def share(self, text: Text) -> None:
@@ -114,7 +114,7 @@ class PagedCache:
             text.n_read += shared
 
     def missing(self, text: Text, n: int) -> tuple[int, bool]:
-        """Return how many blocks a text lacks for n tokens more, and whether its last one is shared."""
+        """Return how many blocks a text lacks for n tokens more, and if its last one is shared."""
         index, used = divmod(text.n_read, self.size)
         shared = used > 0 and self.count[text.table[index]] > 1
         return max(0, -(-(text.n_read + n) // self.size) - len(text.table)), shared
@@ -159,11 +159,12 @@ class PagedCache:
 
     def fork(self, text: Text, number: int) -> Text:
         """Return another text with the same tokens, in the same blocks: nothing is copied yet."""
-        table = [self.take(block) for block in text.table]
+        used = -(-text.n_read // self.size)  # not those that a failed pass was to write to
+        table = [self.take(block) for block in text.table[:used]]
         return replace(text, number=number, ids=[*text.ids], table=table)
 
     def gather(self, layer: int, tables: Tensor) -> Tensor:
-        """Return a layer's blocks (B * n, b, 2, H, D) of tables (B * n,), valid until the next call."""
+        """Return a layer's blocks (B * n, b, 2, H, D) of tables (B * n,), until the next call."""
         shape = (len(tables), *self.pool.shape[2:])
         if self.scratch.numel() < (numel := torch.Size(shape).numel()):
             self.scratch = self.pool.new_empty(numel)
@@ -171,8 +172,8 @@ class PagedCache:
         return torch.index_select(self.pool[layer], 0, tables, out=out)
 
     def commit(self, texts: Sequence[Text], T: int, pending: list[Tensor]) -> None:
-        """Write what a pass has appended (B, T, 2, H, D) for each layer. A block that is full now can
-        be found, or gives way to one that holds the same tokens after the same tokens."""
+        """Write what a pass has appended (B, T, 2, H, D) for each layer. A block that is full now
+        can be found, or gives way to one that holds the same tokens after the same tokens."""
         slots = [text.table[t // self.size] * self.size + t % self.size
                  for text in texts for t in range(text.n_read, text.n_read + T)]  # fmt: skip
         for layer, new in zip(self.pool, pending, strict=True):
@@ -216,14 +217,14 @@ class Batch:
         B, T = pos.shape
         for text in self.texts if layer == 0 else ():
             if any(self.cache.missing(text, T)):
-                own = f"{len(text.table)} blocks of {self.cache.size} of its own"
-                raise ValueError(f"{T} tokens after {text.n_read} don't fit in {own}: call room() first")
+                own = f"{len(text.table)} blocks of {self.cache.size} of its own: call room() first"
+                raise ValueError(f"{T} tokens after {text.n_read} don't fit in {own}")
         self.pending[layer:] = [torch.stack([k, v]).permute(1, 3, 0, 2, 4)]
         if not len(self):
             return k, v, None  # all keys are new
         kv = self.cache.gather(layer, self.tables).unflatten(0, (B, -1)).flatten(1, 2)
         kv[torch.arange(B, device=pos.device)[:, None], pos] = self.pending[layer]
-        k, v = kv.transpose(1, 3).unbind(2)  # (B, S, 2, H, D) -> (B, H, 2, S, D) -> (B, H, S, D) twice
+        k, v = kv.transpose(1, 3).unbind(2)  # (B, S, 2, H, D) -> (B, H, S, D) twice
         return k, v, torch.arange(k.size(2), device=pos.device) <= pos[:, None, :, None]
 
     def commit(self, pos: Tensor) -> None:
@@ -232,8 +233,8 @@ class Batch:
 
 
 class Server:
-    """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk of
-    the one text that is being read, or over the last tokens of all texts that are being written."""
+    """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk
+    of the one text that is being read, or over the last token of all that are being written."""
 
     def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = 64) -> None:
         """chunk: tokens of a prompt in a pass at most; most: texts that are written at once."""
@@ -257,16 +258,16 @@ class Server:
         return self.running + ([self.reading] if self.reading else [])
 
     def add(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None) -> int:
-        """Let a prompt wait, and return its number. Raises ValueError if it is empty, has a token that
-        the model doesn't know, or needs more blocks than there are, even alone."""
+        """Let a prompt wait, and return its number. Raises ValueError if it is empty, has a token
+        that the model doesn't know, or needs more blocks than there are, even alone."""
         check_options(torch.tensor([ids]), max_new_tokens, 0.0, None)
         vocabulary, size = self.model.config.vocab_size, self.cache.size
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ValueError(f"tokens {min(ids)} to {max(ids)}: the model has {vocabulary}, from 0")
         need = -(-min(len(ids) + max_new_tokens - 1, self.model.context) // size)
         if need > self.cache.blocks:
-            lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more"
-            raise ValueError(f"{lengths} need {need} blocks of {size}, there are {self.cache.blocks}")
+            lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks"
+            raise ValueError(f"{lengths} of {size}, there are {self.cache.blocks}")
         text = Text(self.arrived, [*ids], len(ids) + max_new_tokens, stop_id)
         text.start = context_start(len(ids), self.model.context)
         self.arrived += 1
@@ -276,7 +277,7 @@ class Server:
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, int]]:
-        """Admit what fits, run one pass, and return what it wrote: the texts' numbers and tokens."""
+        """Admit what fits, run one pass, and return the texts that it wrote to and the tokens."""
         while self.waiting and not self.reading and len(self.running) < self.most and self.admit():
             pass
         self.has_read = bool(self.reading) and not (self.running and self.has_read)
@@ -291,8 +292,8 @@ class Server:
         return [self.write(text, token) for text, token in complete if not text.unread]
 
     def admit(self) -> bool:
-        """Give the first waiting text the blocks that its tokens need, and leave one for every text that
-        is being written; return False if there aren't that many."""
+        """Give the first waiting text the blocks that its tokens need, if one is left for each that
+        is being written; else return False."""
         text = self.waiting[0]
         self.cache.share(text)
         if not self.cache.room(text, text.unread, spare=len(self.running)):
@@ -306,9 +307,9 @@ class Server:
         return True
 
     def make_room(self) -> list[Text]:
-        """Make room for a token of each text that is being written, the oldest first, and return these.
-        If no block is free, the youngest of all gives its blocks back. It never is the oldest: that
-        one fits alone, so that some text always gets on."""
+        """Make room for a token of each text that is being written, the oldest first; return them.
+        If no block is free, the youngest of all gives its blocks back. That is never the oldest,
+        which fits alone: some text always gets on."""
         for text in [*self.running]:
             while text in self.running and not self.cache.room(text, 1):
                 self.wait(max(self.holding, key=lambda text: text.number))
@@ -347,7 +348,7 @@ def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Se
           stop_id: int | None = None) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Yield (text, token) as they come, the likeliest tokens after each of the prompts: those that
     generate() yields for it alone, up to what rounding does to a tie. max_new_tokens: of all, or of
-    each. Raises ValueError, at the first token, if a prompt can't be served; see Server and add()."""
+    each. Raises ValueError, at the first token, if one can't be served, as Server.add() does."""
     server = Server(model, PagedCache(model, blocks, size), chunk, most)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     for ids, limit in zip(prompts, limits, strict=True):
