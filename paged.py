@@ -21,6 +21,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -355,3 +356,49 @@ def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Se
         server.add(ids, limit, stop_id)
     while server.busy:
         yield from server.step()
+
+
+def main(argv: list[str] | None = None) -> None:
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from studies import paging
+    from support.cli import CommandLine, whole_number
+
+    cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
+    cli.add_argument("what", nargs="?", default="run", choices=("run", "serve"),
+                     help="run: what blocks save, in seconds; serve: continue each line of FILE")  # fmt: skip
+    cli.add_argument("file", nargs="?", metavar="FILE", help="serve: a text file, a prompt a line")
+    cli.add_model_arguments()
+    cli.add_argument("--max-new-tokens", type=whole_number(1), default=80, metavar="N",
+                     help="to write; run: to every fourth prompt, and less to the others")  # fmt: skip
+    cli.add_argument("--blocks", type=whole_number(1), metavar="N",
+                     help="to share among all texts; default: run half of what they would use, "
+                     "serve enough for all")  # fmt: skip
+    cli.add_argument("--size", type=whole_number(1), default=16, metavar="N", help="tokens of a block")
+    cli.add_argument("--chunk", type=whole_number(1), default=64, metavar="N",
+                     help="tokens of a prompt that are read in a pass")  # fmt: skip
+    cli.add_trace_argument("run: ")
+    with cli.parse(argv) as args:
+        if (args.what == "serve") != (args.file is not None):
+            raise ValueError("serve needs a FILE, and run takes none: see --help")
+        if args.trace_file is not None and args.what != "run":
+            raise ValueError("serve has no --trace: run has")
+        trace = cli.trace_path(args)
+        lines = Path(args.file).read_text(encoding="utf-8").splitlines() if args.file else []
+        lines = [line for line in lines if line.strip()]
+        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
+        if args.what == "run":
+            return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, trace)
+        prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
+        enough = sum(-(-min(len(ids) + n, model.context) // size) for ids in prompts)
+        options = {"blocks": args.blocks or max(1, enough), "size": size, "chunk": args.chunk}
+        written: list[list[int]] = [[] for _ in prompts]
+        for number, token in serve(model, prompts, n, stop_id=tokenizer.eot_token, **options):
+            written[number].append(token)
+            if len(written[number]) == n or token == tokenizer.eot_token:
+                text = tokenizer.decode([i for i in written[number] if i != tokenizer.eot_token])
+                print(f"[{number + 1}] {lines[number]}{text}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from tests.helpers import Ran, read_pocket_config
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
-SCRIPTS = [*GPT_FILES, "gpt_bounded_cache", "recycle", "projector", "overfill", "load_gpt2_weights", "pocket.corpus",
+SCRIPTS = [*GPT_FILES, "gpt_bounded_cache", "recycle", "projector", "overfill", "paged", "load_gpt2_weights", "pocket.corpus",
            "pocket.train", "benchmarks.__main__", "studies.bounding"]  # fmt: skip
 Run = Callable[..., Ran]
 CONFIG = read_pocket_config("teacher")
