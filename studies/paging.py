@@ -197,8 +197,9 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, n: int, size: int, blocks: in
                      f"{record.wasted * block // size:,}", f"{record.used}", f"{record.shared}", f"{server.put_back}",
                      "yes" if texts == expected else "NO"])  # fmt: skip
     lengths = sorted(map(len, prompts))
-    print(f"Twelve prompts of {lengths[0]} to {lengths[-1]} tokens, half of them with a common header, and {min(limits)}"
-          f" to {max(limits)} greedy\ntokens after each; blocks of {size} tokens, prompts read in chunks of {chunk}.\n")
+    print(f"Twelve prompts of {lengths[0]} to {lengths[-1]} tokens, half of them with a common header, and "
+          f"{min(limits)} to {max(limits)} greedy\ntokens after each; blocks of {size} tokens, prompts "
+          f"read in chunks of {chunk}.\n")
     print(table(["", "ms", "tokens/s", "bytes held", "wasted", "blocks", "shared", "put back", "same tokens"], rows))
     print(f"""
 ms, tokens/s:   of all twelve, prompts included; the faster of two runs
@@ -211,7 +212,7 @@ The blocks of the last row over time. A letter: the text that owns the block; a 
 {record.picture()}
 
 Exact: every text's tokens are its own. Slow: in plain PyTorch all keys and values are gathered, which is to say
-copied, in every step; a kernel that reads them through the table saves that. `python3 -m benchmarks --batch`
+copied, in every step; a kernel that reads them through the table saves that. `python3 -m benchmarks --requests`
 measures both on GPT-2 124M.""")
     if trace:
         record.write(trace, "paged.py", tokenizer, prompts)
