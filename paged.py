@@ -7,8 +7,8 @@ handed out as texts grow, and a table lists those of each text. Texts that begin
 blocks; one that writes to a shared block gets a copy of its own. If no block is free, the youngest
 text gives its blocks back and is read again later. The tokens are those of every text alone.
 
-Shapes: B texts, T tokens fed to each, S slots in the longest table, L layers, H heads, D head size,
-N blocks, b tokens of a block.
+Shapes: T tokens fed, of all texts together; S slots of all their blocks; L layers, H heads, D head
+size, N blocks, b tokens of a block.
 
 Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
 PagedAttention"; Yu et al. 2022, "Orca" (continuous batching); Agrawal et al. 2023, "SARATHI"
@@ -17,6 +17,7 @@ PagedAttention"; Yu et al. 2022, "Orca" (continuous batching); Agrawal et al. 20
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, check_options, context_start
 from support.radix_tree import common_prefix
+
+FAR = 1 << 40  # a position after every query's
 
 
 @dataclass(eq=False)
@@ -48,13 +51,17 @@ class Text:
         """Tokens that have to be fed before the next one can be written."""
         return len(self.ids) - self.start - self.n_read
 
+    def next(self, n: int) -> list[int]:
+        """Return the first n unread tokens."""
+        return self.ids[self.start + self.n_read :][:n]
+
 
 class PagedCache:
     """Keys and values of any number of texts, in N blocks of b tokens that are allocated once.
 
     count[block] says how many tables list a block; at 0 it is free. A full block can be found:
-    children[parent] maps its tokens to it, and the parent stands for all tokens before. That also
-    holds for a free block, until it is handed out again, those free for longest first.
+    children[parent] maps its tokens to it. The parent is the block before it, or N, and stands for
+    all tokens before. A free block can be found too, until it is handed out: the oldest goes first.
     """
 
     def __init__(self, model: GPT, blocks: int, size: int = 16) -> None:
@@ -62,8 +69,7 @@ class PagedCache:
             raise ValueError(f"{blocks} blocks of {size} tokens: must be at least 1 of 1")
         c, weight = model.config, model.wte.weight
         self.blocks, self.size = blocks, size
-        shape = (c.n_layer, blocks + 1, size, 2, c.n_head, c.head_dim)
-        self.pool = weight.new_zeros(shape)  # the last block pads tables, and stays empty
+        self.pool = weight.new_zeros(c.n_layer, blocks, size, 2, c.n_head, c.head_dim)
         self.count = [0] * blocks
         self.free = OrderedDict.fromkeys(range(blocks))
         self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(blocks + 1)]
@@ -72,12 +78,10 @@ class PagedCache:
         self.scratch = self.pool.new_empty(0)  # of gather(): new memory in every layer is slow
 
     def take(self, block: int | None = None) -> int:
-        """List a block in one table more; without a block an empty one, and return it. It is
-        cleared: a mask hides what an earlier text left there, but 0 times NaN is NaN."""
+        """List a block in one table more, and return it; without a block, a free one."""
         if block is None:
             block = next(iter(self.free))
             self.forget(block)
-            self.pool[:, block] = 0
         self.free.pop(block, None)
         self.count[block] += 1
         return block
@@ -98,15 +102,14 @@ class PagedCache:
             self.listed[block], self.children[block] = None, {}
 
     def parent(self, text: Text, index: int) -> int:
-        """Return the block before a text's block of this index; the padding before the first."""
+        """Return the block before a text's block of this index; before the first there is N."""
         return text.table[index - 1] if index else self.blocks
 
     def share(self, text: Text) -> None:
         """Give a text without blocks those that begin with its tokens, the last of them perhaps in
         part. A token stays unread: only a pass gives logits."""
         while text.n_read % self.size == 0:
-            at = text.start + text.n_read
-            ids = tuple(text.ids[at : at + self.size][: text.unread - 1])
+            ids = tuple(text.next(min(self.size, text.unread - 1)))
             known = self.children[self.parent(text, len(text.table))]
             best = max(known, key=lambda tokens: common_prefix(tokens, ids), default=())
             if not (shared := common_prefix(best, ids)):
@@ -131,16 +134,10 @@ class PagedCache:
             old, text.table[index] = text.table[index], self.take()
             self.pool[:, text.table[index], :used] = self.pool[:, old, :used]
             self.release(old)
-        elif used and self.listed[text.table[index]]:
-            self.cut(text)
+        elif used:
+            self.forget(text.table[index])
         text.table += [self.take() for _ in range(more)]
         return True
-
-    def cut(self, text: Text) -> None:
-        """Clear what lies past a text in its last block, which is in no other table."""
-        index, used = divmod(text.n_read, self.size)
-        self.forget(text.table[index])
-        self.pool[:, text.table[index], used:] = 0
 
     def truncate(self, text: Text, n: int) -> None:
         """Keep the first n tokens that were read. Raises ValueError if there are fewer."""
@@ -151,8 +148,6 @@ class PagedCache:
             self.release(block)
         del text.table[keep:]
         text.n_read = n
-        if n % self.size and self.count[text.table[-1]] == 1:
-            self.cut(text)
 
     def drop(self, text: Text) -> None:
         """Give all blocks of a text back; its full ones can be found until they are handed out."""
@@ -164,47 +159,61 @@ class PagedCache:
         table = [self.take(block) for block in text.table[:used]]
         return replace(text, number=number, ids=[*text.ids], table=table)
 
-    def gather(self, layer: int, tables: Tensor) -> Tensor:
-        """Return a layer's blocks (B * n, b, 2, H, D) of tables (B * n,), until the next call."""
-        shape = (len(tables), *self.pool.shape[2:])
-        if self.scratch.numel() < (numel := torch.Size(shape).numel()):
+    def gather(self, layer: int, blocks: Tensor) -> Tensor:
+        """Return the slots (S, 2, H, D) of some of a layer's blocks, until the next call."""
+        shape = (len(blocks), *self.pool.shape[2:])
+        if self.scratch.numel() < (numel := math.prod(shape)):
             self.scratch = self.pool.new_empty(numel)
         out = self.scratch[:numel].view(shape)
-        return torch.index_select(self.pool[layer], 0, tables, out=out)
+        return torch.index_select(self.pool[layer], 0, blocks, out=out).flatten(0, 1)
 
-    def commit(self, texts: Sequence[Text], T: int, pending: list[Tensor]) -> None:
-        """Write what a pass has appended (B, T, 2, H, D) for each layer. A block that is full now
-        can be found, or gives way to one that holds the same tokens after the same tokens."""
-        slots = [text.table[t // self.size] * self.size + t % self.size
-                 for text in texts for t in range(text.n_read, text.n_read + T)]  # fmt: skip
-        for layer, new in zip(self.pool, pending, strict=True):
-            layer.flatten(0, 1)[slots] = new.flatten(0, 1)
-        for text in texts:
-            first, text.n_read = text.n_read // self.size, text.n_read + T
-            for index in range(first, text.n_read // self.size):
-                at, block = text.start + index * self.size, text.table[index]
-                tokens = tuple(text.ids[at : at + self.size])
-                known = self.children[self.parent(text, index)]
-                if (found := known.setdefault(tokens, block)) == block:
-                    self.listed[block] = known, tokens
-                else:
-                    text.table[index] = self.take(found)
-                    self.release(block)
+    def grow(self, text: Text, n: int) -> None:
+        """Count n tokens more of a text as read. A block that is full now can be found, or gives
+        way to one that holds the same tokens after the same tokens."""
+        first, text.n_read = text.n_read // self.size, text.n_read + n
+        for index in range(first, text.n_read // self.size):
+            at, block = text.start + index * self.size, text.table[index]
+            tokens = tuple(text.ids[at : at + self.size])
+            known = self.children[self.parent(text, index)]
+            if (found := known.setdefault(tokens, block)) == block:
+                self.listed[block] = known, tokens
+            else:
+                text.table[index] = self.take(found)
+                self.release(block)
 
 
 class Batch:
-    """What a GPT takes as the cache of a pass over texts: rows at positions of their own.
+    """What a GPT takes as the cache of a pass over tokens of many texts, one after the other in a
+    single row (1, T): no text is padded to another's length, and a shared block is read once.
 
     A pass that fails changes nothing: the blocks are written when it commits.
     """
 
-    def __init__(self, cache: PagedCache, texts: Sequence[Text]) -> None:
-        self.cache, self.texts, self.layers = cache, texts, cache.pool
-        self.pending: list[Tensor] = []  # of each layer, what this pass appends (B, T, 2, H, D)
-        device, longest = cache.pool.device, max(len(text.table) for text in texts)
-        padded = [text.table + [cache.blocks] * (longest - len(text.table)) for text in texts]
-        self.tables = torch.tensor(padded, device=device).flatten()
-        self.next_pos = torch.tensor([[text.n_read] for text in texts], device=device)  # (B, 1)
+    def __init__(self, cache: PagedCache, texts: Sequence[Text], counts: Sequence[int]) -> None:
+        """counts[i] tokens of texts[i] will be fed. Raises ValueError if a text lacks room."""
+        self.cache, self.texts, self.counts, self.layers = cache, texts, counts, cache.pool
+        self.pending: list[Tensor] = []  # of each layer, what this pass appends (T, 2, H, D)
+        size, fed, tables = cache.size, [], []
+        for i, (text, n) in enumerate(zip(texts, counts, strict=True)):
+            if any(cache.missing(text, n)):
+                own = f"{len(text.table)} blocks of {size} of its own: call room() first"
+                raise ValueError(f"{n} tokens after {text.n_read} don't fit in {own}")
+            fed += [(i, t) for t in range(text.n_read, text.n_read + n)]
+            tables.append(text.table[: -(-(text.n_read + n) // size)])
+        rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
+        self.slots = [tables[i][t // size] * size + t % size for i, t in fed]  # its slot in the pool
+        blocks: dict[int, int] = {}  # which are gathered, each once, and in which order
+        for table in tables:
+            for block in table:
+                blocks.setdefault(block, len(blocks))
+        begins = torch.full((len(texts), len(blocks)), FAR)  # where a text has each block
+        for i, table in enumerate(tables):
+            begins[i, [blocks[block] for block in table]] = torch.arange(len(table)) * size
+        k_pos = (begins[:, :, None] + torch.arange(size)).flatten(1)  # (texts, S)
+        own = [blocks[slot // size] * size + slot % size for slot in self.slots]
+        next_pos = pos - torch.arange(len(fed))  # the GPT adds 0, 1, ..., T - 1
+        tensors = next_pos, k_pos[rows] <= pos[:, None], torch.tensor([*blocks]), torch.tensor(own)
+        self.next_pos, self.mask, self.blocks, self.own = (x.to(cache.pool.device) for x in tensors)
 
     def __len__(self) -> int:
         return max(text.n_read for text in self.texts)
@@ -212,33 +221,32 @@ class Batch:
     @torch.no_grad()
     def append(self, layer: int, k: Tensor, v: Tensor,
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (B, T). Return
-        those of all slots (B, H, S, D), and a mask (B, 1, T, S): slot t of a table is position t.
-        Raises ValueError if a text lacks room for them."""
-        B, T = pos.shape
-        for text in self.texts if layer == 0 else ():
-            if any(self.cache.missing(text, T)):
-                own = f"{len(text.table)} blocks of {self.cache.size} of its own: call room() first"
-                raise ValueError(f"{T} tokens after {text.n_read} don't fit in {own}")
-        self.pending[layer:] = [torch.stack([k, v]).permute(1, 3, 0, 2, 4)]
-        if not len(self):
+        """Add a layer's keys and values (1, H, T, D) of the tokens at positions pos (T,). Return
+        those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart."""
+        new = torch.stack([k[0], v[0]]).permute(2, 0, 1, 3)  # (T, 2, H, D)
+        self.pending[layer:] = [new.nan_to_num(0, 0, 0)]  # 0 times a neighbour's NaN would be NaN
+        if len(self.texts) == 1 and not len(self):
             return k, v, None  # all keys are new
-        kv = self.cache.gather(layer, self.tables).unflatten(0, (B, -1)).flatten(1, 2)
-        kv[torch.arange(B, device=pos.device)[:, None], pos] = self.pending[layer]
-        k, v = kv.transpose(1, 3).unbind(2)  # (B, S, 2, H, D) -> (B, H, S, D) twice
-        return k, v, torch.arange(k.size(2), device=pos.device) <= pos[:, None, :, None]
+        kv = self.cache.gather(layer, self.blocks)  # (S, 2, H, D)
+        kv[self.own] = self.pending[layer]
+        k, v = kv.permute(1, 2, 0, 3)[:, None]
+        return k, v, self.mask
 
     def commit(self, pos: Tensor) -> None:
-        """Count the tokens at positions pos (B, T) as read."""
-        self.cache.commit(self.texts, pos.size(1), self.pending)
+        """Count the tokens at positions pos (T,) as read."""
+        for layer, new in zip(self.cache.pool, self.pending, strict=True):
+            layer.flatten(0, 1)[self.slots] = new
+        for text, n in zip(self.texts, self.counts, strict=True):
+            self.cache.grow(text, n)
 
 
 class Server:
     """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk
     of the one text that is being read, or over the last token of all that are being written."""
 
-    def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = 64) -> None:
-        """chunk: tokens of a prompt in a pass at most; most: texts that are written at once."""
+    def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = 16) -> None:
+        """chunk: tokens of a prompt in a pass at most; most: texts that are written at once. Masked
+        or not, all their tokens meet in attention, whose cost is the square of their number."""
         if chunk < 1 or most < 1:
             raise ValueError(f"chunk {chunk} and most {most} must be at least 1")
         self.model, self.cache, self.chunk, self.most = model, cache, chunk, most
@@ -285,12 +293,13 @@ class Server:
         texts = [self.reading] if self.has_read else self.make_room()
         if not texts:
             return []
-        T = min(texts[0].unread, self.chunk)  # 1 for those that are written
-        fed = [text.ids[at : at + T] for text in texts for at in [text.start + text.n_read]]
-        ids = torch.tensor(fed, device=self.model.wte.weight.device)  # (B, T)
-        logits = self.model(ids, Batch(self.cache, texts), last_only=True)[:, -1]  # (B, V)
-        complete = zip(texts, logits.argmax(-1).tolist(), strict=True)
-        return [self.write(text, token) for text, token in complete if not text.unread]
+        counts = [min(text.unread, self.chunk) for text in texts]  # 1 for those that are written
+        ids = [i for text, n in zip(texts, counts, strict=True) for i in text.next(n)]
+        batch = Batch(self.cache, texts, counts)
+        ids = torch.tensor([ids], device=self.cache.pool.device)  # (1, T)
+        tokens = self.model(ids, batch, last_only=self.has_read)[0].argmax(-1).tolist()
+        pairs = zip(texts, tokens, strict=True)
+        return [self.write(text, token) for text, token in pairs if not text.unread]
 
     def admit(self) -> bool:
         """Give the first waiting text the blocks that its tokens need, if one is left for each that
@@ -345,7 +354,7 @@ class Server:
 
 
 def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], *,
-          blocks: int, size: int = 16, chunk: int = 64, most: int = 64,
+          blocks: int, size: int = 16, chunk: int = 64, most: int = 16,
           stop_id: int | None = None) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Yield (text, token) as they come, the likeliest tokens after each of the prompts: those that
     generate() yields for it alone, up to what rounding does to a tie. max_new_tokens: of all, or of
@@ -365,15 +374,16 @@ def main(argv: list[str] | None = None) -> None:
 
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
     cli.add_argument("what", nargs="?", default="run", choices=("run", "serve"),
-                     help="run: what blocks save, in seconds; serve: continue each line of FILE")  # fmt: skip
+                     help="run: what blocks save; serve: continue each line of FILE")  # fmt: skip
     cli.add_argument("file", nargs="?", metavar="FILE", help="serve: a text file, a prompt a line")
     cli.add_model_arguments()
     cli.add_argument("--max-new-tokens", type=whole_number(1), default=80, metavar="N",
-                     help="to write; run: to every fourth prompt, and less to the others")  # fmt: skip
+                     help="to write; run: to each fourth prompt, less to the others")  # fmt: skip
     cli.add_argument("--blocks", type=whole_number(1), metavar="N",
                      help="to share among all texts; default: run half of what they would use, "
                      "serve enough for all")  # fmt: skip
-    cli.add_argument("--size", type=whole_number(1), default=16, metavar="N", help="tokens of a block")
+    cli.add_argument("--size", type=whole_number(1), default=16, metavar="N",
+                     help="tokens of a block")  # fmt: skip
     cli.add_argument("--chunk", type=whole_number(1), default=64, metavar="N",
                      help="tokens of a prompt that are read in a pass")  # fmt: skip
     cli.add_trace_argument("run: ")

@@ -73,7 +73,7 @@ def paged(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
     def run(requests: Requests) -> dict[str, Any]:
         blocks = sum(-(-(len(r["ids"]) + r["new"] - 1) // SIZE) for r in requests)
         cache = PagedCache(model, blocks, SIZE)
-        server = Server(model, cache, CHUNK, len(requests))
+        server = Server(model, cache, CHUNK)
         for request in requests:
             server.add(request["ids"], request["new"])
         texts: list[list[int]] = [[] for _ in requests]
@@ -99,8 +99,8 @@ def paged(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
         most = max((n for n, read, *_ in steps if not read), default=0)
         if most:  # steps that wrote to as many texts as any
             full = [(ms, gathered) for n, read, ms, gathered in steps if n == most and not read]
-            ids = torch.zeros(most, 1, dtype=torch.long, device=device)
-            alone = median(clock(lambda: model(ids, last_only=True))[0] for _ in range(5))
+            ids = torch.zeros(1, most, dtype=torch.long, device=device)
+            alone = median(clock(lambda: model(ids))[0] for _ in range(5))
             result |= {"texts": most, "step_ms": median(ms for ms, _ in full), "gather_ms": median(g for _, g in full),
                        "no_cache_ms": alone}  # fmt: skip
         return result
