@@ -201,7 +201,7 @@ class Batch:
             fed += [(i, t) for t in range(text.n_read, text.n_read + n)]
             tables.append(text.table[: -(-(text.n_read + n) // size)])
         rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
-        self.slots = [tables[i][t // size] * size + t % size for i, t in fed]  # its slot in the pool
+        self.slots = [tables[i][t // size] * size + t % size for i, t in fed]  # its slot
         blocks: dict[int, int] = {}  # which are gathered, each once, and in which order
         for table in tables:
             for block in table:
