@@ -17,7 +17,6 @@ PagedAttention"; Yu et al. 2022, "Orca" (continuous batching); Agrawal et al. 20
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -69,7 +68,7 @@ class PagedCache:
             raise ValueError(f"{blocks} blocks of {size} tokens: must be at least 1 of 1")
         c, weight = model.config, model.wte.weight
         self.blocks, self.size = blocks, size
-        self.pool = weight.new_zeros(c.n_layer, blocks, size, 2, c.n_head, c.head_dim)
+        self.pool = weight.new_zeros(c.n_layer, 2, c.n_head, blocks, size, c.head_dim)
         self.count = [0] * blocks
         self.free = OrderedDict.fromkeys(range(blocks))
         self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(blocks + 1)]
@@ -132,7 +131,7 @@ class PagedCache:
         index, used = divmod(text.n_read, self.size)
         if shared:  # copy on write
             old, text.table[index] = text.table[index], self.take()
-            self.pool[:, text.table[index], :used] = self.pool[:, old, :used]
+            self.pool[..., text.table[index], :used, :] = self.pool[..., old, :used, :]
             self.release(old)
         elif used:
             self.forget(text.table[index])
@@ -160,12 +159,14 @@ class PagedCache:
         return replace(text, number=number, ids=[*text.ids], table=table)
 
     def gather(self, layer: int, blocks: Tensor) -> Tensor:
-        """Return the slots (S, 2, H, D) of some of a layer's blocks, until the next call."""
-        shape = (len(blocks), *self.pool.shape[2:])
-        if self.scratch.numel() < (numel := math.prod(shape)):
+        """Return a layer's keys and values (2, H, S, D) of some blocks, until the next call."""
+        two, H, N, b, D = self.pool[layer].shape
+        rows = (torch.arange(two * H, device=blocks.device)[:, None] * N + blocks).flatten()
+        if self.scratch.numel() < (numel := len(rows) * b * D):
             self.scratch = self.pool.new_empty(numel)
-        out = self.scratch[:numel].view(shape)
-        return torch.index_select(self.pool[layer], 0, blocks, out=out).flatten(0, 1)
+        out = self.scratch[:numel].view(len(rows), b, D)
+        torch.index_select(self.pool[layer].flatten(0, 2), 0, rows, out=out)
+        return out.view(two, H, -1, D)
 
     def grow(self, text: Text, n: int) -> None:
         """Count n tokens more of a text as read. A block that is full now can be found, or gives
@@ -192,7 +193,7 @@ class Batch:
     def __init__(self, cache: PagedCache, texts: Sequence[Text], counts: Sequence[int]) -> None:
         """counts[i] tokens of texts[i] will be fed. Raises ValueError if a text lacks room."""
         self.cache, self.texts, self.counts, self.layers = cache, texts, counts, cache.pool
-        self.pending: list[Tensor] = []  # of each layer, what this pass appends (T, 2, H, D)
+        self.pending: list[Tensor] = []  # of each layer, what this pass appends (2, H, T, D)
         size, fed, tables = cache.size, [], []
         for i, (text, n) in enumerate(zip(texts, counts, strict=True)):
             if any(cache.missing(text, n)):
@@ -223,19 +224,18 @@ class Batch:
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Add a layer's keys and values (1, H, T, D) of the tokens at positions pos (T,). Return
         those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart."""
-        new = torch.stack([k[0], v[0]]).permute(2, 0, 1, 3)  # (T, 2, H, D)
+        new = torch.cat([k, v])  # (2, H, T, D)
         self.pending[layer:] = [new.nan_to_num(0, 0, 0)]  # 0 times a neighbour's NaN would be NaN
         if len(self.texts) == 1 and not len(self):
             return k, v, None  # all keys are new
-        kv = self.cache.gather(layer, self.blocks)  # (S, 2, H, D)
-        kv[self.own] = self.pending[layer]
-        k, v = kv.permute(1, 2, 0, 3)[:, None]
-        return k, v, self.mask
+        kv = self.cache.gather(layer, self.blocks)  # (2, H, S, D)
+        kv[:, :, self.own] = self.pending[layer]
+        return kv[:1], kv[1:], self.mask
 
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read."""
         for layer, new in zip(self.cache.pool, self.pending, strict=True):
-            layer.flatten(0, 1)[self.slots] = new
+            layer.flatten(2, 3)[:, :, self.slots] = new
         for text, n in zip(self.texts, self.counts, strict=True):
             self.cache.grow(text, n)
 

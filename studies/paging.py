@@ -192,7 +192,7 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, n: int, size: int, blocks: in
     for name, budget in (("blocks for all", sum(each)), ("few blocks", blocks or max(*each, record.used // 2))):
         seconds, (texts, server) = fastest(lambda budget=budget: paged(budget))
         record = Record(Server(model, PagedCache(model, budget, size), chunk), prompts, limits)
-        block = server.cache.pool[:, 0].nbytes
+        block = server.cache.pool[..., 0, :, :].nbytes
         rows.append([name, f"{1e3 * seconds:,.0f}", f"{sum(limits) / seconds:,.0f}", f"{record.used * block:,}",
                      f"{record.wasted * block // size:,}", f"{record.used}", f"{record.shared}", f"{server.put_back}",
                      "yes" if texts == expected else "NO"])  # fmt: skip

@@ -126,10 +126,10 @@ def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
     b = cache.fork(a, 1)
     b.ids[6:] = tokens(6, 2)
     assert b.table == a.table and b.table is not a.table and cache.count[: len(a.table)] == [2, 2]
-    before = cache.pool[:, a.table[1], :2].clone()
+    before = cache.pool[..., a.table[1], :2, :].clone()
     got = read(model, cache, [b], 3)
     assert b.table[0] == a.table[0] and b.table[1] != a.table[1]
-    assert torch.equal(cache.pool[:, a.table[1], :2], before) and not cache.pool[:, a.table[1], 2:].any()
+    assert torch.equal(cache.pool[..., a.table[1], :2, :], before) and not cache.pool[..., a.table[1], 2:, :].any()
     for text, logits in ((b, got[0]), (a, read(model, cache, [a], 3)[0])):
         assert_close(logits, model(torch.tensor([text.ids[:9]]))[0, -3:], torch.float32)
 
