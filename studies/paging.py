@@ -99,7 +99,8 @@ class Record:
         for ids, n in zip(prompts, limits, strict=True):
             server.add(ids, n)
         self.blocks, self.size, self.steps = cache.blocks, cache.size, []
-        self.used = self.shared = self.wasted = 0  # at the step with most blocks in use
+        self.used = self.wasted = 0  # at the step with most blocks in use
+        self.shared = 0  # at the step with most of these
         held: set[int] = set()
         while server.busy:
             fed = server.reading.unread if server.reading else 0
@@ -121,9 +122,9 @@ class Record:
                                "fed": fed, "events": {what: sorted(who) for what, who in events.items() if who},
                                "waiting": [text.number for text in server.waiting]})  # fmt: skip
             held = {*now}
+            self.shared = max(self.shared, sum(len(who) > 1 for who in owners))
             if (used := cache.blocks - len(cache.free)) > self.used:
-                self.used, self.shared = used, sum(len(who) > 1 for who in owners)
-                self.wasted = used * cache.size - sum(filled)
+                self.used, self.wasted = used, used * cache.size - sum(filled)
 
     def picture(self) -> str:
         """Return a line for some of the steps: a letter for the text that owns a block, or how many do."""
@@ -204,7 +205,7 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, n: int, size: int, blocks: in
     print(f"""
 ms, tokens/s:   of all twelve, prompts included; the faster of two runs
 bytes, blocks:  of keys and values at the step that holds most; wasted: padding, or what blocks have left to fill
-shared:         blocks that several texts list at that step; put back: how often a text lost its blocks
+shared:         blocks that several texts own, at the step with most; put back: how often a text lost its blocks
 
 The blocks of the last row over time. A letter: the text that owns the block; a number: how many texts share it;
 ":" is free, and holds a beginning that a new text would find; "." is free.

@@ -1,14 +1,19 @@
 """paged.py: every text's tokens are those of that text alone, and no block is lost, leaked or overwritten."""
 
+import json
 import random
+import re
 from itertools import compress, pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpt_kv_cache import GPT, GPTConfig, generate
-from paged import Batch, PagedCache, Server, Text, serve
+from paged import Batch, PagedCache, Server, Text, main, serve
+from studies.paging import padded
+from tests.helpers import ROOT
 from tests.test_equivalence import assert_close, failing, parts_of, randomize
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
@@ -424,3 +429,59 @@ def test_sizes_below_one_are_refused(model: GPT, blocks: int, size: int) -> None
         PagedCache(model, blocks, size)
     with pytest.raises(ValueError, match="chunk 0 and most 5"):
         Server(model, PagedCache(model, 1, 1), 0, 5)
+
+
+# --- The command line ---------------------------------------------------------------------------
+
+
+def test_a_bare_run_shows_the_same_tokens_and_the_blocks(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    main(["--max-new-tokens", "8", "--trace", str(tmp_path / "blocks.html")])
+    printed = capsys.readouterr().out
+    rows = {line.strip().partition("  ")[0]: line.split() for line in printed.splitlines() if line.endswith(" yes")}
+    assert [*rows] == ["one at a time", "a padded batch", "blocks for all", "few blocks"]
+    held, wasted = ({name: int(row[i].replace(",", "")) for name, row in rows.items()} for i in (-6, -5))
+    assert held["blocks for all"] - wasted["blocks for all"] < held["a padded batch"] - wasted["a padded batch"]
+    assert wasted["blocks for all"] < wasted["a padded batch"] / 4
+    blocks, shared = (int(rows["few blocks"][i]) for i in (-4, -3))
+    assert blocks == int(rows["blocks for all"][-4]) // 2 and shared > 0
+    picture = [line.split()[1] for line in printed.splitlines() if len(line.split()) > 1 and
+               line.split()[0].isdecimal()]  # fmt: skip
+    assert len(picture) > 10 and {len(row) for row in picture} == {blocks}
+    assert {*"".join(picture)} >= {*"ab:"} and {*"".join(picture)} & {*"23456"}
+    data = json.loads(re.search(r"const data = (.*);\n", (tmp_path / "blocks.html").read_text()).group(1))
+    assert len(data["prompts"]) == 12 and len(data["steps"][0]["owners"]) == blocks
+    ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
+    assert sorted(ends) == [*range(12)]
+    assert sum(len(step["written"]) for step in data["steps"]) == sum(max(1, 8 * (i % 4 + 1) // 4) for i in range(12))
+
+
+def test_the_padded_batch_of_the_demo_is_exact(model: GPT) -> None:
+    prompts, limits = [tokens(n, n) for n in (3, 9, 1, 14)], [9, 2, 4, 9]
+    texts, nbytes, wasted = padded(model, prompts, limits)
+    assert texts == [alone(model, ids, n) for ids, n in zip(prompts, limits, strict=True)]
+    token = 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
+    real = sum(len(ids) + n - 1 for ids, n in zip(prompts, limits, strict=True))
+    assert nbytes == 4 * (14 + 9) * token and wasted == nbytes - real * token
+
+
+def test_serve_continues_every_line_of_a_file(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("Notes:\n\nQuestion: Who was it that founded Dunsey?\n")
+    main(["serve", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--blocks", "3"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^\[1\] Notes:.", printed, re.M) and re.search(r"^\[2\] Question: .*\?\n?.", printed, re.M)
+
+
+@pytest.mark.parametrize(("words", "culprits"), [
+    (["serve"], ["needs a FILE"]), (["run", "x.txt"], ["run takes none"]), (["serve", "nowhere.txt"], ["nowhere.txt"]),
+    (["serve", "README.md", "--trace", "x.html"], ["no --trace"]), (["--trace", "."], ["is a folder"]),
+    (["--blocks", "3"], ["blocks", "there are 3"]), (["--size", "0"], ["0", "1"]),
+    (["--max-new-tokens", "5000"], ["5000 more", "context of"]),
+])  # fmt: skip
+def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], capsys: pytest.CaptureFixture,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and len(printed.strip().splitlines()) == 1
+    assert all(culprit in printed for culprit in culprits), printed
