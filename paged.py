@@ -395,6 +395,8 @@ def main(argv: list[str] | None = None) -> None:
         trace = cli.trace_path(args)
         lines = Path(args.file).read_text(encoding="utf-8").splitlines() if args.file else []
         lines = [line for line in lines if line.strip()]
+        if args.file and not lines:
+            raise ValueError(f"{args.file} has no line to continue")
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
         if args.what == "run":

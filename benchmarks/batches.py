@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -163,9 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Answer the request on standard input: run it once, after a small one that warms up."""
     name, folder, device, threads = sys.argv[1:] if argv is None else argv
     torch.set_num_threads(int(threads))
-    request, answer = json.load(sys.stdin), sys.stdout
-    sys.stdout = sys.stderr  # whatever an implementation prints
-    with torch.no_grad():
+    request = json.load(sys.stdin)
+    with torch.no_grad(), redirect_stdout(sys.stderr):  # whatever an implementation prints
         if name == "floor":
             found = floors(Clock(device), device, request["geometry"], [request["rows"]])
         else:
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             begun = time.perf_counter()
             found = run(request["requests"])
             found["seconds"] = time.perf_counter() - begun
-    print(json.dumps(found), file=answer)
+    print(json.dumps(found))
 
 
 # --- Measuring, and the record ----------------------------------------------------------------------------------------
