@@ -94,10 +94,8 @@ class Record:
 
     owners[block] are the numbers of its texts. written are (text, token); events say who came, waited and left."""
 
-    def __init__(self, server: Server, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    def __init__(self, server: Server, limits: Sequence[int]) -> None:
         cache, left = server.cache, dict(enumerate(limits))
-        for ids, n in zip(prompts, limits, strict=True):
-            server.add(ids, n)
         self.blocks, self.size, self.steps = cache.blocks, cache.size, []
         self.used = self.wasted = 0  # at the step with most blocks in use
         self.shared = 0  # at the step with most of these
@@ -166,10 +164,14 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, n: int, size: int, blocks: in
                          f"{model.context}")  # fmt: skip
     each = [-(-(len(ids) + limit - 1) // size) for ids, limit in zip(prompts, limits, strict=True)]
 
-    def paged(blocks: int) -> tuple[list[list[int]], Server]:
-        server, texts = Server(model, PagedCache(model, blocks, size), chunk), [[] for _ in prompts]
+    def waiting(blocks: int) -> Server:
+        server = Server(model, PagedCache(model, blocks, size), chunk)
         for ids, limit in zip(prompts, limits, strict=True):
             server.add(ids, limit)
+        return server
+
+    def paged(blocks: int) -> tuple[list[list[int]], Server]:
+        server, texts = waiting(blocks), [[] for _ in prompts]
         while server.busy:
             for number, token in server.step():
                 texts[number].append(token)
@@ -183,16 +185,18 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, n: int, size: int, blocks: in
             best = min(best, time.perf_counter() - begun)
         return best, result
 
+    if blocks:
+        waiting(blocks)  # too few are refused before anything takes time
     rows, expected = [], None
     for name, way in (("one at a time", one_at_a_time), ("a padded batch", padded)):
         seconds, (texts, nbytes, wasted) = fastest(lambda way=way: way(model, prompts, limits))
         expected = expected or texts
         rows.append([name, f"{1e3 * seconds:,.0f}", f"{sum(limits) / seconds:,.0f}", f"{nbytes:,}", f"{wasted:,}",
                      "-", "-", "-", "yes" if texts == expected else "NO"])  # fmt: skip
-    record = Record(Server(model, PagedCache(model, sum(each), size), chunk), prompts, limits)
+    record = Record(waiting(sum(each)), limits)
     for name, budget in (("blocks for all", sum(each)), ("few blocks", blocks or max(*each, record.used // 2))):
         seconds, (texts, server) = fastest(lambda budget=budget: paged(budget))
-        record = Record(Server(model, PagedCache(model, budget, size), chunk), prompts, limits)
+        record = Record(waiting(budget), limits)
         block = server.cache.pool[..., 0, :, :].nbytes
         rows.append([name, f"{1e3 * seconds:,.0f}", f"{sum(limits) / seconds:,.0f}", f"{record.used * block:,}",
                      f"{record.wasted * block // size:,}", f"{record.used}", f"{record.shared}", f"{server.put_back}",
