@@ -4,7 +4,8 @@
 process of its own, a new one in every turn (where memory comes to lie is luck, which a process keeps). Figures are
 medians over turns, and shares of what the machine could do in the same turns: read the weights once a token, and
 compute nothing but the matrix products of a prompt. `--ablate` measures our own choices one by one, and where the time
-goes; `--scale` predicts larger models from recorded figures.
+goes; `--requests` serves many texts of different lengths at once; `--scale` predicts larger models from recorded
+figures.
 """
 
 from __future__ import annotations
