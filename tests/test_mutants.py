@@ -27,7 +27,7 @@ ENOUGH = {
     "kv_feeds": "full_hit",
     "kv_forgotten": "past_the_context",
     "kv_reads": "warm",
-    "paged": "not bare_run and not serve and not bad_input",
+    "paged": "not bare_run and not serve_continues and not bad_input",
     "ring": "window or ring",
     "ring_checks": "refused",
     "ring_clone": "clone",
