@@ -4,7 +4,8 @@
 process of its own, a new one in every turn (where memory comes to lie is luck, which a process keeps). Figures are
 medians over turns, and shares of what the machine could do in the same turns: read the weights once a token, and
 compute nothing but the matrix products of a prompt. `--ablate` measures our own choices one by one, and where the time
-goes; `--scale` predicts larger models from recorded figures.
+goes; `--requests` serves many texts of different lengths at once; `--scale` predicts larger models from recorded
+figures.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: waiting threads must not spin
 
+import argparse
 import importlib.util
 import json
 import platform
@@ -33,6 +35,7 @@ import torch
 from tqdm import tqdm
 
 import gpt_kv_cache
+from benchmarks import batches as together
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
 from gpt_kv_cache import GPT, GPTConfig
@@ -391,6 +394,9 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads")
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
+    cli.add_argument("--requests", nargs="*", type=whole_number(1), metavar="N",
+                     help="measure N requests of different lengths at once instead; default: "
+                     f"{' '.join(map(str, together.COUNTS))}")
     cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")
     cli.add_argument("--out", type=writable_folder, metavar="FOLDER",
                      help="where results go; default: results/benchmarks")  # fmt: skip
@@ -406,6 +412,8 @@ def main(argv: list[str] | None = None) -> None:
             if args.ablate and getattr(args, option):
                 raise ValueError(f"--ablate has no --{option.replace('_', '-')}: see --help")
         out = args.out or ROOT / "results" / "benchmarks"
+        if args.requests is not None:
+            return measure_requests(args, out)
         chosen = [c for c in CONTENDERS if c.name == BASE or c.name in (args.only or names)]
         absent = {c.name: why for c in chosen if (why := available(c, args.on, args.peer_path))}
         chosen = [c for c in chosen if c.name not in absent]
@@ -453,6 +461,23 @@ def main(argv: list[str] | None = None) -> None:
         if record["disturbed"]:
             print(f"THE MACHINE WAS DISTURBED: {disturbance(record)}; measure again when it is quiet")
         print(f"\nWritten to {out}")
+
+
+def measure_requests(args: argparse.Namespace, out: Path) -> None:
+    """Measure requests of different lengths at once, print the tables and write requests.json."""
+    for option in ("only", "peer_path", "lengths", "batches", "ablate"):
+        if getattr(args, option):
+            raise ValueError(f"--requests has no --{option.replace('_', '-')}: see --help")
+    out.mkdir(parents=True, exist_ok=True)
+    with weights(args.model) as folder:
+        geometry, counts = geometry_of(folder), sorted({*(args.requests or together.COUNTS)})
+        found = together.measure(folder, geometry, counts, args.turns, args.on, args.threads)
+    record = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
+              "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+              "geometry": geometry, **found}  # fmt: skip
+    print(together.summary(record))
+    write_json(out / "requests.json", record, indent=1)
+    print(f"\nWritten to {out / 'requests.json'}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ work by strangers in a container.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
 import os
 import re
 import subprocess

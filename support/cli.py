@@ -78,19 +78,25 @@ class CommandLine(argparse.ArgumentParser):
               context_start: Callable[[int, int], int] | None = None) -> Trace | None:
         """Return what records a text that begins with ids (1, T), None without --trace. context_start(tokens, n_ctx)
         says where the context begins in a text that is read without a cache."""
-        if args.trace_file is None:
+        if (path := self.trace_path(args)) is None:
             return None
-        if Path(args.trace_file).is_dir():
-            raise ValueError(f"--trace {args.trace_file} is a folder, and must be a file")
-        folder = Path(args.trace_file).parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):  # before anything is written
-            raise ValueError(f"--trace {args.trace_file}: there is no folder {folder} that can be written to")
         from support.tracing import Trace
 
-        trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, Path(args.trace_file),
-                      context_start)
+        trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, path, context_start)
         trace.begin(ids[0].tolist())
         return trace
+
+    def trace_path(self, args: argparse.Namespace) -> Path | None:
+        """Return the file that --trace names, None without it. Raises ValueError, before anything is written, if there
+        can be no such file."""
+        if args.trace_file is None:
+            return None
+        path = Path(args.trace_file)
+        if path.is_dir():
+            raise ValueError(f"--trace {path} is a folder, and must be a file")
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ValueError(f"--trace {path}: there is no folder {path.parent} that can be written to")
+        return path
 
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:

@@ -17,7 +17,7 @@ import tiktoken
 
 from support.files import write_atomically
 
-TEMPLATE = Path(__file__).with_name("tracing.html")
+HERE = Path(__file__).parent
 
 
 class Trace:
@@ -96,10 +96,14 @@ class Trace:
         """Write the page."""
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character goes to the last of its tokens
         tokens = [utf8.decode(self.tokenizer.decode_single_token_bytes(i)) for i in self.ids]
-        data = json.dumps({"title": self.title, "tokens": tokens, "steps": self.steps})
-        before, after = TEMPLATE.read_text(encoding="utf-8").split("null /* data */")
-        page = before.replace("TITLE", html.escape(self.title)) + data.replace("<", "\\u003c") + after
-        write_atomically(self.path, lambda file: file.write_text(page, encoding="utf-8"))
+        write_page(self.path, self.title, {"title": self.title, "tokens": tokens, "steps": self.steps}, "tracing.html")
+
+
+def write_page(path: Path, title: str, data: dict[str, Any], template: str) -> None:
+    """Write a template's page with data, which its script plays."""
+    before, after = (HERE / template).read_text(encoding="utf-8").split("null /* data */")
+    page = before.replace("TITLE", html.escape(title)) + json.dumps(data).replace("<", "\\u003c") + after
+    write_atomically(path, lambda file: file.write_text(page, encoding="utf-8"))
 
 
 def contents(cache: Any, start: int, n: int) -> dict[str, Any]:

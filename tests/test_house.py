@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache", "gpt_bounded_cache"]
-METHODS = ["recycle", "projector", "overfill", "speculate"]
+METHODS = ["recycle", "projector", "overfill", "speculate", "paged"]
 FLOORS = [["support"], GPT_FILES, ["load_gpt2_weights"], ["pocket"], METHODS, ["studies", "benchmarks"], ["chapters"]]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LINES = 400  # of code in a file, tables of data aside

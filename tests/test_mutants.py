@@ -15,6 +15,7 @@ SUITES = {
     "gpt_baseline": ["test_equivalence.py"],
     "gpt_kv_cache": ["test_kv_cache.py", "test_equivalence.py"],
     "gpt_bounded_cache": ["test_bounded_cache.py"],
+    "paged": ["test_paged.py"],
 }
 # Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
 ENOUGH = {
@@ -26,6 +27,7 @@ ENOUGH = {
     "kv_feeds": "full_hit",
     "kv_forgotten": "past_the_context",
     "kv_reads": "warm",
+    "paged": "not bare_run and not serve_continues and not bad_input",
     "ring": "window or ring",
     "ring_checks": "refused",
     "ring_clone": "clone",

@@ -1,0 +1,268 @@
+"""Many requests of different lengths at once: tokens/s of all together, memory, and what gathering blocks costs.
+
+`python -m benchmarks --requests` gives all contenders the same weights and requests; each runs in a process of its own.
+`python -m benchmarks.batches NAME FOLDER DEVICE THREADS` is that process: it answers one request, a JSON object.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: waiting threads must not spin
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.contenders import Clock, floors
+from gpt_kv_cache import GPT, KVCache, generate
+from load_gpt2_weights import load_model
+from paged import PagedCache, Server
+from support.tables import table
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
+COUNTS = (1, 4, 16, 64)
+SIZE, CHUNK = 16, 256  # tokens of a block, and of a prompt's pass
+Requests = list[dict[str, Any]]  # ids, new (tokens to write), arrival (in seconds; 0: all are there from the beginning)
+
+
+def requests_of(count: int, vocab_size: int, n_ctx: int) -> Requests:
+    """Return the first of a fixed list of requests: prompts of a 32nd to half of the context, a 32nd to an eighth of it
+    to write, both drawn evenly on a logarithmic scale."""
+    rng = random.Random(0)
+    found = []
+    for _ in range(count):
+        prompt, new = (round(n_ctx / 32 * scale ** rng.random()) for scale in (16, 4))
+        ids = [rng.randrange(vocab_size) for _ in range(max(1, prompt))]
+        found.append({"ids": ids, "new": max(1, new), "arrival": 0.0})
+    return found
+
+
+# --- The contenders: from a folder and a device to what serves requests -----------------------------------------------
+
+
+def one_at_a_time(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
+    model = load_model(str(folder), model_class=GPT, device=device)
+
+    def run(requests: Requests) -> dict[str, Any]:
+        texts, held = [], 0
+        for request in requests:
+            cache = KVCache()
+            new = generate(model, torch.tensor([request["ids"]], device=device), request["new"], cache=cache)
+            texts.append([int(token) for token in new])
+            held = max(held, cache.nbytes)
+        return {"tokens": texts, "held": held, "wasted": 0}
+
+    return run
+
+
+def paged(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
+    model, clock = load_model(str(folder), model_class=GPT, device=device), Clock(device)
+
+    def run(requests: Requests) -> dict[str, Any]:
+        blocks = sum(-(-(len(r["ids"]) + r["new"] - 1) // SIZE) for r in requests)
+        cache = PagedCache(model, blocks, SIZE)
+        server = Server(model, cache, CHUNK)
+        for request in requests:
+            server.add(request["ids"], request["new"])
+        texts: list[list[int]] = [[] for _ in requests]
+        used, steps, gathers = 0, [], []
+        gather = cache.gather
+
+        def timed_gather(*args: Any) -> torch.Tensor:
+            ms, _, result = clock(lambda: gather(*args))
+            gathers[-1] += ms
+            return result
+
+        cache.gather = timed_gather
+        while server.busy:
+            gathers.append(0.0)
+            ms, _, written = clock(server.step)
+            steps.append((len(written), server.has_read, ms, gathers[-1]))
+            for number, token in written:
+                texts[number].append(token)
+            if (now := cache.blocks - len(cache.free)) > used:
+                used, filled = now, sum(text.n_read for text in server.holding)  # no two begin alike
+        block = cache.pool[..., 0, :, :].nbytes
+        result = {"tokens": texts, "held": used * block, "wasted": (used * SIZE - filled) * block // SIZE}
+        most = max((n for n, read, *_ in steps if not read), default=0)
+        if most:  # steps that wrote to as many texts as any
+            full = [(ms, gathered) for n, read, ms, gathered in steps if n == most and not read]
+            ids = torch.zeros(1, most, dtype=torch.long, device=device)
+            alone = median(clock(lambda: model(ids))[0] for _ in range(5))
+            result |= {"texts": most, "step_ms": median(ms for ms, _ in full), "gather_ms": median(g for _, g in full),
+                       "no_cache_ms": alone}  # fmt: skip
+        return result
+
+    return run
+
+
+def padded(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
+    import transformers
+
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    model.generation_config.eos_token_id = None
+
+    def run(requests: Requests) -> dict[str, Any]:
+        width, new = max(len(r["ids"]) for r in requests), max(r["new"] for r in requests)
+        ids = torch.tensor([[0] * (width - len(r["ids"])) + r["ids"] for r in requests], device=device)
+        mask = torch.tensor([[0] * (width - len(r["ids"])) + [1] * len(r["ids"]) for r in requests], device=device)
+        done = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0,
+                              use_cache=True, return_dict_in_generate=True)  # fmt: skip
+        rows = done.sequences[:, width:].tolist()
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in done.past_key_values.layers)
+        real = sum(len(r["ids"]) + r["new"] - 1 for r in requests)
+        return {"tokens": [row[: r["new"]] for row, r in zip(rows, requests, strict=True)], "held": held,
+                "wasted": held - held * real // (len(requests) * (width + new - 1))}  # fmt: skip
+
+    return run
+
+
+def continuous(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def run(requests: Requests) -> dict[str, Any]:
+        blocks = sum(-(-(len(r["ids"]) + r["new"]) // SIZE) for r in requests) + 1
+        config = transformers.ContinuousBatchingConfig(page_size=SIZE, num_blocks=blocks, max_batch_tokens=CHUNK)
+        options = {"generation_config": generation, "continuous_batching_config": config, "warmup": False}
+        texts: dict[str, list[int]] = {}
+        with model.continuous_batching_context_manager(**options) as manager:
+            names = [manager.add_request(r["ids"], max_new_tokens=r["new"]) for r in requests]
+            while len(texts) < len(requests):
+                if (result := manager.get_result(timeout=1)) and result.is_finished():
+                    if result.error:
+                        raise ValueError(result.error)
+                    texts[result.request_id] = result.generated_tokens
+                elif not result and not manager.is_running():
+                    raise ValueError("its thread ended")
+        return {"tokens": [texts[name] for name in names], "held": None, "wasted": None}
+
+    return run
+
+
+CONTENDERS = {BASE: one_at_a_time, PAGED: paged, "transformers, padded generate": padded,
+              "transformers, continuous batching": continuous}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Answer the request on standard input: run it once, after a small one that warms up."""
+    name, folder, device, threads = sys.argv[1:] if argv is None else argv
+    torch.set_num_threads(int(threads))
+    request = json.load(sys.stdin)
+    with torch.no_grad(), redirect_stdout(sys.stderr):  # whatever an implementation prints
+        if name == "floor":
+            found = floors(Clock(device), device, request["geometry"], [request["rows"]])
+        else:
+            run = CONTENDERS[name](Path(folder), device)
+            run([{"ids": [1, 2, 3], "new": 3}, {"ids": [1], "new": 2}])
+            begun = time.perf_counter()
+            found = run(request["requests"])
+            found["seconds"] = time.perf_counter() - begun
+    print(json.dumps(found))
+
+
+# --- Measuring, and the record ----------------------------------------------------------------------------------------
+
+
+def ask(name: str, folder: Path, device: str, threads: int, **request: Any) -> dict[str, Any]:
+    """Return a new process's answer. Raises ValueError, with the last line that it printed, if it fails."""
+    done = subprocess.run([sys.executable, "-m", "benchmarks.batches", name, str(folder), device, str(threads)],
+                          cwd=ROOT, input=json.dumps(request), capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": str(threads)})  # fmt: skip
+    if done.returncode:
+        raise ValueError(f"{name} failed: {(done.stderr.strip() or f'status {done.returncode}').splitlines()[-1]}")
+    return json.loads(done.stdout)
+
+
+def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns: int, device: str,
+            threads: int) -> dict[str, Any]:  # fmt: skip
+    """Return, by number of requests, the medians over turns of every contender, and the bound: a prompt's products,
+    then all weights once for each further token of the text that is written longest.
+
+    One that fails is left out from there on, and said in "failed". Raises ValueError if BASE fails, or PAGED.
+    """
+    failed = {} if importlib.util.find_spec("transformers") else \
+        {name: "not installed: python3 -m pip install transformers" for name in CONTENDERS if "transformers" in name}
+    raw: dict[int, dict[str, list[dict[str, Any]]]] = {count: {name: [] for name in CONTENDERS} for count in counts}
+    floor, rows = [], geometry["n_ctx"] // 2
+    for turn in tqdm(range(turns), desc="turns", leave=False):
+        floor.append(ask("floor", folder, device, threads, geometry=geometry, rows=rows))
+        for count in counts:
+            requests = requests_of(count, geometry["vocab_size"], geometry["n_ctx"])
+            names = [*CONTENDERS]
+            for name in tqdm(names[turn % len(names) :] + names[: turn % len(names)], desc=f"{count}", leave=False):
+                try:
+                    if name not in failed:
+                        raw[count][name].append(ask(name, folder, device, threads, requests=requests))
+                except ValueError as error:
+                    failed[name] = str(error)
+                    if name in (BASE, PAGED):
+                        raise
+    read = geometry["weights"] / median(f["bytes_per_ms"] for f in floor) / 1e3  # seconds a pass
+    token = median(f["products_ms"][str(rows)] for f in floor) / rows / 1e3
+    result: dict[str, Any] = {"floor": floor, "read_ms": 1e3 * read, "failed": failed, "counts": {}}
+    for count in counts:
+        requests = requests_of(count, geometry["vocab_size"], geometry["n_ctx"])
+        new, lengths = [r["new"] for r in requests], [len(r["ids"]) for r in requests]
+        bound = token * sum(lengths) + read * (max(new) - 1)
+        found: dict[str, Any] = {"prompts": lengths, "new": new, "arrivals": [r["arrival"] for r in requests],
+                                 "bound_s": bound, "bound_tokens_per_s": sum(new) / bound, "rows": {}}  # fmt: skip
+        base = raw[count][BASE]
+        for name, turns_of in raw[count].items():
+            if name in failed:
+                continue
+            seconds = [t["seconds"] for t in turns_of]
+            middle = turns_of[seconds.index(sorted(seconds)[(len(seconds) - 1) // 2])]  # a turn's figures fit together
+            found["rows"][name] = {
+                "seconds": seconds, "tokens_per_s": sum(new) / median(seconds),
+                "times_as_fast": median(b["seconds"] / s for b, s in zip(base, seconds, strict=True)),
+                "same_tokens": all(t["tokens"] == b["tokens"] for t, b in zip(turns_of, base, strict=True)),
+                **{key: value for key, value in middle.items() if key not in ("seconds", "tokens")},
+            }  # fmt: skip
+        result["counts"][str(count)] = found
+    return result
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Return what was measured, a table for each number of requests."""
+    lines = [f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
+             f"{record['read_ms']:.1f} ms; {record['machine']}; {record['threads']} thread"
+             f"{'s' * (record['threads'] > 1)}; medians of {record['turns']} turns"]  # fmt: skip
+    for count, found in record["counts"].items():
+        lengths = f"prompts of {min(found['prompts'])} to {max(found['prompts'])} tokens"
+        lines += ["", f"{count} request{'s' * (count != '1')}, all there at the beginning; {lengths}, "
+                  f"{min(found['new'])} to {max(found['new'])} to write: {sum(found['new']):,} in all"]  # fmt: skip
+        rows = []
+        for name, r in found["rows"].items():
+            memory = [f"{r[key]:,}" if r[key] is not None else "-" for key in ("held", "wasted")]
+            rows.append([name, f"{r['tokens_per_s']:,.1f}", f"{r['times_as_fast']:.2f}",
+                         f"{r['tokens_per_s'] / found['bound_tokens_per_s']:.2f}", *memory,
+                         "yes" if r["same_tokens"] else "NO"])  # fmt: skip
+        rows.append(["bound", f"{found['bound_tokens_per_s']:,.1f}", "", "1.00", "", "", ""])
+        header = ["", "tokens/s", "times as fast", "of the bound", "bytes held", "wasted", "same tokens"]
+        lines.append(table(header, rows))
+        if "step_ms" in (r := found["rows"][PAGED]):
+            lines.append(f"  paged.py: a step of {r['texts']} texts takes {r['step_ms']:.1f} ms, of which gathering "
+                         f"blocks {r['gather_ms']:.1f}; without a cache it takes {r['no_cache_ms']:.1f}")  # fmt: skip
+    lines += [f"not measured: {name} ({why})" for name, why in record["failed"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""Many texts at once: keys and values in blocks that any text may own, and a loop that admits,
+writes and retires texts at every step. `paged.py` serves twelve prompts one at a time, as a padded
+batch and in blocks; `paged.py serve FILE` continues every line of a file.
+
+A cache with room for the longest text wastes most of it on the others. Blocks of a few tokens are
+handed out as texts grow, and a table lists those of each text. Texts that begin alike list the same
+blocks; one that writes to a shared block gets a copy of its own. If no block is free, the youngest
+text gives its blocks back and is read again later. The tokens are those of every text alone.
+
+Shapes: T tokens fed, of all texts together; S slots of all their blocks; L layers, H heads, D head
+size, N blocks, b tokens of a block.
+
+Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+PagedAttention"; Yu et al. 2022, "Orca" (continuous batching); Agrawal et al. 2023, "SARATHI"
+(prefill in chunks).
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt_kv_cache import GPT, check_options, context_start
+from support.radix_tree import common_prefix
+
+FAR = 1 << 40  # a position after every query's
+
+
+@dataclass(eq=False)
+class Text:
+    """Tokens and the block table of a text. Its token start + t is in slot t % b of block
+    table[t // b], for the n_read tokens that have been read; `end` is its length when complete."""
+
+    number: int  # texts are numbered as they arrive
+    ids: list[int]
+    end: int
+    stop_id: int | None = None
+    start: int = 0  # what is before it has been forgotten: the context was full
+    n_read: int = 0
+    table: list[int] = field(default_factory=list)
+
+    @property
+    def unread(self) -> int:
+        """Tokens that have to be fed before the next one can be written."""
+        return len(self.ids) - self.start - self.n_read
+
+    def next(self, n: int) -> list[int]:
+        """Return the first n unread tokens."""
+        return self.ids[self.start + self.n_read :][:n]
+
+
+class PagedCache:
+    """Keys and values of any number of texts, in N blocks of b tokens that are allocated once.
+
+    count[block] says how many tables list a block; at 0 it is free. A full block can be found:
+    children[parent] maps its tokens to it. The parent is the block before it, or N, and stands for
+    all tokens before. A free block can be found too, until it is handed out: the oldest goes first.
+    """
+
+    def __init__(self, model: GPT, blocks: int, size: int = 16) -> None:
+        if blocks < 1 or size < 1:
+            raise ValueError(f"{blocks} blocks of {size} tokens: must be at least 1 of 1")
+        c, weight = model.config, model.wte.weight
+        self.blocks, self.size = blocks, size
+        self.pool = weight.new_zeros(c.n_layer, 2, c.n_head, blocks, size, c.head_dim)
+        self.count = [0] * blocks
+        self.free = OrderedDict.fromkeys(range(blocks))
+        self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(blocks + 1)]
+        # Where a block can be found: the children it is among, and its tokens there.
+        self.listed: list[tuple[dict, tuple[int, ...]] | None] = [None] * blocks
+        self.scratch = self.pool.new_empty(0)  # of gather(): new memory in every layer is slow
+
+    def take(self, block: int | None = None) -> int:
+        """List a block in one table more, and return it; without a block, a free one."""
+        if block is None:
+            block = next(iter(self.free))
+            self.forget(block)
+        self.free.pop(block, None)
+        self.count[block] += 1
+        return block
+
+    def release(self, block: int) -> None:
+        """List a block in one table less."""
+        self.count[block] -= 1
+        if not self.count[block]:
+            self.free[block] = None
+            if not self.listed[block]:  # useless to others: the next one to be handed out
+                self.free.move_to_end(block, last=False)
+
+    def forget(self, block: int) -> None:
+        """Let nobody find a block, and those after it: it is about to hold other tokens."""
+        if self.listed[block]:
+            known, tokens = self.listed[block]
+            del known[tokens]
+            self.listed[block], self.children[block] = None, {}
+
+    def parent(self, text: Text, index: int) -> int:
+        """Return the block before a text's block of this index; before the first there is N."""
+        return text.table[index - 1] if index else self.blocks
+
+    def share(self, text: Text) -> None:
+        """Give a text without blocks those that begin with its tokens, the last of them perhaps in
+        part. A token stays unread: only a pass gives logits."""
+        while text.n_read % self.size == 0:
+            ids = tuple(text.next(min(self.size, text.unread - 1)))
+            known = self.children[self.parent(text, len(text.table))]
+            best = max(known, key=lambda tokens: common_prefix(tokens, ids), default=())
+            if not (shared := common_prefix(best, ids)):
+                return
+            text.table.append(self.take(known[best]))
+            text.n_read += shared
+
+    def missing(self, text: Text, n: int) -> tuple[int, bool]:
+        """Return how many blocks a text lacks for n tokens more, and if its last one is shared."""
+        index, used = divmod(text.n_read, self.size)
+        shared = used > 0 and self.count[text.table[index]] > 1
+        return max(0, -(-(text.n_read + n) // self.size) - len(text.table)), shared
+
+    def room(self, text: Text, n: int, spare: int = 0) -> bool:
+        """Make room for n tokens more, in blocks that are the text's own. Return False, and change
+        nothing, if fewer than `spare` blocks would be left."""
+        more, shared = self.missing(text, n)
+        if more + shared + spare > len(self.free):
+            return False
+        index, used = divmod(text.n_read, self.size)
+        if shared:  # copy on write
+            old, text.table[index] = text.table[index], self.take()
+            self.pool[..., text.table[index], :used, :] = self.pool[..., old, :used, :]
+            self.release(old)
+        elif used:
+            self.forget(text.table[index])
+        text.table += [self.take() for _ in range(more)]
+        return True
+
+    def truncate(self, text: Text, n: int) -> None:
+        """Keep the first n tokens that were read. Raises ValueError if there are fewer."""
+        if not 0 <= n <= text.n_read:
+            raise ValueError(f"can't keep {n} tokens of {text.n_read}")
+        keep = -(-n // self.size)
+        for block in reversed(text.table[keep:]):  # a text's end is of no use without its beginning
+            self.release(block)
+        del text.table[keep:]
+        text.n_read = n
+
+    def drop(self, text: Text) -> None:
+        """Give all blocks of a text back; its full ones can be found until they are handed out."""
+        self.truncate(text, 0)
+
+    def fork(self, text: Text, number: int) -> Text:
+        """Return another text with the same tokens, in the same blocks: nothing is copied yet."""
+        used = -(-text.n_read // self.size)  # not those that a failed pass was to write to
+        table = [self.take(block) for block in text.table[:used]]
+        return replace(text, number=number, ids=[*text.ids], table=table)
+
+    def gather(self, layer: int, blocks: Tensor) -> Tensor:
+        """Return a layer's keys and values (2, H, S, D) of some blocks, until the next call."""
+        two, H, N, b, D = self.pool[layer].shape
+        rows = (torch.arange(two * H, device=blocks.device)[:, None] * N + blocks).flatten()
+        if self.scratch.numel() < (numel := len(rows) * b * D):
+            self.scratch = self.pool.new_empty(numel)
+        out = self.scratch[:numel].view(len(rows), b, D)
+        torch.index_select(self.pool[layer].flatten(0, 2), 0, rows, out=out)
+        return out.view(two, H, -1, D)
+
+    def grow(self, text: Text, n: int) -> None:
+        """Count n tokens more of a text as read. A block that is full now can be found, or gives
+        way to one that holds the same tokens after the same tokens."""
+        first, text.n_read = text.n_read // self.size, text.n_read + n
+        for index in range(first, text.n_read // self.size):
+            at, block = text.start + index * self.size, text.table[index]
+            tokens = tuple(text.ids[at : at + self.size])
+            known = self.children[self.parent(text, index)]
+            if (found := known.setdefault(tokens, block)) == block:
+                self.listed[block] = known, tokens
+            else:
+                text.table[index] = self.take(found)
+                self.release(block)
+
+
+class Batch:
+    """What a GPT takes as the cache of a pass over tokens of many texts, one after the other in a
+    single row (1, T): no text is padded to another's length, and a shared block is read once.
+
+    A pass that fails changes nothing: the blocks are written when it commits.
+    """
+
+    def __init__(self, cache: PagedCache, texts: Sequence[Text], counts: Sequence[int]) -> None:
+        """counts[i] tokens of texts[i] will be fed. Raises ValueError if a text lacks room."""
+        self.cache, self.texts, self.counts, self.layers = cache, texts, counts, cache.pool
+        self.pending: list[Tensor] = []  # of each layer, what this pass appends (2, H, T, D)
+        size, fed, tables = cache.size, [], []
+        for i, (text, n) in enumerate(zip(texts, counts, strict=True)):
+            if any(cache.missing(text, n)):
+                own = f"{len(text.table)} blocks of {size} of its own: call room() first"
+                raise ValueError(f"{n} tokens after {text.n_read} don't fit in {own}")
+            fed += [(i, t) for t in range(text.n_read, text.n_read + n)]
+            tables.append(text.table[: -(-(text.n_read + n) // size)])
+        rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
+        self.slots = [tables[i][t // size] * size + t % size for i, t in fed]  # its slot
+        blocks: dict[int, int] = {}  # which are gathered, each once, and in which order
+        for table in tables:
+            for block in table:
+                blocks.setdefault(block, len(blocks))
+        begins = torch.full((len(texts), len(blocks)), FAR)  # where a text has each block
+        for i, table in enumerate(tables):
+            begins[i, [blocks[block] for block in table]] = torch.arange(len(table)) * size
+        k_pos = (begins[:, :, None] + torch.arange(size)).flatten(1)  # (texts, S)
+        own = [blocks[slot // size] * size + slot % size for slot in self.slots]
+        next_pos = pos - torch.arange(len(fed))  # the GPT adds 0, 1, ..., T - 1
+        tensors = next_pos, k_pos[rows] <= pos[:, None], torch.tensor([*blocks]), torch.tensor(own)
+        self.next_pos, self.mask, self.blocks, self.own = (x.to(cache.pool.device) for x in tensors)
+
+    def __len__(self) -> int:
+        return max(text.n_read for text in self.texts)
+
+    @torch.no_grad()
+    def append(self, layer: int, k: Tensor, v: Tensor,
+               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Add a layer's keys and values (1, H, T, D) of the tokens at positions pos (T,). Return
+        those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart."""
+        new = torch.cat([k, v])  # (2, H, T, D)
+        self.pending[layer:] = [new.nan_to_num(0, 0, 0)]  # 0 times a neighbour's NaN would be NaN
+        if len(self.texts) == 1 and not len(self):
+            return k, v, None  # all keys are new
+        kv = self.cache.gather(layer, self.blocks)  # (2, H, S, D)
+        kv[:, :, self.own] = self.pending[layer]
+        return kv[:1], kv[1:], self.mask
+
+    def commit(self, pos: Tensor) -> None:
+        """Count the tokens at positions pos (T,) as read."""
+        for layer, new in zip(self.cache.pool, self.pending, strict=True):
+            layer.flatten(2, 3)[:, :, self.slots] = new
+        for text, n in zip(self.texts, self.counts, strict=True):
+            self.cache.grow(text, n)
+
+
+class Server:
+    """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk
+    of the one text that is being read, or over the last token of all that are being written."""
+
+    def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = 16) -> None:
+        """chunk: tokens of a prompt in a pass at most; most: texts that are written at once. Masked
+        or not, all their tokens meet in attention, whose cost is the square of their number."""
+        if chunk < 1 or most < 1:
+            raise ValueError(f"chunk {chunk} and most {most} must be at least 1")
+        self.model, self.cache, self.chunk, self.most = model, cache, chunk, most
+        self.waiting: list[Text] = []  # each of these in order of arrival
+        self.running: list[Text] = []  # with one unread token
+        self.reading: Text | None = None
+        self.arrived = self.put_back = 0  # texts, and how often one had to give its blocks back
+        self.has_read = False  # in the last step: reading and writing take turns
+
+    @property
+    def busy(self) -> bool:
+        """Whether a text isn't complete."""
+        return bool(self.waiting or self.running or self.reading)
+
+    @property
+    def holding(self) -> list[Text]:
+        """The texts that own blocks."""
+        return self.running + ([self.reading] if self.reading else [])
+
+    def add(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None) -> int:
+        """Let a prompt wait, and return its number. Raises ValueError if it is empty, has a token
+        that the model doesn't know, or needs more blocks than there are, even alone."""
+        check_options(torch.tensor([ids]), max_new_tokens, 0.0, None)
+        vocabulary, size = self.model.config.vocab_size, self.cache.size
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(f"tokens {min(ids)} to {max(ids)}: the model has {vocabulary}, from 0")
+        need = -(-min(len(ids) + max_new_tokens - 1, self.model.context) // size)
+        if need > self.cache.blocks:
+            lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks"
+            raise ValueError(f"{lengths} of {size}, there are {self.cache.blocks}")
+        text = Text(self.arrived, [*ids], len(ids) + max_new_tokens, stop_id)
+        text.start = context_start(len(ids), self.model.context)
+        self.arrived += 1
+        if max_new_tokens:
+            self.waiting.append(text)
+        return text.number
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[int, int]]:
+        """Admit what fits, run one pass, and return the texts that it wrote to and the tokens."""
+        while self.waiting and not self.reading and len(self.running) < self.most and self.admit():
+            pass
+        self.has_read = bool(self.reading) and not (self.running and self.has_read)
+        texts = [self.reading] if self.has_read else self.make_room()
+        if not texts:
+            return []
+        counts = [min(text.unread, self.chunk) for text in texts]  # 1 for those that are written
+        ids = [i for text, n in zip(texts, counts, strict=True) for i in text.next(n)]
+        batch = Batch(self.cache, texts, counts)
+        ids = torch.tensor([ids], device=self.cache.pool.device)  # (1, T)
+        tokens = self.model(ids, batch, last_only=self.has_read)[0].argmax(-1).tolist()
+        pairs = zip(texts, tokens, strict=True)
+        return [self.write(text, token) for text, token in pairs if not text.unread]
+
+    def admit(self) -> bool:
+        """Give the first waiting text the blocks that its tokens need, if one is left for each that
+        is being written; else return False."""
+        text = self.waiting[0]
+        self.cache.share(text)
+        if not self.cache.room(text, text.unread, spare=len(self.running)):
+            self.cache.drop(text)
+            return False
+        del self.waiting[0]
+        if text.unread == 1:
+            insort(self.running, text, key=lambda text: text.number)
+        else:
+            self.reading = text
+        return True
+
+    def make_room(self) -> list[Text]:
+        """Make room for a token of each text that is being written, the oldest first; return them.
+        If no block is free, the youngest of all gives its blocks back. That is never the oldest,
+        which fits alone: some text always gets on."""
+        for text in [*self.running]:
+            while text in self.running and not self.cache.room(text, 1):
+                self.wait(max(self.holding, key=lambda text: text.number))
+                self.put_back += 1
+        return [*self.running]
+
+    def wait(self, text: Text) -> None:
+        """Give a text's blocks back: it will be read again, with what it has written."""
+        self.leave(text)
+        insort(self.waiting, text, key=lambda text: text.number)
+
+    def leave(self, text: Text) -> None:
+        self.cache.drop(text)
+        if text is self.reading:
+            self.reading = None
+        else:
+            self.running.remove(text)
+
+    def write(self, text: Text, token: int) -> tuple[int, int]:
+        """Add a token to a text that has been read, and decide what becomes of it."""
+        text.ids.append(token)
+        start = context_start(len(text.ids), self.model.context)
+        if token == text.stop_id or len(text.ids) == text.end:
+            self.leave(text)
+        elif start > text.start:  # as generate() does: positions are baked into K, so read again
+            self.wait(text)
+            text.start = start
+        elif text is self.reading:
+            self.reading = None
+            insort(self.running, text, key=lambda text: text.number)
+        return text.number, token
+
+
+def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], *,
+          blocks: int, size: int = 16, chunk: int = 64, most: int = 16,
+          stop_id: int | None = None) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """Yield (text, token) as they come, the likeliest tokens after each of the prompts: those that
+    generate() yields for it alone, up to what rounding does to a tie. max_new_tokens: of all, or of
+    each. Raises ValueError, at the first token, if one can't be served, as Server.add() does."""
+    server = Server(model, PagedCache(model, blocks, size), chunk, most)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    for ids, limit in zip(prompts, limits, strict=True):
+        server.add(ids, limit, stop_id)
+    while server.busy:
+        yield from server.step()
+
+
+def main(argv: list[str] | None = None) -> None:
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from studies import paging
+    from support.cli import CommandLine, whole_number
+
+    cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
+    cli.add_argument("what", nargs="?", default="run", choices=("run", "serve"),
+                     help="run: what blocks save; serve: continue each line of FILE")  # fmt: skip
+    cli.add_argument("file", nargs="?", metavar="FILE", help="serve: a text file, a prompt a line")
+    cli.add_model_arguments()
+    cli.add_argument("--max-new-tokens", type=whole_number(1), default=80, metavar="N",
+                     help="to write; run: to each fourth prompt, less to the others")  # fmt: skip
+    cli.add_argument("--blocks", type=whole_number(1), metavar="N",
+                     help="to share among all texts; default: run half of what they would use, "
+                     "serve enough for all")  # fmt: skip
+    cli.add_argument("--size", type=whole_number(1), default=16, metavar="N",
+                     help="tokens of a block")  # fmt: skip
+    cli.add_argument("--chunk", type=whole_number(1), default=64, metavar="N",
+                     help="tokens of a prompt that are read in a pass")  # fmt: skip
+    cli.add_trace_argument("run: ")
+    with cli.parse(argv) as args:
+        if (args.what == "serve") != (args.file is not None):
+            raise ValueError("serve needs a FILE, and run takes none: see --help")
+        if args.trace_file is not None and args.what != "run":
+            raise ValueError("serve has no --trace: run has")
+        trace = cli.trace_path(args)
+        lines = Path(args.file).read_text(encoding="utf-8").splitlines() if args.file else []
+        lines = [line for line in lines if line.strip()]
+        if args.file and not lines:
+            raise ValueError(f"{args.file} has no line to continue")
+        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
+        if args.what == "run":
+            return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, trace)
+        prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
+        enough = sum(-(-min(len(ids) + n, model.context) // size) for ids in prompts)
+        options = {"blocks": args.blocks or max(1, enough), "size": size, "chunk": args.chunk}
+        written: list[list[int]] = [[] for _ in prompts]
+        for number, token in serve(model, prompts, n, stop_id=tokenizer.eot_token, **options):
+            written[number].append(token)
+            if len(written[number]) == n or token == tokenizer.eot_token:
+                text = tokenizer.decode([i for i in written[number] if i != tokenizer.eot_token])
+                print(f"[{number + 1}] {lines[number]}{text}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

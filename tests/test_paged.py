@@ -1,0 +1,491 @@
+"""paged.py: every text's tokens are those of that text alone, and no block is lost, leaked or overwritten."""
+
+import json
+import random
+import re
+from itertools import compress, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_kv_cache import GPT, GPTConfig, generate
+from paged import Batch, PagedCache, Server, Text, main, serve
+from studies.paging import padded
+from tests.helpers import ROOT
+from tests.test_equivalence import assert_close, failing, parts_of, randomize
+
+pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
+CONFIG = GPTConfig(vocab_size=50, n_ctx=24, n_layer=2, n_head=2, n_embd=20, head_dim=5)
+FAST, SLOW = range(16), range(16, 316)
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    model = GPT(CONFIG).eval()
+    randomize(model)
+    return model.requires_grad_(False)
+
+
+def alone(model: GPT, ids: list[int], n: int, stop_id: int | None = None) -> list[int]:
+    return [int(token) for token in generate(model, torch.tensor([ids]), n, stop_id=stop_id)]
+
+
+def check_counts(cache: PagedCache, texts: list[Text]) -> None:
+    """Every count is that of the tables, what isn't counted is free, and what can be found is as long as a block."""
+    listed = [block for text in texts for block in text.table]
+    assert cache.count == [listed.count(block) for block in range(cache.blocks)]
+    assert {*cache.free} == {*range(cache.blocks)} - {*listed}
+    for block, found in enumerate(cache.listed):
+        assert found is None or (len(found[1]) == cache.size and found[0][found[1]] == block)
+
+
+def read(model: GPT, cache: PagedCache, texts: list[Text], *counts: int) -> tuple[Tensor, ...]:
+    """Return the logits (n, V) of the next n tokens of each text, for as many counts or one for all."""
+    counts = counts if len(counts) == len(texts) else counts * len(texts)
+    assert all(cache.room(text, n) for text, n in zip(texts, counts, strict=True))
+    fed = [i for text, n in zip(texts, counts, strict=True) for i in text.next(n)]
+    return model(torch.tensor([fed]), Batch(cache, texts, counts))[0].split(counts)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(50, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def new(ids: list[int], number: int = 0) -> Text:
+    return Text(number, [*ids], 24)
+
+
+# --- The cache ----------------------------------------------------------------------------------
+
+
+def check_any_use(model: GPT, seed: int) -> None:
+    """Texts are read together in random chunks, forked, truncated, dropped and found again; passes
+    fail in between. The logits must be those of each text alone at every position."""
+    rng, parts = random.Random(seed), parts_of(model)
+    cache = PagedCache(model, rng.choice([12, 20, 40]), rng.choice([1, 2, 3, 4, 7]))
+    heads, texts = [tokens(24, seed), tokens(24, seed + 1)], []
+    for number in range(60):
+        action = rng.choice(["new", "read", "read", "read", "fail", "truncate", "fork", "drop"])
+        if action == "new" or not texts:
+            head = rng.choice(heads)[: rng.randint(0, 23)]
+            text = new([*head, *(rng.randrange(50) for _ in range(24 - len(head)))], number)
+            cache.share(text)
+            texts.append(text)
+        elif action in ("read", "fail"):
+            chosen = rng.sample(texts, rng.randint(1, len(texts)))
+            chosen = [text for text in chosen if text.n_read < 24]
+            counts = [min(rng.choice([1, 1, rng.randint(1, 9)]), 24 - text.n_read) for text in chosen]
+            there = [cache.room(text, n) for text, n in zip(chosen, counts, strict=True)]
+            chosen, counts = [*compress(chosen, there)], [*compress(counts, there)]
+            if chosen and action == "read":
+                for got, text in zip(read(model, cache, chosen, *counts), chosen, strict=True):
+                    expected = model(torch.tensor([text.ids[: text.n_read]]))[0, -len(got) :]
+                    assert_close(got, expected, torch.float32)
+            elif chosen:
+                lengths = [text.n_read for text in chosen]
+                with failing(model, rng.choice(parts), nan=rng.random() < 0.5):
+                    read(model, cache, chosen, *counts)
+                assert [text.n_read for text in chosen] == lengths
+        elif action == "truncate":
+            text = rng.choice(texts)
+            cache.truncate(text, rng.randint(0, text.n_read))
+            text.ids[text.n_read :] = [rng.randrange(50) for _ in range(24 - text.n_read)]
+        elif action == "fork":
+            text = cache.fork(rng.choice(texts), number)
+            text.ids[text.n_read :] = [rng.randrange(50) for _ in range(24 - text.n_read)]
+            texts.append(text)
+        else:
+            cache.drop(texts.pop(rng.randrange(len(texts))))
+        check_counts(cache, texts)
+
+
+@pytest.mark.parametrize("seed", FAST)
+def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(model: GPT, seed: int) -> None:
+    check_any_use(model, seed)
+
+
+@pytest.mark.slow
+def test_logits_are_those_of_each_text_alone_in_many_more_cases(model: GPT) -> None:
+    for seed in SLOW:
+        check_any_use(model, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_that_of_the_model(model: GPT, dtype: torch.dtype) -> None:
+    model = model.to(dtype)
+    cache, texts = PagedCache(model, 9, 4), [new(tokens(9, 1)), new(tokens(9, 2))]
+    read(model, cache, texts[:1], 3)
+    read(model, cache, texts[:1], 5)
+    got = read(model, cache, texts, 1)
+    expected = model(torch.tensor([texts[0].ids]))[0, 8:]
+    assert cache.pool.dtype == dtype
+    assert_close(got[0], expected, dtype)
+
+
+def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
+    cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
+    read(model, cache, [a], 6)
+    b = cache.fork(a, 1)
+    b.ids[6:] = tokens(6, 2)
+    assert b.table == a.table and b.table is not a.table and cache.count[: len(a.table)] == [2, 2]
+    before = cache.pool[..., a.table[1], :2, :].clone()
+    got = read(model, cache, [b], 3)
+    assert b.table[0] == a.table[0] and b.table[1] != a.table[1]
+    assert torch.equal(cache.pool[..., a.table[1], :2, :], before) and not cache.pool[..., a.table[1], 2:, :].any()
+    for text, logits in ((b, got[0]), (a, read(model, cache, [a], 3)[0])):
+        assert_close(logits, model(torch.tensor([text.ids[:9]]))[0, -3:], torch.float32)
+
+
+def test_a_fork_has_no_part_in_the_room_of_a_pass_that_failed(model: GPT) -> None:
+    cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
+    read(model, cache, [a], 4)
+    with failing(model, "h.1"):
+        read(model, cache, [a], 8)
+    b = cache.fork(a, 1)
+    b.ids[4:] = tokens(8, 2)
+    for text, got in zip((a, b), read(model, cache, [a, b], 8), strict=True):
+        assert_close(got, model(torch.tensor([text.ids]))[0, -8:], torch.float32)
+
+
+def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(model: GPT) -> None:
+    cache, a = PagedCache(model, 8, 4), new(tokens(11, 1))
+    read(model, cache, [a], 11)
+    table = [*a.table]
+    cache.drop(a)
+    assert len(cache.free) == 8
+    b = new([*a.ids[:10], 7])
+    cache.share(b)
+    assert b.table == table[:2] and b.n_read == 8, "the third block wasn't full: it can't be found"
+    cache.drop(b)
+    c = new(a.ids[:8])
+    cache.share(c)
+    assert c.n_read == 7 and c.table == table[:2], "a token stays unread, or there would be no logits"
+    other = new([a.ids[0] ^ 1, *a.ids[1:]])
+    cache.share(other)
+    assert other.table == [] and other.n_read == 0
+    moved = new(a.ids[4:])  # the tokens of the second block, at the beginning
+    cache.share(moved)
+    assert moved.table == []
+
+
+def test_a_block_shared_in_part_goes_on_with_other_tokens(model: GPT) -> None:
+    cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
+    read(model, cache, [a], 12)
+    b = new([*a.ids[:6], *tokens(6, 2)])
+    cache.share(b)
+    assert b.n_read == 6 and cache.count[a.table[1]] == 2
+    got = read(model, cache, [b], 6)
+    assert_close(got[0], model(torch.tensor([b.ids]))[0, -6:], torch.float32)
+    c = new([*a.ids[:10], 3, 4])
+    cache.share(c)
+    assert c.n_read == 10, "what was copied can still be found"
+
+
+def test_equal_texts_read_together_end_up_in_the_same_blocks(model: GPT) -> None:
+    cache, texts = PagedCache(model, 8, 4), [new(tokens(12, 1), i) for i in range(3)]
+    read(model, cache, texts, 5)
+    assert [text.table[0] for text in texts] == [texts[0].table[0]] * 3 and cache.count[texts[0].table[0]] == 3
+    assert len({text.table[1] for text in texts}) == 3
+    check_counts(cache, texts)
+
+
+def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: GPT) -> None:
+    cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
+    read(model, cache, [a], 12)
+    cache.drop(a)
+    b = new(tokens(12, 2))
+    read(model, cache, [b], 12)
+    cache.drop(b)
+    c = new(a.ids)
+    cache.share(c)
+    assert c.table == []
+    again = new([*tokens(13, 2)[:12], 1])
+    cache.share(again)
+    assert again.n_read == 12, "the ends of a text are handed out before its beginning"
+
+
+def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: GPT) -> None:
+    cache, a = PagedCache(model, 4, 4), new(tokens(9, 1))
+    read(model, cache, [a], 8)
+    cache.truncate(a, 2)
+    a.ids[2] ^= 1  # another first block, and the second one as it was
+    read(model, cache, [a], 2)
+    b = new(a.ids)
+    cache.share(b)
+    assert b.n_read == 4
+
+
+def test_the_end_of_a_text_is_handed_out_first(model: GPT) -> None:
+    cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
+    read(model, cache, [a], 12)
+    cache.drop(a)
+    read(model, cache, [new(tokens(4, 2))], 4)
+    again = new(a.ids)
+    cache.share(again)
+    assert again.n_read == 8
+
+
+def test_nothing_of_another_text_is_seen_not_even_nan(model: GPT) -> None:
+    """A mask alone keeps no text from another's overflow: 0 times NaN is NaN."""
+    cache, a, b = PagedCache(model, 4, 4), new(tokens(12, 1)), new(tokens(12, 2), 1)
+    read(model, cache, [b], 1)
+
+    def overflow(module: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+        """All keys and values are NaN but those of the last token."""
+        return torch.cat([out[:, :-1] * torch.nan, out[:, -1:]], 1)
+
+    for n in (3, 1, 5):
+        hooks = [block.attn.c_attn.register_forward_hook(overflow) for block in model.h]
+        bad, good = read(model, cache, [a, b], n, 1)
+        for hook in hooks:
+            hook.remove()
+        assert bad.isnan().all()
+        assert_close(good, model(torch.tensor([b.ids[: b.n_read]]))[0, -1:], torch.float32)
+    cache.drop(a)
+    (got,) = read(model, cache, [b], 7)  # in blocks that were a's
+    assert_close(got, model(torch.tensor([b.ids[:11]]))[0, -7:], torch.float32)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_room_that_is_not_there_changes_nothing(model: GPT, shared: bool) -> None:
+    cache, a = PagedCache(model, 3, 4), new(tokens(20, 1))
+    read(model, cache, [a], 10)
+    texts = [a, cache.fork(a, 1)] if shared else [a]
+    before = [[*text.table] for text in texts], [*cache.count], [*cache.free], cache.pool.clone()
+    assert not cache.room(texts[-1], 1 if shared else 3) and not cache.room(a, 3, spare=1)
+    after = [[*text.table] for text in texts], [*cache.count], [*cache.free], cache.pool
+    assert before[:3] == after[:3] and torch.equal(before[3], after[3])
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_pass_without_room_is_refused_and_changes_nothing(model: GPT, forked: bool) -> None:
+    cache, a = PagedCache(model, 6, 4), new(tokens(20, 1))
+    read(model, cache, [a], 6)
+    texts = [a, cache.fork(a, 1)] if forked else [a]
+    before = cache.pool.clone()
+    with pytest.raises(ValueError, match=f"{1 if forked else 3} tokens after 6 .* 2 blocks of 4"):
+        Batch(cache, texts, [1 if forked else 3] * len(texts))
+    assert a.n_read == 6 and torch.equal(cache.pool, before)
+
+
+def test_truncate_refuses_what_was_not_read(model: GPT) -> None:
+    cache, a = PagedCache(model, 6, 4), new(tokens(20, 1))
+    read(model, cache, [a], 6)
+    for n in (-1, 7):
+        with pytest.raises(ValueError, match=f"{n} tokens of 6"):
+            cache.truncate(a, n)
+    assert a.n_read == 6 and len(a.table) == 2
+
+
+def test_bytes_follow_the_formula(model: GPT) -> None:
+    cache = PagedCache(model, 7, 3)
+    c = CONFIG
+    assert cache.pool.nbytes == 2 * c.n_layer * 7 * 3 * c.n_head * c.head_dim * 4
+    storage = cache.pool.untyped_storage().data_ptr()
+    read(model, cache, [new(tokens(20, 1)), new(tokens(20, 2))], 9)
+    assert cache.pool.untyped_storage().data_ptr() == storage, "allocated once"
+
+
+# --- The loop -----------------------------------------------------------------------------------
+
+
+def check_any_service(model: GPT, seed: int) -> int:
+    """Prompts of random lengths, limits and stop tokens, some with common beginnings, arrive at random
+    and get few blocks; return how often one was put back."""
+    rng, size = random.Random(seed), random.Random(seed + 1).choice([1, 2, 3, 4, 5, 8, 16])
+    least, heads = -(-24 // size), [tokens(rng.randint(1, 20), seed + i) for i in range(2)]
+    prompts = []
+    for _ in range(rng.randint(1, 8)):
+        head = rng.choice([[], *heads])
+        ids = head[: rng.randint(0, len(head))] + [rng.randrange(50) for _ in range(rng.randint(0, 12))]
+        again = rng.random() < 0.2 and prompts
+        ids = prompts[-1][0] if again else ids or [3]
+        prompts.append((ids, rng.randint(0, 30), rng.choice([None, rng.randrange(50)])))
+    cache = PagedCache(model, rng.choice([least, least + 1, 2 * least, 5 * least]), size)
+    server = Server(model, cache, rng.choice([1, 2, 3, 7, 64]), rng.choice([1, 2, 4, 64]))
+    written, coming, parts = [], [*prompts], parts_of(model)
+    while coming or server.busy:
+        while coming and (rng.random() < 0.3 or not server.busy):
+            assert server.add(*coming.pop(0)) == len(written)
+            written.append([])
+        if server.busy and rng.random() < 0.1:
+            with failing(model, rng.choice(parts), nan=rng.random() < 0.5):
+                while server.step() == [] or server.busy:
+                    pass
+        for number, token in server.step():
+            written[number].append(token)
+        check_counts(cache, server.holding)
+    assert written == [alone(model, *prompt) for prompt in prompts]
+    return server.put_back
+
+
+@pytest.mark.parametrize("seed", FAST)
+def test_tokens_are_those_of_each_text_alone(model: GPT, seed: int) -> None:
+    check_any_service(model, seed)
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_each_text_alone_in_many_more_cases(model: GPT) -> None:
+    assert sum(check_any_service(model, seed) for seed in SLOW) > 100
+
+
+def test_without_a_free_block_the_youngest_is_read_again_later(model: GPT) -> None:
+    server = Server(model, PagedCache(model, 6, 4))
+    prompts = [tokens(5, i) for i in range(4)]
+    for ids in prompts:
+        server.add(ids, 15)
+    written: dict[int, list[int]] = {i: [] for i in range(4)}
+    complete = []
+    while server.busy:
+        oldest = min(text.number for text in [*server.holding, *server.waiting])
+        for number, token in server.step():
+            written[number].append(token)
+            complete += [number] * (len(written[number]) == 15)
+        held = [text.number for text in server.holding]
+        assert oldest in held or oldest in complete, "the oldest is never put back"
+        assert all(a.number < b.number for a, b in pairwise(server.waiting))
+    assert server.put_back > 0 and complete == sorted(complete)
+    assert written == {i: alone(model, ids, 15) for i, ids in enumerate(prompts)}
+
+
+def test_a_text_waits_as_long_as_its_blocks_are_taken(model: GPT) -> None:
+    server = Server(model, PagedCache(model, 6, 4))
+    server.add(tokens(17, 1), 8)
+    server.add(tokens(9, 2), 1)
+    server.step()
+    assert [text.number for text in server.waiting] == [1] and server.put_back == 0
+    assert [number for number, _ in iter_all(server)] == [0] * 7 + [1]
+
+
+def iter_all(server: Server) -> list[tuple[int, int]]:
+    found = []
+    while server.busy:
+        found += server.step()
+    return found
+
+
+def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: GPT) -> None:
+    server = Server(model, PagedCache(model, 40, 4), chunk=5)
+    server.add([1], 12)
+    server.add(tokens(20, 1), 1)
+    fed, hook = [], model.wte.register_forward_hook(lambda m, args, out: fed.append(tuple(args[0].shape)))
+    for _ in range(8):
+        server.step()
+    hook.remove()
+    assert fed == [(1, 5), (1, 1)] * 4
+
+
+def test_texts_are_written_together(model: GPT) -> None:
+    server = Server(model, PagedCache(model, 40, 4), most=3)
+    for i in range(5):
+        server.add([i], 4)
+    assert [len(server.step()) for _ in range(8)] == [3, 3, 3, 3, 2, 2, 2, 2] and not server.busy
+
+
+def test_a_common_header_is_read_once(model: GPT) -> None:
+    header, fed = tokens(13, 1), []
+    hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
+    list(serve(model, [[*header, i, i] for i in range(4)], 1, blocks=30, size=4))
+    hook.remove()
+    assert fed == [15, 3, 3, 3], "12 tokens in three blocks; the 13th is in one that isn't full"
+
+
+def test_limits_and_stop_tokens_are_those_of_each_text(model: GPT) -> None:
+    prompts = [tokens(5, i) for i in range(3)]
+    stop = alone(model, prompts[1], 5)[3]
+    found: list[list[int]] = [[], [], []]
+    for number, token in serve(model, prompts, [4, 9, 0], blocks=30, stop_id=stop):
+        found[number].append(token)
+    assert found == [alone(model, ids, n, stop) for ids, n in zip(prompts, [4, 9, 0], strict=True)]
+    assert found[1][-1] == stop and len(found[1]) < 9
+
+
+@pytest.mark.parametrize(("ids", "n", "said"), [
+    ([1] * 20, 9, "20 tokens and 9 more need 6 blocks of 4, there are 5"), ([], 3, "at least 1"),
+    ([1], -1, "-1"), ([1, 50], 3, "1 to 50.*50"), ([-1], 3, "-1 to -1.*50"),
+])  # fmt: skip
+def test_a_prompt_that_can_never_be_served_is_refused_at_once(model: GPT, ids: list[int], n: int, said: str) -> None:
+    server = Server(model, PagedCache(model, 5, 4))
+    server.add([1, 2], 3)
+    with pytest.raises(ValueError, match=said):
+        server.add(ids, n)
+    assert server.arrived == 1 and len(server.waiting) == 1
+    with pytest.raises(ValueError, match=said):
+        next(serve(model, [[1, 2], ids], n, blocks=5, size=4))
+
+
+def test_what_just_fits_is_served_also_past_the_context(model: GPT) -> None:
+    for ids, n in ((tokens(12, 1), 9), (tokens(12, 1), 60), (tokens(70, 1), 30)):
+        blocks = -(-min(len(ids) + n - 1, 24) // 4)
+        assert [token for _, token in serve(model, [ids], n, blocks=blocks, size=4)] == alone(model, ids, n)
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(0, 4), (4, 0)])
+def test_sizes_below_one_are_refused(model: GPT, blocks: int, size: int) -> None:
+    with pytest.raises(ValueError, match=f"{blocks} blocks of {size}"):
+        PagedCache(model, blocks, size)
+    with pytest.raises(ValueError, match="chunk 0 and most 5"):
+        Server(model, PagedCache(model, 1, 1), 0, 5)
+
+
+# --- The command line ---------------------------------------------------------------------------
+
+
+def test_a_bare_run_shows_the_same_tokens_and_the_blocks(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    main(["--max-new-tokens", "16", "--chunk", "256", "--trace", str(tmp_path / "blocks.html")])
+    printed = capsys.readouterr().out
+    rows = {line.strip().partition("  ")[0]: line.split() for line in printed.splitlines() if line.endswith(" yes")}
+    assert [*rows] == ["one at a time", "a padded batch", "blocks for all", "few blocks"]
+    held, wasted = ({name: int(row[i].replace(",", "")) for name, row in rows.items()} for i in (-6, -5))
+    assert held["blocks for all"] - wasted["blocks for all"] < held["a padded batch"] - wasted["a padded batch"]
+    assert wasted["blocks for all"] < wasted["a padded batch"] / 4
+    blocks = int(rows["blocks for all"][-4]) // 2
+    assert int(rows["few blocks"][-4]) <= blocks and int(rows["few blocks"][-3]) > 0
+    picture = [line.split()[1] for line in printed.splitlines() if len(line.split()) > 1 and
+               line.split()[0].isdecimal()]  # fmt: skip
+    assert len(picture) > 10 and {len(row) for row in picture} == {blocks}
+    assert {*"".join(picture)} > {*"ab:"} and {*"".join(picture)} & {*"23456"}
+    data = json.loads(re.search(r"const data = (.*);\n", (tmp_path / "blocks.html").read_text()).group(1))
+    assert len(data["prompts"]) == 12 and len(data["steps"][0]["owners"]) == blocks
+    ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
+    assert sorted(ends) == [*range(12)]
+    assert sum(len(step["written"]) for step in data["steps"]) == sum(16 * (i % 4 + 1) // 4 for i in range(12))
+
+
+def test_the_padded_batch_of_the_demo_is_exact(model: GPT) -> None:
+    prompts, limits = [tokens(n, n) for n in (3, 9, 1, 14)], [9, 2, 4, 9]
+    texts, nbytes, wasted = padded(model, prompts, limits)
+    assert texts == [alone(model, ids, n) for ids, n in zip(prompts, limits, strict=True)]
+    token = 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
+    real = sum(len(ids) + n - 1 for ids, n in zip(prompts, limits, strict=True))
+    assert nbytes == 4 * (14 + 9) * token and wasted == nbytes - real * token
+
+
+def test_serve_continues_every_line_of_a_file(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("Notes:\n\nQuestion: Who was it that founded Dunsey?\n")
+    main(["serve", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--blocks", "3"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^\[1\] Notes:\s*\S", printed, re.M) and re.search(r"^\[2\] Question: .*\?\s*\S", printed, re.M)
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path / "empty.txt")])
+    assert "empty.txt has no line to continue" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "culprits"), [
+    (["serve"], ["needs a FILE"]), (["run", "x.txt"], ["run takes none"]), (["serve", "nowhere.txt"], ["nowhere.txt"]),
+    (["serve", "README.md", "--trace", "x.html"], ["no --trace"]), (["--trace", "."], ["is a folder"]),
+    (["--blocks", "3"], ["blocks", "there are 3"]), (["--size", "0"], ["0", "1"]),
+    (["--max-new-tokens", "5000"], ["5000 more", "context of"]),
+])  # fmt: skip
+def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], capsys: pytest.CaptureFixture,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and len(printed.strip().splitlines()) == 1
+    assert all(culprit in printed for culprit in culprits), printed
