@@ -17,7 +17,8 @@ FILES = ["gpt_baseline.py", "gpt_kv_cache.py", "gpt_bounded_cache.py", "load_gpt
          "projector.py", "overfill.py", "speculate.py", "paged.py", "pocket/corpus.py", "pocket/train.py",
          "pocket/coherence.py", "chapters/09_bug_zoo/zoo.py", "chapters/10_beyond/floors.py"]  # fmt: skip
 STUDIES = ["bounding", "latency", "pages", "projection", "recycling", "refreshing", "replay"]
-MODULES = [*(f"studies.{name}" for name in STUDIES), "benchmarks", "benchmarks.pages", "chapters.builder", "chapters.grade"]
+MODULES = [*(f"studies.{name}" for name in STUDIES), "benchmarks", "benchmarks.pages", "chapters.builder",
+           "chapters.grade"]  # fmt: skip
 SCRIPTS = [[name] for name in FILES] + [["-m", name] for name in MODULES]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -38,7 +39,8 @@ def test_a_script_lets_ctrl_c_end_it_before_anything_slow_is_imported(script: li
 
 
 def test_every_script_is_tested() -> None:
-    folders = [".", "pocket", "studies", "benchmarks", "chapters", "chapters/builder", "chapters/09_bug_zoo", "chapters/10_beyond"]
+    folders = [".", "pocket", "studies", "benchmarks", "chapters", "chapters/builder", "chapters/09_bug_zoo",
+               "chapters/10_beyond"]  # fmt: skip
     texts = {path: path.read_text("utf-8") for folder in folders for path in (ROOT / folder).glob("*.py")}
     found = {path for path, text in texts.items()
              if re.search(r"(Command|Study)Line\(", text) and "    main()\n" in text}  # fmt: skip
