@@ -335,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.cli import CommandLine
     from support.printing import stream
 
-    example = 'python3 %(prog)s --prompt "Notes:" --temperature 0.8'
+    example = 'python3 %(prog)s --prompt "Halek lives in" --temperature 0.8'
     cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--compare", action="store_true", help="write without the cache too")  # NEW
@@ -361,9 +361,11 @@ def main(argv: list[str] | None = None) -> None:
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.compare:  # NEW
             from gpt_baseline import generate as generate_uncached  # NEW
-            from support.printing import compare  # NEW
+            from support.printing import compare, silent  # NEW
 
-            uncached, cached = run(generate_uncached), run(generate, cache=args.cache())  # NEW
+            with silent():  # NEW  the same text once more: its times are in the table
+                uncached = run(generate_uncached)  # NEW
+            cached = run(generate, cache=args.cache())  # NEW
             compare(ids.size(1), {"no cache": uncached, "KV cache": cached})  # NEW
         else:  # NEW
             run(generate, cache=args.cache())  # NEW

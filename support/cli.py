@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from support.tracing import Trace
 
-PROMPT = "Everyone in Tolben knew Halek and his sister Belessa."
+PROMPT = "Notes:"
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -6,10 +6,13 @@ import codecs
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import tiktoken
 from torch import Tensor
+
+from support.tables import table
 
 if TYPE_CHECKING:
     from support.tracing import Trace
@@ -44,21 +47,27 @@ def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = 
     return ids, ms
 
 
-def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
-    """Print whether runs, as stream() returns them, wrote the same, and their milliseconds per token as the text grew.
+def silent() -> AbstractContextManager:
+    """Print nothing within."""
+    return redirect_stdout(None)
 
-    A line shows medians over (up to) 32 decoded tokens, and in its last column those of the first run over those of
-    the last; the last line is the median over all decoded tokens.
+
+def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
+    """Print the milliseconds per token of runs, as stream() returns them, as the text grew, and whether they wrote the
+    same.
+
+    A line shows medians over up to 64 decoded tokens, and in its last column how many times as fast the last run was
+    as the first; the last line is the median over all decoded tokens.
     """
     texts = [ids for ids, _ in runs.values()]
+    n = min(map(len, texts))
+    spans = [(start, min(start + 64, n), f"{n_prompt + min(start + 64, n):,}") for start in range(1, n, 64)]
+    rows = []
+    for start, end, label in [*spans, *([(1, n, "all")] if spans else [])]:
+        medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
+        rows.append([label, *(f"{ms:.2f}" for ms in medians), f"{medians[0] / medians[-1]:.1f}"])
+    if rows:
+        header = ["text length", *(f"{name}: ms per token" for name in runs), "times as fast"]
+        print(f"\n{table(header, rows, left=0)}")
     same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
     print(f"\nSame tokens: {same} ({', '.join(str(len(ids)) for ids in texts)})")
-    n = min(map(len, texts))
-    if n < 2:
-        return
-    print(f"\ntext length   ms per token: {'   '.join(runs)}   ratio")
-    spans = [(start, min(start + 32, n), str(n_prompt + min(start + 32, n))) for start in range(1, n, 32)]
-    for start, end, label in [*spans, (1, n, "all")]:
-        medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
-        cells = "   ".join(f"{ms:{len(name)}.2f}" for name, ms in zip(runs, medians, strict=True))
-        print(f"{label:>11}   {'':13} {cells}   {medians[0] / medians[-1]:5.1f}")

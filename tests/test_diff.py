@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # from, to, hunks at most, and for each mark of the changes: changed lines of code at most (the
 # classes are the greater part). A file keeps the marks of the one before it.
 LECTURES = [
-    ("gpt_baseline.py", "gpt_kv_cache.py", 10, {"# NEW": 90}),
+    ("gpt_baseline.py", "gpt_kv_cache.py", 10, {"# NEW": 92}),
     ("gpt_kv_cache.py", "gpt_bounded_cache.py", 9, {"# RING": 75, "# BCT": 148}),
 ]
-FILES = {"gpt_baseline.py": 174, "gpt_kv_cache.py": 252, "gpt_bounded_cache.py": 464}  # lines of code
+FILES = {"gpt_baseline.py": 174, "gpt_kv_cache.py": 254, "gpt_bounded_cache.py": 464}  # lines of code
 
 
 def code_lines(text: str) -> set[int]:

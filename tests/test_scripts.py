@@ -118,7 +118,7 @@ def test_seed_changes_what_is_drawn(run: Run) -> None:
 
 
 def test_compare_shows_the_same_tokens_and_a_table_over_lengths(run: Run) -> None:
-    ran = run("gpt_kv_cache", "--compare", "--max-new-tokens", "80")
+    ran = run("gpt_kv_cache", "--compare", "--max-new-tokens", "150")
     assert ran.code == 0 and "Same tokens: yes" in ran.out
     rows = [line.split() for line in ran.out.splitlines() if re.fullmatch(r"\s*(\d+|all)( +[\d.]+){3}", line)]
     assert len(rows) >= 3 and rows[-1][0] == "all"
