@@ -169,34 +169,38 @@ def demo(teacher: torch.nn.Module, student: torch.nn.Module, prompts: list[Tenso
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES
     from studies.refreshing_measures import pocket_prompts
-    from support.cli import CommandLine, whole_number
+    from support.cli import PROMPT, CommandLine, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
     cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write"),
                      help="demo: drafts of several lengths, compared; write: continue a prompt")  # fmt: skip
     cli.add_generation_arguments("--teacher", trace=False)
+    cli.set_defaults(prompt=None, max_new_tokens=None)
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that drafts")
     cli.add_argument("--draft", type=whole_number(1), metavar="K", help="write: tokens of a draft; default: 8")
     cli.add_argument("--by", choices=[*DRAFTS], help="write: where drafts come from; default: student")
     with cli.parse(argv) as args:
-        write_only = {"--draft": args.draft, "--by": args.by, "--temperature": args.temperature, "--top-k": args.top_k}
+        write_only = {"--prompt": args.prompt, "--draft": args.draft, "--by": args.by, "--top-k": args.top_k,
+                      "--temperature": args.temperature}  # fmt: skip
         if args.what == "demo" and (given := [name for name, value in write_only.items() if value]):
             raise ValueError(f"the demo has no {given[0]}: write has")
         teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
-        ids = torch.tensor([tokenizer.encode(args.prompt, allowed_special="all")], device=args.device)
         if args.what == "write":
+            prompt = args.prompt or PROMPT
+            ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=args.device)
             passes, pair = Passes(), Pair(teacher, student, ids)
-            print(f"\n{args.prompt}", end="", flush=True)
+            print(f"\n{prompt}", end="", flush=True)
             draft = DRAFTS[args.by or "student"]
-            tokens = speculate(pair, args.max_new_tokens, args.draft or 8, draft, passes, top_k=args.top_k,
+            tokens = speculate(pair, args.max_new_tokens or 250, args.draft or 8, draft, passes, top_k=args.top_k,
                                temperature=args.temperature, stop_id=tokenizer.eot_token,
                                generator=torch.Generator(args.device).manual_seed(args.seed))  # fmt: skip
             written, _ = stream(tokens, tokenizer, pair)
             return print(f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
                          f"{passes.agreed} of {passes.drafted} drafted tokens stayed]")  # fmt: skip
         prompts = [torch.tensor([p], device=args.device) for p in pocket_prompts(tokenizer, "test", 3, 192)]
-        print(f"{len(prompts)} texts of 128 tokens after prompts of 192, always the likeliest:\n")
-        demo(teacher, student, prompts, 128)
+        n = args.max_new_tokens or 128
+        print(f"{len(prompts)} texts of {n} tokens after prompts of 192, always the likeliest:\n")
+        demo(teacher, student, prompts, n)
         print("\nA draft pays if the student is much faster than the teacher, or needs no model at all.\nThe study: "
               "python3 overfill.py study")  # fmt: skip
 

@@ -98,7 +98,7 @@ def test_sampled_texts_have_the_teachers_distribution(draft: Drafter) -> None:
     for a, b, c in product(range(4), repeat=3):
         nats = teacher_nats(teacher, ids, torch.tensor([[a, b, c]])).sum()
         expected[a, b, c] = (-nats).exp()
-    generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(4, 4, 4), 1500
+    generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(4, 4, 4), 800
     for _ in range(draws):
         options = {"temperature": 1.0, "generator": generator}
         counts[tuple(map(int, speculate(Pair(teacher, student, ids), 3, 2, draft, **options)))] += 1
@@ -116,11 +116,11 @@ def test_speculation_checks_its_options(teacher, student) -> None:
 
 
 def test_a_bare_run_writes_the_teachers_texts_and_says_what_drafts_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    main([])
+    main(["--max-new-tokens", "40"])
     rows = [line for line in capsys.readouterr().out.splitlines() if " of 3" in line]
     assert [line.split()[-3:] for line in rows[:-1]] == 7 * [["3", "of", "3"]] and len(rows) == 8
     passes = [int(line.replace("%", "").split()[-4 if i == 0 else -5]) for i, line in enumerate(rows[:4])]
-    assert passes[0] == 992 and passes[3] < passes[2] < passes[1] < 500
+    assert passes[0] == 975 and passes[3] < passes[2] < passes[1] < 500
 
 
 @pytest.mark.parametrize("by", ["student", "text"])
