@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from studies import bounding, latency, projection_report, recycling, refreshing_report
+from studies import bounding, latency, projection_report, recycling, refreshing_report, speculation
 from studies.protocol import recorded
 from support.blocks import write_blocks
 from support.cli import CommandLine
@@ -45,6 +45,31 @@ def papers() -> str:
         ["KV refresh: the large model renews that cache now and then",
          f"A little: {seldom} every 256 tokens, {often} every 16"],
     ], markdown=True, left=2)  # fmt: skip
+
+
+def methods() -> str:
+    """A row for each method: what it does, whether it is exact, and one figure."""
+    law, quiz = recorded("recycling", "law.json"), recorded("projection")["kinds"]["quiz"]
+    cell = next(c for c in law["cells"] if (c["m"], c["k"]) == (1000, 900))
+    refreshing, drafts = recorded("refreshing")["methods"], recorded("speculation")["methods"]
+    overfill, student = (refreshing[name]["sampled"]["ppl"][0] for name in ("OverFill", "student"))
+    saved, kl = quiz["latency"]["as proposed"]["saved"][0], quiz["methods"]["as proposed"]["retrieved"]["kl"][0]
+    exact, every = drafts["exact, 8 by the student"]["greedy"], drafts["teacher alone"]["greedy"]
+    return table(["file", "what it does", "its text", "one figure"], [
+        ["[`recycle.py`](recycle.py)", "A prompt that begins like an earlier one reuses its cache, which outlives the "
+         "process. A [radix tree](support/radix_tree.py) finds it", "exact",
+         f"GPT-2 124M, 900 of 1,000 prompt tokens stored: first token after {1e3 * cell['warm disk']['ttft']:.0f} "
+         f"instead of {1e3 * cell['cold']:.0f} ms"],
+        ["[`paged.py`](paged.py)", "Many texts at once, in blocks of cache that any text may own and several may share",
+         "exact", "a bare run: twelve prompts one at a time, as a padded batch, in blocks"],
+        ["[`speculate.py`](speculate.py)", "A small model drafts, the large one checks a draft in one pass", "exact",
+         f"drafts of 8: {exact['passes_in_1000']:.0f} passes of the large model in 1,000 tokens instead of "
+         f"{every['passes_in_1000']:.0f}"],
+        ["[`overfill.py`](overfill.py)", "A large model reads the prompt, a small one writes on its cache, which is "
+         "refreshed now and then", "approximate", f"perplexity {overfill:.2f}; the small model alone {student:.2f}"],
+        ["[`projector.py`](projector.py)", "A first token before the prompt is read, from a similar prompt's cache",
+         "approximate", f"{saved:.0%} sooner, and {kl:.1f} nats from the exact distribution"],
+    ], markdown=True, left=4)  # fmt: skip
 
 
 def findings() -> str:
@@ -122,11 +147,16 @@ def refreshing() -> str:
     return page(refreshing_report.tables(recorded("refreshing")), markdown=True)
 
 
+def drafts() -> str:
+    """The tables of studies/speculation."""
+    return page(speculation.tables(recorded("speculation")), markdown=True)
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"papers": papers},
+    ROOT / "README.md": {"papers": papers, "methods": methods},
     ROOT / "studies" / "README.md": {
         "findings": findings, "pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycle,
-        "replay": replay, "projection": projection, "refreshing": refreshing,
+        "replay": replay, "projection": projection, "refreshing": refreshing, "speculation": drafts,
     },
 }  # fmt: skip
 
