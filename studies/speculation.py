@@ -105,8 +105,8 @@ def verdict(methods: dict[str, Any]) -> str:
             f"greedy text; a refresh every 8 tokens takes {refreshed['greedy']['passes_in_1000']:.0f} passes, and its "
             f"sampled text has a perplexity of {refreshed['sampled']['perplexity'][0]:.2f}, the teacher's own "
             f"{alone['sampled']['perplexity'][0]:.2f}. Drafts pay in time only where they cost much less than the "
-            f"teacher: here a student's step takes about as long as the teacher's, and the fastest ({by}) is {times:.2f} times as "
-            "fast as the teacher alone.")  # fmt: skip
+            f"teacher: here a student's step takes about as long as the teacher's, and the fastest ({by}) is "
+            f"{times:.2f} times as fast as the teacher alone.")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
