@@ -6,11 +6,11 @@ a cached token saves the latter and costs its bytes on the way. The model is che
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from support.files import read_csv
 from support.tables import Table, page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,8 +133,7 @@ def fleet() -> list[str | Table]:
     shape, block = replace(SHAPES[-1], nbytes=nbytes), 512
     cells = []
     for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_csv(path)
         for row in (rows[0], rows[len(rows) // 2], rows[-1]):
             hit, blocks = float(row["token_hit_rate"]), row["capacity_blocks"]
             size = f"{int(blocks) * block * shape.token_bytes / 1e12:.2f} TB" if blocks.isdecimal() else "any"

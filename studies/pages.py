@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from studies import bounding, latency, projection_report, recycling, refreshing_
 from studies.protocol import recorded
 from support.blocks import write_blocks
 from support.cli import CommandLine
-from support.files import read_json
+from support.files import read_csv, read_json
 from support.tables import page, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,9 +101,8 @@ def replay() -> str:
     rates: dict[str, dict[str, str]] = {}
     paths = sorted((ROOT / "studies" / "recycling").glob("replay_*.csv"))
     for path in paths:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                rates.setdefault(row["capacity_blocks"], {})[path.stem] = f"{float(row['token_hit_rate']):.1%}"
+        for row in read_csv(path):
+            rates.setdefault(row["capacity_blocks"], {})[path.stem] = f"{float(row['token_hit_rate']):.1%}"
     rows = [[f"{int(size):,}" if size.isdecimal() else size, *(found.get(path.stem, "") for path in paths)]
             for size, found in sorted(rates.items(), key=lambda item: (not item[0].isdecimal(), len(item[0]), item[0]))]
     header = ["capacity, blocks of 512 tokens", *(path.stem.removeprefix("replay_") for path in paths)]

@@ -3,7 +3,6 @@ split, the proposal, steps away from it, and its baselines."""
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus, rope
 from projector import Layout, Library
 from support.encoders import PairEncoder, load_encoder
+from support.files import read_csv
 from support.regression import ridge
 from support.statistics import kl
 
@@ -78,14 +78,7 @@ def read_pairs(path: Path, seed: int = 0) -> Splits:
     Pairs that share a text are of one family, and an answer is that of both. Raises ValueError if columns are missing
     or there are too few families.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
-    columns = list(rows[0]) if rows else []
-    if missing := {"source", "target"} - set(columns):
-        raise ValueError(f"{path} lacks columns {', '.join(sorted(missing))}, it has {', '.join(columns) or 'none'}")
+    rows = read_csv(path, "source", "target")
     family_of: dict[str, dict[str, str]] = {}  # text -> its family: prompts and their answers
     for row in rows:
         if not row["source"] or not row["target"]:

@@ -34,6 +34,19 @@ def write_json(path: Path, content: Any, indent: int = 2) -> None:
     write_atomically(path, lambda file: file.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8"))
 
 
+def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file with a header line. Raises ValueError if it is none, or lacks columns."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # with or without the mark that spreadsheets write
+            reader = csv.DictReader(file)
+            names, rows = reader.fieldnames or [], list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
+    if missing := [column for column in columns if column not in names]:
+        raise ValueError(f"{path} lacks columns {', '.join(missing)}, it has {', '.join(names) or 'none'}")
+    return rows
+
+
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table with a header line."""
 

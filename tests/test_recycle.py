@@ -808,7 +808,7 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
 @pytest.mark.parametrize(
     ("words", "culprits"),
     [
-        (["study", "--prompts", "README.md", "README.md"], ["README.md", "column prompt"]),
+        (["study", "--prompts", "README.md", "README.md"], ["README.md", "columns prompt"]),
         (["study", "--prompts", "nowhere.csv", "nowhere.csv"], ["nowhere.csv"]),
         (["--max-new-tokens", "500"], ["500", "512"]),
         (["chat", "--capacity", "0"], ["capacity", "0"]),
