@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -10,10 +10,11 @@ from typing import Any, TypedDict
 
 from load_gpt2_weights import NAMES
 from support.cli import CommandLine
-from support.files import read_json
+from support.files import read_csv, read_json
 from support.tables import Table
 
 HERE = Path(__file__).resolve().parent
+NOISE = 0.05  # ours: times that differ by less are equal
 
 
 class StudyLine(CommandLine):
@@ -55,8 +56,8 @@ VERDICTS = {True: "HOLDS", False: "DOES NOT HOLD", None: "NOT TESTED"}
 
 
 def judged(section: str, quote: str, holds: bool | None, figure: str, stated: str, refuted: bool = True) -> Claim:
-    """Return a claim with its verdict: HOLDS, DOES NOT HOLD, NOT SHOWN if it is neither shown nor refuted, NOT TESTED if
-    holds is None. stated: "yes", "partly: why" or "no: why"."""
+    """Return a claim with its verdict: HOLDS, DOES NOT HOLD, NOT SHOWN if it is neither shown nor refuted, NOT TESTED
+    if holds is None. stated: "yes", "partly: why" or "no: why"."""
     verdict = "NOT SHOWN" if holds is not None and not holds and not refuted else VERDICTS[holds]
     answer, _, why = stated.partition(": ")
     return Claim(source="", section=section, quote=quote, theirs="", ours="", figure=figure, verdict=verdict,
@@ -87,17 +88,32 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
 
 def read_prompts(path: Path) -> list[str]:
     """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # with or without the mark that spreadsheets write
-            rows = csv.DictReader(file)
-            if "prompt" not in (rows.fieldnames or ()):
-                raise ValueError(f"{path} has no column prompt, but {', '.join(rows.fieldnames or ()) or 'nothing'}")
-            prompts = [row["prompt"] for row in rows]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    prompts = [row["prompt"] for row in read_csv(path, "prompt")]
     if not prompts or not all(prompts):
         raise ValueError(f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty")
     return prompts
+
+
+def conditions_of(record: dict[str, Any], *data: str) -> str:
+    """Return the model, the data and the machine of a record as a line."""
+    c = {"model": record.get("teacher")} | (record.get("conditions") or record)
+    size = f" of {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "width" in c else ""
+    threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)} of {c['machine']}" if "machine" in c else \
+        "threads and machine not recorded"  # fmt: skip
+    return "; ".join([f"{c['model']}{size}", *data, threads, *([c["date"]] if "date" in c else [])])
+
+
+def benchmark() -> dict[str, Any]:
+    """Return the newest benchmark on one thread, with its conditions in the form of the studies'."""
+    record = read_json(sorted((HERE.parent / "benchmarks" / "results").glob("*-1-thread"))[-1] / "summary.json")
+    g = record["geometry"]
+    return record | {"model": f"{record['model']}, random weights", "parameters": g["weights"] // 4,
+                     "layers": g["n_layer"], "width": g["n_embd"]}  # fmt: skip
+
+
+def spread(ratios: Sequence[float], form: str = ".2f") -> str:
+    """Return the median of some turns' ratios, and the least and the most of them."""
+    return f"{statistics.median(ratios):{form}} ({min(ratios):{form}} to {max(ratios):{form}})"
 
 
 def with_interval(three: Sequence[float], form: str = ".2f") -> str:

@@ -23,21 +23,32 @@ from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
 from pocket import corpus
 from recycle import Store, read_all
 from studies import latency
-from studies.claims import recycled
 from studies.latency import Run, timed
-from studies.protocol import StudyLine, claim_tables, prepared, read_prompts
+from studies.protocol import (
+    NOISE,
+    Claim,
+    StudyLine,
+    claim_tables,
+    conditions_of,
+    judged,
+    prepared,
+    read_prompts,
+    under,
+    with_interval,
+)
 from support.cli import whole_number
 from support.conditions import SIZES, conditions, is_geometry, random_model
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.figures import figure
 from support.files import write_atomically, write_csv, write_json
 from support.radix_tree import RadixTree, common_prefix
-from support.statistics import bootstrap
+from support.statistics import bootstrap, f1
 from support.tables import Table, page, table
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 Encoder = Callable[[list[str]], np.ndarray]
 METHODS = ("cold", "recycled", "published")
+DIALOGPT = (24, 16, 1024)  # layers, heads and width of the paper's model
 
 
 @torch.no_grad()
@@ -61,12 +72,13 @@ def generate_as_published(model: GPT, new: Tensor, cache: KVCache, max_new_token
 
 
 def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cached: list[str], tests: list[str],
-               n_new: int, repeats: int, ending: str, bar: tqdm) -> list[dict[str, Any]]:  # fmt: skip
+               n_new: int, repeats: int, ending: str, bar: tqdm, order: str = "interleaved") -> list[dict[str, Any]]:
     """Store the caches of some prompts; answer others cold, recycled, and as published; return a row for each.
 
     Recycled: on the longest prefix that the store has. Published: if the nearest prompt by embedding is a full prefix,
     by the paper's call, else cold. ending: what follows a test prompt, but no stored one. Raises ValueError if a prompt
     leaves no room for n_new tokens. repeats: runs after one that warms up; 0: that one counts. Each moves the bar by 1.
+    order: "interleaved", or the "source"'s: once and nothing warm, all cold runs, the caches, then the published call.
     """
     model, device, stop = store.model, store.device, tokenizer.eot_token
     prompts = [tokenizer.encode(text + ending, allowed_special={END_OF_TEXT}) for text in tests]
@@ -74,9 +86,6 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
     if (longest := max(map(len, prompts))) + n_new > model.config.n_ctx:
         raise ValueError(f"a prompt of {longest} tokens and {n_new} new ones exceed the context, {model.config.n_ctx}")
     store.clear()  # of what an earlier run left
-    for ids in records:
-        store.put(ids, read_all(model, ids))
-    found = [records[i] for i in nearest(encoder(cached), encoder(tests))]
 
     def cold(ids: list[int], record: list[int]) -> Iterator[Tensor]:
         return generate(model, torch.tensor([ids], device=device), n_new, stop_id=stop)
@@ -97,11 +106,25 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
 
     methods = {"cold": cold, "recycled": recycled, "published": published}
     runs: list[dict[str, list[Run]]] = [{name: [] for name in methods} for _ in prompts]
-    for _ in range(repeats + 1):  # the first warms up
+
+    def answer(names: Sequence[str], found: list[list[int]]) -> None:
         for ids, record, done in zip(prompts, found, runs, strict=True):
-            for name, method in methods.items():
-                done[name].append(timed(lambda method=method, ids=ids, record=record: method(ids, record)))
-        bar.update()
+            for name in names:
+                done[name].append(timed(lambda name=name, ids=ids, record=record: methods[name](ids, record)))
+
+    if order == "source":
+        answer(["cold"], prompts)  # the first answer is the first thing that the model does at all
+    for ids in records:
+        store.put(ids, read_all(model, ids))
+    found = [records[i] for i in nearest(encoder(cached), encoder(tests))]
+    if order == "source":
+        answer(["published"], found)
+        answer(["recycled"], found)
+        bar.update(repeats + 1)
+    else:
+        for _ in range(repeats + 1):  # the first warms up
+            answer(METHODS, found)
+            bar.update()
     outputs = {name: [tokenizer.decode(done[name][0].ids) for done in runs] for name in methods}
     vectors = {name: encoder([text.removesuffix(END_OF_TEXT) for text in texts]) for name, texts in outputs.items()}
     rows = []
@@ -129,22 +152,6 @@ def save_array(file: Path, array: np.ndarray) -> None:
         np.save(handle, array, allow_pickle=False)
 
 
-def alpha(rows: list[dict[str, Any]], what: str) -> tuple[float, float, float]:
-    """Return the slope of S = alpha k / m through 0 by least squares, and its 95% interval over prompts.
-
-    S: the share of what ("latency" or "ttft") that is saved; k: tokens reused; m: tokens of the prompt. Source: the
-    paper, section 5.5.
-    """
-    return bootstrap(np.array([[row["recycled"]["reused_tokens"] / row["tokens"], row["recycled"][f"{what}_saved"]]
-                               for row in rows]), slope)  # fmt: skip
-
-
-def slope(points: np.ndarray) -> np.ndarray:
-    """Return the slopes (...,) of the lines through 0 that fit points (..., n, 2) best, 0 if all x are 0."""
-    x, y = points[..., 0], points[..., 1]
-    return (x * y).sum(-1) / np.maximum((x * x).sum(-1), 1e-12)
-
-
 def unrelated(cached: list[str], tests: list[str], tokenizer: tiktoken.Encoding) -> list[str]:
     """Return the prompts to store that begin with another token than all those to test."""
     first = {tokenizer.encode(text, allowed_special={END_OF_TEXT})[0] for text in tests}
@@ -158,14 +165,12 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
     for a small model the law; print, write and draw them. queries: 0 for random weights."""
     cached, tests = map(read_prompts, prompts)
     prepared(out)
-    store = Store(model, out / "cache")
-    fixed = (tokenizer, encoder)
-    # the source's order first: nothing may be warm
-    found = {order: experiment(store, *fixed, cached, tests, n_new, repeats, ending, order)
-             for order in sorted(orders, reverse=True)}  # fmt: skip
+    store, others, fixed = Store(model, out / "cache"), unrelated(cached, tests, tokenizer), (n_new, repeats, ending)
+    with tqdm(total=(len(orders) + bool(others)) * (repeats + 1), desc="runs", leave=False) as bar:
+        found = {order: experiment(store, tokenizer, encoder, cached, tests, *fixed, bar, order)
+                 for order in sorted(orders, reverse=True)}  # the source's first: nothing may be warm
+        nothing = experiment(Store(model), tokenizer, encoder, others, tests, *fixed, bar) if others else []
     rows = found[orders[0]]
-    others = unrelated(cached, tests, tokenizer)
-    nothing = experiment(Store(model), *fixed, others, tests, n_new, repeats, ending) if others else []
     embeddings = encoder(cached)
     write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
     small = bool(queries) and model.config.n_embd < 512  # else it takes minutes, and studies.latency is there for it
@@ -180,7 +185,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
     if small:
         latency.draw(record["law"], out, "pocket_law")
     law = latency.tables(record["law"]) if small else []
-    print(page([*tables(record), *claim_tables(recycled(record)), *law]))
+    print(page([*tables(record), *claim_tables(claims(record)), *law]))
     if about["encoder"] == "tokens":
         print("\nMeans of token embeddings find most texts similar; --encoder all-MiniLM-L6-v2 tells them apart.")
     example = min(rows, key=lambda row: row["published"]["same_tokens"])
@@ -217,6 +222,131 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
                                 f"{c['missed']:.0%}"] for kind, c in record["indices"].items()]),
         ]  # fmt: skip
     return parts
+
+
+def claims(record: dict[str, Any], geometry: dict[str, Any] | None = None) -> list[Claim]:
+    """Return the claims of KV recycling: of a record with a trained model and one at DialoGPT-medium's geometry."""
+    title = "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs"
+    theirs = ("DialoGPT-medium, 345 million parameters (24 layers of width 1,024); 10 stored and 6 test prompts, 100 "
+              "new tokens, greedy, one at a time; Tesla T4, transformers 4.45.2; all baselines first, no warm-up or "
+              "repeats mentioned; two test prompts are printed, tables are images")  # fmt: skip
+    shapes = [tuple(r["conditions"][x] for x in ("layers", "heads", "width")) if r and "conditions" in r else ()
+              for r in (geometry, record)]  # fmt: skip
+    at = next((r for r, shape in zip((geometry, record), shapes, strict=True) if shape == DIALOGPT), None)
+    timed = at or record
+    orders = timed.get("orders") or {"interleaved": timed["prompts"]}
+    rows, n = timed["prompts"], len(timed["prompts"])
+    never = "" if at else "; not DialoGPT-medium's geometry, so no verdict"
+    stated = f"partly: prompts rebuilt from the two that are printed{never}"
+
+    def saved(rows: list[dict[str, Any]], name: str = "recycled", what: str = "latency") -> tuple[float, float, float]:
+        return bootstrap(np.array([row[name][f"{what}_saved"] for row in rows]))
+
+    def decided(holds: bool) -> bool | None:
+        return holds if at else None
+
+    everyone = {(order, name): saved(r, name) for order, r in orders.items() for name in ("recycled", "published")}
+    figures = "; ".join(f"{name}, {order}: {with_interval(x, '.1%')}" for (order, name), x in everyone.items())
+    deep = [[row for row in rows if (row["recycled"]["reused_tokens"] > 5) == more] for more in (True, False)]
+    shares = [row["recycled"]["reused_tokens"] / row["tokens"] for row in rows]
+    slopes = alpha(rows, "latency")
+    km = statistics.mean(shares)
+    words = f"{n} prompts of {min(r['tokens'] for r in rows)} to {max(r['tokens'] for r in rows)} tokens, " \
+            f"{timed['new_tokens']} new ones, greedy"  # fmt: skip
+    depth = [saved(part)[0] for part in deep] if all(deep) else []
+    more = "; by depth " + ", ".join(f"{x:.1%}" for x in depth) if depth else ""
+    judgements = under(
+        title, theirs, conditions_of(timed, words),
+        judged("5.2", "When prefix reuse occurred, average latency decreased by roughly by 30-50%",
+               decided(any(x[2] >= 0.3 and x[0] >= 0.25 for x in everyone.values())),
+               f"saved from end to end, mean over prompts: {figures} (the conclusion says approximately 50%)", stated),
+        judged("5.2", "Across all prompts, the recycled runs consistently matched or outperformed the baseline.",
+               decided(min(row["recycled"]["latency_saved"] for row in rows) > -NOISE),
+               "the worst prompt saves {:.1%}, the best {:.1%}".format(
+                   *(f(row["recycled"]["latency_saved"] for row in rows) for f in (min, max))),
+               f"{stated}; 5%, ours, are taken for noise"),
+        judged("5.2", "prompts with reuse of >5/35 tokens achieved the largest speedups",
+               decided(depth[0] - depth[1] > 0) if depth else None,
+               f"mean saved with more than 5 tokens reused, and with fewer: {more.removeprefix('; by depth ')}" if depth
+               else f"all of the {n} prompts reuse more than 5 tokens, or none does", f"{stated}; >5/35 is read as "
+               "more than 5 tokens"),
+        judged("3.3", "we expect consistent speedups proportional to k, which our measurements confirm",
+               decided(slopes[1] > 0), f"slope of the share saved over k/m: {with_interval(slopes)}", stated,
+               slopes[2] < 0.05),
+        judged("5.5", "In our runs, α≈1.2–1.5, consistent with the 30-50% latency reduction",
+               decided(slopes[1] <= 1.5 and slopes[2] >= 1.2),
+               f"alpha = {with_interval(slopes)}, for the first token {alpha(rows, 'ttft')[0]:.2f}. Arithmetic: k/m is "
+               f"{km:.2f} here, where 30-50% would be an alpha of {0.3 / km:.1f} to {0.5 / km:.1f}; an alpha of 1.2 to "
+               f"1.5 and 30-50% need k/m of {0.3 / 1.5:.2f} to {0.5 / 1.2:.2f}; 5 of 35 tokens would save "
+               f"{1.2 * 5 / 35:.0%} to {1.5 * 5 / 35:.0%}", stated),
+        judged("Abstract", "when overlap is absent, behavior matches baseline", *without_overlap(timed, at)),
+    )  # fmt: skip
+    rows = record["prompts"]
+    alike = bootstrap(np.array([row["published"]["similarity"] for row in rows]))
+    words_shared = bootstrap(np.array([f1(row["published"]["output"], row["cold"]["output"]) for row in rows]))
+    strangers = statistics.mean(f1(a["cold"]["output"], b["cold"]["output"]) for a in rows for b in rows if a is not b)
+    full = [row["published"]["reused_tokens"] for row in rows]
+    same, exact = (sum(row[name]["identical"] for row in rows) for name in ("published", "recycled"))
+    total, reused = (sum(row[x] if x == "tokens" else row["recycled"][x] for row in rows)
+                     for x in ("tokens", "reused_tokens"))  # fmt: skip
+    return judgements + under(
+        title, theirs, conditions_of(record, f"{n} prompts of {min(r['tokens'] for r in rows)} to "
+                                     f"{max(r['tokens'] for r in rows)} tokens, {record['new_tokens']} new ones, "
+                                     f"greedy; embeddings by {record['encoder']}"),
+        judged("5.3", "Out of six test prompts, all satisfied the strict prefix condition and triggered KV reuse.",
+               all(full), f"{sum(x > 0 for x in full)} of {len(full)}, {sum(full)} tokens in all (the source: about "
+               "40)",
+               "partly: prompts of the pocket world, made in the same way"),
+        judged("3.1", "Provided the past_key_values allows omitting the already-cached prefix tokens from input_ids.",
+               same == len(rows), f"by that call {same} of {len(rows)} answers are the cold run's: it skips tokens of "
+               f"the prompt and counts positions anew; with the gap closed, {exact} of {len(rows)}",
+               "partly: what transformers 4.45.2 feeds, rebuilt and checked against a recorded call of it"),
+        judged("5.4", "The average cosine similarity between output embeddings was 0.66–0.82, indicating near "
+               "identical responses.", words_shared[1] >= 0.9,
+               f"by the published call a similarity of {with_interval(alike)}, and F1 of the words "
+               f"{with_interval(words_shared)}; two answers to different prompts share {strangers:.2f}; recycled with "
+               f"the gap closed, {exact} of {len(rows)} are identical", "partly: a small model; near identical is "
+               "read as F1 of 0.9, ours", words_shared[2] < 0.9),
+        judged("Abstract", "no material degradation in output semantics", exact == len(rows),
+               f"recycled with the gap closed, {exact} of {len(rows)} answers are the cold run's; by the published "
+               f"call {same}", "partly: holds of exact prefixes reused at their positions, not of the call as "
+               "published"),
+        judged("6", "effectively extend its usable context memory. Our results confirm that this is indeed possible.",
+               False, f"0 positions gained: {len(rows)} prompts of {total} tokens take {total} positions, cold or "
+               f"recycled; {reused} of them ({reused / total:.0%}) are not computed again", "yes: what is saved is "
+               "compute, n_ctx stays"),
+        judged("3.5", "conclusions about feasibility transfer to larger decoders", None, "no figure",
+               "no: no larger model was run"),
+    )  # fmt: skip
+
+
+def without_overlap(record: dict[str, Any], at: dict[str, Any] | None) -> tuple[bool | None, str, str]:
+    """Return what becomes of prompts that share nothing with the store: verdict, figure, tested as stated."""
+    rows = record.get("without_overlap")
+    if not rows:
+        return None, "no run without a hit is in the record", "no: not measured yet"
+    same = sum(row[name]["identical"] for row in rows for name in ("recycled", "published"))
+    saved = bootstrap(np.array([row["recycled"]["latency_saved"] for row in rows]))
+    quiet = abs(saved[0]) < NOISE
+    return (same == 2 * len(rows) and quiet if at or same < 2 * len(rows) else None,
+            f"{same} of {2 * len(rows)} answers are the cold run's; saved {with_interval(saved, '.1%')}",
+            "partly: recycled and published alike, on a store whose prompts begin with other tokens")  # fmt: skip
+
+
+def alpha(rows: list[dict[str, Any]], what: str) -> tuple[float, float, float]:
+    """Return the slope of S = alpha k / m through 0 by least squares, and its 95% interval over prompts.
+
+    S: the share of what ("latency" or "ttft") that is saved; k: tokens reused; m: tokens of the prompt. Source: the
+    paper, section 5.5.
+    """
+    return bootstrap(np.array([[row["recycled"]["reused_tokens"] / row["tokens"], row["recycled"][f"{what}_saved"]]
+                               for row in rows]), slope)  # fmt: skip
+
+
+def slope(points: np.ndarray) -> np.ndarray:
+    """Return the slopes (...,) of the lines through 0 that fit points (..., n, 2) best, 0 if all x are 0."""
+    x, y = points[..., 0], points[..., 1]
+    return (x * y).sum(-1) / np.maximum((x * x).sum(-1), 1e-12)
 
 
 def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> None:
