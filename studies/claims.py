@@ -20,7 +20,8 @@ def every_claim() -> dict[str, list[Claim]]:
     return {
         "The KV cache": article.claims(window, speed, bench),
         "BCT": bounding.claims(recorded("bounding"), bench),
-        "KV recycling": recycling.claims(recorded("recycling"), recorded_or_none("recycling", "geometry.json")),
+        "KV recycling": recycling.claims(recorded("recycling"), recorded_or_none("recycling", "geometry.json"),
+                                         recorded("recycling", "law.json")),
         "CP-KVP": projection_report.claims(recorded("projection")),
         "OverFill and KV refresh": refreshing_report.claims(recorded("refreshing")),
     }  # fmt: skip

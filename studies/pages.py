@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from studies import bounding, latency, projection_report, recycling, refreshing_report
-from studies.protocol import recorded
+from studies.claims import every_claim
+from studies.protocol import benchmark, claim_tables, recorded
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_csv, read_json
@@ -27,7 +28,14 @@ def papers() -> str:
     texts = recorded("refreshing")["methods"]
     overfill, student, seldom, often = (f"{texts[name]['sampled']['ppl'][0]:.2f}" for name in (
         "OverFill", "student", "periodic, 256", "periodic, 16"))  # fmt: skip
-    return table(["the idea", "what we saw, on a model of 3 million parameters"], [
+    sizes = recorded("bounding")["conditions"]["parameters"] / 1e6
+    bench = benchmark()
+    plain = bench["rows"]["gpt_baseline.py"][f"1 x {bench['lengths'][0]}"]
+    same_text = "the same text" if plain["same_tokens"] else "another text"
+    return table(["the idea", f"what we saw, on a model of {sizes:.0f} million parameters"], [
+        ["KV cache: keep the keys and values of what has been read",
+         f"{same_text.capitalize()}, and at GPT-2's {bench['parameters'] / 1e6:.0f} million parameters each token after "
+         f"{bench['lengths'][0]} comes {1 / plain['decode_ratio']:.1f} times as fast"],
         ["BCT: a memory of constant size does nearly as well",
          f"Constant in bytes and time. Held-out perplexity {bct}; {full} with everything kept, {window} with a window "
          "of as many bytes"],
@@ -44,17 +52,10 @@ def papers() -> str:
     ], markdown=True, left=2)  # fmt: skip
 
 
-def findings() -> str:
-    """The claims of the papers that were rebuilt, and whether they hold here."""
-    kinds = recorded("projection")["kinds"].items()
-    test = "a first token from a similar prompt's cache: its own test"
-    claims = {"BCT": recorded("bounding")["claims"], "KV recycling": recorded("recycling")["claims"],
-              "CP-KVP, a proposal": [{"claim": f"{test}, on {kind}"} | r["verdicts"]["as proposed"]
-                                     for kind, r in kinds],
-              "OverFill, KV refresh": recorded("refreshing")["claims"]}  # fmt: skip
-    rows = [[paper, c["claim"], c["verdict"]] for paper, those in claims.items() for c in those
-            if "not the source's" not in c["claim"]]  # fmt: skip
-    return table(["paper", "claim", "here"], rows, markdown=True, left=3)
+def claims() -> str:
+    """Every claim of the sources, beside what was found here."""
+    parts = ([f"### {name}", *claim_tables(rows)] for name, rows in every_claim().items())
+    return "\n\n".join(page(part, markdown=True) for part in parts)
 
 
 def pocket() -> str:
@@ -122,7 +123,7 @@ def refreshing() -> str:
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"papers": papers},
     ROOT / "studies" / "README.md": {
-        "findings": findings, "pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycle,
+        "claims": claims, "pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycle,
         "replay": replay, "projection": projection, "refreshing": refreshing,
     },
 }  # fmt: skip

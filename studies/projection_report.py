@@ -12,7 +12,7 @@ import numpy as np
 from studies.projection_measures import GOOD_KL
 from studies.protocol import Claim, conditions_of, judged, under, with_interval
 from support.figures import panels
-from support.statistics import bootstrap
+from support.statistics import wilson
 from support.tables import Table, of_records
 
 STYLES = ("o-", "s--", "^-.", "D:")  # of lines, readable without colour
@@ -75,42 +75,42 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     title = "Cross-Prompt KV Projection Warm-Start"
     theirs = ("a proposal without results: GPT-2 small and medium, Pythia-160M and 410M; Quora pairs, PAWS, templated "
               "prompts; m of 4 to 32; thresholds of its own")  # fmt: skip
-    kinds = {name: r for name, r in record["kinds"].items() if "methods" in r}
-    found = {name: r["methods"]["as proposed"]["retrieved"] for name, r in kinds.items()}
-    words = ", ".join(f"{name} ({r['tokens']:.0f} tokens, {found[name]['prompts']} "
-                      f"prompts)" for name, r in kinds.items())
-    saved = {name: r["latency"]["as proposed"]["saved"] for name, r in kinds.items()}
-    tops = {}  # the most similar third of what was asked
-    for name, r in kinds.items():
-        top = next(b for b in r["bins"] if (b["bin"], b["method"]) == ("highest", "as proposed"))
-        good = round(top["good"] * top["prompts"])
-        tops[name] = bootstrap(np.array([1.0] * good + [0.0] * (top["prompts"] - good)))
-    lost = {name: found[name][f"{r['task']}_lost"] for name, r in kinds.items() if r["task"]}
-    by_kind = lambda values, form: ", ".join(f"{k} {with_interval(v, form)}" for k, v in values.items())  # noqa: E731
+    bar = "Decision thresholds"
     high = "partly: prompts at least as similar as tau, paraphrases of the pocket world; maps fitted on other families"
+    kinds = {name: r for name, r in record["kinds"].items() if "methods" in r}
+    if not kinds:
+        return []
+    found = {name: r["methods"]["as proposed"]["retrieved"] for name, r in kinds.items()}
+    hidden = {name: r["methods"]["hidden state"]["retrieved"]["kl"] for name, r in kinds.items()}
+    words = ", ".join(f"{name} ({r['tokens']:.0f} tokens, {found[name]['prompts']} prompts)"
+                      for name, r in kinds.items())  # fmt: skip
+    saved = {name: r["latency"]["as proposed"]["saved"] for name, r in kinds.items()}
+    top = {name: b for name, r in kinds.items() for b in r["bins"]
+           if (b["bin"], b["method"]) == ("highest", "as proposed")}  # fmt: skip
+    tops = {name: wilson(round(b["good"] * b["prompts"]), b["prompts"]) for name, b in top.items()}
+    lost = {name: found[name][f"{r['task']}_lost"] for name, r in kinds.items() if r["task"]}
+    rejected = [name for name, r in kinds.items() if r["verdicts"]["as proposed"]["verdict"] == "REJECTED"]
     rows = under(
-        title, theirs, conditions_of(record, words) if kinds else "no prompt was similar enough",
-        judged("Decision thresholds", "≥35–60% reduction in first-token latency on average (model- and T-dependent)",
-               all(x[1] >= 0.35 for x in saved.values()), f"sooner by {by_kind(saved, '.0%')}",
+        title, theirs, conditions_of(record, words),
+        judged(bar, "≥35–60% reduction in first-token latency on average (model- and T-dependent)",
+               all(x[1] >= 0.35 for x in saved.values()), f"sooner by {by_kind(saved)}",
                f"{high}; summary tokens are mapped when they are stored", any(x[2] < 0.35 for x in saved.values())),
-        judged("Decision thresholds", "Next-token KL ≤ 0.05 (or ≤ 5% relative perplexity increase) on ≥80% of test "
-               "prompts within high-similarity bin.", all(x[1] >= 0.8 for x in tops.values()),
-               f"of the most similar third {by_kind(tops, '.0%')}",
-               "partly: the bin is the upper third, since the source doesn't bound it; its KL(warm || cold) is ours "
-               "the other way round", any(x[2] < 0.8 for x in tops.values())),
-        judged("Decision thresholds", "Task metrics within 1% absolute of cold start for high-similarity prompts.",
-               all(x[2] <= 0.01 for x in lost.values()), f"lower by {by_kind(lost, '.0%')}", high,
+        judged(bar, "Next-token KL ≤ 0.05 (or ≤ 5% relative perplexity increase) on ≥80% of test prompts within "
+               "high-similarity bin.", all(x[1] >= 0.8 for x in tops.values()) if tops else None,
+               f"of the most similar third {by_kind(tops)}", "partly: the source doesn't bound the bin, we take the "
+               "upper third of the pocket world's paraphrases; KL(cold || warm), where the source has KL(warm || "
+               "cold)",
+               any(x[2] < 0.8 for x in tops.values())),
+        judged(bar, "Task metrics within 1% absolute of cold start for high-similarity prompts.",
+               all(x[2] <= 0.01 for x in lost.values()) if lost else None, f"lower by {by_kind(lost)}", high,
                any(x[1] > 0.01 for x in lost.values())),
-        judged("Baselines", "initialize only the last-layer hidden state for the next-token position (no KV cache), "
-               "to show the need for KV summaries", all(r["methods"]["as proposed"]["retrieved"]["kl"][2]
-                                                < r["methods"]["hidden "
-                                                               "state"]["retrieved"]["kl"][1] for r in kinds.values()),
+        judged("Conclusion", "is readily falsifiable on small open-source models", bool(rejected),
+               f"its own thresholds reject it on {len(rejected)} of {len(kinds)} kinds of prompts", high),
+        judged("Baselines", "initialize only the last-layer hidden state for the next-token position (no KV cache), to "
+               "show the need for KV summaries", all(found[name]["kl"][2] < kl[1] for name, kl in hidden.items()),
                "KL in nats as proposed, and by that baseline: " + ", ".join(
-                   f"{name} {r['methods']['as proposed']['retrieved']['kl'][0]:.2f} and "
-                   f"{r['methods']['hidden state']['retrieved']['kl'][0]:.2f}" for name, r in kinds.items()), high,
-               all(r["methods"]["as proposed"]["retrieved"]["kl"][1] > r["methods"]["hidden "
-                                                                                    "state"]["retrieved"]["kl"][2]
-                   for r in kinds.values())),
+                   f"{name} {found[name]['kl'][0]:.2f} and {kl[0]:.2f}" for name, kl in hidden.items()), high,
+               all(found[name]["kl"][1] > kl[2] for name, kl in hidden.items())),
         judged("Discussion", "Retrieval gating is crucial: far neighbors must fall back to cold start.",
                *by_similarity(kinds)),
         judged("Discussion", "Confidence can be estimated from sim score and projection residuals",
@@ -119,7 +119,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
                    for name, r in kinds.items() if None not in r["confidence"].values())
                + " (0.5 is chance; no intervals in the record)", "partly: of one summary token, towards no change",
                refuted=False),
-        judged("Limitations", "Very small m can underfit; very large m erodes latency gains.", *by_m(kinds)),
+        judged("Limitations", "Very small m can underfit; very large m erodes latency gains.", *by_m(kinds),
+               refuted=False),
         judged("Hypothesis", "lies in a low-dimensional subspace that is linearly related across prompts", None,
                "no figure", "no: neither the spectrum nor the held-out R² of stage 2 is in the record"),
     )  # fmt: skip
@@ -143,6 +144,11 @@ def claims(record: dict[str, Any]) -> list[Claim]:
                    "above"),
         )  # fmt: skip
     return rows
+
+
+def by_kind(values: dict[str, Sequence[float]]) -> str:
+    """Return shares and their intervals, kind by kind."""
+    return ", ".join(f"{name} {with_interval(three, '.0%')}" for name, three in values.items())
 
 
 def by_similarity(kinds: dict[str, Any]) -> tuple[bool, str, str]:
@@ -175,10 +181,12 @@ def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
         found += under(
             title, theirs, f"{name}, {'a trained model' if name == record['model'] else 'random weights'}; {keys[-1]}, "
             "without retrieval; medians",
-            judged("Decision thresholds", "Failure if latency gains are <10%", all(x >= 0.1 for x in gains.values()),
-                   "sooner, with the map applied at every start, by " + ", ".join(
-                       f"{x:.0%} at {n:,} tokens" for n, x in gains.items()), "partly: HOLDS is that it does not fail; "
-                   "retrieval left out", any(x < 0.1 for x in gains.values())),
+            judged("Conclusion", "CP-KVP can substantially reduce first-token latency", all(
+                       x >= 0.1 for x in gains.values()), "sooner, with the map applied at every start, by " + ", "
+                       "".join(
+                       f"{x:.0%} at {n:,} tokens" for n, x in gains.items()), "partly: retrieval left out; "
+                       "substantially is read as the source's failure line, latency gains of "
+                       "10%", all(x < 0.1 for x in gains.values())),
             judged("Discussion", "shifting first-token cost from O(T×L) to O(m×L)", flat < math.sqrt(cold),
                    f"from {rows[0]['length']} to {rows[-1]['length']:,} tokens a start from stored summary tokens "
                    f"takes {flat:.1f} times as long, a cold one {cold:.0f} times", "partly: m is 8"),

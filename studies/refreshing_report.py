@@ -48,7 +48,7 @@ def claims(record: dict[str, Any]) -> list[Claim]:
               "1.88")
     methods = record["methods"]
     gate, often, burst = f"entropy, {BUDGETS[0]:g} in 1,000", "periodic, 64", "speculative, 8"
-    base, small = methods["OverFill"], "partly: models of 3 million parameters and shorter texts"
+    base, small = methods["OverFill"], "partly: much smaller models, shorter texts"
 
     def ppl(*names: str) -> str:
         return ", ".join(f"{methods[name]['sampled']['ppl'][0]:.2f}" for name in names)
@@ -106,7 +106,7 @@ def claims(record: dict[str, Any]) -> list[Claim]:
         judged("Speculative Refresh, results", "Speculative (k=8) Constant (prefill over 8 tokens) ~1.9% 1.77",
                bursts[2] < 0, f"perplexity {ppl(burst)}, {with_interval(bursts, '+.0%')} against none", small,
                bursts[1] > 0),
-        *divergences(record, small),
+        *by_chance(methods, against, small), *divergences(record, small), *by_length(record, small),
     ) + under(
         title, theirs, f"{quality}; the teacher's tokens and time for single refreshes",
         judged("Speculative Refresh, results", "the teacher’s workload is constant and small (always processing k "
@@ -154,6 +154,36 @@ def unchanged(methods: dict[str, Any], name: str, base: dict[str, Any]) -> tuple
         return "the teacher's share is not in the record", "no: not measured"
     left = t["total_s"] * (1 - t["by_teacher"]) / base["times"]["total_s"]
     return f"every 64, less the teacher's time: {left:.3f} of OverFill's time", "no: another geometry"
+
+
+def by_chance(methods: dict[str, Any], against: Callable[..., list[float]], small: str) -> list[Claim]:
+    """Return the claim that places chosen by entropy are better than a clock's, at about as many refreshes."""
+    gate, clock = f"entropy, {BUDGETS[1]:g} in 1,000", "periodic, 128"
+    if not {gate, clock} <= {*methods}:
+        return []
+    less = against(gate, clock)
+    counts = ", ".join(f"{methods[name]['sampled']['refreshes'][0]:.1f}" for name in (gate, clock))
+    return [judged("Gated refresh policies", "A more intelligent approach is to refresh on-demand, only when the model "
+                   "shows signs of uncertainty.", less[2] < 0, f"perplexity by entropy {with_interval(less, '+.0%')} "
+                   f"against every 128 tokens, at {counts} refreshes a text", small, less[1] > 0)]  # fmt: skip
+
+
+def by_length(record: dict[str, Any], small: str) -> list[Claim]:
+    """Return the claims on the lengths of prompts and texts."""
+    if "lengths" not in record:
+        return []
+    short, long = record["lengths"][0], record["lengths"][-1]
+    rival = "student trained alone" if "student trained alone" in short else "student"
+    first = max(long["OverFill"]["nats"], key=int)
+    near, far = (ratio(r["OverFill"], r[rival], first) for r in (short, long))
+    return [
+        judged("Runtime", "Works best for long prompts + short/medium outputs", far[2] < near[1],
+               f"perplexity of {first} tokens against {rival}'s: ratio {with_interval(far)} after prompts of "
+               f"{long['tokens']}, {with_interval(near)} after {short['tokens']}", f"{small}; that rival is ours",
+               far[1] > near[2]),
+        judged("Runtime", "Loses on very long outputs where Student drift accumulates", None, "no figure",
+               f"no: {record['tokens']} tokens are not very long"),
+    ]  # fmt: skip
 
 
 def divergences(record: dict[str, Any], small: str) -> list[Claim]:
@@ -237,7 +267,8 @@ def uncertainty(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
                            for name in ("MC dropout", "entropy"))  # fmt: skip
     student = "partly: a student that had 600 steps of training with dropout"
     return under(
-        title, theirs, conditions_of(record, f"a student of it trained with dropout; U(t) from {overfill.MonteCarloDropout.passes} passes a token"),
+        title, theirs, conditions_of(record, f"a student of it trained with dropout; U(t) from "
+                                     f"{overfill.MonteCarloDropout.passes} passes a token"),
         judged("Simulation", "remains silent during the aleatoric (ambiguous) "
                "phase", passed[1] > 0.5 if passed else None,
                f"where entropy is in its highest tenth, is a high entropy of the teacher what U(t) lets pass? {area}"
