@@ -187,10 +187,10 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
                f"the step after 1,024 tokens makes {step[1] / step[0]:.1f} times the comparisons of that after 512",
                "yes"),
         judged("Overview", "increases memory requirements (the main reason I initially didn't include it in the book), "
-               "and can't be used during training", None, "no figure", "no: training reads whole texts at once, where "
+               "and can't be used during training", None, "", "no: training reads whole texts at once, where "
                "there is nothing to reuse"),
         judged("Clearing the Cache", "Otherwise, the queries of a new prompt will attend to stale keys left over from "
-               "the previous sequence", None, "no figure", "no: our cache is an object of its own, and a new one is "
+               "the previous sequence", None, "", "no: our cache is an object of its own, and a new one is "
                "the reset"),
     )  # fmt: skip
     if bench:
@@ -207,7 +207,7 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
                    f"{same}", "partly: our files, which share its idea and not its code"),
             judged(pros, "Memory usage increases linearly: Each new token appends "
                    "to the KV cache.", len(per_token) == 1, " or ".join(f"{x:,.0f}" for x in per_token) + " bytes a "
-                   f"token, from {cells[0]} to {cells[-1]} tokens", "yes"),
+                   f"token, from {bench['lengths'][0]} to {bench['lengths'][-1]:,} tokens", "yes"),
             judged("Tip 1: Pre-allocate Memory", "This ensures consistent memory use and reduces overhead.",
                    len(fixed) == 1 and min(ahead[cells[-1]]["ratios"]) > 1,
                    "writing into slices is " + ", ".join(
@@ -219,7 +219,8 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
     if window:
         found, w = window["window"], window["size"]
         one, offset, prompt, chunks = found.values()
-        said = f"random weights ({window['geometry']}), a window of {w}, a text of {window['tokens']} tokens"
+        said = f"{window['geometry']} (layers, heads, width), random weights; a window of {w}, a text of " \
+               f"{window['tokens']} tokens"  # fmt: skip
         rows += under(
             title, theirs, said,
             judged("Tip 2: Truncate Cache via Sliding Window", "Via the sliding window, we maintain only the last "

@@ -399,8 +399,8 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
                "3 is read as points, two-sided; BLEU is against the corpus's own explanations", points[1] > 3 or
                points[2] < -3),
         judged("3.5", "refines the hidden state through a self-supervised learning approach during inference", None,
-               "no figure", "no: the source gives no rule, loss or figure for it"),
-        judged("3.5", "it allows for token-level parallel training", None, "no figure", "no: not in a record; that a "
+               "", "no: the source gives no rule, loss or figure for it"),
+        judged("3.5", "it allows for token-level parallel training", None, "", "no: not in a record; that a "
                "text read at once and token by token gives equal logits is a test (tests/test_bounded_cache.py)"),
     )  # fmt: skip
     rule, step, whole, tuned = (next(row for row in ablation if row["name"].startswith(name)) for name in (

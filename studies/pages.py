@@ -34,8 +34,8 @@ def papers() -> str:
     same_text = "the same text" if plain["same_tokens"] else "another text"
     return table(["the idea", f"what we saw, on a model of {sizes:.0f} million parameters"], [
         ["KV cache: keep the keys and values of what has been read",
-         f"{same_text.capitalize()}, and at GPT-2's {bench['parameters'] / 1e6:.0f} million parameters each token after "
-         f"{bench['lengths'][0]} comes {1 / plain['decode_ratio']:.1f} times as fast"],
+         f"{same_text.capitalize()}, and with the {bench['parameters'] / 1e6:.0f} million parameters of GPT-2 each "
+         f"token after {bench['lengths'][0]} comes {1 / plain['decode_ratio']:.1f} times as fast"],
         ["BCT: a memory of constant size does nearly as well",
          f"Constant in bytes and time. Held-out perplexity {bct}; {full} with everything kept, {window} with a window "
          "of as many bytes"],

@@ -122,7 +122,7 @@ def claims(record: dict[str, Any]) -> list[Claim]:
         judged("Limitations", "Very small m can underfit; very large m erodes latency gains.", *by_m(kinds),
                refuted=False),
         judged("Hypothesis", "lies in a low-dimensional subspace that is linearly related across prompts", None,
-               "no figure", "no: neither the spectrum nor the held-out R² of stage 2 is in the record"),
+               "", "no: neither the spectrum nor the held-out R² of stage 2 is in the record"),
     )  # fmt: skip
     rows += at_inference(record, title, theirs)
     if "positions" in record:

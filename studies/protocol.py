@@ -77,12 +77,13 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
         if source:
             parts.append(f"Conditions of {source}: {of_source[0]['theirs']}.")
         for ours in dict.fromkeys(claim["ours"] for claim in of_source):
-            parts.append(f"Here: {ours}." if source else f"Ours; no source claims it. {ours}.")
-            rows = [[f'"{c["quote"]}" ({c["section"]})' if source else c["quote"], f"{c['verdict']}. {c['figure']}",
+            parts.append(f"Here: {ours}." if source else f"Ours, claimed by no source. Here: {ours}.")
+            rows = [[f'"{c["quote"]}" ({c["section"]})' if source else c["quote"], f"{c['verdict']}{': ' * bool(c['figure'])}{c['figure']}",
                      f"{c['stated']}: {c['why']}" if c["why"] else c["stated"]]
                     for c in of_source if c["ours"] == ours]  # fmt: skip
+            n = 3 if source else 2
             header = ["claim" if source else "question", "found here", "tested as stated"]
-            parts.append(Table(header[: 3 if source else 2], [row[: 3 if source else 2] for row in rows], left=3))
+            parts.append(Table(header[:n], [row[:n] for row in rows], left=n))
     return parts
 
 
@@ -97,7 +98,8 @@ def read_prompts(path: Path) -> list[str]:
 def conditions_of(record: dict[str, Any], *data: str) -> str:
     """Return the model, the data and the machine of a record as a line."""
     c = {"model": record.get("teacher")} | (record.get("conditions") or record)
-    size = f" of {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "width" in c else ""
+    size = (f" of {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "parameters" in c
+            else "")  # fmt: skip
     threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else "threads not recorded"
     machine = c.get("machine", "machine not recorded")
     return "; ".join([f"{c['model']}{size}", *data, threads, machine, *([c["date"]] if "date" in c else [])])
@@ -107,8 +109,8 @@ def benchmark() -> dict[str, Any]:
     """Return the newest benchmark on one thread, with its conditions in the form of the studies'."""
     record = read_json(sorted((HERE.parent / "benchmarks" / "results").glob("*-1-thread"))[-1] / "summary.json")
     g = record["geometry"]
-    model = f"{record['model']}, random weights{', on a disturbed machine' if record['disturbed'] else ''}"
-    return record | {"model": model, "parameters": g["weights"] // 4,
+    machine = f"{record['machine']}{', disturbed meanwhile' * record['disturbed']}"
+    return record | {"model": f"{record['model']}, random weights", "machine": machine, "parameters": g["weights"] // 4,
                      "layers": g["n_layer"], "width": g["n_embd"]}  # fmt: skip
 
 
