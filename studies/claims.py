@@ -7,7 +7,7 @@ a trained model. Each study judges its own source: claims() in its file.
 
 from __future__ import annotations
 
-from studies import article, bounding, projection_report, recycling, refreshing_report
+from studies import article, bounding, projection_report, recycling_report, refreshing_report
 from studies.protocol import Claim, benchmark, claim_tables, recorded, recorded_or_none
 from support.cli import CommandLine
 from support.tables import page
@@ -20,8 +20,8 @@ def every_claim() -> dict[str, list[Claim]]:
     return {
         "The KV cache": article.claims(window, speed, bench),
         "BCT": bounding.claims(recorded("bounding"), bench),
-        "KV recycling": recycling.claims(recorded("recycling"), recorded_or_none("recycling", "geometry.json"),
-                                         recorded("recycling", "law.json")),
+        "KV recycling": recycling_report.claims(recorded("recycling"), recorded_or_none("recycling", "geometry.json"),
+                                                recorded("recycling", "law.json")),
         "CP-KVP": projection_report.claims(recorded("projection")),
         "OverFill and KV refresh": refreshing_report.claims(recorded("refreshing")),
     }  # fmt: skip

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from studies import bounding, latency, projection_report, recycling, refreshing_report
+from studies import bounding, latency, projection_report, recycling_report, refreshing_report
 from studies.claims import every_claim
 from studies.protocol import benchmark, claim_tables, recorded
 from support.blocks import write_blocks
@@ -94,7 +94,8 @@ def recycle() -> str:
     record = recorded("recycling")
     large = latency.tables(recorded("recycling", "law.json"), " (GPT-2 124M)", (128, 512, 1000), (0.5, 0.9))
     small = record["law"]["crossover"]["warm disk"]
-    return page([*recycling.tables(record), *large, f"On `{record['model']}` it pays from {small} tokens on."], True)
+    tables = [*recycling_report.tables(record), *large]
+    return page([*tables, f"On `{record['model']}` it pays from {small} tokens on."], True)
 
 
 def replay() -> str:

@@ -78,9 +78,9 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
             parts.append(f"Conditions of {source}: {of_source[0]['theirs']}.")
         for ours in dict.fromkeys(claim["ours"] for claim in of_source):
             parts.append(f"Here: {ours}." if source else f"Ours, claimed by no source. Here: {ours}.")
-            rows = [[f'"{c["quote"]}" ({c["section"]})' if source else c["quote"], f"{c['verdict']}{': ' * bool(c['figure'])}{c['figure']}",
-                     f"{c['stated']}: {c['why']}" if c["why"] else c["stated"]]
-                    for c in of_source if c["ours"] == ours]  # fmt: skip
+            rows = [[f'"{c["quote"]}" ({c["section"]})' if source else c["quote"],
+                     ": ".join(filter(None, (c["verdict"], c["figure"]))),
+                     ": ".join(filter(None, (c["stated"], c["why"])))] for c in of_source if c["ours"] == ours]
             n = 3 if source else 2
             header = ["claim" if source else "question", "found here", "tested as stated"]
             parts.append(Table(header[:n], [row[:n] for row in rows], left=n))

@@ -62,8 +62,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
 
     def growth(name: str) -> tuple[str, list[dict[str, float]]]:
         at = methods[name]["times"]["by_length"]
-        if len(at) < 2:
-            return "too few refreshes to tell", []
+        if len(at) < 2 or not at[0]["tokens"]:
+            return "too few refreshes to tell" if len(at) < 2 else "the teacher reads nothing", []
         return (f"{at[0]['tokens']:.0f} to {at[-1]['tokens']:.0f} tokens, {1e3 * at[0]['seconds']:.1f} to "
                 f"{1e3 * at[-1]['seconds']:.1f} ms"), [at[0], at[-1]]  # fmt: skip
 
@@ -154,7 +154,8 @@ def unchanged(methods: dict[str, Any], name: str, base: dict[str, Any]) -> tuple
     if "by_teacher" not in t:
         return "the teacher's share is not in the record", "no: not measured"
     left = t["total_s"] * (1 - t["by_teacher"]) / base["times"]["total_s"]
-    return f"every 64, less the teacher's time: {left:.3f} of OverFill's time", "no: models so small that a step is mostly not arithmetic"
+    return (f"every 64, less the teacher's time: {left:.3f} of OverFill's time",
+            "no: models so small that a step is mostly not arithmetic")  # fmt: skip
 
 
 def by_chance(methods: dict[str, Any], against: Callable[..., list[float]], small: str) -> list[Claim]:
@@ -189,7 +190,7 @@ def by_length(record: dict[str, Any], small: str) -> list[Claim]:
 
 def divergences(record: dict[str, Any], small: str) -> list[Claim]:
     """Return the claim on KL(teacher || student) after refreshes, on equal texts."""
-    if "cache" not in record:
+    if "cache" not in record or record["tokens"] < 64 + 2 * 16:
         return []
     none, often = (np.array(record["cache"][name]["kl"][64:]) for name in ("OverFill", "periodic, 64"))
     spans = [x[: len(x) // 16 * 16].reshape(-1, 16).mean(1) for x in (none, often)]
@@ -219,12 +220,12 @@ def on_paper(title: str, theirs: str) -> list[Claim]:
                burst_overhead(8) < 0.039,
                f"at the source's {RATES['OverFill']} and {RATES['teacher']} tokens/s, a pass every 8 tokens costs at "
                f"least {burst_overhead(8):.1%}, every 64 {burst_overhead(64):.1%}, if it takes no less than a "
-               "decoding step of the teacher, which reads the same weights", "partly: by arithmetic on its tables, under "
-               "that assumption; the source has one run"),
+               "decoding step of the teacher, which reads the same weights", "partly: by arithmetic on its tables, "
+               "under that assumption; the source has one run"),
         judged("Budgeting", "You can estimate τ from the 95th–97th percentile", False,
                f"above it lie {1000 * 0.03:.0f} to {1000 * 0.05:.0f} of 1,000 tokens, where ~2–3 refreshes are asked "
-               "for: only a pause between two, which the source doesn't name, can thin them so", "no: by "
-               "arithmetic"),
+               "for: only a pause between two, which the source doesn't name, can thin them so", "partly: "
+               "by arithmetic"),
     )  # fmt: skip
 
 
