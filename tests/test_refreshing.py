@@ -200,15 +200,16 @@ def made_up_record(**ppl: float) -> dict:
         mean = ppl.get(name.replace(", ", "_").partition(" ")[0], 2.0)
         nats = (math.log(mean) + noise).tolist()
         at = [{"tokens": 8.0, "seconds": 0.01}, {"tokens": 8.0, "seconds": 0.01}]
-        methods[name] = {"sampled": {"ppl": [mean] * 3, "nats": {"320": nats}},
-                      "times": {"decode_tps": 100.0, "overheads": (noise + 0.1).tolist(), "by_length": at}}  # fmt: skip
-    signal = {"area": [0.7, 0.6, 0.8], "above_entropy": [-0.2, -0.1]}
+        methods[name] = {"sampled": {"ppl": [mean] * 3, "nats": {"320": nats}, "repeat_3": [0.1] * 3},
+                         "times": {"decode_tps": 100.0, "overheads": (noise + 0.1).tolist(), "by_length": at,
+                                   "total_s": 1.0, "by_teacher": 0.0}}  # fmt: skip
+    signal = {"area": [0.7, 0.6, 0.8], "above_entropy": [-0.2, -0.1], "with_kl": 0.5, "with_teachers_entropy": 0.5}
     signals = ("entropy", "MC dropout, U(t)", "MC dropout, mutual information")
     return {
-        "tokens": 320, "methods": methods, "dropout_student": "dropout",
+        "teacher": "made up", "tokens": 320, "methods": methods, "dropout_student": "dropout",
         "simulation": {"fires": {"source": {"entropy": [], "variance": [112]}}},
         "ambiguous": {"source": {"entropy": 1.0, "variance": 0.0}},
-        "signals": {"dropout": dict.fromkeys(signals, signal)},
+        "signals": {"dropout": {name: dict(signal) for name in signals}},
     }  # fmt: skip
 
 
@@ -239,7 +240,7 @@ def test_verdicts_follow_the_figures() -> None:
         {"tokens": 8.0, "seconds": 0.01}, {"tokens": 9.0, "seconds": 0.01}]  # fmt: skip
     assert found(record, "the teacher’s workload") == "DOES NOT HOLD" and found(record, full) == "HOLDS"
     assert found(record, simulated) == "HOLDS" and found(record, clear) == "DOES NOT HOLD"
-    record["signals"]["dropout"]["MC dropout, U(t)"] = {"area": [0.9, 0.8, 1.0], "above_entropy": [0.1, 0.2]}
+    record["signals"]["dropout"]["MC dropout, U(t)"] |= {"area": [0.9, 0.8, 1.0], "above_entropy": [0.1, 0.2]}
     record["ambiguous"]["source"] = {"entropy": 1.0, "variance": 0.2}
     assert found(record, clear) == "HOLDS" and found(record, simulated) == "DOES NOT HOLD"
 
