@@ -112,16 +112,17 @@ def claims(record: dict[str, Any]) -> list[Claim]:
         judged("Speculative Refresh, results", "the teacher’s workload is constant and small (always processing k "
                "tokens)",
                None if constant is None else not constant, f"from the first refresh to the last: {growth(burst)[0]}",
-               "yes"),
+               "yes: a count of tokens, whatever the model"),
         judged("Speculative Refresh, results", "unlike a full refresh where the prefill cost grows with the sequence "
                "length",
                grows("periodic, 64, all read"), f"from the first refresh to the last: "
-               f"{growth('periodic, 64, all read')[0]}; a refresh of new tokens only, {growth(often)[0]}", "yes: the "
-               "table's \"Grows with sequence length\" of periodic refreshes is true of full ones only"),
+               f"{growth('periodic, 64, all read')[0]}; a refresh of new tokens only, {growth(often)[0]}", "yes: a "
+               "count of tokens; the table's \"Grows with sequence length\" of periodic refreshes is true of full ones "
+               "only"),
         judged("Speculative Refresh", "periodic cost grows with the time since the last refresh unless windowed",
                None if len(costs) < 2 else all(a < b for a, b in pairwise([costs[k] for k in sorted(costs)])),
                "ms of a refresh by tokens since the last: " + ", ".join(
-                   f"{k}: {1e3 * costs[k]:.1f}" for k in sorted(costs)), "yes"),
+                   f"{k}: {1e3 * costs[k]:.1f}" for k in sorted(costs)), "partly: the time of a much smaller model"),
     )  # fmt: skip
     timed = "no: models so small that a step is mostly not arithmetic"
     left = methods[often]["times"]["total_s"] * (1 - methods[often]["times"]["by_teacher"]) / base["times"]["total_s"]
