@@ -58,6 +58,11 @@ def claims() -> str:
     return "\n\n".join(page(part, markdown=True) for part in parts)
 
 
+def bct_results() -> str:
+    """The claims of BCT's section of results, for the chapter on it."""
+    return page(claim_tables([claim for claim in every_claim()["BCT"] if claim["section"] == "4.3"]), markdown=True)
+
+
 def pocket() -> str:
     """The table of pocket/teacher/figures.json."""
     f = read_json(ROOT / "pocket" / "teacher" / "figures.json")
