@@ -101,7 +101,7 @@ def conditions_of(record: dict[str, Any], *data: str) -> str:
     size = (f" of {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "parameters" in c
             else "")  # fmt: skip
     threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else "threads not recorded"
-    machine = c.get("machine", "machine not recorded")
+    machine = c.get("machine", "processor not recorded")
     return "; ".join([f"{c['model']}{size}", *data, threads, machine, *([c["date"]] if "date" in c else [])])
 
 

@@ -125,7 +125,8 @@ def claims(record: dict[str, Any], geometry: dict[str, Any] | None = None,
         title, theirs, conditions_of(record, lengths_of(record), f"embeddings by {record['encoder']}"),
         judged("5.3", "Out of six test prompts, all satisfied the strict prefix condition and triggered KV reuse.",
                all(full), f"{sum(x > 0 for x in full)} of {len(full)}, {sum(full)} tokens in all (the source: about "
-               "40)", f"partly: {made}"),
+               "40)", f"partly: {made}; the source goes on with prompts that "
+               "diverged and fell back"),
         judged("1.1", "should represent the same attention context, and therefore remain valid", exact == len(rows),
                f"reused at their positions, with all other tokens read after them: {exact} of {len(rows)} answers are "
                "the cold run's, token for token", f"partly: {other}token ids compared"),

@@ -278,5 +278,5 @@ def test_a_record_names_its_conditions() -> None:
     assert f"{made['parameters']:,} parameters (2 layers of width 8)" in conditions_of({"conditions": made}, "data")
     for name in ("bounding", "recycling", "projection", "refreshing"):
         assert {"model", "parameters", "layers", "device", "date"} <= {*recorded(name)["conditions"]}
-    assert "machine not recorded" in conditions_of({"conditions": {"model": "x"}})
+    assert "processor not recorded" in conditions_of({"conditions": {"model": "x"}})
     assert is_geometry("355M") and is_geometry("24x16x1024") and not is_geometry("pocket") and not is_geometry("0x1x2")

@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from chapters.builder.sources import ROOT, hunks, import_file, read
 
