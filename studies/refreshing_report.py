@@ -101,9 +101,9 @@ def claims(record: dict[str, Any]) -> list[Claim]:
         judged("Entropy Gating, results", "targeted refreshes achieve as low perplexity as the T=64 refresh",
                reached[2] < NOISE and better[2] < 0,
                f"{ppl(gate)}, {with_interval(reached, '+.0%')} against {ppl(often)}, which is "
-               f"{with_interval(better, '+.0%')} against none; the source has 1.70, 2.27, 2.19 by gates with 2.5, 2.0, 1.5 "
-               "refreshes, 1.71 every 64 and 1.88 without", f"{small}; 5%, ours, are taken for "
-               "equal", reached[1] > 0),
+               f"{with_interval(better, '+.0%')} against none; the source has 1.70, 2.27, 2.19 by gates with 2.5, 2.0, "
+               "1.5 refreshes, 1.71 every 64 and 1.88 without", f"{small}; 5%, ours, are taken for equal",
+               reached[1] > 0),
         judged("Speculative Refresh, results", "Speculative (k=8) Constant (prefill over 8 tokens) ~1.9% 1.77",
                bursts[2] < 0, f"perplexity {ppl(burst)}, {with_interval(bursts, '+.0%')} against none", small,
                bursts[1] > 0),

@@ -280,3 +280,10 @@ def test_a_record_names_its_conditions() -> None:
         assert {"model", "parameters", "layers", "device", "date"} <= {*recorded(name)["conditions"]}
     assert "processor not recorded" in conditions_of({"conditions": {"model": "x"}})
     assert is_geometry("355M") and is_geometry("24x16x1024") and not is_geometry("pocket") and not is_geometry("0x1x2")
+
+
+def test_a_bct_reads_at_once_what_it_reads_token_by_token_and_two_lines_do_not() -> None:
+    memory, ids = bounding.memories_of("pocket-bct", 0, "cpu", torch.float32)["bct"], torch.arange(40)[None]
+    assert 0 < bounding.parallel_difference(memory, ids) < 1e-5
+    cut = bounding.Memory("two lines", random_model(GPT, "2x2x16"), lambda: article.TwoLines(8))
+    assert not bounding.parallel_difference(cut, ids) < 1e-4
