@@ -1,6 +1,7 @@
 """The KV recycling paper's experiment: what reusing caches across prompts saves, and its claims.
 
-`recycle.py` shows a part of it. All times are medians of runs in turn, in one process.
+`recycle.py` shows a part of it. Times are medians of runs in turn, in one process, or of the paper's order (`--order`);
+at the paper's own geometry by `--model 355M`, with random weights.
 
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
