@@ -31,6 +31,7 @@ from load_gpt2_weights import find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers
 from studies.protocol import (
+    NOISE,
     Claim,
     StudyLine,
     benchmark,
@@ -374,7 +375,6 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
     (early, late), (early_window, late_window) = (
         [statistics.median(memory["ms_per_token"][str(n)] for n in half) for half in (marks[:2], marks[-2:])]
         for memory in (bct, window))  # fmt: skip
-    quiet = abs(late_window / early_window - 1) < 0.15  # the window's work is constant: what changes there is noise
     bleu, worse = ([bct[f"{key}_against_full"][x] for x in ("change", "low", "high")] for key in ("bleu", "perplexity"))
     points = [x * full["bleu"] for x in bleu]
     room = [n for n in marks if n <= n_ctx]
@@ -398,10 +398,10 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
                f"{bct['bytes'][str(n_ctx)] / growing['bytes'][str(n_ctx)]:.1%} of the growing cache", "partly: the "
                "ratio is one of capacity to length, which the source doesn't state"),
         judged("4.3", "The inference speed also remains relatively constant after the inference length exceeds 2048",
-               quiet and abs(late / early - 1) < 0.15,
-               f"{early:.2f} ms a token up to {marks[1]} tokens, {late:.2f} from {marks[-2]:,} on (a window, whose "
-               f"work is constant: {early_window:.2f} and {late_window:.2f})", "partly: another geometry; 15%, ours, "
-               "are taken for noise", quiet),
+               None, f"{early:.2f} ms a token up to {marks[1]} tokens, {late:.2f} from {marks[-2]:,} on (a window, "
+               f"whose "
+               f"work is constant: {early_window:.2f} and {late_window:.2f})", "no: the time of a much smaller model; "
+               "that at 124 million parameters is below"),
         judged("4.3", "The BLEU scores are comparable to those of traditional methods, with differences within 3",
                points[1] > -3 and points[2] < 3,
                f"{bct['bleu']:.1f} against {full['bleu']:.1f} with full attention: {with_interval(points, '+.1f')} "
@@ -431,8 +431,13 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
     )  # fmt: skip
     if bench:
         cells = [bench["rows"]["gpt_bounded_cache.py, BCT, 24 slots"][f"1 x {n}"] for n in bench["lengths"]]
+        rates = [x["tokens_per_s"] for x in cells]
         rows += under(
             title, theirs, conditions_of(bench, f"{bench['turns']} turns, 24 slots; the growing cache beside it"),
+            judged("4.3", "The inference speed also remains relatively constant after the inference length exceeds "
+                   "2048", min(rates) > (1 - NOISE) * max(rates), "tokens/s: " + ", ".join(
+                       f"{x:.1f} after {n:,}" for n, x in zip(bench["lengths"], rates, strict=True)),
+                   "partly: fewer parameters, a capacity of 24 slots; 5%, ours, are taken for noise"),
             judged("5", "significantly reducing memory usage and improving system "
                    "throughput", min(cells[-1]["ratios"]) > 1,
                    "tokens/s against the growing cache's: " + ", ".join(

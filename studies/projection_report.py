@@ -93,8 +93,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     rows = under(
         title, theirs, conditions_of(record, words),
         judged(bar, "≥35–60% reduction in first-token latency on average (model- and T-dependent)",
-               all(x[1] >= 0.35 for x in saved.values()), f"sooner by {by_kind(saved)}",
-               f"{high}; summary tokens are mapped when they are stored", any(x[2] < 0.35 for x in saved.values())),
+               None, f"sooner by {by_kind(saved)}, with summary tokens that were mapped when they were stored",
+               "no: the time of a much smaller model; GPT-2 small's is below"),
         judged(bar, "Next-token KL ≤ 0.05 (or ≤ 5% relative perplexity increase) on ≥80% of test prompts within "
                "high-similarity bin.", all(x[1] >= 0.8 for x in tops.values()) if tops else None,
                f"of the most similar third {by_kind(tops)}", "partly: the source doesn't bound the bin, we take the "
@@ -183,16 +183,22 @@ def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
         gains = {r["length"]: 1 - r[next(key for key in keys if "mapped" in key)] / r["cold"] for r in rows}
         plain = next(key for key in keys if "mapped" not in key)
         flat, cold = (rows[-1][key] / rows[0][key] for key in (plain, "cold"))
+        small = name == record["model"]  # whose times are mostly not arithmetic
+        sooner = "sooner, with the map applied at every start, by " + ", ".join(
+            f"{x:.0%} at {n:,} tokens" for n, x in gains.items())
         found += under(
-            title, theirs, f"{name}, {'a trained model' if name == record['model'] else 'random weights'}; {keys[-1]}, "
+            title, theirs, f"{name}, {'a trained model' if small else 'random weights'}; {keys[-1]}, "
             "without retrieval; medians",
-            judged("Conclusion", "CP-KVP can substantially reduce first-token latency", all(
-                       x >= 0.1 for x in gains.values()), "sooner, with the map applied at every start, by " + ", "
-                       "".join(
-                       f"{x:.0%} at {n:,} tokens" for n, x in gains.items()), "partly: retrieval left out; "
-                       "substantially is read as the source's failure line, latency gains of "
-                       "10%", all(x < 0.1 for x in gains.values())),
-            judged("Discussion", "shifting first-token cost from O(T×L) to O(m×L)", flat < math.sqrt(cold),
+            judged("Conclusion", "CP-KVP can substantially reduce first-token latency",
+                   None if small else all(x >= 0.1 for x in gains.values()), sooner, "partly: retrieval left out; "
+                   "substantially is read as the source's failure line, latency gains of 10%",
+                   all(x < 0.1 for x in gains.values())),
+            judged("Decision thresholds", "≥35–60% reduction in first-token latency on average",
+                   None if small else all(x >= 0.35 for x in gains.values()), sooner, "partly: retrieval left out; "
+                   "each "
+                   "length apart, where the source averages", all(x < 0.35 for x in gains.values())),
+            judged("Discussion", "shifting first-token cost from O(T×L) to "
+                   "O(m×L)", None if small else flat < math.sqrt(cold),
                    f"from {rows[0]['length']} to {rows[-1]['length']:,} tokens a start from stored summary tokens "
                    f"takes {flat:.1f} times as long, a cold one {cold:.0f} times", "partly: m is 8"),
         )  # fmt: skip

@@ -139,9 +139,9 @@ def test_cp_kvp_follows_its_record() -> None:
 
     before, after = (projection_report.claims(record) for record in (recorded("projection"),
                                                                      changed("projection", good)))  # fmt: skip
-    kl_row, time = "Next-token KL", "CP-KVP can substantially"
-    assert (row(before, kl_row)["verdict"], row(after, kl_row)["verdict"]) == ("DOES NOT HOLD", "HOLDS")
-    assert (row(before, time)["verdict"], row(after, time)["verdict"]) == ("NOT SHOWN", "DOES NOT HOLD")
+    assert [row(c, "Next-token KL")["verdict"] for c in (before, after)] == ["DOES NOT HOLD", "HOLDS"]
+    times = [[c["verdict"] for c in claims if c["quote"].startswith("CP-KVP can")] for claims in (before, after)]
+    assert times == [["NOT TESTED", "HOLDS"], ["NOT TESTED", "DOES NOT HOLD"]]  # of pocket, and of GPT-2 small
     assert row(projection_report.claims(recorded("projection")), "Storage")["figure"].count("2.4 GB for pocket") == 1
 
 
