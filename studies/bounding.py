@@ -399,9 +399,8 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
                "ratio is one of capacity to length, which the source doesn't state"),
         judged("4.3", "The inference speed also remains relatively constant after the inference length exceeds 2048",
                None, f"{early:.2f} ms a token up to {marks[1]} tokens, {late:.2f} from {marks[-2]:,} on (a window, "
-               f"whose "
-               f"work is constant: {early_window:.2f} and {late_window:.2f})", "no: the time of a much smaller model; "
-               "that at 124 million parameters is below"),
+               f"whose work is constant: {early_window:.2f} and {late_window:.2f})", "no: the time of a much smaller "
+               "model; that at 124 million parameters is below"),
         judged("4.3", "The BLEU scores are comparable to those of traditional methods, with differences within 3",
                points[1] > -3 and points[2] < 3,
                f"{bct['bleu']:.1f} against {full['bleu']:.1f} with full attention: {with_interval(points, '+.1f')} "

@@ -195,8 +195,7 @@ def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
                    all(x < 0.1 for x in gains.values())),
             judged("Decision thresholds", "≥35–60% reduction in first-token latency on average",
                    None if small else all(x >= 0.35 for x in gains.values()), sooner, "partly: retrieval left out; "
-                   "each "
-                   "length apart, where the source averages", all(x < 0.35 for x in gains.values())),
+                   "each length apart, where the source averages", all(x < 0.35 for x in gains.values())),
             judged("Discussion", "shifting first-token cost from O(T×L) to "
                    "O(m×L)", None if small else flat < math.sqrt(cold),
                    f"from {rows[0]['length']} to {rows[-1]['length']:,} tokens a start from stored summary tokens "
