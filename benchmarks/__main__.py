@@ -20,7 +20,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: w
 import argparse
 import importlib.util
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import check_sizes, find_file, load_model, read_config, read_tensors
 from pocket.checkpoints import export
 from support.cli import CommandLine, whole_number, writable_folder
+from support.conditions import SIZES, machine
 from support.figures import figure
 from support.files import read_json, write_json
 from support.tables import table
@@ -52,10 +52,6 @@ DECODED, UNCACHED = 16, 3  # tokens after each prompt; of an implementation that
 SLOW = ("gpt_baseline.py", "LLMs-from-scratch, PyPI, no cache")
 NARROW = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
 BUSY = 0.10  # more than this share of the time without a processor, or of change of the bandwidth, is a disturbance
-SIZES = {  # GPT-2's own
-    "124M": {}, "355M": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
-    "774M": {"n_layer": 36, "n_head": 20, "n_embd": 1280}, "1558M": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
-}  # fmt: skip
 
 
 # --- Weights --------------------------------------------------------------------------------------------------------
@@ -366,15 +362,6 @@ def draw(record: dict[str, Any], out: Path) -> None:
     ):  # fmt: skip
         figure(out / f"{name}.png", lambda axes, what=what: lines(axes, *what), xlabel=xlabel, ylabel=ylabel,
                title=f"{title}, {record['model']}, batch {B}")  # fmt: skip
-
-
-def machine(device: str) -> str:
-    """Return what the figures were taken on."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")] if Path("/proc/cpuinfo").exists() else []  # fmt: skip
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def main(argv: list[str] | None = None) -> None:

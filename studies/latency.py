@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all
 from studies.protocol import StudyLine
 from support.cli import whole_number
+from support.conditions import conditions, random_model
 from support.figures import figure
 from support.files import write_json
 from support.tables import Table, page
@@ -195,16 +196,17 @@ def draw(measured: dict[str, Any], out: Path, name: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "latency", "short prompts only, once each", out="recycling")
-    cli.models = f"random: GPT-2 124M's geometry, with random weights; {NAMES}"
+    cli = StudyLine(__doc__, "latency", "short prompts only, once each", out="recycling",
+                    models=f"random: GPT-2 124M's geometry, with random weights; {NAMES}")
     cli.set_defaults(model="random")
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
     with cli.parse(argv) as args:
-        model = (GPT(GPTConfig()).to(args.device, args.dtype).eval() if args.model == "random" else
+        model = (random_model(GPT, "124M").to(args.device, args.dtype) if args.model == "random" else
                  load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip
         args.out.mkdir(parents=True, exist_ok=True)
         lengths = QUICK if args.quick else LENGTHS
-        measured = measure(model, 1 if args.quick else args.repeats, lengths)
+        measured = {"conditions": conditions(args.model, model),
+                    **measure(model, 1 if args.quick else args.repeats, lengths)}
         write_json(args.out / "law.json", measured)
         draw(measured, args.out, "law")
         print(page([*tables(measured), f"Written to {args.out}"]))

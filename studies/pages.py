@@ -9,8 +9,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from studies import bounding, latency, projection_report, recycling, refreshing_report, speculation
-from studies.protocol import recorded
+from studies import bounding, latency, projection_report, recycling_report, refreshing_report, speculation
+from studies.claims import every_claim
+from studies.protocol import benchmark, claim_tables, recorded
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_csv, read_json
@@ -30,7 +31,14 @@ def papers() -> str:
     texts = recorded("refreshing")["methods"]
     overfill, student, seldom, often = (f"{texts[name]['sampled']['ppl'][0]:.2f}" for name in (
         "OverFill", "student", "periodic, 256", "periodic, 16"))  # fmt: skip
-    return table(["the idea", "what we saw, on a model of 3 million parameters"], [
+    sizes = recorded("bounding")["conditions"]["parameters"] / 1e6
+    bench = benchmark()
+    plain = bench["rows"]["gpt_baseline.py"][f"1 x {bench['lengths'][0]}"]
+    same_text = "the same text" if plain["same_tokens"] else "another text"
+    return table(["the idea", f"what we saw, on a model of {sizes:.0f} million parameters"], [
+        ["KV cache: keep the keys and values of what has been read",
+         f"{same_text.capitalize()}, and with the {bench['parameters'] / 1e6:.0f} million parameters of GPT-2 each "
+         f"token after {bench['lengths'][0]} comes {1 / plain['decode_ratio']:.1f} times as fast"],
         ["BCT: a memory of constant size does nearly as well",
          f"Constant in bytes and time. Held-out perplexity {bct}; {full} with everything kept, {window} with a window "
          "of as many bytes"],
@@ -72,17 +80,15 @@ def methods() -> str:
     ], markdown=True, left=4)  # fmt: skip
 
 
-def findings() -> str:
-    """The claims of the papers that were rebuilt, and whether they hold here."""
-    kinds = recorded("projection")["kinds"].items()
-    test = "a first token from a similar prompt's cache: its own test"
-    claims = {"BCT": recorded("bounding")["claims"], "KV recycling": recorded("recycling")["claims"],
-              "CP-KVP, a proposal": [{"claim": f"{test}, on {kind}"} | r["verdicts"]["as proposed"]
-                                     for kind, r in kinds],
-              "OverFill, KV refresh": recorded("refreshing")["claims"]}  # fmt: skip
-    rows = [[paper, c["claim"], c["verdict"]] for paper, those in claims.items() for c in those
-            if "not the source's" not in c["claim"]]  # fmt: skip
-    return table(["paper", "claim", "here"], rows, markdown=True, left=3)
+def claims() -> str:
+    """Every claim of the sources, beside what was found here."""
+    parts = ([f"### {name}", *claim_tables(rows)] for name, rows in every_claim().items())
+    return "\n\n".join(page(part, markdown=True) for part in parts)
+
+
+def bct_results() -> str:
+    """The claims of BCT's section of results, for the chapter on it."""
+    return page(claim_tables([claim for claim in every_claim()["BCT"] if claim["section"] == "4.3"]), markdown=True)
 
 
 def pocket() -> str:
@@ -121,7 +127,8 @@ def recycle() -> str:
     record = recorded("recycling")
     large = latency.tables(recorded("recycling", "law.json"), " (GPT-2 124M)", (128, 512, 1000), (0.5, 0.9))
     small = record["law"]["crossover"]["warm disk"]
-    return page([*recycling.tables(record), *large, f"On `{record['model']}` it pays from {small} tokens on."], True)
+    tables = [*recycling_report.tables(record), *large]
+    return page([*tables, f"On `{record['model']}` it pays from {small} tokens on."], True)
 
 
 def replay() -> str:
@@ -155,7 +162,7 @@ def drafts() -> str:
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"papers": papers, "methods": methods},
     ROOT / "studies" / "README.md": {
-        "findings": findings, "pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycle,
+        "claims": claims, "pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycle,
         "replay": replay, "projection": projection, "refreshing": refreshing, "speculation": drafts,
     },
 }  # fmt: skip

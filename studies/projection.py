@@ -36,9 +36,10 @@ from studies.projection_methods import (
     raw_tokens,
     read_pairs,
 )
-from studies.projection_report import details, draw, tables
-from studies.protocol import StudyLine, with_interval
+from studies.projection_report import claims, details, draw, tables
+from studies.protocol import StudyLine, claim_tables, with_interval
 from support.cli import whole_number
+from support.conditions import conditions
 from support.files import write_json
 from support.tables import of_records, page, table
 
@@ -157,8 +158,9 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
     """Run the protocol on every kind of prompts; print, write and draw the results. The first kind's library is kept
     with our warm start, which the other kinds are measured with, too."""
     out.mkdir(parents=True, exist_ok=True)
-    summary: dict[str, Any] = {"model": name_of_model, "encoder": Path(encoder).name, "repeats": scale.repeats,
-                               "seed": seed, "kinds": {}}
+    summary: dict[str, Any] = {"model": name_of_model, "conditions": conditions(name_of_model, model),
+                               "encoder": Path(encoder).name, "repeats": scale.repeats, "seed": seed,
+                               "kinds": {}}  # fmt: skip
     default = None
     for name, families in kinds.items():
         experiment = Experiment(model, tokenizer, name, families, encoder, seed)
@@ -182,7 +184,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
         summary["positions"] = quality.both_positions(encoder, kinds["quiz"], seed)
     write_json(out / "summary.json", summary)
     draw(summary, out)
-    print(page(tables(summary)))
+    print(page([*tables(summary), *claim_tables(claims(summary))]))
     print(f"\nWritten to {out}; `python3 projector.py ask QUESTION --library {out / 'library'}` asks it")
 
 

@@ -1,25 +1,28 @@
-"""What the studies share: their command line, and the form of a claim and its verdict."""
+"""What the studies share: their command line, files of prompts, and the form of a claim and its verdict."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from load_gpt2_weights import NAMES
 from support.cli import CommandLine, writable_folder
-from support.files import read_json
+from support.files import read_csv, read_json
 from support.tables import Table
 
 HERE = Path(__file__).resolve().parent
+NOISE = 0.05  # ours: times that differ by less are equal
 
 
 class StudyLine(CommandLine):
     """The command line of a study: a model, --quick and --out."""
 
-    def __init__(self, doc: str | None, name: str, quick: str, model: str = "--model", out: str = "") -> None:
+    def __init__(self, doc: str | None, name: str, quick: str, model: str = "--model", out: str = "",
+                 models: str = NAMES) -> None:  # fmt: skip
         """quick: what is left of the study with --quick; model: the option that names the model, "" for none."""
-        super().__init__(doc, f"python3 -m studies.{name} --quick", NAMES)
+        super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         if model:
             self.add_model_arguments(model)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
@@ -28,22 +31,84 @@ class StudyLine(CommandLine):
 
 
 class Claim(TypedDict):
-    """A claim of a source, and what was found of it here."""
+    """A claim in its source's own words, the conditions of both sides, and what was found of it."""
 
-    claim: str
+    source: str  # its title; "" if it is ours
+    section: str
+    quote: str
+    theirs: str  # conditions
+    ours: str
+    figure: str  # what decides, with its interval
     verdict: str
-    figures: str  # that decide
+    stated: str  # tested as stated: yes, partly, no
+    why: str
 
 
-def judged(claim: str, holds: bool, figures: str, refuted: bool = True) -> Claim:
-    """Return a claim with its verdict: HOLDS, DOES NOT HOLD, or NOT SHOWN if it is neither shown nor refuted."""
-    verdict = "HOLDS" if holds else "DOES NOT HOLD" if refuted else "NOT SHOWN"
-    return Claim(claim=claim, verdict=verdict, figures=figures)
+VERDICTS = {True: "HOLDS", False: "DOES NOT HOLD", None: "NOT TESTED"}
 
 
-def claims_table(claims: Sequence[Claim], what: str = "the paper's claim") -> Table:
-    """Return claims, verdicts and figures."""
-    return Table([what, "verdict", ""], [[c["claim"], c["verdict"], c["figures"]] for c in claims], left=3)
+def judged(section: str, quote: str, holds: bool | None, figure: str, stated: str, refuted: bool = True) -> Claim:
+    """Return a claim with its verdict: HOLDS, DOES NOT HOLD, NOT SHOWN if it is neither shown nor refuted, NOT TESTED
+    if holds is None. stated: "yes", "partly: why" or "no: why"."""
+    verdict = "NOT SHOWN" if holds is not None and not holds and not refuted else VERDICTS[holds]
+    answer, _, why = stated.partition(": ")
+    return Claim(source="", section=section, quote=quote, theirs="", ours="", figure=figure, verdict=verdict,
+                 stated=answer, why=why)  # fmt: skip
+
+
+def under(source: str, theirs: str, ours: str, *claims: Claim) -> list[Claim]:
+    """Return claims with their source and the conditions that they were made and tested under."""
+    return [{**claim, "source": source, "theirs": theirs, "ours": ours} for claim in claims]
+
+
+def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
+    """Return claims as a table for each source and conditions, which stand above it; ours come last."""
+    parts: list[str | Table] = []
+    for source in dict.fromkeys(claim["source"] for claim in claims):
+        of_source = [claim for claim in claims if claim["source"] == source]
+        if source:
+            parts.append(f"Conditions of {source}: {of_source[0]['theirs']}.")
+        for ours in dict.fromkeys(claim["ours"] for claim in of_source):
+            parts.append(f"Here: {ours}." if source else f"Ours, claimed by no source. Here: {ours}.")
+            rows = [[f'"{c["quote"]}" ({c["section"]})' if source else c["quote"],
+                     ": ".join(filter(None, (c["verdict"], c["figure"]))),
+                     ": ".join(filter(None, (c["stated"], c["why"])))] for c in of_source if c["ours"] == ours]
+            n = 3 if source else 2
+            header = ["claim" if source else "question", "found here", "tested as stated"]
+            parts.append(Table(header[:n], [row[:n] for row in rows], left=n))
+    return parts
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
+    prompts = [row["prompt"] for row in read_csv(path, "prompt")]
+    if not prompts or not all(prompts):
+        raise ValueError(f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty")
+    return prompts
+
+
+def conditions_of(record: dict[str, Any], *data: str) -> str:
+    """Return the model, the data and the machine of a record as a line."""
+    c = {"model": record.get("teacher")} | (record.get("conditions") or record)
+    size = (f" of {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "parameters" in c
+            else "")  # fmt: skip
+    threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else "threads not recorded"
+    machine = c.get("machine", "processor not recorded")
+    return "; ".join([f"{c['model']}{size}", *data, threads, machine, *([c["date"]] if "date" in c else [])])
+
+
+def benchmark() -> dict[str, Any]:
+    """Return the newest benchmark on one thread, with its conditions in the form of the studies'."""
+    record = read_json(sorted((HERE.parent / "benchmarks" / "results").glob("*-1-thread"))[-1] / "summary.json")
+    g = record["geometry"]
+    machine = f"{record['machine']}{', disturbed meanwhile' * record['disturbed']}"
+    return record | {"model": f"{record['model']}, random weights", "machine": machine, "parameters": g["weights"] // 4,
+                     "layers": g["n_layer"], "width": g["n_embd"]}  # fmt: skip
+
+
+def spread(ratios: Sequence[float], form: str = ".2f") -> str:
+    """Return the median of some turns' ratios, and the least and the most of them."""
+    return f"{statistics.median(ratios):{form}} ({min(ratios):{form}} to {max(ratios):{form}})"
 
 
 def with_interval(three: Sequence[float | None], form: str = ".2f") -> str:
@@ -56,3 +121,8 @@ def with_interval(three: Sequence[float | None], form: str = ".2f") -> str:
 def recorded(name: str, file: str = "summary.json") -> dict[str, Any]:
     """Return the recorded results of a study."""
     return read_json(HERE / name / file)
+
+
+def recorded_or_none(name: str, file: str) -> dict[str, Any] | None:
+    """Return recorded results, None if there are none yet."""
+    return recorded(name, file) if (HERE / name / file).exists() else None

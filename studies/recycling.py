@@ -1,6 +1,7 @@
 """The KV recycling paper's experiment: what reusing caches across prompts saves, and its claims.
 
-`recycle.py` shows a part of it. All times are medians of runs in turn, in one process.
+`recycle.py` shows a part of it. Times are medians of runs in turn, in one process, or of the paper's order (`--order`);
+at the paper's own geometry by `--model 355M`, with random weights.
 
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
@@ -22,23 +23,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
+from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
 from pocket import corpus
 from recycle import Store, read_all
 from studies import latency
 from studies.latency import Run, timed
-from studies.protocol import Claim, StudyLine, claims_table, judged, with_interval
+from studies.protocol import StudyLine, claim_tables, read_prompts
+from studies.recycling_report import METHODS, alpha, claims, draw, tables, write_tables
 from support.cli import whole_number
+from support.conditions import SIZES, conditions, is_geometry, random_model
 from support.encoders import TokenEncoder, load_encoder, nearest
-from support.figures import figure
-from support.files import read_csv, write_atomically, write_csv, write_json
+from support.files import write_atomically, write_json
 from support.radix_tree import RadixTree, common_prefix
-from support.statistics import bootstrap
-from support.tables import Table, page, table
+from support.tables import page, table
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 Encoder = Callable[[list[str]], np.ndarray]
-METHODS = ("cold", "recycled", "published")
 
 
 @torch.no_grad()
@@ -61,21 +61,14 @@ def generate_as_published(model: GPT, new: Tensor, cache: KVCache, max_new_token
             return
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
-    prompts = [row["prompt"] for row in read_csv(path, "prompt")]
-    if not prompts or not all(prompts):
-        raise ValueError(f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty")
-    return prompts
-
-
 def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cached: list[str], tests: list[str],
-               n_new: int, repeats: int, ending: str, bar: tqdm) -> list[dict[str, Any]]:  # fmt: skip
+               n_new: int, repeats: int, ending: str, bar: tqdm, order: str = "interleaved") -> list[dict[str, Any]]:
     """Store the caches of some prompts; answer others cold, recycled, and as published; return a row for each.
 
     Recycled: on the longest prefix that the store has. Published: if the nearest prompt by embedding is a full prefix,
     by the paper's call, else cold. ending: what follows a test prompt, but no stored one. Raises ValueError if a prompt
     leaves no room for n_new tokens. repeats: runs after one that warms up; 0: that one counts. Each moves the bar by 1.
+    order: "interleaved", or the "source"'s: once and nothing warm, all cold runs, the caches, then the published call.
     """
     model, device, stop = store.model, store.device, tokenizer.eot_token
     prompts = [tokenizer.encode(text + ending, allowed_special={END_OF_TEXT}) for text in tests]
@@ -83,9 +76,6 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
     if (longest := max(map(len, prompts))) + n_new > model.config.n_ctx:
         raise ValueError(f"a prompt of {longest} tokens and {n_new} new ones exceed the context, {model.config.n_ctx}")
     store.clear()  # of what an earlier run left
-    for ids in records:
-        store.put(ids, read_all(model, ids))
-    found = [records[i] for i in nearest(encoder(cached), encoder(tests))]
 
     def cold(ids: list[int], record: list[int]) -> Iterator[Tensor]:
         return generate(model, torch.tensor([ids], device=device), n_new, stop_id=stop)
@@ -106,11 +96,25 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
 
     methods = {"cold": cold, "recycled": recycled, "published": published}
     runs: list[dict[str, list[Run]]] = [{name: [] for name in methods} for _ in prompts]
-    for _ in range(repeats + 1):  # the first warms up
+
+    def answer(names: Sequence[str], found: list[list[int]]) -> None:
         for ids, record, done in zip(prompts, found, runs, strict=True):
-            for name, method in methods.items():
-                done[name].append(timed(lambda method=method, ids=ids, record=record: method(ids, record)))
-        bar.update()
+            for name in names:
+                done[name].append(timed(lambda name=name, ids=ids, record=record: methods[name](ids, record)))
+
+    if order == "source":
+        answer(["cold"], prompts)  # the first answer is the first thing that the model does at all
+    for ids in records:
+        store.put(ids, read_all(model, ids))
+    found = [records[i] for i in nearest(encoder(cached), encoder(tests))]
+    if order == "source":
+        answer(["published"], found)
+        answer(["recycled"], found)
+        bar.update(repeats + 1)
+    else:
+        for _ in range(repeats + 1):  # the first warms up
+            answer(METHODS, found)
+            bar.update()
     outputs = {name: [tokenizer.decode(done[name][0].ids) for done in runs] for name in methods}
     vectors = {name: encoder([text.removesuffix(END_OF_TEXT) for text in texts]) for name, texts in outputs.items()}
     rows = []
@@ -138,96 +142,48 @@ def save_array(file: Path, array: np.ndarray) -> None:
         np.save(handle, array, allow_pickle=False)
 
 
-def alpha(rows: list[dict[str, Any]], what: str) -> tuple[float, float, float]:
-    """Return the slope of S = alpha k / m through 0 by least squares, and its 95% interval over prompts.
-
-    S: the share of what ("latency" or "ttft") that is saved; k: tokens reused; m: tokens of the prompt. Source: the
-    paper, section 5.5.
-    """
-    return bootstrap(np.array([[row["recycled"]["reused_tokens"] / row["tokens"], row["recycled"][f"{what}_saved"]]
-                               for row in rows]), slope)  # fmt: skip
-
-
-def slope(points: np.ndarray) -> np.ndarray:
-    """Return the slopes (...,) of the lines through 0 that fit points (..., n, 2) best, 0 if all x are 0."""
-    x, y = points[..., 0], points[..., 1]
-    return (x * y).sum(-1) / np.maximum((x * x).sum(-1), 1e-12)
+def unrelated(cached: list[str], tests: list[str], tokenizer: tiktoken.Encoding) -> list[str]:
+    """Return the prompts to store that begin with another token than all those to test."""
+    first = {tokenizer.encode(text, allowed_special={END_OF_TEXT})[0] for text in tests}
+    return [text for text in cached if tokenizer.encode(text, allowed_special={END_OF_TEXT})[0] not in first]
 
 
 def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: Sequence[Path], n_new: int,
-           repeats: int, queries: int, lengths: Sequence[int], ending: str, about: dict[str, str],
-           out: Path) -> None:  # fmt: skip
-    """Run the experiment, the comparison of indices and, for a small model, the law; print, write and draw them."""
+           repeats: int, queries: int, lengths: Sequence[int], ending: str, about: dict[str, Any],
+           out: Path, orders: Sequence[str] = ("interleaved",)) -> None:  # fmt: skip
+    """Run the experiment in the given orders and without overlap; for known weights the comparison of indices too, and
+    for a small model the law; print, write and draw them. queries: 0 for random weights."""
     cached, tests = map(read_prompts, prompts)
     out.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=repeats + 1, desc="runs", leave=False) as bar:
-        rows = experiment(Store(model, out / "cache"), tokenizer, encoder, cached, tests, n_new, repeats, ending, bar)
+    store, others, fixed = Store(model, out / "cache"), unrelated(cached, tests, tokenizer), (n_new, repeats, ending)
+    with tqdm(total=(len(orders) + bool(others)) * (repeats + 1), desc="runs", leave=False) as bar:
+        found = {order: experiment(store, tokenizer, encoder, cached, tests, *fixed, bar, order)
+                 for order in sorted(orders, reverse=True)}  # the source's first: nothing may be warm
+        nothing = experiment(Store(model), tokenizer, encoder, others, tests, *fixed, bar) if others else []
+    rows = found[orders[0]]
     embeddings = encoder(cached)
     write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
-    small = model.config.n_embd < 512  # else the law takes minutes, and studies.latency is there for it
+    small = bool(queries) and model.config.n_embd < 512  # else it takes minutes, and studies.latency is there for it
     fits = {what: alpha(rows, what) for what in ("latency", "ttft")}
-    record = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "alpha": fits,
-              "indices": indices(model, tokenizer, encoder, queries),
-              "law": latency.measure(model, repeats, lengths) if small else None, "claims": claims(rows)}  # fmt: skip
+    record = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "orders": found,
+              "without_overlap": nothing, "alpha": fits,
+              "indices": indices(model, tokenizer, encoder, queries) if queries else {},
+              "law": latency.measure(model, repeats, lengths) if small else None}  # fmt: skip
     write_tables(rows, out)
-    write_json(out / "summary.json", record)
+    write_json(out / ("summary.json" if queries else "geometry.json"), record)
     draw(rows, fits, out)
     if small:
         latency.draw(record["law"], out, "pocket_law")
-    print(page([*tables(record), *latency.tables(record["law"])] if small else tables(record)))
+    law = latency.tables(record["law"]) if small else []
+    print(page([*tables(record), *claim_tables(claims(record)), *law]))
     if about["encoder"] == "tokens":
         print("\nMeans of token embeddings find most texts similar; --encoder all-MiniLM-L6-v2 tells them apart.")
     example = min(rows, key=lambda row: row["published"]["same_tokens"])
-    if not example["published"]["identical"]:
+    if queries and not example["published"]["identical"]:
         print("\nThe published call skips tokens of the prompt. For example:\n")
         for name in METHODS:
             print(f"{name:>10}: {example['prompt']!r} -> {example[name]['output'][:100]!r}")
     print(f"\nWritten to {out}")
-
-
-def tables(record: dict[str, Any]) -> list[str | Table]:
-    """Return what the runs took and wrote, what finds prefixes, and the paper's claims (sections 5.2 to 5.5)."""
-    rows, n = record["prompts"], len(record["prompts"])
-    mean = {name: {key: sum(row[name][key] for row in rows) / n for key in ("ttft_s", "latency_s", "similarity")}
-            for name in METHODS}  # fmt: skip
-    tokens = sorted(row["tokens"] for row in rows)
-    return [
-        f"`recycle.py study --encoder {record['encoder']}` on `{record['model']}`, {n} prompts of {tokens[0]} to "
-        f"{tokens[-1]} tokens, {record['new_tokens']} new ones; medians of {record['repeats']}:",
-        Table(["", "first token", "last token", "the same answers", "similarity to cold"],
-              [[name, f"{1e3 * x['ttft_s']:.1f} ms", f"{1e3 * x['latency_s']:.0f} ms",
-                f"{sum(row[name]['identical'] for row in rows)} of {n}", f"{x['similarity']:.2f}"]
-               for name, x in mean.items()]),
-        claims_table(record["claims"]),
-        f"Which index finds the stored prefix (means of {next(iter(record['indices'].values()))['queries']} queries)?",
-        Table(["queries", "tokens found by the tree", "by the nearest embedding", "if that must be a full prefix",
-               "misses"], [[kind, *(f"{c[key]:.0f}" for key in ("tree", "nearest", "full_prefix")),
-                            f"{c['missed']:.0%}"] for kind, c in record["indices"].items()]),
-    ]  # fmt: skip
-
-
-def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the paper's claims, each with its verdict and the figures behind it."""
-    n = len(rows)
-    saved, first = (statistics.mean(row["recycled"][f"{what}_saved"] for row in rows) for what in ("latency", "ttft"))
-    alike = [row["published"]["similarity"] for row in rows]
-    reused = [row["published"]["reused_tokens"] for row in rows]
-    prefixes = sum(tokens > 0 for tokens in reused)
-    same, exact = (sum(row[name]["identical"] for row in rows) for name in ("published", "recycled"))
-    slopes = alpha(rows, "latency")
-    return [
-        judged("prefixes: the nearest stored prompt is a full prefix of every test prompt", prefixes == n,
-               f"{prefixes} of {n}, {sum(reused)} tokens in all (the paper: 6 of 6, 40)"),
-        judged("speed: 30-50% less latency", saved >= 0.3,
-               f"{saved:.1%} from end to end, {first:.1%} to the first one: most of the time goes into writing, and "
-               "few tokens are read as fast as restored"),
-        judged("law: S = alpha k / m with alpha of 1.2 to 1.5", slopes[1] <= 1.5 and slopes[2] >= 1.2,
-               f"alpha = {with_interval(slopes)}, for the first token {alpha(rows, 'ttft')[0]:.2f}; more than 1 would "
-               "be more than all of the work"),
-        judged("fidelity: a similarity of 0.66 to 0.82 means nearly the same answers", same == n,
-               f"by the published call {statistics.mean(alike):.2f} ({min(alike):.2f} to {max(alike):.2f}), and {same} "
-               f"of {n} answers are the same; recycled without a gap, {exact} of {n} are"),
-    ]  # fmt: skip
 
 
 def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> None:
@@ -271,17 +227,6 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> Non
           "The full study: python3 recycle.py study")  # fmt: skip
 
 
-def write_tables(rows: list[dict[str, Any]], out: Path) -> None:
-    """Write baseline.csv, recycled.csv and published.csv, and comparison.csv, in which they stand side by side."""
-    keys = [*rows[0]["cold"]]
-    for file, names in {"baseline": METHODS[:1], "recycled": METHODS[1:2], "published": METHODS[2:],
-                        "comparison": METHODS}.items():  # fmt: skip
-        about = ["prompt", "tokens"] + ["nearest", "nearest_prefix_tokens"] * (len(names) > 1)
-        header = [f"{name}_{key}" for name in names for key in keys] if len(names) > 1 else keys
-        write_csv(out / f"{file}.csv", [*about, *header],
-                  [[*(row[x] for x in about), *(row[name][key] for name in names for key in keys)] for row in rows])
-
-
 def indices(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, n: int) -> dict[str, dict[str, float]]:
     """Return how many tokens the radix tree and the nearest embedding find to reuse, for three kinds of queries.
 
@@ -318,56 +263,14 @@ def indices(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, n: int) 
     return result
 
 
-def draw(rows: list[dict[str, Any]], fits: dict[str, tuple[float, float, float]], out: Path) -> None:
-    """Draw the paper's four figures: reuse, latency, similarity, and speedup against reuse depth."""
-    at = np.arange(len(rows))
-    labels = [f"{row['prompt'][:14]}..." for row in rows]
-
-    def bars(axes: Any, key: str, scale: float, names: Sequence[str]) -> None:
-        for i, name in enumerate(names):
-            hatch = {"cold": "", "recycled": "//", "published": ".."}[name]
-            heights = [scale * row[name][key] for row in rows]
-            width = 0.8 / len(names)
-            offset = (i - (len(names) - 1) / 2) * width
-            axes.bar(at + offset, heights, width, label=name, hatch=hatch, edgecolor="white")
-        axes.set_xticks(at, labels, rotation=20, ha="right", fontsize=8)
-        axes.set_ylim(0, 1.2 * max(scale * row[name][key] for row in rows for name in names))  # room for the legend
-
-    def reuse(axes: Any) -> None:
-        reused = np.array([row["recycled"]["reused_tokens"] for row in rows])
-        axes.bar(at, reused, label="reused", hatch="//", edgecolor="white")
-        axes.bar(at, [row["tokens"] for row in rows] - reused, bottom=reused, label="read")
-        axes.set_xticks(at, labels, rotation=20, ha="right", fontsize=8)
-
-    figure(out / "reuse.png", reuse, title="Tokens of the prompts", ylabel="tokens")
-    figure(out / "latency.png", lambda axes: bars(axes, "latency_s", 1e3, ("cold", "recycled", "published")),
-           title="From the prompt to the last token", ylabel="ms")  # fmt: skip
-    figure(out / "similarity.png", lambda axes: bars(axes, "similarity", 1, ("recycled", "published")),
-           title="Similarity of the outputs to a cold run's", ylabel="cosine of embeddings")  # fmt: skip
-
-    def speedup(axes: Any) -> None:
-        for what, label, color, marker in (("latency", "from end to end", "tab:blue", "o"),
-                                           ("ttft", "to the first token", "tab:orange", "s")):  # fmt: skip
-            x = np.array([row["recycled"]["reused_tokens"] / row["tokens"] for row in rows])
-            axes.plot(x, [100 * row["recycled"][f"{what}_saved"] for row in rows], marker, color=color, label=label)
-            a = fits[what][0]
-            line = np.array([0, 1])
-            axes.plot(line, 100 * a * line, "-", color=color, linewidth=1, label=f"alpha = {a:.2f}")
-        axes.fill_between([0, 1], [0, 120], [0, 150], color="lightgrey", label="the paper: 1.2 to 1.5")
-        axes.axhline(0, color="black", linewidth=0.6)
-
-    lowest = min(100 * row["recycled"][f"{what}_saved"] for row in rows for what in ("latency", "ttft"))
-    figure(out / "speedup.png", speedup, title="Time saved against the share of the prompt that is reused",
-           xlabel="k / m", ylabel="% saved", xlim=(0, 1), ylim=(min(-40, lowest - 10), 110))  # fmt: skip
-
-
 def prompt_files(model: str) -> list[Path]:
     """Return the prompts to store and those to test: the paper's, for pocket its own."""
     return [DATA / f"{'pocket_' * (model == 'pocket')}{kind}_prompts.csv" for kind in ("cache", "test")]
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "recycling", "once, with fewer queries")
+    cli = StudyLine(__doc__, "recycling", "once, with fewer queries", models=f"{NAMES}; or random weights of the size "
+                    f"of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M is DialoGPT-medium's)")
     cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="to write")
     cli.add_argument("--prompts", nargs=2, metavar=("STORE.csv", "TEST.csv"),
                      help="what to store and what to test, in the column prompt; default: those in data, for pocket "
@@ -376,14 +279,24 @@ def main(argv: list[str] | None = None) -> None:
                      help="what finds the nearest prompt: tokens, the model's own embeddings, or a model of "
                      "sentence-transformers, say all-MiniLM-L6-v2")  # fmt: skip
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
+    cli.add_argument("--order", choices=("interleaved", "source", "both"), default="interleaved",
+                     help="of the runs: interleaved after one that warms up, or the paper's: all cold runs, of which "
+                     "none is warm, then all others, once each")  # fmt: skip
     with cli.parse(argv) as args:
-        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
-        tokenizer = load_tokenizer(args.model)
+        random = is_geometry(args.model)
+        if random:
+            model = random_model(GPT, args.model).to(args.device, args.dtype)
+        else:
+            model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        tokenizer = load_tokenizer("gpt2" if random else args.model)
         repeats, queries, lengths = (1, 40, latency.QUICK) if args.quick else (args.repeats, 150, latency.LENGTHS)
+        about = {"model": f"{args.model}, random weights" if random else args.model,
+                 "encoder": Path(args.encoder).name}
+        about["conditions"] = conditions(about["model"], model)
         report(model, tokenizer, load_encoder(args.encoder, model, tokenizer),
-               [*map(Path, args.prompts or prompt_files(args.model))], args.max_new_tokens, repeats, queries, lengths,
-               END_OF_TEXT * ("DialoGPT" in args.model), {"model": args.model, "encoder": Path(args.encoder).name},
-               args.out)  # fmt: skip
+               [*map(Path, args.prompts or prompt_files(args.model))], args.max_new_tokens, repeats,
+               0 if random else queries, lengths, END_OF_TEXT * ("DialoGPT" in args.model), about, args.out,
+               ("interleaved", "source") if args.order == "both" else (args.order,))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -33,10 +33,11 @@ from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Pair, Periodic, Policy, speculative
 from pocket import corpus
 from studies import refreshing_measures as measures
-from studies.protocol import StudyLine
+from studies.protocol import StudyLine, claim_tables
 from studies.refreshing_measures import BUDGETS, Setup, Size, Writer
 from studies.refreshing_report import claims, details, draw, tables, write_tables
 from support.cli import PROMPT, whole_number
+from support.conditions import conditions
 from support.files import write_json
 from support.statistics import bootstrap, kl
 from support.tables import page, table
@@ -179,7 +180,10 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
     gates = calibrated(setup)
     writers = writers_of(setup, gates)
     known = about["prompts"] == "pocket"  # whose documents come in any length, and have questions with answers
-    record: dict[str, Any] = {**about, "tokens": size.new_tokens, "seeds": size.seeds,
+    models = setup.models
+    record: dict[str, Any] = {**about, "conditions": conditions(about["teacher"], models["teacher"]),
+                              "student_parameters": sum(p.numel() for p in models["student"].parameters()),
+                              "tokens": size.new_tokens, "seeds": size.seeds,
                               "measured_prompts": len(setup.prompts["test"]),
                               "prompt_tokens": sorted({len(p) for p in setup.prompts["test"]}),
                               "thresholds": {name: gate.threshold for name, gate in gates.items()}}  # fmt: skip
@@ -219,12 +223,12 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
         rule: {name: sum(any(250 <= t < 350 for t in run[rule][name]) for run in fires) / len(fires)
                for name in fires[0][rule]} for rule in fires[0]
     }  # fmt: skip
-    record["claims"] = claims(record)
     record["minutes"] = (time.perf_counter() - begun) / 60
     write_json(out / "summary.json", record, indent=1)
     write_tables(record, out)
     draw(record, out)
-    print(page([*tables(record), *details(record), f"{record['minutes']:.1f} minutes. Written to {out}"]))
+    print(page([*tables(record), *claim_tables(claims(record)), *details(record),
+                f"{record['minutes']:.1f} minutes. Written to {out}"]))
 
 
 @torch.no_grad()

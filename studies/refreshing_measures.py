@@ -25,7 +25,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from overfill import Pair, Policy
 from pocket import corpus
-from studies.recycling import read_prompts
+from studies.protocol import read_prompts
 from support.statistics import area_under_roc, bootstrap, entropy
 
 BUDGETS = (2.5, 7.8, 15.6)  # refreshes per 1,000 tokens: the source's, and those of T = 128 and T = 64
@@ -333,11 +333,29 @@ def interval(values: Iterable[float | None]) -> list[float | None]:
     return np.quantile(known, [0.025, 0.975]).tolist() if known else [None, None]
 
 
+def passes_ambiguity(signal: np.ndarray, entropy: np.ndarray, own: np.ndarray,
+                     draws: np.ndarray) -> tuple[float, float, float] | None:  # fmt: skip
+    """Return the area under the ROC curve by which a signal (B, T) stays low, among the tenth of the tokens with the
+    highest entropy, where the teacher's own entropy is above its median there; and its 95% interval over texts. None if
+    all of these tokens are alike."""
+    fires = entropy >= np.quantile(entropy, 0.9)
+    high = own > np.median(own[fires])
+
+    def area(draw: np.ndarray) -> float | None:
+        at, unsure = fires[draw], high[draw]
+        return area_under_roc(-signal[draw][at & unsure], -signal[draw][at & ~unsure])
+
+    areas = [area(draw) for draw in (np.arange(len(signal)), *draws)]
+    if None in areas:
+        return None
+    return areas[0], *np.quantile(areas[1:], [0.025, 0.975]).tolist()
+
+
 def signals_of(setup: Setup, student: str) -> dict[str, dict[str, float]]:
     """Return, for each signal of a student, Spearman's correlation with KL(teacher || student) of the same token, which
     a refresh can mend, and with the teacher's own entropy, which it can't; the area under the ROC curve by which it
-    tells the tenth of the tokens with the largest KL from the others, with its 95% interval over texts; and that of the
-    difference to entropy's."""
+    tells the tenth of the tokens with the largest KL from the others, with its 95% interval over texts; that of the
+    difference to entropy's; and how it passes ambiguity."""
     everyone = overfill.ProbeKL(math.inf)
 
     def teachers_entropy(pair: Pair) -> Tensor:
@@ -361,6 +379,7 @@ def signals_of(setup: Setup, student: str) -> dict[str, dict[str, float]]:
             "with_kl": float(np.corrcoef(ranks(x.numpy().ravel()), ranks(kl.ravel()))[0, 1]),
             "with_teachers_entropy": float(np.corrcoef(ranks(x.numpy().ravel()), ranks(own.ravel()))[0, 1]),
             "area": [areas[name][0], *interval(areas[name][1:])],
+            "passes_ambiguity": passes_ambiguity(x.numpy(), recorded["entropy"].numpy(), own, draws),
             "above_entropy": interval(None if area is None else area - other for area, other in
                                       zip(areas[name][1:], areas["entropy"][1:], strict=True)),
         }

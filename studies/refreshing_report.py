@@ -3,126 +3,309 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from studies.protocol import Claim, claims_table, judged, with_interval
+import overfill
+from studies.protocol import NOISE, Claim, conditions_of, judged, under, with_interval
 from studies.refreshing_measures import BUDGETS, PHASES, ratio
 from support.figures import figure
 from support.files import write_csv
 from support.statistics import bootstrap
 from support.tables import Table, of_records
 
+RATES = {"teacher": 28.2, "OverFill": 28.5, "student": 29.4}  # tokens/s of decoding, by the source's first table
+TOTALS = (35.42, 28.6)  # seconds and tokens/s of its gate with the most refreshes, "N = 1200 tokens"
+
+
+def burst_overhead(k: int) -> float:
+    """Return by how much bursts of k take longer than OverFill at the source's rates, if a teacher's pass over k tokens
+    takes as long as one of its decoding steps: both read all of its weights once, and more can't be saved."""
+    return RATES["OverFill"] / (k * RATES["teacher"])
+
+
+def variational(p: Sequence[float], q: Sequence[float]) -> dict[str, float]:
+    """Return, for a teacher's p and a student's q, the expectation of -log p(y) over y from q in nats, what the source
+    says that it is, KL(p || q) - H[p], and what it is, KL(q || p) + H[q]."""
+    a, b = np.array(p), np.array(q)
+    cross = {"left": (b, a), "pq": (a, b), "pp": (a, a), "qq": (b, b)}
+    x = {name: float(-(one * np.log(other)).sum()) for name, (one, other) in cross.items()}
+    return {"left": x["left"], "said": (x["pq"] - x["pp"]) - x["pp"], "true": (x["left"] - x["qq"]) + x["qq"],
+            "kl": x["pq"] - x["pp"]}  # fmt: skip
+
 
 def claims(record: dict[str, Any]) -> list[Claim]:
-    """Return the source's claims, each with its verdict and the figures behind it; sampled texts decide. A difference
-    of perplexities, prompt by prompt, or of times, turn by turn, is shown if its 95% interval leaves out 0."""
+    """Return the claims of the refresh blog: sampled texts decide, and a difference, prompt by prompt, is shown if its
+    95% interval leaves out 0."""
+    title = "KV-Cache Refresh Methods for Long Generation"
+    theirs = ("Llama-3.2-3B-Instruct and a student pruned by 45%; 50 prompts of ELI5, 1,200 new tokens; no intervals, "
+              "hardware or temperature stated; its first table has OverFill at a perplexity of 4.96, its second at "
+              "1.88")
     methods = record["methods"]
     gate, often, burst = f"entropy, {BUDGETS[0]:g} in 1,000", "periodic, 64", "speculative, 8"
+    base, small = methods["OverFill"], "partly: much smaller models, shorter texts"
 
-    def ppl(name: str) -> float:
-        return methods[name]["sampled"]["ppl"][0]
+    def ppl(*names: str) -> str:
+        return ", ".join(f"{methods[name]['sampled']['ppl'][0]:.2f}" for name in names)
 
-    def against(name: str, other: str) -> list[float]:
+    def against(name: str, other: str = "OverFill", first: str | None = None) -> list[float]:
         """Return the ratio of perplexities, less 1, and its interval."""
-        return [x - 1 for x in ratio(methods[name]["sampled"], methods[other]["sampled"])]
-
-    def longer(name: str, other: str) -> tuple[float, float, float]:
-        pairs = (np.array(methods[x]["times"]["overheads"]) for x in (name, other))
-        return bootstrap(next(pairs) - next(pairs))
+        return [x - 1 for x in ratio(methods[name]["sampled"], methods[other]["sampled"], first)]
 
     def overhead(name: str) -> str:
         return with_interval(bootstrap(np.array(methods[name]["times"]["overheads"])), "+.1%")
 
-    def growth(name: str) -> tuple[str, float]:
+    def growth(name: str) -> tuple[str, list[dict[str, float]]]:
         at = methods[name]["times"]["by_length"]
         if len(at) < 2 or not at[0]["tokens"]:
-            return "too few refreshes to tell" if len(at) < 2 else "the teacher reads nothing", 0.0
-        text = f"{at[0]['tokens']:.0f} to {at[-1]['tokens']:.0f} tokens, {1e3 * at[0]['seconds']:.1f} to " \
-               f"{1e3 * at[-1]['seconds']:.1f} ms"  # fmt: skip
-        return text, at[-1]["tokens"] / at[0]["tokens"]
+            return "too few refreshes to tell" if len(at) < 2 else "the teacher reads nothing", []
+        return (f"{at[0]['tokens']:.0f} to {at[-1]['tokens']:.0f} tokens, {1e3 * at[0]['seconds']:.1f} to "
+                f"{1e3 * at[-1]['seconds']:.1f} ms"), [at[0], at[-1]]  # fmt: skip
+
+    def grows(name: str) -> bool | None:
+        ends = growth(name)[1]
+        return ends[1]["tokens"] > ends[0]["tokens"] if ends else None
 
     periods = [k for k in (256, 128, 64) if k < record["tokens"]]
-    steps = [ppl(name) for name in ("OverFill", *(f"periodic, {k}" for k in periods))]
-    above, below = against("teacher", "OverFill"), against("OverFill", "student")
-    saved, better, reached = longer(gate, often), against(often, "OverFill"), against(gate, often)
-    kept, again, bursts = (growth(name) for name in (often, "periodic, 64, all read", burst))
-    dearer, tps = longer(burst, often), [methods[name]["times"]["decode_tps"] for name in ("student", "OverFill")]
-    return [
-        judged("perplexity: teacher < OverFill < the same student alone", above[2] < 0 and below[2] < 0,
-               f"{ppl('teacher'):.2f}, {ppl('OverFill'):.2f}, {ppl('student'):.2f}; OverFill "
-               f"{with_interval(below, '+.0%')} against the student", above[1] > 0 or below[1] > 0),
-        judged(f"the more refreshes, the lower the perplexity: none, {', '.join(map(str, periods))}",
-               all(a >= b for a, b in pairwise(steps)) and better[2] < 0,
-               f"{', '.join(f'{x:.2f}' for x in steps)}; against none, " + ", ".join(
-                   f"every {k} {with_interval(against(f'periodic, {k}', 'OverFill'), '+.0%')}" for k in (128, 64, 16)),
+    names = ["OverFill", *(f"periodic, {k}" for k in periods)]
+    means = [methods[name]["sampled"]["ppl"][0] for name in names]
+    above, below, better, reached, bursts = (against("teacher"), against("OverFill", "student"), against(often),
+                                             against(gate, often), against(burst))  # fmt: skip
+    early = against("OverFill", "student", min(base["sampled"]["nats"], key=int))
+    constant = grows(burst)
+    steps = {k: methods[f"periodic, {k}"]["times"]["by_length"] for k in (16, 32, 64, 128, 256)
+             if methods.get(f"periodic, {k}", {}).get("times", {}).get("by_length")}  # fmt: skip
+    student = f"{record['student_parameters']:,}" if "student_parameters" in record else "fewer"
+    quality = conditions_of(
+        record, f"{record.get('student', 'a student')} of {student} parameters",
+        f"{record.get('measured_prompts', 0)} prompts, {record['tokens']} new tokens, sampled at temperature 1")
+    rows = under(
+        title, theirs, quality,
+        judged("Takeaways", "Quality: Teacher > OverFill > Student by PPL.", above[2] < 0 and below[2] < 0,
+               f"perplexity {ppl('teacher', 'OverFill', 'student')}; OverFill {with_interval(below, '+.0%')} against "
+               "the student", small, above[1] > 0 or below[1] > 0),
+        judged("Why this helps, A", "reducing early compounding error vs. a pure-Student run", early[2] < 0,
+               f"perplexity of the first {min(base['sampled']['nats'], key=int)} tokens {with_interval(early, '+.0%')} "
+               "against the same student", small, early[1] > 0),
+        judged("Periodic refresh", "0 (No Refresh) 1.88 … 256 1.86 … 128 1.81 … 64 1.71",
+               all(a >= b for a, b in pairwise(means)) and better[2] < 0,
+               f"perplexity {ppl(*names)} for none, {', '.join(map(str, periods))}; against none, " + ", ".join(
+                   f"every {k} {with_interval(against(f'periodic, {k}'), '+.0%')}" for k in (128, 64, 16)), small,
                better[1] > 0),
-        judged("two or three refreshes in 1,000 tokens, at the right places, reach every 64",
-               reached[2] < 0.05 and better[2] < 0,
-               f"{ppl(gate):.2f}, {with_interval(reached, '+.0%')} against {ppl(often):.2f}, which is "
-               f"{with_interval(better, '+.0%')} against none; 5% are taken for equal", reached[1] > 0),
-        judged("and take less time", saved[2] < 0,
-               f"{overhead(gate)}, the gate included, against {overhead(often)}", saved[1] > 0),
-        judged("a speculative refresh costs the same however long the text", bursts[1] == 1,
-               f"first to last: {bursts[0]}"),
-        judged("a periodic refresh costs ever more", kept[1] > 1,
-               f"first to last: {kept[0]}, by a teacher that keeps its cache; {again[0]}, by one that reads everything "
-               "again"),
-        judged("bursts of 8 take less time than a refresh every 64 tokens", dearer[2] < 0,
-               f"{overhead(burst)} against {overhead(often)}: eight times as many calls", dearer[1] > 0),
-        judged("OverFill decodes as fast as the student", abs(tps[1] / tps[0] - 1) < 0.05,
-               f"{tps[1]:.0f} and {tps[0]:.0f} tokens/s; 5% are taken for noise"),
-        *simulated(record), *against_its_equal(record), *real_gate(record),
+        judged("Entropy Gating, results", "targeted refreshes achieve as low perplexity as the T=64 refresh",
+               reached[2] < NOISE and better[2] < 0,
+               f"{ppl(gate)}, {with_interval(reached, '+.0%')} against {ppl(often)}, which is "
+               f"{with_interval(better, '+.0%')} against none; the source has 1.70, 2.27, 2.19 by gates with 2.5, 2.0, "
+               "1.5 refreshes, 1.71 every 64 and 1.88 without", f"{small}; 5%, ours, are taken for equal",
+               reached[1] > 0),
+        judged("Speculative Refresh, results", "Speculative (k=8) Constant (prefill over 8 tokens) ~1.9% 1.77",
+               bursts[2] < 0, f"perplexity {ppl(burst)}, {with_interval(bursts, '+.0%')} against none", small,
+               bursts[1] > 0),
+        *by_chance(methods, against, small), *divergences(record, small), *by_length(record, small),
+    ) + under(
+        title, theirs, f"{quality}; the teacher's tokens and time for single refreshes",
+        judged("Speculative Refresh, results", "the teacher’s workload is constant and small (always processing k "
+               "tokens)",
+               None if constant is None else not constant, f"from the first refresh to the last: {growth(burst)[0]}",
+               "yes: a count of tokens, whatever the model"),
+        judged("Speculative Refresh, results", "unlike a full refresh where the prefill cost grows with the sequence "
+               "length",
+               grows("periodic, 64, all read"), f"from the first refresh to the last: "
+               f"{growth('periodic, 64, all read')[0]}; a refresh of new tokens only, {growth(often)[0]}", "yes: a "
+               "count of tokens; the table's \"Grows with sequence length\" of periodic refreshes is true of full ones "
+               "only"),
+        judged("Speculative Refresh", "periodic cost grows with the time since the last refresh unless windowed",
+               None if len(steps) < 2 else all(x["tokens"] == k for k, at in steps.items() for x in at),
+               "tokens that a refresh reads, by tokens since the last, and ms here: " + ", ".join(
+                   f"{k}: {at[0]['tokens']:.0f}, {1e3 * at[0]['seconds']:.1f} ms" for k, at in steps.items()),
+               "yes: a count of tokens"),
+    )  # fmt: skip
+    timed = "no: models so small that a step is mostly not arithmetic"
+    left = methods[often]["times"]["total_s"] * (1 - methods[often]["times"]["by_teacher"]) / base["times"]["total_s"]
+    tps = [methods[name]["times"]["decode_tps"] for name in ("student", "OverFill")]
+    rows += under(
+        title, theirs, f"{quality}; times of single prompts, all in turn. A verdict waits for a geometry of the "
+        "source's kind",
+        judged("Runtime", "Throughput (TPS): essentially the Student’s decode TPS; OverFill overhead is the single "
+               "Teacher prefill.", None, f"{tps[1]:.0f} tokens/s, the student's {tps[0]:.0f}", timed),
+        judged("Takeaways", "Speed: Student is fastest but output collapses.", None,
+               f"student's time {overhead('student')} against OverFill's. Repeat@3 "
+               f"{with_interval(methods['student']['sampled']['repeat_3'], '.3f')}, OverFill's "
+               f"{with_interval(base['sampled']['repeat_3'], '.3f')}; in the source's table 0.028 and 0.072", timed),
+        judged("Periodic refresh", "256 1.86 +0.7% … 128 1.81 +2.0% … 64 1.71 +3.9%", None,
+               ", ".join(f"every {k} {overhead(f'periodic, {k}')}" for k in periods)
+               + f"; bursts of 8 {overhead(burst)}", timed),
+        judged("Entropy Gating, results", "but is faster now, since we only refresh when needed!", None,
+               f"{overhead(gate)}, the gate included, against {overhead(often)}. The source's own: {TOTALS[0]} s at "
+               f"{TOTALS[1]} tokens/s are {math.prod(TOTALS):,.0f} tokens, not 1,200", timed),
+        judged("Why is it cheap?", "Student decode TPS is unchanged by refresh (same kernels, same per-step work).",
+               None, f"every 64, less the teacher's time: {left:.3f} of OverFill's time", timed),
+    )  # fmt: skip
+    return rows + on_paper(title, theirs) + simulated(record, title, theirs) + uncertainty(record, title, theirs) \
+        + our_questions(record, quality)  # fmt: skip
+
+
+def by_chance(methods: dict[str, Any], against: Callable[..., list[float]], small: str) -> list[Claim]:
+    """Return the claim that places chosen by entropy are better than a clock's, at about as many refreshes."""
+    gate, clock = f"entropy, {BUDGETS[1]:g} in 1,000", "periodic, 128"
+    if not {gate, clock} <= {*methods}:
+        return []
+    less = against(gate, clock)
+    counts = ", ".join(f"{methods[name]['sampled']['refreshes'][0]:.1f}" for name in (gate, clock))
+    return [judged("Gated refresh policies", "A more intelligent approach is to refresh on-demand, only when the model "
+                   "shows signs of uncertainty.", less[2] < 0, f"perplexity by entropy {with_interval(less, '+.0%')} "
+                   f"against every 128 tokens, at {counts} refreshes a text", small, less[1] > 0)]  # fmt: skip
+
+
+def by_length(record: dict[str, Any], small: str) -> list[Claim]:
+    """Return the claims on the lengths of prompts and texts."""
+    if "lengths" not in record:
+        return []
+    short, long = record["lengths"][0], record["lengths"][-1]
+    rival = "student trained alone" if "student trained alone" in short else "student"
+    first = max(long["OverFill"]["nats"], key=int)
+    near, far = (ratio(r["OverFill"], r[rival], first) for r in (short, long))
+    return [
+        judged("Runtime", "Works best for long prompts + short/medium outputs", far[2] < near[1],
+               f"perplexity of {first} tokens against {rival}'s: ratio {with_interval(far)} after prompts of "
+               f"{long['tokens']}, {with_interval(near)} after {short['tokens']}", f"{small}; that rival is ours",
+               far[1] > near[2]),
+        judged("Runtime", "Loses on very long outputs where Student drift accumulates", None, "",
+               f"no: {record['tokens']} tokens are not very long"),
     ]  # fmt: skip
 
 
-def simulated(record: dict[str, Any]) -> list[Claim]:
-    """Return the verdicts on the simulated triggers, for either pair of thresholds."""
-    found = []
+def divergences(record: dict[str, Any], small: str) -> list[Claim]:
+    """Return the claim on KL(teacher || student) after refreshes, on equal texts."""
+    if "cache" not in record or record["tokens"] < 64 + 2 * 16:
+        return []
+    none, often = (np.array(record["cache"][name]["kl"][64:]) for name in ("OverFill", "periodic, 64"))
+    spans = [x[: len(x) // 16 * 16].reshape(-1, 16).mean(1) for x in (none, often)]
+    less = bootstrap(spans[1] - spans[0])
+    off = record["cache"]["OverFill"]["error"]
+    return [judged("KV Cache Refresh: How does it work?", "only approximates the teacher’s F_T, so errors accumulate "
+                   "over steps", off[-1] > off[31], f"|C_S - C_T| / |C_T| without a refresh {off[31]:.2f} after 32 "
+                   f"tokens, {off[-1]:.2f} after {len(off)}", f"{small}; no interval in the record"),
+            judged("Bayesian/Variational lens", "Refresh reduces KL(p_T∥q_u) for subsequent tokens by re-anchoring the "
+                   "state.", less[2] < 0, f"mean KL after the first refresh {often.mean():.3f} nats, without any "
+                   f"{none.mean():.3f}: {with_interval(less, '+.3f')}", f"{small}; every 64 tokens, interval over "
+                   "spans of 16 tokens", less[1] > 0)]  # fmt: skip
+
+
+def on_paper(title: str, theirs: str) -> list[Claim]:
+    """Return what arithmetic says of the source's formulas and figures."""
+    p, q = (0.7, 0.2, 0.1), (0.2, 0.3, 0.5)
+    lens, equal, sharp = variational(p, q), variational(p, p), variational(p, (0.98, 0.01, 0.01))
+    return under(
+        title, theirs, f"arithmetic: three symbols, teacher {p}, student {q}; the source's own rates and percentiles",
+        judged("Variational lens", "Teacher-scored average log-prob satisfies −1/N Σ log p_T(y_t∣·) = 1/N Σ "
+               "KL(p_T∥q_t) − 1/N Σ H[p_T]", abs(lens["left"] - lens["said"]) < 1e-9,
+               f"for texts that the student writes, left {lens['left']:.3f} nats, right {lens['said']:.3f}; what it "
+               f"is, KL(q∥p) + H[q], is {lens['true']:.3f}. Of a student that equals the teacher, right "
+               f"{equal['said']:.3f}, left {equal['left']:.3f}", "yes"),
+        judged("Variational lens", "so lower PPL corresponds to smaller KL(p_T∥q_t)",
+               (sharp["left"] < equal["left"]) == (sharp["kl"] < equal["kl"]),
+               f"a student of (0.98, 0.01, 0.01) has {sharp['left']:.3f} nats and a KL of {sharp['kl']:.3f}; one that "
+               f"equals the teacher {equal['left']:.3f} and {equal['kl']:.3f}: lower perplexity, larger KL", "yes"),
+        judged("Speculative Refresh, results", "Periodic (T=64) … ~3.9% … Speculative (k=8) … ~1.9%",
+               burst_overhead(8) < 0.039,
+               f"at the source's {RATES['OverFill']} and {RATES['teacher']} tokens/s, a pass every 8 tokens costs at "
+               f"least {burst_overhead(8):.1%}, every 64 {burst_overhead(64):.1%}, if it takes no less than a "
+               "decoding step of the teacher, which reads the same weights", "partly: by arithmetic on its tables, "
+               "under that assumption; the source has one run"),
+        judged("Budgeting", "You can estimate τ from the 95th–97th percentile", False,
+               f"above it lie {1000 * 0.03:.0f} to {1000 * 0.05:.0f} of 1,000 tokens, where ~2–3 refreshes are asked "
+               "for: only a pause between two, which the source doesn't name, can thin them so", "partly: "
+               "by arithmetic"),
+    )  # fmt: skip
+
+
+def simulated(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
+    """Return the claim on the simulated triggers, by the source's thresholds and, ours, by one rule for both."""
+    rows: list[Claim] = []
     for rule, fires in record["ambiguous"].items():
-        steps = "; ".join(f"{name} at {at}" for name, at in record["simulation"]["fires"][rule].items())
-        found.append(judged(
-            f"simulated: variance is silent in the ambiguous phase, entropy is not (thresholds by the {rule})",
-            fires["variance"] == 0 and fires["entropy"] == 1,
-            f"variance fires there in {fires['variance']:.0%} of the runs, entropy in {fires['entropy']:.0%}; in the "
-            f"first run {steps}"
-            + "; in the source's own, entropy at [320], variance at [112, 144, 176, 336]" * (rule == "source")))
-    return found
+        steps = "; ".join(f"{name} at {at or 'no step'}" for name, at in record["simulation"]["fires"][rule].items())
+        holds = fires["variance"] == 0 and fires["entropy"] == 1
+        text = f"in the ambiguous phase variance fires in {fires['variance']:.0%} of the runs, entropy in " \
+               f"{fires['entropy']:.0%}; first run: {steps}"  # fmt: skip
+        if rule == "source":
+            rows += under(title, theirs, "400 simulated steps, thresholds read off the source's plot and output",
+                            judged("Simulation", "the MC Uncertainty trigger would correctly remains silent during the "
+                                   "aleatoric (ambiguous) phase, while the entropy trigger incorrectly fires", holds,
+                                   f"{text}. The source's own output has variance fire at 336, which is in that phase",
+                                   "partly: logits, thresholds and the pace of looking are guessed from its output"))
+        else:
+            rows += under("", "", "400 simulated steps", judged(
+                "", "Is variance silent in the ambiguous phase, and entropy not, with thresholds by one rule for both?",
+                holds, text, ""))  # fmt: skip
+    return rows
 
 
-def against_its_equal(record: dict[str, Any]) -> list[Claim]:
-    """Return our own question: OverFill against a student that was trained as long, on nothing but its own cache."""
-    if "lengths" not in record or "student trained alone" not in record["methods"]:
+def uncertainty(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
+    """Return the claims on U(t) with a real student, if one was trained with dropout."""
+    signals = record["signals"].get(record["dropout_student"], {})
+    if "MC dropout, U(t)" not in signals:
         return []
-    over, alone = (record["methods"][name]["sampled"] for name in ("OverFill", "student trained alone"))
-    change, longest = ratio(over, alone), record["lengths"][-1]
-    first = max(longest["OverFill"]["nats"], key=int)
-    early = ratio(longest["OverFill"], longest["student trained alone"], first)
-    return [judged("(not the source's) OverFill < a student trained as long for writing alone", change[2] < 1,
-                   f"{over['ppl'][0]:.2f}, {alone['ppl'][0]:.2f}: ratio {with_interval(change)} over "
-                   f"{record['tokens']} tokens; over the first {first} after prompts of {longest['tokens']}, "
-                   f"{with_interval(early)}", change[1] > 1)]  # fmt: skip
+    u, entropy = (signals[name] for name in ("MC dropout, U(t)", "entropy"))
+    low, high = u["above_entropy"]
+    passed = u.get("passes_ambiguity")
+    over = record["methods"][f"dropout student: MC dropout, {BUDGETS[1]:g}"]
+    cost = bootstrap(np.array(over["times"]["overheads"]))
+    correlations = (
+        f"rank correlation with the teacher's entropy {u['with_teachers_entropy']:.2f}, entropy's "
+        f"{entropy['with_teachers_entropy']:.2f}; with KL(teacher || student) {u['with_kl']:.2f} and "
+        f"{entropy['with_kl']:.2f}")  # fmt: skip
+    area = f"area under ROC {with_interval(passed)}; " if passed else "not in the record: the firings of entropy; "
+    by_gate = " and ".join(f"{record['methods'][f'dropout student: {name}, {BUDGETS[1]:g}']['sampled']['ppl'][0]:.2f}"
+                           for name in ("MC dropout", "entropy"))  # fmt: skip
+    student = "partly: a student that had 600 steps of training with dropout"
+    return under(
+        title, theirs, conditions_of(record, f"a student of it trained with dropout; U(t) from "
+                                     f"{overfill.MonteCarloDropout.passes} passes a token"),
+        judged("Simulation", "remains silent during the aleatoric (ambiguous) "
+               "phase", passed[1] > 0.5 if passed else None,
+               f"where entropy is in its highest tenth, is a high entropy of the teacher what U(t) lets pass? {area}"
+               f"{correlations}; cost {with_interval(cost, '+.0%')} of OverFill's time", student,
+               bool(passed) and passed[2] < 0.5),
+        judged("Mathematical Formulation", "a clear signal of high epistemic uncertainty", low > 0,
+               "area under ROC for the tenth of the tokens where student and teacher differ most "
+               f"{with_interval(u['area'])}, entropy's {with_interval(entropy['area'])}, mutual information of the "
+               f"same passes {with_interval(signals['MC dropout, mutual information']['area'])}", f"{student}; clear "
+               "is read as clearer than entropy", high < 0),
+        judged("Simulation", "The MC dropout approach can be an efficient alternative to try out.", cost[2] < NOISE,
+               f"{overfill.MonteCarloDropout.passes} more passes of the student a token, time here "
+               f"{with_interval(cost, '+.0%')}; perplexity by that gate and by entropy's {by_gate}", student,
+               cost[1] > NOISE),
+    )  # fmt: skip
 
 
-def real_gate(record: dict[str, Any]) -> list[Claim]:
-    """Return the verdict on the gate by dropout at work, if a student was trained with dropout."""
-    found = record["signals"].get(record["dropout_student"], {})
-    if not found:
-        return []
-    low, high = found["MC dropout, U(t)"]["above_entropy"]
-    variance, entropy, information = (with_interval(found[name]["area"]) for name in (
-        "MC dropout, U(t)", "entropy", "MC dropout, mutual information"))  # fmt: skip
-    by_variance, by_entropy = (record["methods"][f"dropout student: {name}, {BUDGETS[1]:g}"]["sampled"]["ppl"][0]
-                               for name in ("MC dropout", "entropy"))  # fmt: skip
-    return [judged("a real model: U(t) shows better than entropy where student and teacher disagree",
-                   low is not None and low > 0,
-                   f"area under the ROC curve {variance}, entropy {entropy}, mutual information of the same passes "
-                   f"{information}; perplexity by either gate: U(t) {by_variance:.2f}, entropy {by_entropy:.2f}",
-                   high is not None and high < 0)]  # fmt: skip
+def our_questions(record: dict[str, Any], quality: str) -> list[Claim]:
+    """Return what we ask beside the source: a fairer rival, and its two listings as they stand."""
+    methods, rows = record["methods"], []
+    if "student trained alone" in methods and "lengths" in record:
+        over, alone = (methods[name]["sampled"] for name in ("OverFill", "student trained alone"))
+        change, longest = ratio(over, alone), record["lengths"][-1]
+        first = max(longest["OverFill"]["nats"], key=int)
+        begun = ratio(longest["OverFill"], longest["student trained alone"], first)
+        rows.append(judged("", "Does OverFill write better than a student trained as long for writing alone?",
+                             change[2] < 1, f"perplexity {over['ppl'][0]:.2f} and {alone['ppl'][0]:.2f}: ratio "
+                             f"{with_interval(change)} over {record['tokens']} tokens; over the first {first}, "
+                             f"{with_interval(begun)}", "", change[1] > 1))  # fmt: skip
+    if "as published, every 64" in methods:
+        texts = {n: (methods[f"as published, every {n}"]["sampled"]["ppl"][0], methods[other]["sampled"]["ppl"][0])
+                 for n, other in ((64, "periodic, 64"), (8, "speculative, 8"))}  # fmt: skip
+        rows.append(judged(
+            "", "Do the source's listings do what its formulas say?", all(a <= b for a, b in texts.values()),
+            "perplexity " + ", ".join(f"every {n} {a:.2f} instead of {b:.2f}" for n, (a, b) in texts.items())
+            + ". Two listings, two faults: one feeds the prompt's last token a second time; generate_with_refresh "
+            "begins from an empty list, so that its first step has nothing to read, and splices entries of a token "
+            "that the student has not read. We ran the first one's start with the second one's "
+            "refresh", ""))  # fmt: skip
+    return under("", "", quality, *rows)
 
 
 SOURCE = (  # its tables: Llama-3.2-3B and a student pruned by 45%, 1,200 tokens, no intervals
@@ -178,7 +361,6 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
         parts.append(Table(["perplexity, by what a student was trained on", *how], [
             [TRAINED[name], *(f"{record['students'][f'{name}, {x}']['ppl'][0]:.2f}" for x in how)]
             for name in names]))  # fmt: skip
-    parts.append(claims_table(record["claims"], "claim"))
     if "facts" in record:
         right = ", ".join(f"{name} {with_interval(three, '.0%')}" for name, three in record["facts"].items())
         parts.append(f"Questions on what a story said early, answered exactly: {right}.")

@@ -57,6 +57,13 @@ def bootstrap(rows: np.ndarray, figure: Callable[[np.ndarray], np.ndarray] = mea
     return float(figure(rows[None])[0]), float(low), float(high)
 
 
+def wilson(k: int, n: int) -> tuple[float, float, float]:
+    """Return the share k of n and its 95% interval, which has a width also where k is 0 or n (Wilson 1927)."""
+    z, p = 1.96, k / n
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return p, max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+
+
 def f1(answer: str, reference: str) -> float:
     """Return F1 of the words that an answer shares with a reference (Rajpurkar et al. 2016, section 6)."""
     a, b = answer.lower().split(), reference.lower().split()

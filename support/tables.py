@@ -19,7 +19,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool =
     terminal a table that is all to the left, of sentences, is a line a row."""
     if markdown:
         lines = [header, [*["---"] * left, *["---:"] * (len(header) - left)], *rows]
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
     if left >= len(header):
         return "\n".join([f"{header[0]}:", *(f"  {': '.join(cells)}" for cells in rows)])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

@@ -13,8 +13,8 @@ from tests.helpers import Ran, read_pocket_config
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
-SCRIPTS = [*GPT_FILES, "gpt_bounded_cache", "recycle", "projector", "overfill", "paged", "load_gpt2_weights",
-           "pocket.corpus", "pocket.train", "benchmarks.__main__", "studies.bounding"]  # fmt: skip
+SCRIPTS = [*GPT_FILES, "gpt_bounded_cache", "recycle", "projector", "overfill", "load_gpt2_weights", "pocket.corpus",
+           "pocket.train", "benchmarks.__main__", "studies.bounding", "studies.article", "studies.claims"]  # fmt: skip
 Run = Callable[..., Ran]
 CONFIG = read_pocket_config("teacher")
 TOKEN = 2 * CONFIG["n_layer"] * CONFIG["n_embd"] * 4  # bytes of a token's keys and values

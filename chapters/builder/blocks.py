@@ -11,7 +11,7 @@ A mark is a comment, which a rendered page doesn't show. A mark on a line of its
   picture NAME                 PICTURES[NAME] of the chapter's pictures.py, an SVG file and its alternative text
 
 and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expression makes of a JSON file, `r`: a
-number, words, or the lines of a table.
+number, words, or the lines of a table; ratio(one, other) compares the texts of two writers of the refresh study.
 FILE may have wildcards: the last that matches. A chapter's words on a hunk, the paragraph after it, are also those in
 the margin of the page that shows both files side by side; where a hunk isn't shown, <!-- about OLD NEW N [LAST] -->
 stands before them. Words in <!-- margin: ... --> after such a mark are for the margin only.
@@ -32,6 +32,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
@@ -161,11 +162,18 @@ BLOCKS: dict[str, Callable[..., str]] = {"code": code, "diff": diff, "output": o
                                          "picture": picture}  # fmt: skip
 
 
+def ratio(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """Return the ratio of two writers' perplexities, prompt by prompt, and its 95% interval."""
+    from studies.refreshing_measures import ratio as measured
+
+    return measured(one, other)
+
+
 def number(match: re.Match[str]) -> str:
     """Return an inline mark with what its expression, the chapter's own, makes of its file."""
     file, expression, _ = match.groups()
     try:
-        value = eval(expression, {"r": json.loads(read(file))})
+        value = eval(expression, {"r": json.loads(read(file)), "ratio": ratio})
     except (LookupError, TypeError, NameError, SyntaxError) as error:
         raise ValueError(f"{expression} of {file}: {error!r}") from error
     return f"<!--= {file} {expression} -->{value}<!--/-->"

@@ -1,0 +1,53 @@
+"""The conditions of a measurement: GPT-2's geometries, random weights of them, the machine and the date."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
+    "124M": {}, "355M": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "774M": {"n_layer": 36, "n_head": 20, "n_embd": 1280}, "1558M": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+}  # fmt: skip
+
+
+def is_geometry(name: str) -> bool:
+    """Return whether a name is that of a geometry: one of SIZES, or LAYERSxHEADSxWIDTH."""
+    return name in SIZES or bool(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", name))
+
+
+def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
+    """Return a model of a geometry with random weights, the same every time, in eval mode: times don't depend on them.
+    The vocabulary is GPT-2's."""
+    keys = ("n_layer", "n_head", "n_embd")
+    config = SIZES[name] if name in SIZES else dict(zip(keys, map(int, name.split("x")), strict=True))
+    torch.manual_seed(0)
+    return model_class(model_class.config_class(**config)).eval()
+
+
+def machine(device: str) -> str:
+    """Return the name of what computes."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+             if line.startswith("model name")] if Path("/proc/cpuinfo").exists() else []  # fmt: skip
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def conditions(name: str, model: nn.Module) -> dict[str, Any]:
+    """Return what a record says of a model, the machine and the day."""
+    config, weight = model.config, model.wte.weight
+    return {
+        "model": name, "parameters": sum(p.numel() for p in model.parameters()), "layers": config.n_layer,
+        "heads": config.n_head, "width": config.n_embd, "context": config.n_ctx,
+        "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device.type,
+        "machine": machine(weight.device.type), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip

@@ -1,0 +1,289 @@
+"""studies/claims.py and the claims of each study: every row is whole, and says what its record says."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpt_kv_cache import GPT, GPTConfig
+from load_gpt2_weights import load_tokenizer
+from recycle import Store
+from studies import article, bounding, projection_report, recycling, recycling_report, refreshing_report
+from studies.claims import every_claim
+from studies.protocol import Claim, benchmark, claim_tables, conditions_of, judged, recorded, under
+from studies.refreshing_measures import passes_ambiguity
+from support.conditions import conditions, is_geometry, random_model
+from support.statistics import entropy, kl, wilson
+from support.tables import Table, page
+
+SOURCES = every_claim()
+ROWS = [(name, claim) for name, claims in SOURCES.items() for claim in claims]
+
+
+def row(claims: list[Claim], start: str) -> Claim:
+    """Return the claim whose quote begins so."""
+    return next(claim for claim in claims if claim["quote"].startswith(start))
+
+
+@pytest.mark.parametrize(("name", "claim"), ROWS, ids=[f"{name}: {claim['quote'][:30]}" for name, claim in ROWS])
+def test_every_row_is_whole(name: str, claim: Claim) -> None:
+    assert claim["verdict"] in ("HOLDS", "DOES NOT HOLD", "NOT SHOWN", "NOT TESTED")
+    assert claim["verdict"] == "NOT TESTED" or any(c.isdigit() for c in claim["figure"]), "a verdict without a figure"
+    assert claim["ours"] and 0 < len(claim["quote"].split()) <= 25
+    if claim["source"]:
+        assert claim["section"] and claim["theirs"] and claim["stated"] in ("yes", "partly", "no")
+        assert claim["stated"] == "yes" or claim["why"], "not as stated, but not why"
+        assert claim["stated"] != "no" or claim["verdict"] in ("NOT SHOWN", "NOT TESTED"), "judged by another question"
+        assert claim["stated"] != "yes" or claim["verdict"] != "NOT TESTED"
+
+
+def test_every_source_has_rows_and_no_quote_twice_under_the_same_conditions() -> None:
+    for name, claims in SOURCES.items():
+        assert sum(bool(claim["source"]) for claim in claims) >= 8, name
+        assert len({claim["source"] for claim in claims} - {""}) == 1
+        keys = [(claim["quote"], claim["ours"]) for claim in claims]
+        assert len({*keys}) == len(keys)
+
+
+def test_the_sources_rows_and_ours_stand_apart() -> None:
+    claims = [*under("S", "theirs", "a", judged("1", "x", True, "1 || 2", "yes"), judged("2", "y", None, "", "no: z")),
+              *under("", "", "b", judged("", "z?", False, "3", "", refuted=False))]  # fmt: skip
+    said, here, table, ours, other = claim_tables(claims)
+    assert (said, here, ours) == ("Conditions of S: theirs.", "Here: a.", "Ours, claimed by no source. Here: b.")
+    assert isinstance(table, Table) and [*table.rows] == [['"x" (1)', "HOLDS: 1 || 2", "yes"],
+                                                           ['"y" (2)', "NOT TESTED", "no: z"]]  # fmt: skip
+    assert [*other.rows] == [["z?", "NOT SHOWN: 3"]]
+    lines = page([table, other], markdown=True).splitlines()
+    assert all(line.replace("\\|", "").count("|") == 1 + len(table.header) for line in lines[:4])
+    assert lines[-2] == "| --- | --- |"
+
+
+# --- A figure follows its record ------------------------------------------------------------------------------------
+
+
+def changed(name: str, change: Callable[[dict[str, Any]], None], file: str = "summary.json") -> dict[str, Any]:
+    record = copy.deepcopy(recorded(name, file))
+    change(record)
+    return record
+
+
+def test_bct_follows_its_record() -> None:
+    def grow(record: dict[str, Any]) -> None:
+        record["memories"]["bct"]["bytes"]["2048"] *= 2
+        record["memories"]["bct"]["bleu_against_full"] = {"change": 0.01, "low": 0.0, "high": 0.02}
+
+    before, after = bounding.claims(recorded("bounding")), bounding.claims(changed("bounding", grow))
+    for start, verdict in (("the memory usage of the proposed", "DOES NOT HOLD"), ("The BLEU scores", "HOLDS")):
+        old, new = row(before, start), row(after, start)
+        assert new["verdict"] == verdict != old["verdict"] and new["figure"] != old["figure"]
+
+
+def test_a_difference_within_3_has_two_sides() -> None:
+    def better(record: dict[str, Any]) -> None:
+        record["memories"]["bct"]["bleu_against_full"] = {"change": 0.2, "low": 0.15, "high": 0.25}
+
+    assert row(bounding.claims(changed("bounding", better)), "The BLEU scores")["verdict"] == "DOES NOT HOLD"
+
+
+def test_recycling_follows_its_record_and_times_are_judged_at_the_papers_geometry_alone() -> None:
+    speed, call = "When prefix reuse occurred", "This conservative rule"
+
+    def faster(record: dict[str, Any]) -> None:
+        record["conditions"] |= {"layers": 24, "heads": 16, "width": 1024}
+        record["orders"] = {"interleaved": record["prompts"], "source": copy.deepcopy(record["prompts"])}
+        for i, prompt in enumerate(record["orders"]["source"]):
+            prompt["published"]["latency_saved"] = 0.35 + 0.01 * i
+
+    def same(record: dict[str, Any]) -> None:
+        for prompt in record["prompts"]:
+            prompt["published"]["identical"] = True
+
+    plain, geometry = recorded("recycling"), changed("recycling", faster)
+    claims = recycling_report.claims(plain)
+    assert (row(claims, speed)["verdict"], row(claims, call)["verdict"]) == ("NOT TESTED", "DOES NOT HOLD")
+    claims = recycling_report.claims(changed("recycling", same), geometry)
+    assert (row(claims, speed)["verdict"], row(claims, call)["verdict"]) == ("HOLDS", "HOLDS")
+    assert "37.5%" in row(claims, speed)["figure"]
+    geometry["orders"].pop("source")
+    assert row(recycling_report.claims(plain, geometry), speed)["verdict"] == "DOES NOT HOLD"
+
+
+def test_prompts_without_a_hit_follow_their_record() -> None:
+    def nothing(record: dict[str, Any]) -> None:
+        record["without_overlap"] = record["prompts"]
+
+    def equal(record: dict[str, Any]) -> None:
+        nothing(record)
+        record["conditions"] |= {"layers": 24, "heads": 16, "width": 1024}
+        for prompt in record["prompts"]:
+            prompt["published"]["identical"] = True
+
+    found = [row(recycling_report.claims(record), "when overlap") for record in (
+        recorded("recycling"), changed("recycling", nothing), changed("recycling", equal))]  # fmt: skip
+    assert [claim["verdict"] for claim in found] == ["NOT TESTED", "DOES NOT HOLD", "HOLDS"]
+    assert found[1]["figure"].startswith("6 of 12") and found[2]["figure"].startswith("12 of 12")
+
+
+def test_cp_kvp_follows_its_record() -> None:
+    def good(record: dict[str, Any]) -> None:
+        for kind in record["kinds"].values():
+            for b in kind["bins"]:
+                b["good"] = 1.0
+        for rows in record["lengths"].values():
+            for times in rows:
+                times["8 summary tokens, mapped at the start"] = 0.95 * times["cold"]
+
+    before, after = (projection_report.claims(record) for record in (recorded("projection"),
+                                                                     changed("projection", good)))  # fmt: skip
+    assert [row(c, "Next-token KL")["verdict"] for c in (before, after)] == ["DOES NOT HOLD", "HOLDS"]
+    times = [[c["verdict"] for c in claims if c["quote"].startswith("CP-KVP can")] for claims in (before, after)]
+    assert times == [["NOT TESTED", "HOLDS"], ["NOT TESTED", "DOES NOT HOLD"]]  # of pocket, and of GPT-2 small
+    assert row(projection_report.claims(recorded("projection")), "Storage")["figure"].count("2.4 GB for pocket") == 1
+
+
+def test_u_of_t_passes_ambiguity_if_the_record_says_so() -> None:
+    def passing(record: dict[str, Any]) -> None:
+        record["signals"]["dropout"]["MC dropout, U(t)"]["passes_ambiguity"] = [0.7, 0.6, 0.8]
+
+    claims = [refreshing_report.claims(record) for record in (recorded("refreshing"), changed("refreshing", passing))]
+    assert [row(c, "remains silent")["verdict"] for c in claims] == ["NOT TESTED", "HOLDS"]
+    assert "-0.19" in row(claims[0], "remains silent")["figure"]
+
+
+def test_the_article_is_not_tested_without_a_record_and_not_judged_by_a_quick_one() -> None:
+    start, conditions = "we already get", {"parameters": 124_439_808, "layers": 12, "width": 768, "model": "124M"}
+    record = {"prompt": "Hello, I am", "new_tokens": 200, "turns": 2, "conditions": conditions, "seconds": {
+        "no cache, logits of all positions": [50.0, 52.0], "no cache": [40.0, 40.0], "growing cache": [10.0, 10.0],
+        "preallocated cache": [9.0, 9.0]}}  # fmt: skip
+    assert row(article.claims(None, None), start)["verdict"] == "NOT TESTED"
+    found = row(article.claims(None, record), start)
+    assert found["verdict"] == "HOLDS" and found["figure"].startswith("5.1 (5.0 to 5.2) times")
+    assert row(article.claims(None, record | {"new_tokens": 20}), start)["verdict"] == "NOT TESTED"
+    slow = record["seconds"] | {"growing cache": [20.0, 20.0]}
+    assert row(article.claims(None, record | {"seconds": slow}), start)["verdict"] == "DOES NOT HOLD"
+
+
+def test_slices_follow_the_benchmark() -> None:
+    bench = benchmark()
+    cell = f"1 x {bench['lengths'][-1]}"
+    changed = copy.deepcopy(bench)
+    changed["rows"][article.AHEAD][cell]["ratios"] = [0.98, 1.2, 1.2]
+    found = [row(article.claims(None, None, b), "This ensures")["verdict"] for b in (bench, changed)]
+    assert found == ["HOLDS", "DOES NOT HOLD"]
+
+
+# --- Arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        p, q = rng.dirichlet(np.ones(3), 2)
+        logs = [torch.tensor(x).log() for x in (p, q)]
+        found = refreshing_report.variational(p, q)
+        assert found["left"] == pytest.approx(sum(-q[i] * math.log(p[i]) for i in range(3)))
+        assert found["true"] == pytest.approx(found["left"])
+        assert found["kl"] == pytest.approx(float(kl(*logs)))
+        assert found["said"] == pytest.approx(float(kl(*logs)) - float(entropy(logs[0])) * math.log(2), abs=1e-5)
+        assert found["true"] == pytest.approx(float(kl(*logs[::-1]) + entropy(logs[1]) * math.log(2)), abs=1e-5)
+        assert abs(found["left"] - found["said"]) > 0.01, "H[p] > 0: the left side is at least the least of -log p"
+
+
+def test_a_pass_for_every_8_tokens_costs_an_eighth_of_a_teachers_step() -> None:
+    assert refreshing_report.burst_overhead(8) == pytest.approx((1 / 28.2) / (8 / 28.5))
+    assert round(refreshing_report.burst_overhead(8), 3) == 0.126 and refreshing_report.burst_overhead(64) < 0.039
+
+
+def test_a_flattened_map_of_pocket_has_2_4_gigabytes() -> None:
+    assert projection_report.flattened_bytes(6, 6, 512, 8, 32) == 36 * 32768 * 512 * 4
+    tiny = torch.zeros(2, 3, 5 * 2 * 4, 2 * 2 * 4)  # layers, heads, T x 2d, m x 2d
+    assert projection_report.flattened_bytes(2, 3, 5, 2, 4) == tiny.nbytes
+
+
+def test_attention_work_is_that_of_a_loop() -> None:
+    for cached in (True, False):
+        met = sum(1 for t in range(1, 8) for _ in range(1 if cached else t) for _ in range(t))
+        assert article.attention_work(7, cached) == met
+
+
+def test_wilson_has_a_width_where_nothing_is_right() -> None:
+    assert wilson(0, 32) == pytest.approx((0.0, 0.0, 0.1072), abs=1e-3)
+    assert wilson(32, 32)[1:] == pytest.approx((0.8928, 1.0), abs=1e-3)
+    assert wilson(5, 10) == pytest.approx((0.5, 0.2366, 0.7634), abs=1e-3)
+
+
+def test_ambiguity_is_passed_by_a_signal_that_is_low_where_the_teacher_is_unsure() -> None:
+    rng = np.random.default_rng(0)
+    own, unsure = rng.random((6, 50)), rng.random((6, 50))
+    draws = rng.integers(6, size=(20, 6))
+    assert passes_ambiguity(-own, unsure, own, draws) == pytest.approx((1.0, 1.0, 1.0))
+    assert passes_ambiguity(own, unsure, own, draws)[0] == 0.0
+    assert passes_ambiguity(own, unsure, np.ones_like(own), draws) is None
+
+
+# --- What is measured for them --------------------------------------------------------------------------------------
+
+
+def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
+    right, *wrong = article.window_check().values()
+    assert right == {"wrong": 0.0, "kl": pytest.approx(0, abs=1e-6)}
+    assert len(wrong) == 3 and all(x["wrong"] > 0.5 and x["kl"] > 0.01 for x in wrong)
+
+
+def test_the_article_is_timed_on_equal_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([[1, 2, 3, 4]])
+    seconds = article.speeds("1x1x8", ids, 3, 2)
+    assert len(seconds) == 4 and all(len(x) == 2 and min(x) > 0 for x in seconds.values())
+    monkeypatch.setattr(article, "all_logits", lambda model, ids, n: iter([torch.zeros(1, 1)] * n))
+    with pytest.raises(RuntimeError, match="4 implementations of 1x1x8 have written 2 different texts"):
+        article.speeds("1x1x8", ids, 3, 1)
+
+
+def test_in_the_sources_order_all_cold_runs_come_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, read_all, generate = [], recycling.read_all, recycling.generate
+    monkeypatch.setattr(recycling, "read_all", lambda *a: events.append("store") or read_all(*a))
+    monkeypatch.setattr(recycling, "generate", lambda *a, **k: events.append("cache" in k) or generate(*a, **k))
+    tokenizer = load_tokenizer("pocket")
+    model = GPT(GPTConfig(tokenizer.n_vocab, 64, 1, 1, 8)).eval()
+
+    class Bar:
+        def update(self, n: int = 1) -> None:
+            events.append(f"done {n}")
+
+    texts = ["Notes: a goat", "Question: who?"]
+    rows = recycling.experiment(Store(model), tokenizer, lambda texts: np.eye(2), texts, [f"{t} And?" for t in texts],
+                                2, 3, "", Bar(), "source")  # fmt: skip
+    assert events == [False, False, "store", "store", True, True, "done 4"]
+    assert all(r["recycled"]["identical"] and r["recycled"]["reused_tokens"] for r in rows)
+
+
+def test_unrelated_prompts_begin_with_other_tokens() -> None:
+    tokenizer = load_tokenizer("pocket")
+    stored = ["Notes: a goat", "Question: who?", "Everyone knew."]
+    assert recycling.unrelated(stored, ["Question: what?", "Every May"], tokenizer) == [
+        text for text in stored if tokenizer.encode_ordinary(text)[0] not in
+        {tokenizer.encode_ordinary(test)[0] for test in ("Question: what?", "Every May")}]  # fmt: skip
+    assert "Question: who?" not in recycling.unrelated(stored, ["Question: what?"], tokenizer)
+
+
+def test_a_record_names_its_conditions() -> None:
+    model = random_model(GPT, "2x2x8")
+    made = conditions("2x2x8, random weights", model)
+    assert (made["layers"], made["heads"], made["width"]) == (2, 2, 8) and made["machine"] and made["date"]
+    assert made["parameters"] == sum(p.numel() for p in model.parameters())
+    assert f"{made['parameters']:,} parameters (2 layers of width 8)" in conditions_of({"conditions": made}, "data")
+    for name in ("bounding", "recycling", "projection", "refreshing"):
+        assert {"model", "parameters", "layers", "device", "date"} <= {*recorded(name)["conditions"]}
+    assert "processor not recorded" in conditions_of({"conditions": {"model": "x"}})
+    assert is_geometry("355M") and is_geometry("24x16x1024") and not is_geometry("pocket") and not is_geometry("0x1x2")
+
+
+def test_a_bct_reads_at_once_what_it_reads_token_by_token_and_two_lines_do_not() -> None:
+    memory, ids = bounding.memories_of("pocket-bct", 0, "cpu", torch.float32)["bct"], torch.arange(40)[None]
+    assert 0 < bounding.parallel_difference(memory, ids) < 1e-5
+    cut = bounding.Memory("two lines", random_model(GPT, "2x2x16"), lambda: article.TwoLines(8))
+    assert not bounding.parallel_difference(cut, ids) < 1e-4
