@@ -152,7 +152,7 @@ def test_files_stand_side_by_side(name: str, page: Any) -> None:
     page.goto((PAGES / f"{name}.html").as_uri())
     old = page.title().split(" and ")[0]
     hunks = blocks.hunks(old, f"{name}.py")
-    assert page.locator("tr.first").count() == len(hunks) == page.locator("td.words").count()
+    assert page.locator("tr.first").count() == len(hunks) == page.locator("td.words b").count()
     for side, file in (("left", old), ("right", f"{name}.py")):
         cells = f"tr:not(.gap) > td.{side}"
         lines = page.eval_on_selector_all(cells, "cells => cells.map(c => c.textContent)")
@@ -174,3 +174,33 @@ def test_files_stand_side_by_side(name: str, page: Any) -> None:
     assert page.evaluate("scrollY") == pytest.approx(there, abs=2)
     marks = page.eval_on_selector_all(".mark", "marks => marks.map(m => m.textContent)")
     assert "# NEW" in marks and {*marks} <= {"# NEW", "# RING", "# BCT"}
+
+
+@pytest.mark.parametrize("name", ["gpt_kv_cache", "gpt_bounded_cache"])
+def test_lines_fit_a_wide_screen_and_are_indented_where_they_wrap(name: str, page: Any) -> None:
+    wrapped = "[...document.querySelectorAll('.left, .right')].filter(c => c.offsetHeight > 25)"
+    page.set_viewport_size({"width": 1920, "height": 1080})
+    page.goto((PAGES / f"{name}.html").as_uri())
+    page.locator("#brief").uncheck()
+    assert page.evaluate(f"{wrapped}.length") == 0 and page.evaluate("document.body.scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 1366, "height": 768})
+    lines = page.evaluate(wrapped + ".map(c => [c, getComputedStyle(c)])"
+                          ".map(([c, s]) => [s.paddingLeft, s.textIndent, c.innerText])")  # fmt: skip
+    assert lines and page.evaluate("document.body.scrollWidth <= innerWidth")
+    for padding, indent, line in lines:
+        width = float(page.evaluate("parseFloat(getComputedStyle(document.querySelector('table')).fontSize)")) * 0.6
+        beyond = (len(line) - len(line.lstrip(" ")) + 4) * width
+        assert -float(indent[:-2]) == pytest.approx(beyond, rel=0.1) and float(padding[:-2]) > beyond
+
+
+def test_changed_words_are_marked_and_additions_take_the_width(page: Any) -> None:
+    page.goto((PAGES / "gpt_kv_cache.html").as_uri())
+    changed = page.locator("tr.old.new", has_text="for block in self.h:")
+    assert changed.locator(".left ins").count() == 0
+    assert changed.locator(".right ins").all_text_contents()[:2] == ["layer,", "enumerate("]
+    assert page.locator("tr.same ins").count() == 0 == page.locator("tr.added ins").count()
+    added, both = (page.locator(f"tr.{kind} > .right").first.bounding_box()["width"] for kind in ("added", "old"))
+    assert added > 2 * both and page.locator("tr.added > .left").count() == 0
+    page.keyboard.press("m")
+    assert not page.locator("td.words").first.is_visible() and not page.locator("#margin").is_checked()
+    assert page.locator("tr.old > .right").first.bounding_box()["width"] > both
