@@ -83,6 +83,7 @@ class CommandLine(argparse.ArgumentParser):
         trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, Path(args.trace_file),
                       context_start)
         trace.begin(ids[0].tolist())
+        trace.watch(model)
         return trace
 
     @contextmanager

@@ -95,7 +95,7 @@ def test_counts_of_a_trace(page: Any, traces: dict[str, str], tmp_path: Path) ->
     goto(page, traces["none"], tmp_path)
     page.keyboard.press("End")
     n = int(page.text_content("#computed"))
-    assert page.locator("#text .new").count() == n and page.locator("#cache .cell").count() == 0
+    assert page.locator("#text .new").count() == n == page.locator("#cache .cell.new").count()
     assert page.text_content("#total").replace(",", "") in page.text_content("#uncached").replace(",", "")
     goto(page, traces["cache"], tmp_path)
     page.keyboard.press("End")
@@ -112,6 +112,43 @@ def test_a_ring_strikes_out_what_it_forgot(page: Any, traces: dict[str, str], tm
     assert page.locator("#cache .gone").count() == 1
     assert "line-through" in gone.first.evaluate("e => getComputedStyle(e).textDecorationLine")
     assert page.locator("#text span").first.get_attribute("class") == "kept"  # a sink
+    assert page.locator("#cache .sink").count() == 4 and page.text_content("#cache .sink small") == "0: #0 sink"
+    following = page.locator("#cache .next")
+    slot = following.locator("small").text_content()
+    assert following.count() == 1 and slot.endswith(": next") and "gone" in following.get_attribute("class")
+    page.keyboard.press("ArrowLeft")
+    before = page.locator("#cache .next small").text_content().removesuffix("next")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#cache .new small").text_content().startswith(before), "the slot was announced a step before"
+
+
+@pytest.mark.parametrize("name", ["none", "cache", "ring", "bct", "pair"])
+def test_attention_is_shading_and_numbers(name: str, page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces[name], tmp_path)
+    page.keyboard.press("End")
+    page.locator("#percent").check()
+    percent = [float(x.removesuffix("%")) for x in page.locator("#cache .cell:not(.free) small").all_text_contents()]
+    shading = "[...document.querySelectorAll('#cache .cell:not(.free)')].map(c => +c.style.getPropertyValue('--shade'))"
+    shades = page.evaluate(shading)
+    assert shades == pytest.approx([share / max(percent) for share in percent], abs=0.01) and max(shades) == 1
+    memory = float(page.text_content("#mass-title").split()[-1][:-1]) if name == "bct" else 0
+    assert sum(percent) + memory == pytest.approx(100, abs=5)
+    assert page.text_content("#most") == f"{max(percent)}%"
+    page.select_option("#layer", index=0)
+    assert page.evaluate(shading) != shades
+
+
+def test_the_curve_ends_at_the_counts_and_tokens_are_whole(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces["cache"], tmp_path)
+    page.keyboard.press("End")
+    labels = page.locator("#curve text").all_text_contents()
+    without = page.text_content("#uncached").split()[1]
+    assert f"no cache: {without}" in labels and f"with this cache: {page.text_content('#total')}" in labels
+    assert page.locator("#curve path").count() == 2
+    for width in (1366, 1920):
+        page.set_viewport_size({"width": width, "height": 768})
+        assert page.evaluate("[...document.querySelectorAll('.cell span')].every(e => e.scrollWidth <= e.clientWidth)")
+        assert page.evaluate("document.body.scrollWidth <= innerWidth")
 
 
 def test_slots_of_a_bct_are_bars(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
