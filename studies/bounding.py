@@ -40,7 +40,7 @@ from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity
 from support.tables import Table, page, table
 
 SINKS = 4
-COLORS = {"growing": "grey", "full": "black", "window": "tab:orange", "sinks": "tab:green", "bct": "tab:blue"}
+COLORS = {"growing": "grey", "full": "black", "window": "C1", "sinks": "C2", "bct": "C0"}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ WORDS = re.compile(r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->
 COLUMNS = '<col class="n"><col class="code">' * 2 + '<col class="words">'
 STYLE = """
   body { margin: 0; font: 15px/1.45 system-ui, sans-serif; color: #111; background: #fff; }
-  header { position: sticky; top: 0; white-space: nowrap; background: #fff; border-bottom: 2px solid #111; padding: .4em 1em;
-           z-index: 1; display: flex; flex-wrap: wrap; gap: .3em 1.5em; align-items: baseline; }
+  header { position: sticky; top: 0; white-space: nowrap; background: #fff; border-bottom: 2px solid #111;
+           padding: .4em 1em; z-index: 1; display: flex; flex-wrap: wrap; gap: .3em 1.5em; align-items: baseline; }
   h1 { font-size: 1.1em; margin: 0; }
   table { border-collapse: collapse; table-layout: fixed; width: 100%; font: 12.5px/1.45 monospace; }
   td { vertical-align: top; padding: 0 .5em; white-space: pre-wrap; overflow-wrap: anywhere; }
