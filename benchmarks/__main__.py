@@ -342,22 +342,20 @@ def draw(record: dict[str, Any], out: Path) -> None:
     marks = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
 
     def lines(axes: Any, key: str, scale: float, label: str = "", floor: Sequence[float] = ()) -> None:
-        colors = [f"C{i}" for i in range(10)] + ["navy", "olive", "black", "darkred"]
         for i, (name, r) in enumerate((n, r) for n, r in record["rows"].items() if key == "first_ms" or n not in SLOW):
             values = [scale * r[f"{B} x {T}"][key] for T in lengths]
-            axes.plot(lengths, values, marks[i % 8], color=colors[i % 14], markersize=5, linewidth=1, label=name)
+            axes.plot(lengths, values, marks[i % 8], markersize=5, linewidth=1, label=name)
         if label:
             axes.plot(lengths, floor, color="black", linewidth=2, label=label)
-        axes.set_ylim(bottom=0)
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+        axes.set(xlim=(0, None), ylim=(0, None))
 
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
     products = [record["products_ms"][str(B * T)] for T in lengths]
     for name, title, xlabel, ylabel, *what in (
         ("decoding", "Decoding", "tokens in the cache", "tokens/s",
-         "tokens_per_s", 1, "float32 weights read,\nnothing else", roofline),
+         "tokens_per_s", 1, "float32 weights read, nothing else", roofline),
         ("first_token", "Time to the first token", "tokens of the prompt", "ms",
-         "first_ms", 1, "matrix products alone,\nfloat32", products),
+         "first_ms", 1, "matrix products alone, float32", products),
         ("memory", "Bytes of the cache", "tokens of the prompt", "MB", "cache_bytes", 1e-6),
     ):  # fmt: skip
         figure(out / f"{name}.png", lambda axes, what=what: lines(axes, *what), xlabel=xlabel, ylabel=ylabel,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import ahead, disturbance
+from benchmarks.__main__ import ahead, disturbance, draw
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_json
@@ -108,8 +108,12 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    with CommandLine(__doc__, "python3 -m benchmarks.pages").parse(argv):
+    cli = CommandLine(__doc__, "python3 -m benchmarks.pages --figures")
+    cli.add_argument("--figures", action="store_true", help="draw the figures of all results too")
+    with cli.parse(argv) as args:
         write_blocks(PAGES)
+        for path in (HERE / "results").glob("*/summary.json") if args.figures else ():
+            draw(read_json(path), path.parent)
 
 
 if __name__ == "__main__":

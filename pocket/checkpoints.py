@@ -49,9 +49,9 @@ def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
     begins = [sum(phase.steps for phase in recipe.phases[:i]) for i in range(len(recipe.phases))]
 
     def draw_on(axes: Any) -> None:
-        axes.plot(losses, color="tab:blue", alpha=0.25, linewidth=0.5, label="each step")
+        axes.plot(losses, color="C0", alpha=0.25, linewidth=0.5, label="each step")
         mean = torch.tensor(losses).unfold(0, n, 1).mean(1)
-        axes.plot(range(n - 1, len(losses)), mean, color="tab:blue", label=f"mean of {n} steps")
+        axes.plot(range(n - 1, len(losses)), mean, color="C0", label=f"mean of {n} steps")
         for number, step in enumerate(begins, 1):
             axes.axvline(step, color="grey", linewidth=0.8)
             axes.text(step, max(losses), f" {number}", va="top", fontsize=8)

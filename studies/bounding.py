@@ -54,7 +54,7 @@ from support.tables import Table, page, table
 
 ROOT = Path(__file__).resolve().parent.parent
 SINKS = 4
-COLORS = {"growing": "grey", "full": "black", "window": "tab:orange", "sinks": "tab:green", "bct": "tab:blue"}
+COLORS = {"growing": "grey", "full": "black", "window": "C1", "sinks": "C2", "bct": "C0"}
 
 
 @dataclass(frozen=True)

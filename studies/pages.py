@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from studies import bounding, latency, projection_report, recycling_report, refreshing_report, speculation
+from studies import replay as replaying
 from studies.claims import every_claim
 from studies.protocol import benchmark, claim_tables, recorded
 from support.blocks import write_blocks
@@ -168,9 +169,25 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
 }  # fmt: skip
 
 
+def draw_figures() -> None:
+    """Draw the figures anew that need no more than what is recorded: not those of bounding."""
+    folder = ROOT / "studies"
+    record = recorded("recycling")
+    recycling_report.draw(record["prompts"], record["alpha"], folder / "recycling")
+    latency.draw(recorded("recycling", "law.json"), folder / "recycling", "law")
+    for path in (folder / "recycling").glob("replay_*.csv"):
+        replaying.draw(path)
+    projection_report.draw(recorded("projection"), folder / "projection")
+    refreshing_report.draw(recorded("refreshing"), folder / "refreshing")
+
+
 def main(argv: list[str] | None = None) -> None:
-    with CommandLine(__doc__, "python3 -m studies.pages").parse(argv):
+    cli = CommandLine(__doc__, "python3 -m studies.pages --figures")
+    cli.add_argument("--figures", action="store_true", help="draw the figures too, where the results are enough for it")
+    with cli.parse(argv) as args:
         write_blocks(PAGES)
+        if args.figures:
+            draw_figures()
 
 
 if __name__ == "__main__":

@@ -288,8 +288,7 @@ def by_bin(axes: Any, r: dict[str, Any]) -> None:
     for i, method in enumerate(dict.fromkeys(x["method"] for x in r["bins"])):
         kl = [x["kl"] for x in r["bins"] if x["method"] == method]
         label = "ours" if method.startswith("ours") else method
-        axes.bar(np.arange(len(kl)) + 0.27 * (i - 1), np.maximum(kl, 1e-4), 0.25, label=label,
-                 hatch=("", "//", "..")[i % 3], edgecolor="white")
+        axes.plot(np.arange(len(kl)) + 0.2 * (i - 1), np.maximum(kl, 1e-4), "Xs*D"[i % 4], markersize=7, label=label)
     labels = [name.replace(", ", "\n").replace("the ", "the\n") for name in names]
     axes.set_xticks(np.arange(len(names)), labels, fontsize=7)
     good_enough(axes)
@@ -317,13 +316,14 @@ def plane(axes: Any, r: dict[str, Any]) -> None:
     for name, label, mark in (("as proposed", "as proposed (test)", "X"), ("neighbour's logits", None, "+")):
         w, t = r["methods"][name]["given"], r["latency"][name]
         axes.plot(100 * t["saved"][0], max(w["kl"][0], 1e-4), mark, color="black", label=label or f"{name} (test)")
+    axes.set_xlim(0, 100)
     good_enough(axes)
 
 
 def by_length(axes: Any, rows: list[dict[str, float]]) -> None:
     for i, name in enumerate(key for key in rows[0] if key != "length"):
         axes.plot([r["length"] for r in rows], [1e3 * r[name] for r in rows], STYLES[i], markersize=4, label=name)
-    doubled(axes, [r["length"] for r in rows])
+    axes.set(xlim=(0, None), ylim=(0, None))
 
 
 def good_enough(axes: Any) -> None:

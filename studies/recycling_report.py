@@ -223,7 +223,6 @@ def draw(rows: list[dict[str, Any]], fits: dict[str, tuple[float, float, float]]
             offset = (i - (len(names) - 1) / 2) * width
             axes.bar(at + offset, heights, width, label=name, hatch=hatch, edgecolor="white")
         axes.set_xticks(at, labels, rotation=20, ha="right", fontsize=8)
-        axes.set_ylim(0, 1.2 * max(scale * row[name][key] for row in rows for name in names))  # room for the legend
 
     def reuse(axes: Any) -> None:
         reused = np.array([row["recycled"]["reused_tokens"] for row in rows])
@@ -238,14 +237,16 @@ def draw(rows: list[dict[str, Any]], fits: dict[str, tuple[float, float, float]]
            title="Similarity of the outputs to a cold run's", ylabel="cosine of embeddings")  # fmt: skip
 
     def speedup(axes: Any) -> None:
-        for what, label, color, marker in (("latency", "from end to end", "tab:blue", "o"),
-                                           ("ttft", "to the first token", "tab:orange", "s")):  # fmt: skip
+        for what, label, color, marker in (("latency", "from end to end", "C0", "o"),
+                                           ("ttft", "to the first token", "C1", "s")):  # fmt: skip
             x = np.array([row["recycled"]["reused_tokens"] / row["tokens"] for row in rows])
-            axes.plot(x, [100 * row["recycled"][f"{what}_saved"] for row in rows], marker, color=color, label=label)
+            axes.plot(x, [100 * row["recycled"][f"{what}_saved"] for row in rows], marker, color=color)
             a = fits[what][0]
             line = np.array([0, 1])
-            axes.plot(line, 100 * a * line, "-", color=color, linewidth=1, label=f"alpha = {a:.2f}")
-        axes.fill_between([0, 1], [0, 120], [0, 150], color="lightgrey", label="the paper: 1.2 to 1.5")
+            axes.plot(line, 100 * a * line, f"-{marker}", color=color, linewidth=1, markevery=[],
+                      label=f"{label}: alpha = {round(a, 2) + 0.0:.2f}")  # fmt: skip
+        axes.fill_between([0, 1], [0, 120], [0, 150], color="lightgrey")
+        axes.text(0.53, 84, "the paper: alpha = 1.2 to 1.5", ha="right")
         axes.axhline(0, color="black", linewidth=0.6)
 
     lowest = min(100 * row["recycled"][f"{what}_saved"] for row in rows for what in ("latency", "ttft"))

@@ -427,6 +427,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
                 values = np.convolve(r[key], np.ones(width) / width, "valid")
                 at = np.arange(len(values)) + (width + 1) / 2
                 axes.plot(at, values, STYLES[i % 4], color=f"C{i}", linewidth=1.4, label=name)
+            axes.set(xlim=(0, None), ylim=(0, None))
 
         return curves
 
@@ -446,8 +447,9 @@ def draw(record: dict[str, Any], out: Path) -> None:
             rows = [record["methods"][name] for name in names if name in record["methods"]]
             ppl = np.array([r["sampled"]["ppl"] for r in rows]).reshape(-1, 3).T  # mean, low, high
             x = [1e3 * r["times"]["total_s"] / record["tokens"] for r in rows]
-            axes.errorbar(x, ppl[0], [ppl[0] - ppl[1], ppl[2] - ppl[0]], fmt="os^Dv*P"[i] + STYLES[i % 4], capsize=2,
-                          color=f"C{i}", markersize=6, linewidth=0.8, label=label)  # fmt: skip
+            axes.errorbar(x, ppl[0], [ppl[0] - ppl[1], ppl[2] - ppl[0]], fmt="none", capsize=2, ecolor=f"C{i}")
+            axes.plot(x, ppl[0], "os^Dv*P"[i] + STYLES[i % 4], color=f"C{i}", linewidth=0.8, label=label)
+        axes.set(xlim=(0, None), ylim=(1, None))
 
     figure(out / "quality.png", quality, xlabel="ms per token, from end to end", ylabel="the teacher's perplexity",
            title="Sampled texts: quality against time, 95% intervals")  # fmt: skip
@@ -458,12 +460,14 @@ def draw(record: dict[str, Any], out: Path) -> None:
             top = max(values)
             axes.plot(np.array(values) / top, color=f"C{i}", linewidth=1, label=f"{name}, of {top:.2g}")
             for rule, mark in (("same rule", "v"), ("source", "^")):
-                at = found["fires"][rule][name]
-                axes.plot(at, [1.1 + 0.2 * i + 0.1 * (mark == "^")] * len(at), mark, color=f"C{i}", markersize=6,
-                          label=f"{name} fires, thresholds by the {rule}")  # fmt: skip
+                at, y = found["fires"][rule][name], 1.1 + 0.25 * i + 0.12 * (mark == "^")
+                axes.plot(at, [y] * len(at), mark, color=f"C{i}", markersize=6)
+                never = "" if at else "never "
+                axes.text(1.05, y, f"{name} {never}fires, thresholds: {rule}", va="center", fontsize=10,
+                          transform=axes.get_yaxis_transform())  # fmt: skip
         for name, first, end in PHASES:
             axes.axvline(first, color="grey", linewidth=0.6)
-            axes.text((first + end) / 2, -0.06, name, ha="center", fontsize=8)
-        axes.set_ylim(-0.1, 2.1)
+            axes.text((first + end) / 2, -0.06, name, ha="center", fontsize=9)
+        axes.set_ylim(-0.1, 1.6)
 
     figure(out / "simulation.png", two, xlabel="step", ylabel="share of its maximum", title="Simulated: two triggers")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from studies.protocol import StudyLine
 from support.cli import whole_number
 from support.figures import figure
-from support.files import write_csv
+from support.files import read_csv, write_csv
 from support.radix_tree import RadixTree
 from support.tables import table
 
@@ -108,21 +108,25 @@ def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
           "heads of 128, 16 bits). The order of requests counts, their times don't.")  # fmt: skip
     header = ["capacity_blocks", "tokens", "gigabytes_70b", "block_hit_rate", "token_hit_rate", "request_hit_rate"]
     write_csv(out / f"replay_{path.stem}.csv", header, rows)
-    draw(path.stem, rates, unique, out)
+    draw(out / f"replay_{path.stem}.csv")
     print(f"Written to {out}")
 
 
-def draw(name: str, rates: dict[float, dict[str, float]], unique: int, out: Path) -> None:
-    """Draw hit rates against capacity."""
-    finite = [size for size in rates if size != float("inf")]
+def draw(file: Path) -> None:
+    """Draw hit rates against capacity, as replay() has written them."""
+    *limited, unlimited = read_csv(file)
+    finite = [int(row["capacity_blocks"]) for row in limited]
+    name, unique = file.stem.removeprefix("replay_"), int(unlimited["tokens"]) // BLOCK
 
     def curves(axes: Any) -> None:
-        for key, style in (("tokens", "o-"), ("blocks", "s--")):
-            axes.plot(finite, [100 * rates[size][key] for size in finite], style, label=f"{key}", markersize=4)
-        axes.axhline(100 * rates[float("inf")]["tokens"], color="grey", linestyle=":", label="no limit (tokens)")
+        for key, style in (("token", "o-"), ("block", "s--")):
+            found = [100 * float(row[f"{key}_hit_rate"]) for row in limited]
+            axes.plot(finite, found, style, label=f"{key}s", markersize=4)
+        axes.axhline(100 * float(unlimited["token_hit_rate"]), color="grey", linestyle=":", label="tokens, no limit")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(finite, [f"{size:,.0f}" for size in finite])
 
-    figure(out / f"replay_{name}.png", curves, title=f"{name}: what is found in the cache",
+    figure(file.with_suffix(".png"), curves, title=f"{name}: what is found in the cache",
            xlabel=f"capacity in blocks of {BLOCK} tokens ({unique:,} different ones in the trace)", ylabel="% found",
            ylim=(0, None))  # fmt: skip
 

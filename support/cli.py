@@ -84,6 +84,7 @@ class CommandLine(argparse.ArgumentParser):
 
         trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, path, context_start)
         trace.begin(ids[0].tolist())
+        trace.watch(model)
         return trace
 
     def trace_path(self, args: argparse.Namespace) -> Path | None:

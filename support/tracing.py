@@ -8,12 +8,16 @@ from __future__ import annotations
 import codecs
 import html
 import json
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import tiktoken
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from support.files import write_atomically
 
@@ -28,7 +32,8 @@ class Trace:
     cache's slots hold afterwards (first slot, first token, how many); bytes; and, where there are such, reused (the
     first and the end of those that were in a cache from before), teacher (first and how many, where a teacher's entries
     are), replaced (those that are newly so), evicted (the one in a ring's spare slot: it has left the window), mass
-    (what each of BCT's slots has in one head) and events.
+    (what each of BCT's slots has in one head), sinks and events. Of a model that is watched also attention: by layer,
+    the share in thousandths that the newest token pays to the token in each slot (and, memory, to BCT's slots).
     """
 
     def __init__(self, title: str, tokenizer: tiktoken.Encoding, n_ctx: int, path: Path,
@@ -41,6 +46,15 @@ class Trace:
         self.steps: list[dict[str, Any]] = []
         self.teacher: list[bool] = []  # by token: is its entry in the student's cache a teacher's?
         self.refreshes = 0
+        self.watched: dict[int, Any] = {}  # by layer: what removes the hook
+        self.calls: dict[int, tuple[nn.Module, tuple]] = {}  # by layer: the last pass's attention and its arguments
+
+    def watch(self, model: Any) -> None:
+        """Record the attention of a GPT until write(), in at most six of its layers."""
+        for layer in sorted({round(i * (len(model.h) - 1) / 5) for i in range(6)}):
+            attention = getattr(model.h[layer], "memory", model.h[layer].attn)  # BCT's, or GPT-2's
+            self.watched[layer] = attention.register_forward_pre_hook(
+                lambda module, args, layer=layer: module.training or self.calls.update({layer: (module, args)}))
 
     def begin(self, ids: Sequence[int], reused: int = 0) -> None:
         """Begin with ids, of which a cache holds the first `reused`; or go on with them: they begin with the text so
@@ -64,6 +78,7 @@ class Trace:
             if start != self.start:
                 step["events"].append(f"The context of {self.n_ctx} tokens is full: the oldest half is forgotten, "
                                       "and what is left moves to other positions and is read again.")  # fmt: skip
+        self.record_attention(step, held)
         if self.reused:
             step["reused"] = self.reused
             if fed[0] == self.reused[1]:
@@ -92,17 +107,38 @@ class Trace:
         self.refreshes = len(pair.refreshes)
         step["teacher"] = runs([i for i, by in enumerate(self.teacher) if by])
 
+    def record_attention(self, step: dict[str, Any], cache: Any) -> None:
+        """Add to a step what its newest token attended to, if the model is watched and has read it."""
+        calls, self.calls = self.calls, {}
+        for _, (module, args) in sorted(calls.items()):
+            if hasattr(module, "counted"):
+                shares, slots = bct_weights(module, args, cache)
+                step.setdefault("memory", []).append(round(1000 * slots))
+            else:
+                q, k, _, *mask = args
+                if hasattr(cache, "visible") and 1 < q.size(2) < cache.next_pos:
+                    return  # a chunk read by a ring that held tokens: its keys weren't in the order of the slots
+                shares = weights(q, k, *mask)
+                if cache is not None and len(shares) == q.size(2):  # the keys are the tokens fed, in their order
+                    shares = shares[(cache.pos - cache.next_pos).to(shares.device)]
+            step.setdefault("attention", []).append([round(1000 * share) for share in shares.tolist()])
+
     def write(self) -> None:
-        """Write the page."""
+        """Write the page, and watch no more."""
+        for hook in self.watched.values():
+            hook.remove()
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character goes to the last of its tokens
         tokens = [utf8.decode(self.tokenizer.decode_single_token_bytes(i)) for i in self.ids]
-        write_page(self.path, self.title, {"title": self.title, "tokens": tokens, "steps": self.steps}, "tracing.html")
+        layers = sorted(self.watched) if any("attention" in step for step in self.steps) else None
+        data = {"title": self.title, "tokens": tokens, "steps": self.steps, "layers": layers}
+        write_page(self.path, self.title, data, "tracing.html")
 
 
 def write_page(path: Path, title: str, data: dict[str, Any], template: str) -> None:
     """Write a template's page with data, which its script plays."""
     before, after = (HERE / template).read_text(encoding="utf-8").split("null /* data */")
-    page = before.replace("TITLE", html.escape(title)) + json.dumps(data).replace("<", "\\u003c") + after
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = before.replace("TITLE", html.escape(title)) + text + after
     write_atomically(path, lambda file: file.write_text(page, encoding="utf-8"))
 
 
@@ -120,8 +156,29 @@ def contents(cache: Any, start: int, n: int) -> dict[str, Any]:
              "size": cache.layers[0].size(3)}  # fmt: skip
     if hasattr(cache, "visible"):  # a ring: later queries see nothing that the last one doesn't
         hidden = cache.pos[~cache.visible(cache.pos, cache.pos.max())]
-        found["evicted"] = [p + start for p in hidden.tolist()]
+        found |= {"evicted": [p + start for p in hidden.tolist()], "sinks": cache.sinks}
     return found
+
+
+def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the attention (S,) of the last query in q (B, H, T, D) to keys k (B, H, S, D): the first text's mean over
+    heads. If the values are an identity matrix, attention returns its weights."""
+    last = None if mask is None else mask[..., -1:, :]
+    identity = torch.eye(k.size(2), dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
+    return F.scaled_dot_product_attention(q[:, :, -1:], k, identity, last)[0].mean(dim=0)[0]
+
+
+def bct_weights(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:
+    """Return a BCT's: those of the tokens that it holds as they are, and the sum of those of its slots. The state after
+    a pass is what its last query has read."""
+    (_, q, *_, layer), n = args, cache.next_pos
+    keys, _, mass, recent, *_ = cache.layers[layer]
+    size, times = memory.counted(mass)
+    k = torch.cat([keys / size, recent], dim=2)
+    once = torch.zeros_like(recent[..., :1])
+    once[:, :, : max(0, recent.size(2) - n)] = -math.inf  # tokens that don't exist
+    shares = weights(q.float(), k, torch.cat([times, once], dim=2).mT)
+    return shares[max(keys.size(2), k.size(2) - n) :], float(shares[: keys.size(2)].sum())
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

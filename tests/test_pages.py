@@ -95,7 +95,7 @@ def test_counts_of_a_trace(page: Any, traces: dict[str, str], tmp_path: Path) ->
     goto(page, traces["none"], tmp_path)
     page.keyboard.press("End")
     n = int(page.text_content("#computed"))
-    assert page.locator("#text .new").count() == n and page.locator("#cache .cell").count() == 0
+    assert page.locator("#text .new").count() == n == page.locator("#cache .cell.new").count()
     assert page.text_content("#total").replace(",", "") in page.text_content("#uncached").replace(",", "")
     goto(page, traces["cache"], tmp_path)
     page.keyboard.press("End")
@@ -112,6 +112,43 @@ def test_a_ring_strikes_out_what_it_forgot(page: Any, traces: dict[str, str], tm
     assert page.locator("#cache .gone").count() == 1
     assert "line-through" in gone.first.evaluate("e => getComputedStyle(e).textDecorationLine")
     assert page.locator("#text span").first.get_attribute("class") == "kept"  # a sink
+    assert page.locator("#cache .sink").count() == 4 and page.text_content("#cache .sink small") == "0: #0 sink"
+    following = page.locator("#cache .next")
+    slot = following.locator("small").text_content()
+    assert following.count() == 1 and slot.endswith(": next") and "gone" in following.get_attribute("class")
+    page.keyboard.press("ArrowLeft")
+    before = page.locator("#cache .next small").text_content().removesuffix("next")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#cache .new small").text_content().startswith(before), "the slot was announced a step before"
+
+
+@pytest.mark.parametrize("name", ["none", "cache", "ring", "bct", "pair"])
+def test_attention_is_shading_and_numbers(name: str, page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces[name], tmp_path)
+    page.keyboard.press("End")
+    page.locator("#percent").check()
+    percent = [float(x.removesuffix("%")) for x in page.locator("#cache .cell:not(.free) small").all_text_contents()]
+    shading = "[...document.querySelectorAll('#cache .cell:not(.free)')].map(c => +c.style.getPropertyValue('--shade'))"
+    shades = page.evaluate(shading)
+    assert shades == pytest.approx([share / max(percent) for share in percent], abs=0.01) and max(shades) == 1
+    memory = float(page.text_content("#mass-title").split()[-1][:-1]) if name == "bct" else 0
+    assert sum(percent) + memory == pytest.approx(100, abs=5)
+    assert page.text_content("#most") == f"{max(percent)}%"
+    page.select_option("#layer", index=0)
+    assert page.evaluate(shading) != shades
+
+
+def test_the_curve_ends_at_the_counts_and_tokens_are_whole(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
+    goto(page, traces["cache"], tmp_path)
+    page.keyboard.press("End")
+    labels = page.locator("#curve text").all_text_contents()
+    without = page.text_content("#uncached").split()[1]
+    assert f"no cache: {without}" in labels and f"with this cache: {page.text_content('#total')}" in labels
+    assert page.locator("#curve path").count() == 2
+    for width in (1366, 1920):
+        page.set_viewport_size({"width": width, "height": 768})
+        assert page.evaluate("[...document.querySelectorAll('.cell span')].every(e => e.scrollWidth <= e.clientWidth)")
+        assert page.evaluate("document.body.scrollWidth <= innerWidth")
 
 
 def test_slots_of_a_bct_are_bars(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
@@ -152,7 +189,7 @@ def test_files_stand_side_by_side(name: str, page: Any) -> None:
     page.goto((PAGES / f"{name}.html").as_uri())
     old = page.title().split(" and ")[0]
     hunks = blocks.hunks(old, f"{name}.py")
-    assert page.locator("tr.first").count() == len(hunks) == page.locator("td.words").count()
+    assert page.locator("tr.first").count() == len(hunks) == page.locator("td.words b").count()
     for side, file in (("left", old), ("right", f"{name}.py")):
         cells = f"tr:not(.gap) > td.{side}"
         lines = page.eval_on_selector_all(cells, "cells => cells.map(c => c.textContent)")
@@ -174,3 +211,33 @@ def test_files_stand_side_by_side(name: str, page: Any) -> None:
     assert page.evaluate("scrollY") == pytest.approx(there, abs=2)
     marks = page.eval_on_selector_all(".mark", "marks => marks.map(m => m.textContent)")
     assert "# NEW" in marks and {*marks} <= {"# NEW", "# RING", "# BCT"}
+
+
+@pytest.mark.parametrize("name", ["gpt_kv_cache", "gpt_bounded_cache"])
+def test_lines_fit_a_wide_screen_and_are_indented_where_they_wrap(name: str, page: Any) -> None:
+    wrapped = "[...document.querySelectorAll('.left, .right')].filter(c => c.offsetHeight > 25)"
+    page.set_viewport_size({"width": 1920, "height": 1080})
+    page.goto((PAGES / f"{name}.html").as_uri())
+    page.locator("#brief").uncheck()
+    assert page.evaluate(f"{wrapped}.length") == 0 and page.evaluate("document.body.scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 1366, "height": 768})
+    lines = page.evaluate(wrapped + ".map(c => [c, getComputedStyle(c)])"
+                          ".map(([c, s]) => [s.paddingLeft, s.textIndent, c.innerText])")  # fmt: skip
+    assert lines and page.evaluate("document.body.scrollWidth <= innerWidth")
+    for padding, indent, line in lines:
+        width = float(page.evaluate("parseFloat(getComputedStyle(document.querySelector('table')).fontSize)")) * 0.6
+        beyond = (len(line) - len(line.lstrip(" ")) + 4) * width
+        assert -float(indent[:-2]) == pytest.approx(beyond, rel=0.1) and float(padding[:-2]) > beyond
+
+
+def test_changed_words_are_marked_and_additions_take_the_width(page: Any) -> None:
+    page.goto((PAGES / "gpt_kv_cache.html").as_uri())
+    changed = page.locator("tr.old.new", has_text="for block in self.h:")
+    assert changed.locator(".left ins").count() == 0
+    assert changed.locator(".right ins").all_text_contents()[:2] == ["layer,", "enumerate("]
+    assert page.locator("tr.same ins").count() == 0 == page.locator("tr.added ins").count()
+    added, both = (page.locator(f"tr.{kind} > .right").first.bounding_box()["width"] for kind in ("added", "old"))
+    assert added > 2 * both and page.locator("tr.added > .left").count() == 0
+    page.keyboard.press("m")
+    assert not page.locator("td.words").first.is_visible() and not page.locator("#margin").is_checked()
+    assert page.locator("tr.old > .right").first.bounding_box()["width"] > both

@@ -28,11 +28,20 @@ def prompt(n: int) -> torch.Tensor:
     return torch.randint(1000, (1, n), generator=torch.Generator().manual_seed(0))
 
 
+def sharp(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a new model, its attention far from uniform."""
+    for block in model.h:
+        block.attn.c_attn.weight.data *= 15
+    return model.eval()
+
+
 def traced(module: object, cache: object, n_prompt: int, n: int, path: Path) -> Trace:
     torch.manual_seed(0)
-    model = module.GPT(module.GPTConfig(**vars(CONFIG))).eval()
+    model = sharp(module.GPT(module.GPTConfig(**vars(CONFIG))))
     trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, path, gpt_baseline.context_start)
     trace.begin(prompt(n_prompt)[0].tolist())
+    trace.watch(model)
+    trace.model = model
     options = {} if cache is None else {"cache": cache}
     for token in module.generate(model, prompt(n_prompt), n, **options):
         trace.step(int(token), cache)
@@ -179,3 +188,67 @@ def test_bad_input_gets_one_sentence(main: Callable, words: list[str], culprit: 
         main(words)
     printed = capsys.readouterr().err
     assert ended.value.code == 2 and culprit in printed and len(printed.strip().splitlines()) == 1
+
+
+def written_out(trace: Trace, step: dict, sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[dict]:
+    """Return, for each layer, what the last token of a step attends to, by token: with no cache, in matrices; sees:
+    whether a query at a position, (n, 1), sees a key at another, (n,)."""
+    model, shares = trace.model, []
+    pos = torch.arange(step["n"] - step["start"])
+    x = model.embed(torch.tensor([trace.ids[step["start"] : step["n"]]]), pos)
+    for block in model.h:
+        q, k, v = block.attn.project(block.ln_1(x))
+        w = (q @ k.mT / q.size(3) ** 0.5).masked_fill(~sees(pos[:, None], pos), -torch.inf).softmax(dim=-1)
+        x = x + block.attn.c_proj((w @ v).transpose(1, 2).flatten(2))
+        x = x + block.mlp(block.ln_2(x))
+        shares.append(dict(enumerate(w[0, :, -1].mean(dim=0).tolist(), step["start"])))
+    return shares
+
+
+@pytest.mark.parametrize("kind", ["no cache", "growing", "ring", "ring, long prompt"])
+@torch.no_grad()
+def test_attention_is_that_of_an_attention_written_out(kind: str, tmp_path: Path) -> None:
+    module = {"no cache": gpt_baseline, "growing": gpt_kv_cache}.get(kind, gpt_bounded_cache)
+    cache = {"no cache": None, "growing": KVCache()}.get(kind, gpt_bounded_cache.SlidingWindowCache(6, 2))
+    sees = lambda q, k: (k <= q) & ("ring" not in kind or (k > q - 6) | (k < 2))  # noqa: E731
+    trace = traced(module, cache, 20 if "long" in kind else 5, 12 if "ring" in kind else 40, tmp_path / "x.html")
+    for step in trace.steps:
+        tokens = [*range(step["start"], step["n"])]
+        if cache is not None:
+            tokens = [t for _, first, count in step["slots"] for t in range(first, first + count)]
+        expected = written_out(trace, step, sees)
+        assert len(step["attention"]) == len(expected) == 2
+        for found, shares in zip(step["attention"], expected, strict=True):
+            assert len(found) == len(tokens) and sum(found) == pytest.approx(1000, abs=20)
+            assert found == pytest.approx([1000 * shares[t] for t in tokens], abs=0.51)
+    trace.write()
+    assert not any(module._forward_pre_hooks for module in trace.model.modules()), "a written trace watches no more"
+
+
+@pytest.mark.parametrize("n", [5, 12, 60])
+@torch.no_grad()
+def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = gpt_bounded_cache.BCTConfig(**vars(CONFIG), slots=3, recent=8)
+    model, cache = sharp(gpt_bounded_cache.BCT(config)), gpt_bounded_cache.BoundedMemory()
+    trace, fed = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, tmp_path / "x.html"), {}
+    for layer, block in enumerate(model.h):
+        block.memory.register_forward_pre_hook(lambda _, args, layer=layer: fed.update({layer: args[:4]}))
+    trace.watch(model)
+    trace.begin(prompt(n)[0].tolist())
+    model(prompt(n), cache)
+    trace.step(1, cache)
+    for layer, block in enumerate(model.h):
+        x, q, k, _ = fed[layer]
+        w, log_keep = block.memory.writes(x)
+        keys, mass = torch.zeros(2, 3, 8), torch.zeros(2, 3)
+        for t in range(max(0, n - 8)):  # the tokens before the recent ones are written to the slots, one by one
+            keep = log_keep[0, :, t].exp()
+            keys = keep[..., None] * keys + w[0, :, t, :, None] * k[0, :, t, None]
+            mass = keep * mass + w[0, :, t]
+        scores = torch.cat([(keys / mass.clamp_min(1e-6)[..., None]), k[0, :, -8:]], dim=1) @ q[0, :, -1, :, None]
+        scores = scores[..., 0] / 8**0.5
+        scores[:, :3] += mass.clamp_min(1e-30).log() - 1e9 * (mass == 0)
+        shares = 1000 * scores.softmax(dim=-1).mean(dim=0)
+        assert trace.steps[0]["attention"][layer] == pytest.approx(shares[3:].tolist(), abs=0.51)
+        assert trace.steps[0]["memory"][layer] == pytest.approx(float(shares[:3].sum()), abs=0.51)

@@ -5,30 +5,42 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from itertools import zip_longest
 from pathlib import Path
 
 from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read
 from chapters.builder.pages import coloured, inline
 
 PAIRS = (("gpt_baseline.py", "gpt_kv_cache.py"), ("gpt_kv_cache.py", "gpt_bounded_cache.py"))
+ALIKE = 0.5  # lines are versions of each other from here on
 WORDS = re.compile(r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S)
+COLUMNS = '<col class="n"><col class="code">' * 2 + '<col class="words">'
 STYLE = """
   body { margin: 0; font: 15px/1.45 system-ui, sans-serif; color: #111; background: #fff; }
-  header { position: sticky; top: 0; background: #fff; border-bottom: 2px solid #111; padding: .4em 1em; z-index: 1;
-           display: flex; flex-wrap: wrap; gap: .3em 1.5em; align-items: baseline; }
+  header { position: sticky; top: 0; white-space: nowrap; background: #fff; border-bottom: 2px solid #111;
+           padding: .4em 1em; z-index: 1; display: flex; flex-wrap: wrap; gap: .3em 1.5em; align-items: baseline; }
   h1 { font-size: 1.1em; margin: 0; }
   table { border-collapse: collapse; table-layout: fixed; width: 100%; font: 12.5px/1.45 monospace; }
   td { vertical-align: top; padding: 0 .5em; white-space: pre-wrap; overflow-wrap: anywhere; }
+  td.left, td.right { --wrapped: calc((var(--indent, 0) + 4) * 1ch); padding-left: calc(.5em + var(--wrapped));
+                      text-indent: calc(-1 * var(--wrapped)); }
   td.n { text-align: right; color: #666; white-space: pre; user-select: none; padding: 0 .3em; }
-  col.n { width: 3.4em; } col.words { width: 21%; }
-  tr.old > td.left { background: #ffe3df; } tr.new > td.right { background: #dff3e3; }
+  col.n { width: 3.6em; } col.code { width: calc(101ch + 1em); } body.folded col { width: auto; }
+  @media (max-width: 1880px) { table { font-size: 11.5px; } col.code { width: auto; } col.words { width: 16%; } }
+  body.folded col.n { width: 3.6em; } body.folded col.words { width: 0; } body.folded td.words { display: none; }
+  tr.old > td.left { background: #ffeeeb; } tr.new > td.right { background: #ebf7ee; }
+  tr.old > td.left ins { background: #ffbdb3; } tr.new > td.right ins { background: #a9e0b6; }
+  .mark ins { all: unset !important; }
+  td.n::after { content: " \\a0"; } tr.old > td.a::after { content: " -"; } tr.new > td.b::after { content: " +"; }
+  tr { height: 1px; } tr.rest { height: auto; } tr.rest > td { padding: 1px; }  /* longer words stretch this row only */
   tr.first > td { border-top: 2px solid #111; }
-  td.words { font: 14px/1.45 system-ui, sans-serif; white-space: normal; border-left: 2px solid #111; }
-  td.words > div { position: sticky; top: 3em; }
+  td.words { font: 13.5px/1.4 system-ui, sans-serif; white-space: normal; border-left: 2px solid #111; }
+  td.words > div { position: sticky; top: 3em; } td.words p { margin: .4em 0; }
   tr.gap { cursor: pointer; } tr.gap > td { background: #eee; text-align: center; color: #444; }
   .keyword { font-weight: bold; } .string { color: #6a3500; } .comment { color: #555; font-style: italic; }
-  .mark { background: #111; color: #fff; padding: 0 .2em; border-radius: 2px; white-space: pre; }
+  .mark { background: #111; color: #fff; white-space: pre; box-shadow: -.15em 0 #111, .15em 0 #111; }
   .name { color: #00408a; font-weight: bold; } .number { color: #00408a; } code { font-size: .92em; background: #eee; }
   body.brief tr.same, body:not(.brief) tr.gap { display: none; } body.brief tr.near { display: table-row; }
 """
@@ -41,6 +53,8 @@ SCRIPT = """
     const next = way > 0 ? hunks.find(row => top_of(row) > 5) : hunks.findLast(row => top_of(row) < -5);
     if (next) window.scrollBy(0, top_of(next));
   };
+  const margin = document.getElementById("margin");
+  margin.onchange = () => document.body.classList.toggle("folded", !margin.checked);
   brief.onchange = show;
   for (const row of document.querySelectorAll("tr.gap")) row.onclick = () => {
     brief.checked = false;
@@ -51,6 +65,7 @@ SCRIPT = """
     if (event.target.tagName === "INPUT" && event.key === " ") return;
     if (event.key === "n" || event.key === "j") jump(1);
     if (event.key === "p" || event.key === "k") jump(-1);
+    if (event.key === "m") margin.click();
   });
   show();
 """
@@ -77,7 +92,8 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
 
 def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
     """Return the rows of two files, side by side."""
-    left, right = coloured(read(old).rstrip("\n")), coloured(read(new).rstrip("\n"))
+    left, right = (coloured(read(name).rstrip("\n")) for name in (old, new))
+    texts = [read(name).splitlines() for name in (old, new)]
     result, i, j = [], 0, 0
     changes = [*hunks(old, new), (len(left), len(left), len(right), len(right))]
     for number, (first, end, new_first, new_end) in enumerate(changes, 1):
@@ -89,26 +105,69 @@ def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
                 result.append(f'<tr class="gap"><td colspan="5">... {hidden} equal lines: a click shows all</td></tr>')
             kind = "same near" if near or same <= 6 else "same"
             covered = number > 1 and (same <= 6 or step < 3)
-            result.append(row(kind, i + step + 1, left[i + step], j + step + 1, right[j + step],
-                              "" if covered else "<td></td>"))  # fmt: skip
-        for step in range(max(end - first, new_end - new_first)):
-            a, b = first + step, new_first + step
-            kind = " ".join(["changed", *["first"] * (step == 0), *["old"] * (a < end), *["new"] * (b < new_end)])
+            notes = "" if covered else '<td class="words"></td>'
+            result.append(row(kind, i + step, left, j + step, right, notes))
+            if number > 1 and step + 1 == (same if same <= 6 else 3):
+                result.append('<tr class="rest"><td colspan="4"></td></tr>')
+        lines = aligned(texts[0], texts[1], range(first, end), range(new_first, new_end))
+        for step, (a, b) in enumerate(lines):
+            kinds = {"first": step == 0, "added": first == end, "old": a is not None, "new": b is not None}
             notes = ""
             if step == 0:
                 after = changes[number][0] - end  # equal lines, over the first of which the words may reach
-                span = max(end - first, new_end - new_first) + (after if after <= 6 else 3)
+                span = len(lines) + (after if after <= 6 else 3) + 1
                 text = "".join(f"<p>{note}</p>" for note in said.get(number, []))
                 notes = f'<td class="words" rowspan="{span}"><div><b>hunk {number}</b> {text}</div></td>'
-            result.append(row(kind, a + 1 if a < end else "", left[a] if a < end else "",
-                              b + 1 if b < new_end else "", right[b] if b < new_end else "", notes))  # fmt: skip
+            if a is not None and b is not None:
+                alike, gone, come = difference(texts[0][a], texts[1][b])
+                if alike >= ALIKE:
+                    left[a], right[b] = marked(left[a], gone), marked(right[b], come)
+            result.append(row(" ".join(kind for kind in kinds if kinds[kind]), a, left, b, right, notes))
         i, j = end, new_end
     return result
 
 
-def row(kind: str, a: int | str, left: str, b: int | str, right: str, notes: str) -> str:
-    return (f'<tr class="{kind}"><td class="n">{a}</td><td class="left">{left}</td><td class="n">{b}</td>'
-            f'<td class="right">{right}</td>{notes}</tr>')  # fmt: skip
+def row(kind: str, a: int | None, left: list[str], b: int | None, right: list[str], notes: str) -> str:
+    """Return a row of lines a and b, as HTML; in an addition, right takes the width of both."""
+    old = cells("a", a, "left", left)
+    if "added" in kind:
+        old = ""
+    return f'<tr class="{kind}">{old}{cells("b", b, "right", right, 1 if old else 3)}{notes}</tr>'
+
+
+def cells(number: str, i: int | None, side: str, lines: list[str], span: int = 1) -> str:
+    line = "" if i is None else lines[i]
+    indent = len(re.match(r"(?:<[^>]+>)*( *)", line)[1])
+    style = f' style="--indent:{indent}"' * (indent > 0) + f' colspan="{span}"' * (span > 1)
+    return f'<td class="n {number}">{"" if i is None else i + 1}</td><td class="{side}"{style}>{line}</td>'
+
+
+def aligned(old: list[str], new: list[str], a: range, b: range) -> list[tuple[int | None, int | None]]:
+    """Return which of lines a and b share a row: the two most alike, and then so above and below them."""
+    pairs = ((difference(old[i], new[j])[0], i, j) for i in a for j in b if old[i].strip() and new[j].strip())
+    alike, i, j = max(pairs, default=(0, 0, 0))
+    if alike < ALIKE:
+        return list(zip_longest(a, b))
+    above = aligned(old, new, range(a.start, i), range(b.start, j))
+    return [*above, (i, j), *aligned(old, new, range(i + 1, a.stop), range(j + 1, b.stop))]
+
+
+def difference(old: str, new: str) -> tuple[float, list[bool], list[bool]]:
+    """Return how alike two lines are, by their words, and which characters of each aren't in the other."""
+    words = [re.findall(r"\w+|\W", line) for line in (old, new)]
+    matcher = difflib.SequenceMatcher(a=words[0], b=words[1], autojunk=False)
+    differs = [[True] * len(line) for line in words]
+    for i, j, n in matcher.get_matching_blocks():
+        differs[0][i : i + n] = differs[1][j : j + n] = [False] * n
+    return matcher.ratio(), *([d and word != " " for word, d in zip(*pair, strict=True) for _ in word]
+                              for pair in zip(words, differs, strict=True))  # fmt: skip
+
+
+def marked(line: str, differs: list[bool]) -> str:
+    """Return a line of HTML, its characters that differ marked."""
+    flags = iter(differs)
+    mark = lambda m: m[0] if m[0][0] == "<" or not next(flags) else f"<ins>{m[0]}</ins>"  # noqa: E731
+    return re.sub(r"</ins>( *)<ins>", r"\1", re.sub(r"<[^>]+>|&\w+;|.", mark, line))
 
 
 def pages(chapters: dict[Path, str]) -> dict[Path, str]:
@@ -122,8 +181,9 @@ def pages(chapters: dict[Path, str]) -> dict[Path, str]:
             f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{old} and {new}</title>\n'
             f"<style>{STYLE}</style>\n<header><h1>{old} and {new}: {count} hunks</h1>\n"
             '<label><input type="checkbox" id="brief" checked> only what differs</label>\n'
-            f"<span>n, p: next and previous hunk</span> <span>{others}</span></header>\n"
-            '<table><colgroup><col class="n"><col><col class="n"><col><col class="words"></colgroup>\n'
+            '<label><input type="checkbox" id="margin" checked> the chapters\' words</label>\n'
+            f"<span>keys n, p: next, previous hunk; m: words</span> <span>{others}</span></header>\n"
+            f"<table><colgroup>{COLUMNS}</colgroup>\n"
             f"{body}\n</table>\n<script>{SCRIPT}</script>\n</html>\n"
         )
     return result
