@@ -13,11 +13,13 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from types import FunctionType
 
 from chapters.builder import blocks
 
 WORK = blocks.ROOT / "results" / "two_hours"
+warnings.filterwarnings("ignore", "IProgress not found")  # progress bars of huggingface_hub, which are not used here
 
 
 class Shown(str):

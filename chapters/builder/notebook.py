@@ -82,6 +82,7 @@ class Notebook:
         outputs = self.kept.get(text) if recorded else None
         if outputs is None:
             outputs = execute(text, self.names, number) if printed is None else stream(printed)
+        self.kept[text] = outputs  # of a command that comes twice, too
         self.add("code", text, {"tags": ["recorded"]} if recorded else {}, execution_count=number, outputs=outputs)
 
     def part(self, text: str, folder: Path) -> None:
@@ -104,7 +105,7 @@ class Notebook:
         self.markdown(text[end:], folder)
 
     def exercise(self, number: str, names: list[str], solution: Path, stub: str) -> None:
-        """Add the definitions that an exercise asks for, which join `names` unless they are there, and a test of all."""
+        """Add the definitions that an exercise asks for, which join `names` unless they are there, and their test."""
         lines, cell = stub.splitlines(), []
         for node in ast.parse(stub).body:
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
