@@ -2,6 +2,7 @@
 
 `python3 -m chapters.builder` rewrites the blocks between the marks of the chapters' README.md files (blocks.py says
 which marks there are), their pictures, and the pages made of them: an index.html of each, and those of `side_by_side/`.
+The notebook of the two-hour course is made of them too (notebook.py), unless it has a student's work in it.
 `--check` writes nothing, and fails if anything is stale. With `--stubs` every exercise.py is written anew too (or
 checked), from the solution.py beside it, whatever a student wrote there.
 """
@@ -18,7 +19,7 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from chapters.builder import front, pages, side_by_side
+from chapters.builder import front, notebook, pages, side_by_side
 from chapters.builder.blocks import BLOCK, CHAPTERS, ROOT, import_file, run, text_of
 from support.cli import CommandLine, whole_number
 from support.files import write_atomically
@@ -62,6 +63,8 @@ def build(numbers: list[int]) -> dict[Path, str]:
             files |= {chapter / f"{name}.svg": draw() for name, draw in pictures.items()}
     texts = {path: text for path, text in files.items() if path.suffix == ".md"}
     if not numbers:
+        if all((path.parent / "solution.py").exists() for path in texts):
+            files[notebook.FILE] = notebook.make(files, stub_of)
         files |= side_by_side.pages(texts) | {CHAPTERS / "front.svg": front.picture()}
         texts |= {path: path.read_text(encoding="utf-8") for path in sorted(CHAPTERS.glob("*.md"))}
     made = {path.with_suffix(".html"): pages.page(text) for path, text in texts.items()}
@@ -80,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m chapters.builder --check")
     cli.add_argument("chapters", nargs="*", type=whole_number(0), metavar="N", help="of these chapters; default: all")
     cli.add_argument("--check", action="store_true", help="write nothing; fail if anything is stale")
-    cli.add_argument("--stubs", action="store_true", help="every exercise.py too: what was done there is lost")
+    cli.add_argument("--stubs", action="store_true",
+                     help="every exercise.py too: what was done there, and in two_hours.ipynb, is lost")
     with cli.parse(argv) as args:
         files = build(args.chapters)
         if args.stubs and not any((path / "solution.py").exists() for path in folders(args.chapters)):
@@ -93,6 +97,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.check and stale:
             names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
             raise ValueError(f"stale: {names}; python3 -m chapters.builder brings them up to date")
+        if notebook.FILE in stale and not args.stubs and notebook.begun(stale[notebook.FILE]):
+            raise ValueError(f"work in {notebook.FILE.relative_to(ROOT)} would be lost: keep a copy, and use --stubs")
         for path, text in stale.items():
             write_atomically(path, lambda file, text=text: file.write_text(text, encoding="utf-8"))
             print(f"written: {path.relative_to(ROOT)}")

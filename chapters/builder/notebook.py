@@ -1,0 +1,182 @@
+"""The two-hour course as a notebook, made of the parts of the chapters that these marks choose:
+
+  two hours MINUTES      opens a part, which ends at <!-- end two hours -->; it keeps the heading that it stands under
+  exercise N.M MINUTES   the exercise's cell, and one that tests it
+
+Text and pictures become Markdown; code, diffs and commands become cells that make them, with their outputs. The output
+of a ```bash block (it has times in it) or of a test is recorded: made once, and kept until its cell changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import linecache
+import posixpath
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+
+from chapters.builder.blocks import CHAPTERS, ROOT, run, source
+
+FILE = CHAPTERS / "two_hours.ipynb"
+PART = re.compile(
+    r"^```.*?^```$|^(?P<heading>##[^\n]*)$|^<!-- exercise (?P<exercise>[\d.]+) (?P<time>\d+) -->$|"
+    r"^<!-- two hours (?P<minutes>\d+) -->\n(?P<text>.*?)^<!-- end two hours -->$", re.M | re.S)  # fmt: skip
+PIECE = re.compile(r"^<!-- (code|diff|output) ([^\n]*) -->\n.*?^<!-- end -->$|^```(bash)\n((?:python3 [^\n]*\n)+)```$",
+                   re.M | re.S)  # fmt: skip
+START = """import os, sys
+if not os.path.exists("gpt_kv_cache.py"):
+    os.chdir("..")
+sys.path.insert(0, os.getcwd())
+from chapters.room import check, code, diff, run"""
+TITLE = """# The KV cache in two hours
+
+| chapter | minutes |
+|---|---|
+{}
+
+Run the cells from top to bottom. An exercise is a cell to fill in, helpers included; the cell below it tests it. The
+tests write your cells to `results/two_hours/`, and your `exercise.py` files stay as they are. Work in a copy of this
+notebook."""
+
+
+class Notebook:
+    """Cells, as they are made. `files` are the chapters' texts and pictures, `kept` recorded outputs by their cells'
+    sources."""
+
+    def __init__(self, files: dict[Path, str], kept: dict[str, list]) -> None:
+        self.files, self.kept = files, kept
+        self.cells: list[dict] = []
+        self.names: dict[str, object] = {}  # those that the cells define
+
+    def add(self, kind: str, text: str, metadata: dict, **more: object) -> None:
+        cell = {"cell_type": kind, "id": f"cell-{len(self.cells)}", "metadata": metadata}
+        self.cells.append(cell | {"source": text.splitlines(True)} | more)
+
+    def markdown(self, text: str, folder: Path = CHAPTERS) -> None:
+        """Add a text of a folder without its marks, with pictures inside, and with links that lead from here."""
+        pictures = {}
+
+        def link(match: re.Match[str]) -> str:
+            words, target = match.groups()
+            if words.startswith("!"):
+                picture = base64.b64encode(self.files[folder / target].encode()).decode()
+                pictures[target] = {"image/svg+xml": picture}
+                return f"{words}(attachment:{target})"
+            return f"{words}({posixpath.normpath(posixpath.join(folder.relative_to(CHAPTERS).as_posix(), target))})"
+
+        text = re.sub(r"\n{3,}", "\n\n", re.sub(r"<!--.*?-->", "", text, flags=re.S)).strip()
+        text = re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text)
+        if text:
+            self.add("markdown", text, {}, **({"attachments": pictures} if pictures else {}))
+
+    def code(self, text: str, recorded: bool = False, printed: str | None = None) -> None:
+        """Add a cell of Python and its outputs: recorded ones, those of a run elsewhere, or those of a run here."""
+        number = 1 + sum(cell["cell_type"] == "code" for cell in self.cells)
+        outputs = self.kept.get(text) if recorded else None
+        if outputs is None:
+            outputs = execute(text, self.names, number) if printed is None else stream(printed)
+        self.kept[text] = outputs  # of a command that comes twice, too
+        self.add("code", text, {"tags": ["recorded"]} if recorded else {}, execution_count=number, outputs=outputs)
+
+    def part(self, text: str, folder: Path) -> None:
+        """Add a part of a chapter."""
+        end = 0
+        for match in PIECE.finditer(text):
+            self.markdown(text[end : match.start()], folder)
+            end, (kind, words, shell, commands) = match.end(), match.groups()
+            if kind in ("code", "diff"):
+                literals = (word if word.isdigit() else json.dumps(word) for word in shlex.split(words))
+                self.code(f"{kind}({', '.join(literals)})")
+            for line in commands.splitlines() if shell else [words] if kind == "output" else []:
+                _, *rest = shlex.split(line, comments=bool(shell))
+                if rest[0] == "-c":
+                    self.code("\n".join(ast.get_source_segment(rest[1], node) for node in ast.parse(rest[1]).body))
+                    continue
+                command = re.sub(r"chapters/(\w+/exercise\.py)", r"results/two_hours/\1", shlex.join(rest))
+                printed = None if shell else run(f"python3 {command}")
+                self.code(f"run({json.dumps(command)})", recorded=bool(shell), printed=printed)
+        self.markdown(text[end:], folder)
+
+    def exercise(self, number: str, names: list[str], solution: Path, stub: str) -> None:
+        """Add the definitions that an exercise asks for, which join `names` unless they are there, and their test."""
+        lines, cell = stub.splitlines(), []
+        for node in ast.parse(stub).body:
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+            text = "\n".join(lines[first - 1 : node.end_lineno])
+            if f'("exercise {number}")' in text and node.name not in names:
+                names.append(node.name)
+                answer = source(solution.relative_to(ROOT).as_posix(), node.name)[1]
+                cell += [imports(stub, "\n".join(answer)), "\n\n", text, "\n"]
+        if cell:
+            self.code("".join(cell).strip())
+        self.code(f"check({', '.join([json.dumps(number), *names])})", recorded=True)
+
+
+def imports(module: str, text: str) -> str:
+    """Return those of a module's imports that a text uses."""
+    used, found = re.findall(r"\w+", text), []
+    for node in ast.parse(module).body:
+        if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
+            node.names = [alias for alias in node.names if (alias.asname or alias.name).partition(".")[0] in used]
+            found += [ast.unparse(node)] if node.names else []
+    return "\n".join(found)
+
+
+def execute(text: str, names: dict[str, object], number: int) -> list[dict]:
+    """Return the outputs of a cell, as Jupyter would."""
+    name, printed, shown, hook = f"<cell {number}>", io.StringIO(), [], sys.displayhook
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    sys.displayhook = lambda value: shown.append(value) if value is not None else None
+    try:
+        with redirect_stdout(printed), chdir(ROOT):
+            exec(compile(ast.Interactive(ast.parse(text).body), name, "single"), names)
+    finally:
+        sys.displayhook = hook
+    data = [{"text/markdown": value.splitlines(True), "text/plain": value.splitlines(True)} for value in shown]
+    result = {"output_type": "execute_result", "execution_count": number, "metadata": {}}
+    return stream(printed.getvalue()) + [result | {"data": each} for each in data]
+
+
+def stream(printed: str) -> list[dict]:
+    lines = printed.splitlines(True)
+    return [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
+
+
+def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
+    """Return the notebook, as JSON; `files` are the chapters' texts and pictures."""
+    old = json.loads(FILE.read_text(encoding="utf-8"))["cells"] if FILE.exists() else []
+    notebook = Notebook(files, {"".join(cell["source"]): cell["outputs"] for cell in old if "outputs" in cell})
+    plan = {path: list(PART.finditer(text)) for path, text in files.items() if path.name == "README.md"}
+    minutes = {path: sum(int(m["minutes"] or m["time"] or 0) for m in parts) for path, parts in plan.items()}
+    titles = {path: files[path].partition("\n")[0] for path in plan if minutes[path]}
+    rows = [f"| [{title[2:]}]({path.parent.name}/README.md) | {minutes[path]} |" for path, title in titles.items()]
+    notebook.markdown(TITLE.format("\n".join(rows)))
+    notebook.code(START)
+    for path, title in titles.items():
+        solution, names, heading = path.parent / "solution.py", [], ""
+        notebook.markdown(title)
+        for part in plan[path]:
+            if part["text"]:
+                notebook.part(f"{heading} · {part['minutes']} min\n\n{part['text']}", path.parent)
+            elif number := part["exercise"]:
+                words = re.search(rf"^\| {re.escape(number)} \| (.*) \| \d+ \|$", files[path], re.M)[1]
+                notebook.markdown(f"### Exercise {number} · {part['time']} min\n\n{words[0].upper()}{words[1:]}.")
+                notebook.exercise(number, names, solution, stub_of(solution.read_text(encoding="utf-8")))
+            heading = part["heading"] or heading
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    whole = {"cells": notebook.cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def begun(new: str) -> bool:
+    """Whether fewer exercises are left to write in the notebook that is there than in a new one: it was worked in."""
+    left = "raise NotImplementedError("
+    return FILE.exists() and FILE.read_text(encoding="utf-8").count(left) < new.count(left)
