@@ -54,7 +54,7 @@ class Trace:
         for layer in sorted({round(i * (len(model.h) - 1) / 5) for i in range(6)}):
             attention = getattr(model.h[layer], "memory", model.h[layer].attn)  # BCT's, or GPT-2's
             self.watched[layer] = attention.register_forward_pre_hook(
-                lambda module, args, layer=layer: module.training or self.calls.update({layer: (module, args)}))
+                lambda at, args, layer=layer: None if at.training else self.calls.update({layer: (at, args)}))
 
     def begin(self, ids: Sequence[int], reused: int = 0) -> None:
         """Begin with ids, of which a cache holds the first `reused`; or go on with them: they begin with the text so

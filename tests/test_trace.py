@@ -252,3 +252,11 @@ def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, tmp_path: Path) ->
         shares = 1000 * scores.softmax(dim=-1).mean(dim=0)
         assert trace.steps[0]["attention"][layer] == pytest.approx(shares[3:].tolist(), abs=0.51)
         assert trace.steps[0]["memory"][layer] == pytest.approx(float(shares[:3].sum()), abs=0.51)
+
+
+def test_passes_in_training_mode_are_not_recorded_and_not_disturbed(tmp_path: Path) -> None:
+    model, trace = sharp(gpt_kv_cache.GPT(CONFIG)), Trace("title", load_tokenizer("pocket"), 32, tmp_path / "x.html")
+    expected = model(prompt(5))
+    trace.watch(model)
+    assert model.train()(prompt(5)).equal(expected) and not trace.calls  # no dropout in this config
+    assert model.eval()(prompt(5)).equal(expected) and [*trace.calls] == [0, 1]
