@@ -239,9 +239,8 @@ def simulated(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
                                    f"{text}. The source's own output has variance fire at 336, which is in that phase",
                                    "partly: logits, thresholds and the pace of looking are guessed from its output"))
         else:
-            rows += under("", "", "400 simulated steps", judged(
-                "", "Is variance silent in the ambiguous phase, and entropy not, with thresholds by one rule for both?",
-                holds, text, ""))  # fmt: skip
+            rows += under("", "", "400 simulated steps", judged("", "Is variance silent in the ambiguous phase, and "
+                          "entropy not, with thresholds by one rule for both?", holds, text, ""))  # fmt: skip
     return rows
 
 
