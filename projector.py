@@ -1,9 +1,9 @@
 """Cross-prompt KV projection: a first token before the prompt is read, from a similar prompt's cache.
-Without arguments, the proposal goes through its own falsification test, reduced to 20 seconds; `ask` answers a
-question from summary tokens and from the exact cache; `study` runs the whole test.
+Without arguments, the proposal goes through its own falsification test, reduced to 20 seconds; `ask`
+answers a question from summary tokens and from the exact cache; `study` runs the whole test.
 
-Two linear maps by ridge regression, both in closed form. Stage 1 turns the cache of a prompt into m summary tokens
-per head, which the prompt's last queries read as they read the cache. Stage 2 turns the summary tokens of a stored prompt
+Two linear maps by ridge regression, both in closed form. Stage 1 turns the cache of a prompt into m summary tokens per
+head, which the prompt's last queries read as they read the cache. Stage 2 turns the summary tokens of a stored prompt
 into those of a similar one. A prompt of T tokens is divided into a prefix that all prompts share, a part that summary
 tokens stand for, and a tail that is fed. This is an approximation: only the first tokens come from it, and the whole
 prompt is read meanwhile.

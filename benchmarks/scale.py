@@ -1,7 +1,8 @@
 """Larger models and fleets, predicted from the measured constants: decoding, first token, bytes of cache, reuse.
 
 A token takes at least one reading of all weights and of the cache; a prompt at least two operations per weight and
-token; a cached token saves these operations, but its bytes have to be moved. The model is checked against the measured points.
+token; a cached token saves these operations, but its bytes have to be moved. The model is checked against the measured
+points.
 """
 
 from __future__ import annotations
