@@ -1,6 +1,6 @@
 """GPT-2 weights and tokenizers by name or folder, for any of the GPT files.
 
-`python load_gpt2_weights.py gpt2 --verify` downloads GPT-2 and compares what it writes with published text.
+`python load_gpt2_weights.py gpt2 --verify` downloads GPT-2 and compares its text with published continuations.
 """
 
 from __future__ import annotations

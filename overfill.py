@@ -1,12 +1,12 @@
-"""OverFill: a teacher reads the prompt, a smaller student writes on its KV cache; and seven ways to refresh that cache.
+"""OverFill: a teacher reads the prompt, a smaller student continues from its KV cache; and seven ways to refresh it.
 
 `python3 overfill.py` writes one text in five ways and compares them, in seconds; `write` shows one way at work; `study`
 measures all of them on long texts, in half an hour.
 
-A student's own keys and values differ a little from those that the teacher would have written, and what it writes next
-is computed from them. At a refresh the teacher reads what was written and its entries replace the student's. That needs
-two models of the same layers, heads and head size; else the student reads everything itself. All of it approximates
-the teacher; speculate.py writes exactly what the teacher alone would, with the same two models.
+A student's own keys and values differ a little from the teacher's, and the student's next tokens are computed from
+them. At a refresh the teacher reads the new text, and its entries replace the student's. That needs two models with the
+same layers, heads and head size; otherwise the student reads everything itself. All of this approximates the teacher;
+speculate.py writes exactly the teacher's own text, with the same two models.
 
 Shapes: B texts, T tokens, S tokens in a cache, N passes, L layers, H heads, D head size, V vocabulary.
 
@@ -471,17 +471,17 @@ def main(argv: list[str] | None = None) -> None:
         return refreshing.main(argv[1:])
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
     cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write", "study"),
-                     help="demo: compare ways to write a text; write: continue a prompt in one of them; study: "
-                     "measure all on many prompts, see `study --help`")  # fmt: skip
+                     help="demo: compare ways to write a text; write: continue a prompt in one way; study: "
+                     "measure all ways on many prompts, see `study --help`")  # fmt: skip
     cli.add_model_arguments("--teacher")
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that decodes")
     forms = (":".join([name, *letters]) + f" ({about})" for name, (_, _, letters, about) in FORMS.items())
-    cli.add_argument("--policy", metavar="P", help=f"when to refresh, one of {'; '.join(forms)}; gates wait for "
+    cli.add_argument("--policy", metavar="P", help=f"when to refresh, one of {'; '.join(forms)}; gates wait "
                      f"{Gate.cooldown} tokens after a refresh; default: periodic:64, in the demo 16 too")  # fmt: skip
     cli.add_argument("--prompt", type=nonempty, metavar="TEXT",
                      help=f"text to continue; default: {PROMPT}; in the demo the beginning of a longer text")
-    cli.add_argument("--temperature", type=temperature, metavar="X", help="write: 0, the default, for the likeliest")
-    cli.add_argument("--top-k", type=whole_number(1), metavar="N", help="write: draw among the N likeliest tokens only")
+    cli.add_argument("--temperature", type=temperature, metavar="X", help="write: 0 (default): the likeliest token")
+    cli.add_argument("--top-k", type=whole_number(1), metavar="N", help="write: sample from the N likeliest tokens")
     cli.add_trace_argument("write: ")
     cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N",
                      help="tokens to write; default: write 250, demo 128")

@@ -3,9 +3,9 @@ writes and retires texts at every step. `paged.py` serves twelve prompts one at 
 batch and in blocks; `paged.py serve FILE` continues every line of a file.
 
 A cache with room for the longest text wastes most of it on the others. Blocks of a few tokens are
-handed out as texts grow, and a table lists those of each text. Texts that begin alike list the same
-blocks; one that writes to a shared block gets a copy of its own. If no block is free, the youngest
-text gives its blocks back and is read again later. The tokens are those of every text alone.
+handed out as texts grow, and each text has a table of its blocks. Texts that begin alike list the same
+blocks; a text that writes to a shared block gets a copy of its own. If no block is free, the youngest
+text gives its blocks back and is read again later. Every text gets the same tokens as alone.
 
 Shapes: T tokens fed, of all texts together; S slots of all their blocks; L layers, H heads, D head
 size, N blocks, b tokens of a block.
@@ -378,17 +378,17 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
     cli.add_argument("what", nargs="?", default="run", choices=("run", "serve"),
                      help="run: what blocks save; serve: continue each line of FILE")  # fmt: skip
-    cli.add_argument("file", nargs="?", metavar="FILE", help="serve: a text file, a prompt a line")
+    cli.add_argument("file", nargs="?", metavar="FILE", help="serve: a text file, one prompt per line")
     cli.add_model_arguments()
     cli.add_argument("--max-new-tokens", type=whole_number(1), default=80, metavar="N",
-                     help="to write; run: to each fourth prompt, less to the others")  # fmt: skip
+                     help="tokens to write; run: after every fourth prompt, fewer after the others")  # fmt: skip
     cli.add_argument("--blocks", type=whole_number(1), metavar="N",
-                     help="to share among all texts; default: run half of what they would use, "
+                     help="blocks for all texts together; default: run half of what they would use, "
                      "serve enough for all")  # fmt: skip
     cli.add_argument("--size", type=whole_number(1), default=16, metavar="N",
-                     help="tokens of a block")  # fmt: skip
+                     help="tokens per block")  # fmt: skip
     cli.add_argument("--chunk", type=whole_number(1), default=64, metavar="N",
-                     help="tokens of a prompt that are read in a pass")  # fmt: skip
+                     help="tokens of a prompt read per pass")  # fmt: skip
     cli.add_trace_argument("run: ")
     with cli.parse(argv) as args:
         if (args.what == "serve") != (args.file is not None):

@@ -1,11 +1,11 @@
 """Cross-prompt KV projection: a first token before the prompt is read, from a similar prompt's cache.
-A bare run puts the proposal to its own falsification test, reduced to 20 seconds; `ask` answers a question from summary
-tokens, and shows the same answer from the exact cache; `study` runs the whole test.
+Without arguments, the proposal goes through its own falsification test, reduced to 20 seconds; `ask`
+answers a question from summary tokens and from the exact cache; `study` runs the whole test.
 
-Two linear maps by ridge regression, both in closed form. Stage 1 turns the cache of a prompt into m summary tokens a
+Two linear maps by ridge regression, both in closed form. Stage 1 turns the cache of a prompt into m summary tokens per
 head, which the prompt's last queries read as they read the cache. Stage 2 turns the summary tokens of a stored prompt
 into those of a similar one. A prompt of T tokens is divided into a prefix that all prompts share, a part that summary
-tokens stand for, and a tail that is fed. This is an approximation: only the first tokens come of it, and the whole
+tokens stand for, and a tail that is fed. This is an approximation: only the first tokens come from it, and the whole
 prompt is read meanwhile.
 
 Shapes: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F = 2 m D.
@@ -522,11 +522,11 @@ def main(argv: list[str] | None = None) -> None:
                      help="demo: the falsification test in 20 seconds; ask: answer QUESTION warm and cold; study: the "
                      "whole test, which has a --help of its own")
     cli.add_argument("question", nargs="?", type=nonempty, metavar="QUESTION",
-                     help="ask: put in place of a stored prompt's question")
+                     help="ask: the question, put in the place of a stored prompt's")
     cli.add_model_arguments()
     cli.add_argument("--max-new-tokens", type=whole_number(1), metavar="N", help="ask: tokens to write; default: 32")
     cli.add_argument("--library", metavar="FOLDER",
-                     help="ask: stored prompts that a study has kept; default: a few quiz questions, read first")
+                     help="ask: prompts stored by a study; default: a few quiz questions, read first")
     with cli.parse(argv) as args:
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")

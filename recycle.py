@@ -2,9 +2,9 @@
 `recycle.py` answers six prompts with and without the caches of ten others, `recycle.py chat` is a
 conversation whose every turn reuses all earlier ones, `recycle.py study` is the paper's experiment.
 
-The keys and values of a token depend on the tokens up to it and on nothing else. Those of a common
+The keys and values of a token depend only on the tokens up to it. The keys and values of a common
 prefix are therefore valid in every text that begins with it. A radix tree of token ids finds the
-longest stored prefix of a prompt; the keys and values themselves lie on disk or in memory.
+longest stored prefix of a prompt; the keys and values themselves are on disk or in memory.
 
 Shapes: L layers, H heads, D head size, S tokens of a cache, n tokens of a node.
 
@@ -484,9 +484,9 @@ def main(argv: list[str] | None = None) -> None:
                      help="run: what reuse saves, in seconds; chat: a conversation; study: the paper's experiment, "
                      "with options of its own")  # fmt: skip
     cli.add_model_arguments()
-    cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="to write")
+    cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="tokens to write")
     cli.add_argument("--store", metavar="FOLDER", help="chat: where caches are kept; default: results/recycle/store")
-    cli.add_argument("--capacity", type=whole_number(1), metavar="BYTES", help="chat: of them at most; default: 10**9")
+    cli.add_argument("--capacity", type=whole_number(1), metavar="BYTES", help="chat: the most to keep; default: 10**9")
     cli.add_trace_argument("chat: ")
     with cli.parse(argv) as args:
         chat_only = {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file}

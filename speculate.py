@@ -3,11 +3,11 @@
 `python3 speculate.py` writes a few texts with drafts of several lengths, beside the teacher alone, in seconds; `write`
 continues a prompt.
 
-A teacher reads k tokens in hardly more time than one, since it is the reading of its weights that takes the time. So
-something cheaper guesses the next k, and the teacher says at all of them at once what it would have written. The tokens
-up to the first disagreement stay, the teacher's own follows, and both caches are cut back to that. It costs the teacher
-what a refresh after every burst of k costs (overfill.py), but nothing is approximate: greedily the text is the
-teacher's, token for token up to rounding; sampled, it has the teacher's distribution, whatever the drafts are.
+A teacher reads k tokens in hardly more time than one, since reading its weights takes most of the time. So something
+cheaper guesses the next k tokens, and the teacher predicts all of them in one pass. The tokens up to the first
+disagreement stay, the teacher's own token follows, and both caches are cut back to that point. This costs the teacher
+as much as a refresh after every burst of k (overfill.py), but nothing is approximate: greedy text is the teacher's
+own, token for token up to rounding; sampled text has the teacher's distribution, whatever the drafts are.
 
 Shapes: k tokens of a draft, V vocabulary. One text at a time: several would agree at different lengths.
 

@@ -1,9 +1,9 @@
-"""Where this project stands: decoding, time to first token, reuse of a prefix and memory, beside other implementations.
+"""Speed and memory beside other implementations: decoding, time to the first token, reuse of a prefix, bytes of cache.
 
 `python -m benchmarks` gives every implementation the same weights and lets them take turns, one at a time; each has a
-process of its own, a new one in every turn (where memory comes to lie is luck, which a process keeps). Figures are
-medians over turns, and shares of what the machine could do in the same turns: read the weights once a token, and
-compute nothing but the matrix products of a prompt. `--ablate` measures our own choices one by one, and where the time
+process of its own, a new one in every turn (memory addresses are a matter of luck, and a process keeps them). Figures
+are medians over turns, and shares of the machine's own limits in the same turns: reading the weights once per token,
+and computing only the matrix products of a prompt. `--ablate` measures our own choices one by one, and where the time
 goes; `--requests` serves many texts of different lengths at once; `--scale` predicts larger models from recorded
 figures.
 """

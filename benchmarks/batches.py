@@ -1,4 +1,4 @@
-"""Many requests of different lengths at once: tokens/s of all together, memory, and what gathering blocks costs.
+"""Many requests of different lengths at once: their total tokens/s, memory, and the cost of gathering blocks.
 
 `python -m benchmarks --requests` gives all contenders the same weights and requests; each runs in a process of its own.
 `python -m benchmarks.batches NAME FOLDER DEVICE THREADS` is that process: it answers one request, a JSON object.

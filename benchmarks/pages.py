@@ -1,4 +1,4 @@
-"""Write the tables of speed in benchmarks/README.md, and the demo in README.md, anew: `python3 -m benchmarks.pages`."""
+"""Rewrite the tables of speed in benchmarks/README.md and the demo in README.md: `python3 -m benchmarks.pages`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def standing() -> str:
 
     parts: list[str | Table] = [
         f"GPT-2 {record['model']}, float32 unless it says otherwise, {record['machine']}, {threads_of(record)}, "
-        f"{record['date']}; medians of {record['turns']} turns. In brackets how many times as fast as "
+        f"{record['date']}; medians of {record['turns']} turns. In brackets: how many times as fast as "
         "`gpt_kv_cache.py` in the same turn:",
         Table(["", *speeds, f"{many} texts, after {lengths[0]:,}", f"first token of {last:,}",
                f"{last * 9 // 10:,} of them cached", f"bytes of cache for {last:,}", "overhead"],
@@ -66,8 +66,8 @@ def standing() -> str:
         f"A token takes at least as long as reading the weights, in float32 {record['roofline_ms']:.1f} ms here "
         f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
         f"{max(x['of_roofline'] for x in ours):.2f} of that. Of its first token of {last:,} the matrix products alone "
-        f"would take {ours[-1]['of_products']:.2f}; PyTorch's profiler has it: {goes}. Overhead is a step of a model "
-        "of as many layers with hardly anything to compute.\n"
+        f"would take {ours[-1]['of_products']:.2f}. PyTorch's profiler divides that time into {goes}. Overhead is the "
+        "time of a step in a model with as many layers and hardly anything to compute.\n"
         f"![Tokens per second by tokens in the cache]({images}/decoding.png)\n"
         f"![Time to the first token by the prompt's length]({images}/first_token.png)",
         f"All implementations that compute in float32 with full attention write the same tokens{different}.",
@@ -81,8 +81,8 @@ def standing() -> str:
               [[name, *cells(r), first(r)] for name, r in two["rows"].items()]),
         *(f"The machine was disturbed while {threads_of(r)} ran: {disturbance(r)}." for r in (record, two)
           if r["disturbed"]),
-        "How many times as long `gpt_kv_cache.py` takes without each of its choices (in brackets the least and the "
-        "most of all turns):",
+        "How many times as long `gpt_kv_cache.py` takes without each of its choices (in brackets the minimum and "
+        "the maximum over the turns):",
         Table(["without", *(f"{what} {T:,}" for what in ("a token after", "first token of") for T in lengths)],
               [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first")
                         for T in lengths)] for name, r in ablation["without"].items()]),

@@ -1,7 +1,8 @@
-"""What the measured constants say about larger models and fleets: decoding, first token, bytes of cache, reuse.
+"""Larger models and fleets, predicted from the measured constants: decoding, first token, bytes of cache, reuse.
 
-A token costs at least the reading of all weights and of the cache; a prompt at least two operations a weight and token;
-a cached token saves the latter and costs its bytes on the way. The model is checked against the measured points.
+A token takes at least one reading of all weights and of the cache; a prompt at least two operations per weight and
+token; a cached token saves these operations, but its bytes have to be moved. The model is checked against the measured
+points.
 """
 
 from __future__ import annotations
@@ -100,22 +101,23 @@ def note(record: dict[str, Any]) -> str:
         f"matrices are multiplied at {rate / 1e9:,.0f} Gflop/s in float32.",
         "- A step of decoding reads all weights once, and the cache of every text: (weights + batch x tokens x "
         "bytes of a cached token) / bandwidth.\n"
-        "- A prompt of T tokens takes 2 operations a weight and token (embeddings aside), and 2 T^2 operations "
-        "a layer and dimension in attention, / rate of products.\n"
-        "- A cached token takes 2 x layers x key-value heads x head size x bytes of a number.",
+        "- A prompt of T tokens takes 2 operations per weight and token (without embeddings), plus 2 T^2 operations "
+        "per layer and dimension in attention, divided by the rate of products.\n"
+        "- A cached token takes 2 x layers x key-value heads x head size x bytes per number.",
         "## Does that hold where it was measured?",
         "gpt_kv_cache.py beside these lower bounds:",
         Table(["batch", "tokens", "step: bound", "measured", "share", "first token: bound", "measured", "share"],
               checks),
-        ("No time is under its bound" if max(shares) <= 1 else "NOT ALL BOUNDS HOLD") + "; how far above it a real one "
-        "is says what to expect of a prediction: divide it by the share. Overhead isn't in the bounds, and neither is "
-        "the arithmetic of many texts in a step.",
+        ("No time is under its bound" if max(shares) <= 1 else "NOT ALL BOUNDS HOLD") + ". To predict a real "
+        "time, divide its bound by the share. The bounds leave out overhead, and the arithmetic of many texts in a "
+        "step.",
         "## Larger models",
-        f"Lower bounds, as if memory were enough: in bfloat16 Llama 3 70B is {2e-9 * SHAPES[-1].parameters:,.0f} GB, "
-        f"and 64 texts of 8,000 tokens are {64 * 8000e-9 * SHAPES[-1].token_bytes:,.0f} GB more, on a GPU of 80. The "
-        "last column is the bandwidth from which on fetching a cached token beats computing it.",
+        "Lower bounds, without a limit of memory: in bfloat16 Llama 3 70B is "
+        f"{2e-9 * SHAPES[-1].parameters:,.0f} GB, and 64 texts of 8,000 tokens are "
+        f"{64 * 8000e-9 * SHAPES[-1].token_bytes:,.0f} GB more, on a GPU with 80. The last "
+        "column is the bandwidth above which fetching a cached token beats computing it.",
         Table(["machine", "model", "tokens/s, 1 text of 1,000", "64 texts of 8,000", "first token of 1,000",
-               "of 8,000", "bytes of a cached token", "fetch from"], larger, left=2),
+               "of 8,000", "bytes of a cached token", "fetch above"], larger, left=2),
         *fleet(),
         "## The engines that take over there",
         Table(["here", "there", "what is added"], ENGINES, left=3),
@@ -144,12 +146,12 @@ def fleet() -> list[str | Table]:
     return [
         "## A fleet",
         f"Hit rates of our store over public traces (`studies/replay.py`), {shape.name}, {H100[0]}. A hit saves "
-        f"{1e6 * token_operations(shape) / rate:,.0f} microseconds of products a token, and moves "
+        f"{1e6 * token_operations(shape) / rate:,.0f} microseconds of products per token, and moves "
         f"{shape.token_bytes:,} bytes.",
         Table(["trace", "blocks of 512 tokens", "memory", "tokens found", "prefill left", "moved for each machine",
                "of 25 Gbit/s", "of 400 Gbit/s"], cells),
-        "So a pool of caches is limited by memory before it is by the network, unless the network is a slow one: what "
-        "is over 100% waits.",
+        "So memory limits a pool of caches before the network does, unless the network is slow: above 100%, requests "
+        "wait.",
     ]  # fmt: skip
 
 
@@ -162,7 +164,7 @@ ENGINES = (  # what is here, what it is there, what is added there
     ("hit rates over a trace, bytes against products", "Mooncake",
      "a pool over all machines; prefill and decoding on different ones"),
     ("a sliding window, sinks, BCT's slots", "window attention; StreamingLLM; Gated Slot Attention",
-     "models that were trained with them"),
+     "models trained with them"),
     ("a teacher that prefills, a student that decodes", "speculative decoding",
-     "the large model also checks what the small one writes, so that nothing is lost"),
+     "the large model also checks the small one's tokens, so that nothing is lost"),
 )  # fmt: skip

@@ -21,39 +21,39 @@ with Hugging Face's key names.
 
 Training starts from an induction circuit (`start_as_copier` in `pocket/starts.py`): without one, a model of this size
 learns to write fluently but not to look names up in its prompt. Random lists come twice, and only the second time
-counts. In shuffled documents half of the vocabulary has changed places, differently in every row. "answers" is what a
-token of an answer weighs in the loss. "long rows" are those of every fifth step (documents, random lists, shuffled),
+counts. In shuffled documents half of the vocabulary has changed places, differently in every row. "answers" is the
+weight of an answer's token in the loss. "long rows" are those of every fifth step (documents, random lists, shuffled),
 each of {c.n_ctx:,} tokens.""",
     "bct": """\
 `{init}` with BCT's bounded memory: each head has {c.slots} slots and the {c.recent} most recent tokens, however
 long the text is. {parameters:,} parameters, {new:,} of them new. `python pocket/train.py bct` fine-tuned it on
-what `{init}` predicts when it sees everything: {steps:,} steps, {tokens:.1f} million tokens. The weights
+the predictions of `{init}` with full attention: {steps:,} steps, {tokens:.1f} million tokens. The weights
 are fp16. A plain GPT-2 can't load it; `gpt_bounded_cache.BCT` can.""",
     "rotary": """\
-`{init}` with rotary instead of learned positions, for what depends on the kind of positions: {parameters:,}
-parameters. `python pocket/train.py rotary` fine-tuned it on what `{init}` predicts: {steps:,} steps,
+`{init}` with rotary instead of learned positions, to compare the two kinds: {parameters:,}
+parameters. `python pocket/train.py rotary` fine-tuned it on the predictions of `{init}`: {steps:,} steps,
 {tokens:.1f} million tokens. The weights are fp16. `pocket/rope.py` has its class; a plain GPT-2 can't load it.""",
     "student": """\
-A student of `{init}`, for `overfill.py`: as many layers, heads and dimensions of a head, so that the teacher's
-cache fits it, but {c.n_embd} hidden dimensions and {c.n_inner} neurons, those that were most active in the teacher;
-{parameters:,} parameters. `{command}` distilled it from what
-`{init}` predicts: {steps:,} steps, {tokens:.1f} million tokens{begun}. In training it
+A student of `{init}`, for `overfill.py`: with as many layers, heads and dimensions per head, so that the teacher's
+cache fits, but with {c.n_embd} hidden dimensions and {c.n_inner} neurons, the teacher's most active ones;
+{parameters:,} parameters. `{command}` distilled it from the predictions of
+`{init}`: {steps:,} steps, {tokens:.1f} million tokens{begun}. In training it
 {reads}{dropout}.
 The weights are fp16.""",
 }
 READS = {
     "alone": "read its own cache only",
-    "prompt": "read the teacher's cache of the first part of each text, and its own of the rest",
-    "segments": "read the teacher's cache up to a segment and its own from there on, with segments of 4 tokens to all",
+    "prompt": "read the teacher's cache of the first part of each text, and its own cache of the rest",
+    "segments": "read the teacher's cache up to a segment and its own from there on, in segments of 4 tokens or more",
 }
 NOTES = {
     "teacher": """\
 - perplexity: per token of 300 documents
 - closed_book: {closed_book} questions on the facts of the invented world
-- recall: 300 questions on what was said early in the prompt
-- name: what completes the name of a new person, at the first mention and (name_nats) at all later ones
+- recall: 300 questions on facts stated early in the prompt
+- name: nats for the rest of a new person's name, at the first mention and (name_nats) at all later ones
 - share: answered exactly, to the end of the line, by greedy decoding; nats: mean loss per token of the answer
-- list: loss per token of a list when it is read first, and when it is repeated
+- list: loss per token of a list at the first reading, and at its repetition
 - coherent: of 200 stories that the model wrote from their openings, greedily and (sampled) at temperature 0.8, those
   that hold together to their end; paid: of the threads that are paid back in them, those that agree with what was
   stated (`pocket/coherence.py`; both are 1 for the corpus itself)
@@ -64,19 +64,19 @@ NOTES = {
 {samples}""",
     "bct": """\
 The figures are explained on the card of [pocket/teacher](../teacher/README.md). The windows run on `{init}` as
-it is, at equal bytes of memory. What each part of BCT brings in a short fine-tuning, and what that does for a sliding
-window, is in [`ablation.json`](ablation.json) (split "valid"; `python pocket/train.py ablation`).""",
+it is, at equal bytes of memory. The gain from each part of BCT in a short fine-tuning, and from fine-tuning a
+sliding window, is in [`ablation.json`](ablation.json) (split "valid"; `python pocket/train.py ablation`).""",
     "rotary": "The figures are explained on the card of [pocket/teacher](../teacher/README.md).",
     "student": "The figures are explained on the card of {link}.",
 }
 LOSS = {
-    True: "The loss is the divergence from `{init}`; tokens of answers weigh {answers:g} times.",
+    True: "The loss is the divergence from `{init}`; answer tokens weigh {answers:g} times as much.",
     False: """\
-From phase {shuffled} on the loss is higher because shuffled documents are read too, and answers weigh more in it.""",
+From phase {shuffled} on the loss is higher because the model also reads shuffled documents, and answers weigh more.""",
 }
 KL = """\
-Mean KL(teacher || student) in nats after a prompt of {} tokens, by what the student reads: its own
-cache; the teacher's of the prompt; that, refreshed every so many tokens."""
+Mean KL(teacher || student) in nats after a prompt of {} tokens, by the cache that the student reads: its
+own; the teacher's cache of the prompt; the same, refreshed every few tokens."""
 
 
 def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:

@@ -1,4 +1,4 @@
-"""The KV cache article's figures: 200 tokens after "Hello, I am" at 124M, and the window of two lines.
+"""The KV cache article's figures: 200 tokens after "Hello, I am" at 124M, and its two-line window.
 
 `python3 -m studies.article` takes about five minutes on one thread. Weights are random, as in the article: times don't
 depend on them, and every implementation gets the same ones.
@@ -157,13 +157,13 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
     title, compared = "Understanding and Coding the KV Cache in LLMs from Scratch", "A Simple Performance Comparison"
     theirs = ('GPT-2 124M, untrained; 200 new tokens after the 4 of "Hello, I am"; CPU of a Mac Mini M4; repeats not '
               "stated")  # fmt: skip
-    fast = '"no cache" of our own kind computes the logits of the last position only, the article\'s those of all'
+    fast = 'our "no cache" computes the logits of the last position only, the article\'s those of all positions'
     sped, holds, refuted, same = "not measured yet: python3 -m studies.article", None, True, ""
     if record:
         seconds, new = record["seconds"], record["new_tokens"]
         ratios, lean = ([a / b for a, b in zip(seconds[name], seconds["growing cache"], strict=True)]
                         for name in ("no cache, logits of all positions", "no cache"))  # fmt: skip
-        sped = f"{spread(ratios, '.1f')} times as fast, {spread(lean, '.1f')} where no needless logits are computed"
+        sped = f"{spread(ratios, '.1f')} times as fast, {spread(lean, '.1f')} without needless logits"
         same = f"; {len(seconds)} implementations write the same {new} tokens after {record['prompt']!r}"
         if (new, record["conditions"]["parameters"] // 10**6) == (NEW, 124):  # or else it was a quick run
             holds, refuted = statistics.median(ratios) >= 4.5, max(ratios) < 4.5
@@ -175,7 +175,7 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
     rows = under(
         title, theirs, ours,
         judged(compared, "we already get a ~5x speed-up with a small 124 M parameter model and a short 200-token "
-               "sequence length", holds, sped, f"partly: our files on another processor; {fast}; about 5 is taken for "
+               "sequence length", holds, sped, f"partly: our files on another processor; {fast}; \"~5x\" is read as "
                "4.5 or more", refuted),
     )  # fmt: skip
     rows += under(
@@ -183,11 +183,11 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
         judged(pros, "Without caching, the attention at step t must compare the new "
                "query with t previous keys, so the cumulative work scales quadratically, O(n²).", grew[0] < 4.5,
                f"twice as many tokens, {grew[0]:.1f} times the comparisons: without a cache a step compares all t "
-               f"queries again, which makes n³ in all; with one, {grew[1]:.1f} times", "yes: of attention, which it "
-               "speaks of; the products with weights do grow as n² without a cache"),
+               f"queries again, n³ in all; with one, {grew[1]:.1f} times as many comparisons", "yes: for attention, as "
+               "in the claim; the products with weights do grow as n² without a cache"),
         judged(pros, "With a cache, each key and value is computed once and then reused, reducing the total per-step "
                "complexity to linear, O(n).", step[1] / step[0] < 2.1,
-               f"the step after 1,024 tokens makes {step[1] / step[0]:.1f} times the comparisons of that after 512",
+               f"the step after 1,024 tokens makes {step[1] / step[0]:.1f} times as many comparisons as after 512",
                "yes"),
         judged("Overview", "increases memory requirements (the main reason I initially didn't include it in the book), "
                "and can't be used during training", None, "", "no: training reads whole texts at once, where "
@@ -207,7 +207,7 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
             judged(compared, "both the gpt_ch04.py and gpt_with_kv_cache.py implementations produce exactly the same "
                    "text", all(bench["rows"][name][cell]["same_tokens"] for name in (plain, BASE) for cell in cells),
                    f"{plain} and {BASE} write the same tokens after {', '.join(f'{n:,}' for n in bench['lengths'])}"
-                   f"{same}", "partly: our files, which share its idea and not its code"),
+                   f"{same}", "partly: our files, which share the idea but not the code"),
             judged(pros, "Memory usage increases linearly: Each new token appends "
                    "to the KV cache.", len(per_token) == 1, " or ".join(f"{x:,.0f}" for x in per_token) + " bytes a "
                    f"token, from {bench['lengths'][0]} to {bench['lengths'][-1]:,} tokens", "yes"),
@@ -228,16 +228,16 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
             title, theirs, said,
             judged("Tip 2: Truncate Cache via Sliding Window", "Via the sliding window, we maintain only the last "
                    "window_size tokens in the cache", one["wrong"] == 0, f"{one['wrong']:.0%} of the logits differ "
-                   f"from attention to the last {w} tokens, if they are fed one by one and positions are counted on",
-                   "partly: on a cache of shape (B, H, S, D), which the two lines are for; the article's own cache_k "
+                   f"from attention to the last {w} tokens, if tokens are fed one by one and positions keep counting",
+                   "partly: on a cache of shape (B, H, S, D), which fits the two lines; the article's own cache_k "
                    "is (b, num_tokens, d_out)"),
         ) + under(
             "", "", said,
-            judged("", "Do the two lines serve a prompt longer than the window, or several tokens at a time?",
+            judged("", "Do the two lines work with a prompt longer than the window, or with several tokens at a time?",
                    prompt["wrong"] + chunks["wrong"] == 0, f"a prompt of {3 * w} leaves {prompt['wrong']:.0%} of the "
                    f"next logits wrong, chunks of five {chunks['wrong']:.0%}: keys are evicted before the queries "
                    "that still see them have read them", ""),
-            judged("", "Do they go with the article's other way of counting, offset = block.att.cache_k.shape[1]?",
+            judged("", "Do they work with the article's other way of counting, offset = block.att.cache_k.shape[1]?",
                    offset["wrong"] == 0, f"{offset['wrong']:.0%} of the logits are wrong: once the window is full, "
                    f"every new token is read at position {w - 1} or {w}", ""),
         )  # fmt: skip
@@ -246,7 +246,7 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "article", "the window, and 20 tokens at a small geometry", model="")
-    cli.add_argument("--turns", type=whole_number(1), default=3, metavar="N", help="times are of N turns")
+    cli.add_argument("--turns", type=whole_number(1), default=3, metavar="N", help="turns to measure")
     cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
     with cli.parse(argv) as args:
         torch.set_num_threads(args.threads)

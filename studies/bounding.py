@@ -1,9 +1,9 @@
 """What a bounded cache costs and saves: bytes, time and quality of the memories of gpt_bounded_cache.py, side by side.
 
 `python3 gpt_bounded_cache.py` shows one text in all of them; `python3 -m studies.bounding` is the full study. By
-default the window, the sinks and BCT have about the same bytes (in float32, in which BCT always is); "full" is a window
-of n_ctx, beside the growing cache of gpt_kv_cache.py. BCT is fine-tuned and the others are not: for windows that are,
-see pocket/bct/ablation.json.
+default the window, the sinks and BCT have about the same bytes in float32, the format of BCT's memory; "full" is a
+window of n_ctx, beside the growing cache of gpt_kv_cache.py. BCT is fine-tuned and the others aren't: fine-tuned
+windows are in pocket/bct/ablation.json.
 """
 
 from __future__ import annotations
@@ -340,22 +340,22 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
         Table(["bytes of cache; ms per token", *(f"after {int(n):,} tokens" for n in marks)],
               [[row["label"], *(f"{row['bytes'][n]:,}; {row['ms_per_token'][n]:.2f}" for n in marks)]
                for row in memories.values()]),
-        "Times per token are medians of 32. Where all positions are used up, all but BCT forget the older half and "
-        "read the rest again; means with that: "
+        "Times per token are medians of 32. When all positions are used up, all memories but BCT forget the older half "
+        "and read the rest again; mean times that include this: "
         + ", ".join(f"{row['label']} {row['mean_ms_per_token']:.2f} ms" for row in memories.values()) + ".",
     ]  # fmt: skip
     if not any("bleu" in row for row in memories.values()):
         return [*parts, "Quality is measured on the texts of pocket only."]
     return [
         *parts,
-        Table(["quality, held out", "perplexity", "of long texts", "early facts asked late: nats", "right", "BLEU"],
+        Table(["quality, held out", "perplexity", "of long texts", "early facts, asked late: nats", "right", "BLEU"],
               [[row["label"], f"{row['perplexity']:.2f}", f"{row['perplexity_of_long_texts']:.2f}",
                 f"{row['recall_nats']:.2f}", f"{row['recall_share']:.1%}", f"{row['bleu']:.1f}"]
                for row in memories.values() if "bleu" in row]),
-        f"Perplexity is that of {texts['documents']} documents and of {texts['long_texts']} texts of "
-        f"{int(marks[-1]):,} tokens; {texts['facts']} facts are asked; BLEU compares {texts['explanations']} "
-        "explanations with the corpus's own. BCT was fine-tuned for its memory, and the others run on the model as "
-        "it is: fine-tuned windows are in pocket/bct/ablation.json.",
+        f"Perplexity is over {texts['documents']} documents, and over {texts['long_texts']} texts of "
+        f"{int(marks[-1]):,} tokens; there are {texts['facts']} questions on facts; BLEU compares "
+        f"{texts['explanations']} explanations with the corpus's own. BCT was fine-tuned for its memory, and the "
+        "others run on the model as it is: fine-tuned windows are in pocket/bct/ablation.json.",
     ]  # fmt: skip
 
 
@@ -398,22 +398,22 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
         judged("4.3", "significantly lower than that of traditional KV cache methods", bct["bytes"][str(n_ctx)]
                < growing["bytes"][str(n_ctx)], f"after {n_ctx} tokens "
                f"{bct['bytes'][str(n_ctx)] / growing['bytes'][str(n_ctx)]:.1%} of the growing cache", "partly: the "
-               "ratio is one of capacity to length, which the source doesn't state"),
+               "ratio depends on capacity and length, which the source doesn't state"),
         judged("4.3", "The inference speed also remains relatively constant after the inference length exceeds 2048",
                None, f"{early:.2f} ms a token up to {marks[1]} tokens, {late:.2f} from {marks[-2]:,} on (a window, "
                f"whose work is constant: {early_window:.2f} and {late_window:.2f})", "no: the time of a much smaller "
-               "model; that at 124 million parameters is below"),
+               "model; the time at 124 million parameters is below"),
         judged("4.3", "The BLEU scores are comparable to those of traditional methods, with differences within 3",
                points[1] > -3 and points[2] < 3,
                f"{bct['bleu']:.1f} against {full['bleu']:.1f} with full attention: {with_interval(points, '+.1f')} "
-               f"points, {with_interval(bleu, '+.1%')}", "no: only the BCT was fine-tuned, full attention not; within "
-               "3 is read as points, two-sided; BLEU is against the corpus's own explanations", points[1] > 3 or
+               f"points, {with_interval(bleu, '+.1%')}", "no: the BCT was fine-tuned, full attention wasn't; \"within "
+               "3\" is read as points, two-sided; BLEU is against the corpus's own explanations", points[1] > 3 or
                points[2] < -3),
         judged("3.5", "refines the hidden state through a self-supervised learning approach during inference", None,
                "", "no: the source gives no rule, loss or figure for it"),
         judged("3.5", "it allows for token-level parallel training", apart["difference"] < 1e-4,
                f"{apart['tokens']} tokens read at once and token by token: the logits differ by "
-               f"{apart['difference']:.0e} of the largest", "partly: our rule; the time of training is not measured"),
+               f"{apart['difference']:.0e} of the largest", "partly: our rule; training time is not measured"),
     )  # fmt: skip
     rule, step, whole, tuned = (next(row for row in ablation if row["name"].startswith(name)) for name in (
         "the paper's rule", "+ a step size", "full attention", "sliding window of equal bytes, fine-tuned"))
@@ -423,11 +423,11 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
         judged("Abstract", "significantly reduces memory usage while maintaining the model's inference quality",
                False, f"perplexity {rule['perplexity']:.1f} by the source's rule, {tuned['perplexity']:.2f} by a "
                f"window of equal bytes fine-tuned the same, {whole['perplexity']:.2f} by full attention", "no: a "
-               "model bent to the rule in a few steps says little of one that is built so; the source defines no "
-               "reader, and reading through MK would be as good a reading as ours", refuted=False),
+               "model adapted to the rule in a few steps says little about one built with it; the source defines no "
+               "reader, and reading through MK would be as plausible as our way", refuted=False),
         judged("3.5", "an adaptive learning rate mechanism, which adjusts the step size for each token",
                False, f"with a step size for each token perplexity {step['perplexity']:.1f} instead of "
-               f"{rule['perplexity']:.1f}; one run each", "partly: the source gives no formula, the gate is ours",
+               f"{rule['perplexity']:.1f}; one run each", "partly: the source gives no formula, so the gate is ours",
                refuted=False),
     )  # fmt: skip
     if bench:
@@ -438,7 +438,7 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
             judged("4.3", "The inference speed also remains relatively constant after the inference length exceeds "
                    "2048", min(rates) > (1 - NOISE) * max(rates), "tokens/s: " + ", ".join(
                        f"{x:.1f} after {n:,}" for n, x in zip(bench["lengths"], rates, strict=True)),
-                   "partly: fewer parameters, a capacity of 24 slots; 5%, ours, are taken for noise"),
+                   "partly: fewer parameters, a capacity of 24 slots; up to 5% (our threshold) counts as noise"),
             judged("5", "significantly reducing memory usage and improving system "
                    "throughput", min(cells[-1]["ratios"]) > 1,
                    "tokens/s against the growing cache's: " + ", ".join(
@@ -448,7 +448,7 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
         )  # fmt: skip
     return rows + under(
         "", "", ours,
-        judged("", "Is BCT's perplexity within 3%, ours, of full attention's?", worse[2] < 0.03,
+        judged("", "Is BCT's perplexity within 3% (our threshold) of full attention's?", worse[2] < 0.03,
                f"{bct['perplexity']:.3f} against {full['perplexity']:.3f}: {with_interval(worse, '+.1%')}; a window of "
                f"equal bytes, as it is, {window['perplexity']:.3f}", "", worse[1] > 0.03),
     )  # fmt: skip
@@ -488,7 +488,7 @@ def draw(memories: dict[str, Memory], grown: dict[str, Growth], by_distance: dic
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "bounding", "fewer and shorter texts")
     cli.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
-    cli.add_argument("--slots", type=int, default=37, metavar="N", help="slots of window and sinks, spare one included")
+    cli.add_argument("--slots", type=int, default=37, metavar="N", help="slots of window and sinks, with the spare one")
     with cli.parse(argv) as args:
         ids = torch.tensor([load_tokenizer(args.model).encode(args.prompt, allowed_special="all")], device=args.device)
         report(args.model, args.slots, args.device, args.dtype, ids, QUICK if args.quick else Size(), args.out)

@@ -1,8 +1,8 @@
-"""Every claim of the five sources in its own words, beside what was found here: `python3 -m studies.claims`.
+"""Every claim of the five sources in its own words, beside our finding: `python3 -m studies.claims`.
 
-A figure comes from a study's record, or is arithmetic that the study carries out. A threshold is the source's unless it
+A figure comes from a study's record or from arithmetic in the study. A threshold is the source's unless it
 is called ours. Claims about time are judged at the source's geometry, at 124 million parameters or by counting
-work; claims about quality where there is a trained model. Each study judges its own source: claims() in its file.
+work; claims about quality with a trained model. Each study judges its own source: claims() in its file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """When reuse pays: the time to the first token, cold and with a part of the prompt stored.
 
-Without --model at GPT-2 124M's geometry, with random weights: times don't depend on them. All times
+Without --model, the model has GPT-2 124M's geometry and random weights, since times don't depend on them. All times
 are medians of runs in turn, in one process.
 """
 
@@ -172,8 +172,8 @@ def tables(law: dict[str, Any], model: str = "", lengths: Sequence[int] = (),
         f"{law['device'].upper()} thread{'s' * (law['threads'] > 1)}, medians of {law['repeats']}; in brackets the "
         "time to restore the cache:",
         Table(["prompt, stored", "first token: cold", *sources, "saved", f"saved with {DECODED} tokens"], rows),
-        "The last two columns are from the warm disk. If only one token is left to read, reuse pays from so many "
-        f"stored tokens on: {pays}; if more is left to read, from more on.",
+        "The last two columns are from the warm disk. Stored tokens from which reuse pays, if only one token is left "
+        f"to read: {pays}. If more tokens are left to read, that number is higher.",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of README.md and studies/README.md anew, from the recorded results: `python3 -m studies.pages`."""
+"""Rewrite the tables of README.md and studies/README.md from the recorded results: `python3 -m studies.pages`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def papers() -> str:
-    """A row for each paper: what it promises, and what was seen here."""
+    """A row for each paper: its promise, and our finding."""
     memories = recorded("bounding")["memories"]
     bct, full, window = (f"{memories[name]['perplexity']:.2f}" for name in ("bct", "full", "window"))
     prompts = recorded("recycling")["prompts"]
@@ -37,22 +37,22 @@ def papers() -> str:
     plain = bench["rows"]["gpt_baseline.py"][f"1 x {bench['lengths'][0]}"]
     same_text = "the same text" if plain["same_tokens"] else "another text"
     return table(["the idea", f"what we saw, on a model of {sizes:.0f} million parameters"], [
-        ["KV cache: keep the keys and values of what has been read",
+        ["KV cache: keep the keys and values of the tokens already read",
          f"{same_text.capitalize()}, and with the {bench['parameters'] / 1e6:.0f} million parameters of GPT-2 each "
          f"token after {bench['lengths'][0]} comes {1 / plain['decode_ratio']:.1f} times as fast"],
         ["BCT: a memory of constant size does nearly as well",
-         f"Constant in bytes and time. Held-out perplexity {bct}; {full} with everything kept, {window} with a window "
-         "of as many bytes"],
+         f"Constant in bytes and time. Held-out perplexity {bct}; {full} with full attention, {window} with a window "
+         "of equal bytes"],
         ["KV recycling: reuse the cache of a stored prompt",
-         f"Exact if only the shared prefix is reused: {same} of {len(prompts)} answers the same. The call as published "
+         f"Exact if only the shared prefix is reused: {same} of {len(prompts)} answers unchanged. The published call "
          f"loses tokens: {published} of {len(prompts)}"],
         ["CP-KVP: a first token from a similar prompt's projected cache",
          f"Sooner, but another token: {proposed:.1f} nats off on quiz questions, where the similar prompt's own "
          f"prediction is {neighbour:.1f} off"],
-        ["OverFill: a small model writes on a large one's cache",
-         f"It writes better than alone: perplexity {overfill} against {student}"],
+        ["OverFill: a small model continues from a large one's cache",
+         f"The small model writes better than alone: perplexity {overfill} against {student}"],
         ["KV refresh: the large model renews that cache now and then",
-         f"A little: {seldom} every 256 tokens, {often} every 16"],
+         f"It helps a little: perplexity {seldom} with a refresh every 256 tokens, {often} every 16"],
     ], markdown=True, left=2)  # fmt: skip
 
 
@@ -70,13 +70,14 @@ def methods() -> str:
          f"GPT-2 124M, 900 of 1,000 prompt tokens stored: first token after {1e3 * cell['warm disk']['ttft']:.0f} "
          f"instead of {1e3 * cell['cold']:.0f} ms"],
         ["[`paged.py`](paged.py)", "Many texts at once, in blocks of cache that any text may own and several may share",
-         "exact", "a bare run: twelve prompts one at a time, as a padded batch, in blocks"],
-        ["[`speculate.py`](speculate.py)", "A small model drafts, the large one checks a draft in one pass", "exact",
-         f"drafts of 8: {exact['passes_in_1000']:.0f} passes of the large model in 1,000 tokens instead of "
+         "exact", "`python3 paged.py`: twelve prompts one at a time, as a padded batch, in blocks"],
+        ["[`speculate.py`](speculate.py)", "A small model drafts, and the large one checks a draft in one pass",
+         "exact", f"drafts of 8: {exact['passes_in_1000']:.0f} passes of the large model in 1,000 tokens instead of "
          f"{every['passes_in_1000']:.0f}"],
-        ["[`overfill.py`](overfill.py)", "A large model reads the prompt, a small one writes on its cache, which is "
-         "refreshed now and then", "approximate", f"perplexity {overfill:.2f}; the small model alone {student:.2f}"],
-        ["[`projector.py`](projector.py)", "A first token before the prompt is read, from a similar prompt's cache",
+        ["[`overfill.py`](overfill.py)", "A large model reads the prompt, a small one continues from its cache, "
+         "which is refreshed now and then", "approximate",
+         f"perplexity {overfill:.2f}; the small model alone {student:.2f}"],
+        ["[`projector.py`](projector.py)", "A first token from a similar prompt's cache, before the prompt is read",
          "approximate", f"{saved:.0%} sooner, and {kl:.1f} nats from the exact distribution"],
     ], markdown=True, left=4)  # fmt: skip
 
@@ -97,10 +98,10 @@ def pocket() -> str:
     f = read_json(ROOT / "pocket" / "teacher" / "figures.json")
     return table(["figure", "value"], [
         ["perplexity", f"{f['perplexity']:.2f}"],
-        ["facts of its world, asked in new words: right", f"{f['closed_book_share']:.1%}"],
+        ["facts of its world, asked in new words: correct", f"{f['closed_book_share']:.1%}"],
         ["loss on a new person's name, first and later mentions",
          f"{f['name_first_nats']:.2f}, {f['name_nats']:.2f} nats per token"],
-        ["what is stated early in the prompt, asked at its end: right", f"{f['recall_share']:.1%}"],
+        ["facts stated early in the prompt, asked at its end: correct", f"{f['recall_share']:.1%}"],
         ["loss on a list of new objects, first and second time",
          f"{f['list_first_nats']:.2f}, {f['list_second_nats']:.2f} nats per token"],
     ], markdown=True)  # fmt: skip
@@ -110,15 +111,16 @@ def memory() -> str:
     """The tables of studies/bounding, and what isn't in them."""
     record, lists = recorded("bounding"), read_json(ROOT / "pocket" / "bct" / "figures.json")
     bct, full, window = (f"{lists[name]['list_second_nats']:.2f}" for name in ("bct", "full", "window"))
-    return page([*bounding.tables(record), f"Not in the table: BCT hardly copies a list (its second time costs {bct} "
-                 f"nats per token; with full attention {full}, with the window {window}), and"
+    return page([*bounding.tables(record),
+                 "Not in the table: BCT is bad at copying a list (its loss on the second copy is "
+                 f"{bct} nats per token; with full attention {full}, with the window {window}), and"
                  " at these lengths attention is cheap."], markdown=True)  # fmt: skip
 
 
 def ablation() -> str:
     """The table of pocket/bct/ablation.json."""
     rows = json.loads((ROOT / "pocket" / "bct" / "ablation.json").read_text(encoding="utf-8"))
-    header = ["after so many steps of fine-tuning", "steps", "perplexity", "early facts asked late: nats", "right"]
+    header = ["fine-tuned", "steps", "perplexity", "early facts, asked late: nats", "right"]
     return table(header, [[row["name"], str(row["steps"]), f"{row['perplexity']:.2f}", f"{row['recall_nats']:.2f}",
                            f"{row['recall_share']:.1%}"] for row in rows], markdown=True)  # fmt: skip
 
@@ -129,7 +131,7 @@ def recycle() -> str:
     large = latency.tables(recorded("recycling", "law.json"), " (GPT-2 124M)", (128, 512, 1000), (0.5, 0.9))
     small = record["law"]["crossover"]["warm disk"]
     tables = [*recycling_report.tables(record), *large]
-    return page([*tables, f"On `{record['model']}` it pays from {small} tokens on."], True)
+    return page([*tables, f"On `{record['model']}` reuse pays from {small} tokens on."], True)
 
 
 def replay() -> str:

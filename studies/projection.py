@@ -1,5 +1,5 @@
-"""CP-KVP's falsification test: every baseline, metric and ablation of the proposal, its thresholds, and a chart of what
-makes a warm start good enough. All figures are of prompts, families and facts not fitted on.
+"""CP-KVP's falsification test: every baseline, metric and ablation of the proposal, its thresholds, and a chart of warm
+starts by quality and time. All figures are from prompts, families and facts that the fit hasn't seen.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
                      help=f"which prompts of the pocket world; default: {', '.join(POCKET)}")
     cli.add_argument("--pairs", metavar="FILE",
                      help="pairs of similar prompts instead, for any model: CSV with the columns source, target and, "
-                     "if there is one, answer")
+                     "optionally, answer")
     cli.add_argument("--encoder", default="pairs", metavar="NAME",
                      help="the retrieval's embeddings: pairs, a ridge regression of words on the training prompts; "
                      "tokens, the model's own embeddings; or a model of sentence-transformers")

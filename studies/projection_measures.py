@@ -1,5 +1,5 @@
-"""What the projection study measures: retrieval, divergence of the first token, answers, what happens after the swap,
-and how soon a first token comes."""
+"""The measures of the projection study: retrieval, divergence of the first token, answers, the text after the swap,
+and the time to the first token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the projection study compares, and on what: families of paraphrases, everything that is fitted on the training
+"""The methods and data of the projection study: families of paraphrases, everything that is fitted on the training
 split, the proposal, steps away from it, and its baselines."""
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
     parts: list[str | Table] = [
         f"`projector.py study --encoder {record['encoder']}` on `{record['model']}`, test prompts at least as similar "
         "to a stored one as tau: how much sooner the first token comes, KL from the exact distribution in nats, and "
-        "how many prompts have at most 0.05 of it.",
+        "the share of prompts with a KL of at most 0.05.",
         Table(["", *(f"{name}, {r['tokens']:.0f} tokens" for name, r in kinds.items())], [
             *([name, *cells(name)] for name in names), ["the best of ours, chosen on validation", *cells(None)],
             ["exact prefix, all of the rest read (`recycle.py`)", *rest]]),
@@ -55,7 +55,7 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
         found = {(r["model"], r["m"], r["method"], r["positions"]): f"{r['kl']:.2f}, {r['good']:.0%}"
                  for r in record["positions"]}  # fmt: skip
         parts += [
-            "KL, and how many have at most 0.05, on quiz questions whose relative is given, by where the tail is read:",
+            "KL, and the share with at most 0.05, on quiz questions with a paraphrase given, by the tail's position:",
             Table(["positions of the model", "summary tokens", "", "right after them", "where it is"], [
                 ["rotary" if "rotary" in key[0] else "learned", str(key[1] or ""), key[2],
                  found.get((*key, "after the summary tokens"), ""), found[(*key, "true")]]
@@ -93,13 +93,13 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     rows = under(
         title, theirs, conditions_of(record, words),
         judged(bar, "≥35–60% reduction in first-token latency on average (model- and T-dependent)",
-               None, f"sooner by {by_kind(saved)}, with summary tokens that were mapped when they were stored",
-               "no: the time of a much smaller model; GPT-2 small's is below"),
+               None, f"reduction {by_kind(saved)}, with summary tokens mapped when they were stored",
+               "no: the time of a much smaller model; the time of GPT-2 small is below"),
         judged(bar, "Next-token KL ≤ 0.05 (or ≤ 5% relative perplexity increase) on ≥80% of test prompts within "
                "high-similarity bin.", all(x[1] >= 0.8 for x in tops.values()) if tops else None,
-               f"of the most similar third {by_kind(tops)}", "partly: the source doesn't bound the bin, we take the "
-               "upper third of the pocket world's paraphrases; KL(cold || warm), where the source has KL(warm || "
-               "cold)",
+               f"share in the most similar third {by_kind(tops)}", "partly: the source doesn't bound the bin, we take "
+               "the upper third of the pocket world's paraphrases; KL(cold || warm), where the source has KL(warm "
+               "|| cold)",
                any(x[2] < 0.8 for x in tops.values())),
         judged(bar, "Task metrics within 1% absolute of cold start for high-similarity prompts.",
                all(x[2] <= 0.01 for x in lost.values()) if lost else None, f"lower by {by_kind(lost)}", high,
@@ -117,8 +117,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
                False, "area under ROC of similarity, and of the residual: " + ", ".join(
                    f"{name} {r['confidence']['similarity']:.2f}, {r['confidence']['residual']:.2f}"
                    for name, r in kinds.items() if None not in r["confidence"].values())
-               + " (0.5 is chance; no intervals in the record)", "partly: of one summary token, towards no change",
-               refuted=False),
+               + " (0.5 is chance; no intervals in the record)",
+               "partly: with one summary token, ridge towards no change", refuted=False),
         judged("Limitations", "Very small m can underfit; very large m erodes latency gains.", *by_m(kinds),
                refuted=False),
         judged("Inference", "when ready, swap caches seamlessly (optionally with a one-step MSE alignment)", None,
@@ -138,11 +138,11 @@ def claims(record: dict[str, Any]) -> list[Claim]:
         text = {model: f"KL {a:.2f} nats right after the summary tokens, {b:.2f} at true positions"
                 for model, (a, b) in pairs.items()}  # fmt: skip
         rows += under(
-            title, theirs, "pocket, and pocket with rotary positions; quiz questions whose relative is given, summary "
+            title, theirs, "pocket, and pocket with rotary positions; quiz questions with a paraphrase given, summary "
             "tokens fitted prompt by prompt",
             judged("Implementation notes", "For GPT-2: absolute positions are straightforward.",
-                   pairs["pocket"][0] < 1.1 * pairs["pocket"][1], text["pocket"], "partly: without the two maps; 10%, "
-                   "ours, are taken for equal"),
+                   pairs["pocket"][0] < 1.1 * pairs["pocket"][1], text["pocket"], "partly: without the two maps; up "
+                   "to 10% (our threshold) counts as equal"),
             judged("Implementation notes", "since only relative phases matter, this approximates an early-prefix "
                    "effect",
                    pairs["pocket-rotary"][0] < 1.1 * pairs["pocket-rotary"][1], text["pocket-rotary"], "partly: as "
@@ -160,9 +160,9 @@ def by_similarity(kinds: dict[str, Any]) -> tuple[bool, str, str]:
     """Return KL of the least and the most similar third, for one summary token: verdict, figure, tested as stated."""
     kl = {name: [next(b["kl"] for b in r["bins"] if b["bin"].startswith(end) and b["method"].startswith("one summary"))
                  for end in ("lowest", "highest")] for name, r in kinds.items()}  # fmt: skip
-    return (all(far > near for far, near in kl.values()), "KL in nats of the least and of the most similar third, one "
-            "summary token: " + ", ".join(f"{name} {far:.2f}, {near:.2f}" for name, (far, near) in kl.items()),
-            "partly: the nearest that there is; no intervals in the record")  # fmt: skip
+    return (all(far > near for far, near in kl.values()), "KL in nats of the least similar and the most similar third, "
+            "one summary token: " + ", ".join(f"{name} {far:.2f}, {near:.2f}" for name, (far, near) in kl.items()),
+            "partly: the nearest stored prompt, however far; no intervals in the record")  # fmt: skip
 
 
 def by_m(kinds: dict[str, Any]) -> tuple[bool, str, str]:
@@ -172,7 +172,7 @@ def by_m(kinds: dict[str, Any]) -> tuple[bool, str, str]:
     few, many = ({f(by) for by in kl.values()} for f in (min, max))
     return (all(a > b for a, b in ends.values()), f"KL in nats with {min(few)} and with {max(many)} summary tokens: "
             + ", ".join(f"{name} {a:.2f}, {b:.2f}" for name, (a, b) in ends.items()) + ": more are worse",
-            "partly: of fidelity only; the map is one matrix for all prompts")  # fmt: skip
+            "partly: fidelity only; the map is one matrix for all prompts")  # fmt: skip
 
 
 def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
@@ -190,12 +190,12 @@ def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
             title, theirs, f"{name}, {'a trained model' if small else 'random weights'}; {keys[-1]}, "
             "without retrieval; medians",
             judged("Conclusion", "CP-KVP can substantially reduce first-token latency",
-                   None if small else all(x >= 0.1 for x in gains.values()), sooner, "partly: retrieval left out; "
-                   "substantially is read as the source's failure line, latency gains of 10%",
+                   None if small else all(x >= 0.1 for x in gains.values()), sooner, "partly: without retrieval; "
+                   "\"substantially\" is read as the source's failure line, latency gains of 10%",
                    all(x < 0.1 for x in gains.values())),
             judged("Decision thresholds", "≥35–60% reduction in first-token latency on average",
-                   None if small else all(x >= 0.35 for x in gains.values()), sooner, "partly: retrieval left out; "
-                   "each length apart, where the source averages", all(x < 0.35 for x in gains.values())),
+                   None if small else all(x >= 0.35 for x in gains.values()), sooner, "partly: without retrieval; "
+                   "each length separately, where the source averages", all(x < 0.35 for x in gains.values())),
             judged("Discussion", "shifting first-token cost from O(T×L) to "
                    "O(m×L)", None if small else flat < math.sqrt(cold),
                    f"from {rows[0]['length']} to {rows[-1]['length']:,} tokens a start from stored summary tokens "
@@ -213,7 +213,7 @@ def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
         judged("Complexity and integration", "Storage: O(L×H×m×d) per cached prompt (tiny vs full "
                "T×d).", max(share) < 0.5,
                f"{min(share):.0%} to {max(share):.0%} of these prompts' caches; the first map isn't counted in it: "
-               f"flattened, from R^(T×2d) to R^(m×2d), it has {maps}", "partly: by the formula; our map is over "
+               f"flattened, from R^(T×2d) to R^(m×2d), it takes {maps}", "partly: by the formula; our map is over "
                "features and not flattened"),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the studies share: their command line, files of prompts, and the form of a claim and its verdict."""
+"""The common parts of the studies: their command line, files of prompts, and the form of a claim and its verdict."""
 
 from __future__ import annotations
 

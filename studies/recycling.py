@@ -1,7 +1,7 @@
 """The KV recycling paper's experiment: what reusing caches across prompts saves, and its claims.
 
-`recycle.py` shows a part of it. Times are medians of runs in turn, in one process, or of the paper's order (`--order`);
-at the paper's own geometry by `--model 355M`, with random weights.
+`recycle.py` shows a part of it. Times are medians of runs in turn, in one process, or from runs in the paper's order
+(`--order`). `--model 355M` has the paper's own geometry, with random weights.
 
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
@@ -271,17 +271,17 @@ def prompt_files(model: str) -> list[Path]:
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "recycling", "once, with fewer queries", models=f"{NAMES}; or random weights of the size "
                     f"of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M is DialoGPT-medium's)")
-    cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="to write")
+    cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="tokens to write")
     cli.add_argument("--prompts", nargs=2, metavar=("STORE.csv", "TEST.csv"),
-                     help="what to store and what to test, in the column prompt; default: those in data, for pocket "
-                     "its own")  # fmt: skip
+                     help="prompts to store and to test, in the column prompt; default: the files in data, or pocket's "
+                     "own prompts for pocket")  # fmt: skip
     cli.add_argument("--encoder", default="tokens", metavar="NAME",
-                     help="what finds the nearest prompt: tokens, the model's own embeddings, or a model of "
-                     "sentence-transformers, say all-MiniLM-L6-v2")  # fmt: skip
+                     help="embeddings for the nearest prompt: tokens, the model's own, or a model of "
+                     "sentence-transformers, such as all-MiniLM-L6-v2")  # fmt: skip
     cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
     cli.add_argument("--order", choices=("interleaved", "source", "both"), default="interleaved",
-                     help="of the runs: interleaved after one that warms up, or the paper's: all cold runs, of which "
-                     "none is warm, then all others, once each")  # fmt: skip
+                     help="order of the runs: interleaved after a warm-up, or the paper's: all cold runs without a "
+                     "warm-up, then all others, once each")  # fmt: skip
     with cli.parse(argv) as args:
         random = is_geometry(args.model)
         if random:

@@ -1,7 +1,7 @@
-"""The refresh study: what a student writes on its teacher's KV cache, and what refreshing that cache brings.
+"""The refresh study: a student's texts on its teacher's KV cache, and the effect of refreshing that cache.
 
-The tables of the source with means and intervals, the error of the cache itself, and whether the gates' signals say
-what they are taken to say.
+It has the tables of the source with means and intervals, the error of the cache itself, and a test of the gates'
+signals.
 
 `python3 -m studies.refreshing`, or `python3 overfill.py study`, takes half an hour; `--quick` a minute.
 """

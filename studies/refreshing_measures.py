@@ -1,4 +1,4 @@
-"""What the refresh study measures: the texts that writers make of prompts, their figures and times, and gates' signals.
+"""The measures of the refresh study: texts by every writer, their figures and times, and the gates' signals.
 
 Quality is measured on batches of prompts, teachers and students in turn with the same random draws; times on single
 prompts, all writers in turn, as medians."""

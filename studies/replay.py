@@ -1,6 +1,6 @@
-"""Hit rates over a trace of requests: the store's index and eviction, with room for so many blocks.
+"""Hit rates over a trace of requests: the store's index and eviction, at a given capacity in blocks.
 
-TRACE: requests as JSON, one a line, with input_length and hash_ids, the prefix-chained ids of their
+TRACE: requests as JSON, one per line, with input_length and hash_ids, the prefix-chained ids of their
 blocks of 512 tokens. Source: Qin et al. 2024, "Mooncake: A KVCache-centric Disaggregated Architecture
 for LLM Serving", whose public traces have this format.
 """
@@ -133,9 +133,9 @@ def draw(file: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "replay TRACE", "three capacities only: 500, 4,000, 32,000", model="", out="recycling")
-    cli.add_argument("trace", metavar="TRACE", type=Path, help="a JSON object a line, with input_length and hash_ids")
+    cli.add_argument("trace", metavar="TRACE", type=Path, help="JSON objects, one per line: input_length, hash_ids")
     cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N",
-                     help="capacities, in blocks of 512 tokens; default: 500, doubled again and again")
+                     help="capacities, in blocks of 512 tokens; default: 500, doubled repeatedly")
     with cli.parse(argv) as args:
         replay(args.trace, args.blocks or ([500, 4000, 32000] if args.quick else None), args.out)
 

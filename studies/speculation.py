@@ -88,8 +88,8 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
         f"{record['prompts']} held-out prompts of {record['prompt_tokens']} tokens and {record['tokens']} written ones "
         f"each; {record['teacher']} ({record['parameters'][0] / 1e6:.1f} million parameters) and {record['student']} "
         f"({record['parameters'][1] / 1e6:.1f} million), {record['threads']} CPU thread, {record['date']}. Where a "
-        "cell has two figures: greedy, then sampled at temperature 1.",
-        Table(["", "teacher's passes in 1,000 tokens", "of the drafts stay", "greedy text: the teacher's",
+        "cell has two figures, the first is for greedy text, the second for text sampled at temperature 1.",
+        Table(["", "teacher's passes in 1,000 tokens", "share of drafts kept", "greedy text: the teacher's",
                "sampled: perplexity", "tokens/s"], rows),
         verdict(record["methods"]),
     ]  # fmt: skip
@@ -104,7 +104,7 @@ def verdict(methods: dict[str, Any]) -> str:
     return (f"At {drafts['greedy']['passes_in_1000']:.0f} passes in 1,000 tokens speculation writes the teacher's own "
             f"greedy text; a refresh every 8 tokens takes {refreshed['greedy']['passes_in_1000']:.0f} passes, and its "
             f"sampled text has a perplexity of {refreshed['sampled']['perplexity'][0]:.2f}, the teacher's own "
-            f"{alone['sampled']['perplexity'][0]:.2f}. Drafts pay in time only where they cost much less than the "
+            f"{alone['sampled']['perplexity'][0]:.2f}. Drafts save time only where they cost much less than the "
             f"teacher: here a student's step takes about as long as the teacher's, and the fastest ({by}) is "
             f"{times:.2f} times as fast as the teacher alone.")  # fmt: skip
 

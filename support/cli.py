@@ -46,12 +46,12 @@ class CommandLine(argparse.ArgumentParser):
         optional = {"dest": "model"} if model.startswith("-") else {"nargs": "?"}
         self.add_argument(model, default="pocket", metavar="NAME", help=self.models, **optional)
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"),
-                          help="where to compute; auto: cuda if there is one, else mps, else cpu")
+                          help="where to compute; auto: cuda if available, else mps, else cpu")
         self.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
                           help="number format of weights and activations")
         self.add_argument("--threads", type=whole_number(1, 1024), metavar="N",
                           help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice")
-        self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="of random draws")
+        self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="for random draws")
 
     def add_generation_arguments(self, model: str = "--model", trace: bool = True) -> None:
         """Add what the scripts that write text have in common; model: the option that names the model."""
@@ -60,7 +60,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--max-new-tokens", default=250, type=whole_number(1), metavar="N", help="tokens to write")
         self.add_argument("--temperature", default=0.0, type=temperature, metavar="X",
                           help="0: always the likeliest token; higher: more random")
-        self.add_argument("--top-k", type=whole_number(1), metavar="N", help="draw among the N likeliest tokens only")
+        self.add_argument("--top-k", type=whole_number(1), metavar="N", help="sample from the N likeliest tokens only")
         if trace:
             self.add_trace_argument()
 

@@ -1,4 +1,4 @@
-"""Texts as vectors, and the nearest of them."""
+"""Texts as vectors, and the search for the nearest one."""
 
 from __future__ import annotations
 

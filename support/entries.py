@@ -1,4 +1,4 @@
-"""The files of a store of KV caches: their names, their checksums, and what is wrong with them.
+"""The files of a store of KV caches: their names, their checksums, and their faults.
 
 Shapes: L layers, H heads, D head size, n tokens of an entry.
 """

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and JSON and CSV."""
+"""Files that are complete or absent, never half-written; JSON and CSV."""
 
 from __future__ import annotations
 

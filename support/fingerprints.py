@@ -1,4 +1,4 @@
-"""What stored keys and values depend on."""
+"""Fingerprints of everything that stored keys and values depend on."""
 
 from __future__ import annotations
 

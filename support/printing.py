@@ -1,4 +1,4 @@
-"""Text as it is written, and what it cost."""
+"""Printing text while it is written, and its cost."""
 
 from __future__ import annotations
 

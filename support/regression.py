@@ -1,4 +1,4 @@
-"""Ridge regression in closed form, and its penalty by cross-validation over families."""
+"""Ridge regression in closed form, with its penalty chosen by cross-validation over families."""
 
 from __future__ import annotations
 

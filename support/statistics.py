@@ -1,4 +1,4 @@
-"""Each measure of the studies, once: divergences of predictions, texts against references, intervals."""
+"""The measures that several studies share: divergences of predictions, texts against references, intervals."""
 
 from __future__ import annotations
 
