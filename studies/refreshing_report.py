@@ -238,14 +238,8 @@ def simulated(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
                                    f"{text}. The source's own output has variance fire at 336, which is in that phase",
                                    "partly: logits, thresholds and the checking interval are guessed from its output"))
         else:
-<<<<<<< HEAD
-            rows += under("", "", "400 simulated steps", judged("", "Is variance silent in the ambiguous phase, and "
-                          "entropy not, with thresholds by one rule for both?", holds, text, ""))  # fmt: skip
-=======
-            rows += under("", "", "400 simulated steps", judged(
-                "", "Is variance silent in the ambiguous phase, but not entropy, if one rule sets both thresholds?",
-                holds, text, ""))  # fmt: skip
->>>>>>> 51447e1db21784172768c9c35b69e1b1526a1df4
+            rows += under("", "", "400 simulated steps", judged("", "Is variance silent in the ambiguous phase, but "
+                          "not entropy, if one rule sets both thresholds?", holds, text, ""))  # fmt: skip
     return rows
 
 
