@@ -236,7 +236,7 @@ class Store:
         return written
 
     def evict(self, limit: float, kept: Sequence[Node] = ()) -> bool:
-        """Delete ends of what was used longest ago until there are at most limit bytes; return whether it is so.
+        """Delete ends of the least recently used texts until at most limit bytes are left; return whether that worked.
 
         kept: a path from the root that stays.
         """
