@@ -114,8 +114,8 @@ def note(record: dict[str, Any]) -> str:
         "## Larger models",
         "Lower bounds, without a limit of memory: in bfloat16 Llama 3 70B is "
         f"{2e-9 * SHAPES[-1].parameters:,.0f} GB, and 64 texts of 8,000 tokens are "
-        f"{64 * 8000e-9 * SHAPES[-1].token_bytes:,.0f} GB more, on a GPU with 80. The last "
-        "column is the bandwidth above which fetching a cached token beats computing it.",
+        f"{64 * 8000e-9 * SHAPES[-1].token_bytes:,.0f} GB more, on a GPU with 80 GB. The "
+        "last column is the bandwidth above which fetching a cached token beats computing it.",
         Table(["machine", "model", "tokens/s, 1 text of 1,000", "64 texts of 8,000", "first token of 1,000",
                "of 8,000", "bytes of a cached token", "fetch above"], larger, left=2),
         *fleet(),
