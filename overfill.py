@@ -70,7 +70,7 @@ def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
 
 @dataclass
 class Refresh:
-    """What one refresh was: after how many written tokens, in how many rows, what the teacher read, and how long."""
+    """One refresh: after how many written tokens, in how many rows, the teacher's tokens, and the time."""
 
     written: int
     rows: int
@@ -125,7 +125,7 @@ class Pair:
         self.cache.commit(self.read.pos[first:])
 
     def step(self, token: Tensor) -> None:
-        """Let the student read the next token (B, 1); past the context the teacher begins anew with the later half."""
+        """Let the student read the next token (B, 1); past the context the teacher starts again with the later half."""
         self.ids = torch.cat([self.ids, token], 1)
         self.written += 1
         self.consulted = None
@@ -284,7 +284,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Every so many tokens; with a window the sliding-window refresh."""
+    """Every `every` tokens; with a window the sliding-window refresh."""
 
     every: int
 
@@ -299,7 +299,7 @@ def speculative(burst: int, **options: bool) -> Periodic:
 
 @dataclass(frozen=True)
 class Gate(Policy):
-    """If a signal exceeds a threshold, but no sooner than `cooldown` tokens after a refresh: what made the signal rise
+    """If a signal exceeds a threshold, but no sooner than `cooldown` tokens after a refresh: the cause of a high signal
     is often a hard word, and still there at the next token. Looked at every so many tokens."""
 
     threshold: float
@@ -421,7 +421,7 @@ def parse_policy(text: str) -> Policy:
 
 
 def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
-    """Return what each token stands for."""
+    """Return the text of each token."""
     return [tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)]
 
 
@@ -445,7 +445,7 @@ def dropout_of(name: str) -> float:
 
 def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, trace: Trace | None = None,
           **options: Any) -> None:  # fmt: skip
-    """Print a prompt, what is written after it, where the cache was refreshed, and what that cost."""
+    """Print a prompt, its continuation, the places of the refreshes, and their cost."""
     prompt = pair.ids
     print(tokenizer.decode(prompt[0].tolist()), end="", flush=True)
     tokens = generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options)

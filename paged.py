@@ -342,7 +342,7 @@ class Server:
             self.running.remove(text)
 
     def write(self, text: Text, token: int) -> tuple[int, int]:
-        """Add a token to a text that has been read, and decide what becomes of it."""
+        """Add a token to a text that has been read, and continue or retire the text."""
         text.ids.append(token)
         start = context_start(len(text.ids), self.model.context)
         if token == text.stop_id or len(text.ids) == text.end:

@@ -236,7 +236,7 @@ class Store:
         return written
 
     def evict(self, limit: float, kept: Sequence[Node] = ()) -> bool:
-        """Delete ends of what was used longest ago until there are at most limit bytes; return whether it is so.
+        """Delete ends of the least recently used texts until at most limit bytes are left; return whether that worked.
 
         kept: a path from the root that stays.
         """
@@ -486,7 +486,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_model_arguments()
     cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="tokens to write")
     cli.add_argument("--store", metavar="FOLDER", help="chat: where caches are kept; default: results/recycle/store")
-    cli.add_argument("--capacity", type=whole_number(1), metavar="BYTES", help="chat: the most to keep; default: 10**9")
+    cli.add_argument("--capacity", type=whole_number(1), metavar="BYTES", help="chat: store size limit; default: 10**9")
     cli.add_trace_argument("chat: ")
     with cli.parse(argv) as args:
         chat_only = {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file}

@@ -144,7 +144,7 @@ DRAFTS = {"student": by_student, "text": from_the_text}
 
 @torch.no_grad()
 def demo(teacher: torch.nn.Module, student: torch.nn.Module, prompts: list[Tensor], n: int) -> None:
-    """Print what drafts of several lengths save and cost, beside the teacher alone and refreshes as frequent."""
+    """Print the savings and costs of several draft lengths, beside the teacher alone and equally frequent refreshes."""
     made: dict[str, tuple[list[list[int]], float, int, str]] = {}
     rows = [("teacher alone", 0, ""), *((f"drafts of {k} by the student", k, "student") for k in (4, 8, 16)),
             *((f"drafts of {k} from the text", k, "text") for k in (4, 8, 16)),

@@ -269,7 +269,7 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
 
 
 def print_summary(record: dict[str, Any]) -> None:
-    """Print what was measured, a line a contender."""
+    """Print the figures, one line per contender."""
     rows, lengths, batches = record["rows"], record["lengths"], record["batches"]
     print(f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32; "
           f"{record['machine']}; {record['threads']} thread{'s' * (record['threads'] > 1)}; medians of "
@@ -310,7 +310,7 @@ def disturbed(found: dict[str, Any]) -> bool:
 
 
 def disturbance(record: dict[str, Any]) -> str:
-    """Return by how much the machine's speed changed, and what a single thread waited for it."""
+    """Return the change of the machine's speed, and how long a single thread waited for it."""
     waited = "" if record["waited"] is None else f", and processes waited for {record['waited']:.0%} of their time"
     return f"its bandwidth changed by {record['bandwidth_change']:.0%} between turns{waited}"
 
@@ -328,7 +328,7 @@ def ablation(rows: dict[str, Any], lengths: Sequence[int]) -> dict[str, dict[str
 
 
 def print_ablation(result: dict[str, dict[str, dict[str, list[float]]]], lengths: Sequence[int]) -> None:
-    """Print what each choice is worth."""
+    """Print the gain from each choice."""
     header = ["without", *(f"{what}, {T}" for what in ("decoding", "first token") for T in lengths)]
     print(f"{BASE}: how many times as long without each of its choices, after so many tokens (least to most)\n")
     print(table(header, [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what])
@@ -337,7 +337,7 @@ def print_ablation(result: dict[str, dict[str, dict[str, list[float]]]], lengths
 
 
 def draw(record: dict[str, Any], out: Path) -> None:
-    """Draw decoding, the first token and the bytes against the length of the text, and what cannot be beaten."""
+    """Draw decoding, the first token and the bytes against the length of the text, and their floors."""
     lengths, B = record["lengths"], record["batches"][0]
     marks = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
 

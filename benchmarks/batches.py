@@ -240,7 +240,7 @@ def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Return what was measured, a table for each number of requests."""
+    """Return the figures, a table for each number of requests."""
     lines = [f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
              f"{record['read_ms']:.1f} ms; {record['machine']}; {record['threads']} thread"
              f"{'s' * (record['threads'] > 1)}; medians of {record['turns']} turns"]  # fmt: skip

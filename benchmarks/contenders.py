@@ -118,7 +118,7 @@ def timed(runner: Runner, clock: Clock, ids: Tensor, decode: int) -> dict[str, A
 
 
 def peak_bytes(cuda: bool) -> int:
-    """Return the most memory that this process has had so far: of the GPU, or of the machine (loading included)."""
+    """Return the peak memory of this process so far: of the GPU, or of the machine (loading included)."""
     if cuda:
         return torch.cuda.max_memory_allocated()
     if (status := Path("/proc/self/status")).exists():
@@ -127,7 +127,7 @@ def peak_bytes(cuda: bool) -> int:
 
 
 def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int]) -> dict[str, Any]:
-    """Return what this machine can do in float32: bytes read per millisecond, and milliseconds of nothing but the
+    """Return this machine's limits in float32: bytes read per millisecond, and milliseconds of nothing but the
     matrix products of a prefill, by the number of tokens in all texts."""
     times = 20 if clock.cuda else 1  # a GPU is told to begin so many times before the clock stops
     matrix = torch.rand(8192, 16384, device=device)  # 512 MiB

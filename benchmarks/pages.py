@@ -95,7 +95,7 @@ def threads_of(record: dict[str, Any]) -> str:
 
 
 def demo() -> str:
-    """What the README's first command prints."""
+    """The output of the README's first command."""
     command = [sys.executable, "gpt_kv_cache.py", "--compare"]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return f"```text\n$ python3 gpt_kv_cache.py --compare\n{printed.rstrip()}\n```"

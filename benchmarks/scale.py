@@ -49,12 +49,12 @@ H100 = ("an H100 SXM by its data sheet, bf16", 3.35e12, 989e12, 2)  # bytes/s, d
 
 
 def decode_s(shape: Shape, read: float, tokens: int, batch: int = 1) -> float:
-    """Return the least seconds of a step for `batch` texts of so many tokens each, reading `read` bytes a second."""
+    """Return the minimum seconds of a step for `batch` texts of `tokens` tokens each, at `read` bytes per second."""
     return ((shape.parameters - shape.unread) * shape.nbytes + batch * tokens * shape.token_bytes) / read
 
 
 def prefill_s(shape: Shape, rate: float, tokens: int) -> float:
-    """Return the least seconds to read a prompt: 2 operations a weight and token, and attention's
+    """Return the minimum seconds to read a prompt: 2 operations per weight and token, and attention's
     2 * 2 * tokens ** 2 / 2 * width * layers."""
     return (token_operations(shape) * tokens + 2 * tokens**2 * shape.width * shape.layers) / rate
 
@@ -114,8 +114,8 @@ def note(record: dict[str, Any]) -> str:
         "## Larger models",
         "Lower bounds, without a limit of memory: in bfloat16 Llama 3 70B is "
         f"{2e-9 * SHAPES[-1].parameters:,.0f} GB, and 64 texts of 8,000 tokens are "
-        f"{64 * 8000e-9 * SHAPES[-1].token_bytes:,.0f} GB more, on a GPU with 80. The last "
-        "column is the bandwidth above which fetching a cached token beats computing it.",
+        f"{64 * 8000e-9 * SHAPES[-1].token_bytes:,.0f} GB more, on a GPU with 80 GB. The "
+        "last column is the bandwidth above which fetching a cached token beats computing it.",
         Table(["machine", "model", "tokens/s, 1 text of 1,000", "64 texts of 8,000", "first token of 1,000",
                "of 8,000", "bytes of a cached token", "fetch above"], larger, left=2),
         *fleet(),
@@ -130,7 +130,7 @@ def seconds(x: float) -> str:
 
 
 def fleet() -> list[str | Table]:
-    """Return what the recorded hit rates of two public traces mean for a 70B model on the data sheet's machine."""
+    """Return predictions for a 70B model on the data sheet's machine, from the hit rates of two public traces."""
     _, _, rate, nbytes = H100
     shape, block = replace(SHAPES[-1], nbytes=nbytes), 512
     cells = []

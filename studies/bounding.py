@@ -112,7 +112,7 @@ def memories_of(name: str, n: int, device: str, dtype: torch.dtype) -> dict[str,
 
 
 def growing_cache(name: str, device: str, dtype: torch.dtype) -> Memory:
-    """Return what they are compared with: the cache of gpt_kv_cache.py."""
+    """Return the baseline: the cache of gpt_kv_cache.py."""
     model = load_model(name, model_class=growing.GPT, device=device, dtype=dtype)
     return Memory("growing cache", model, growing.KVCache, growing.generate)
 
@@ -156,7 +156,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
 
 @dataclass
 class Growth:
-    """What writing every token took: milliseconds, and bytes of cache after it."""
+    """The cost of every written token: milliseconds, and bytes of cache after it."""
 
     ms: list[float]
     nbytes: list[int]
@@ -221,7 +221,7 @@ def document_losses(memory: Memory, documents: list[list[int]]) -> list[list[flo
 
 @torch.no_grad()
 def parallel_difference(memory: Memory, ids: Tensor) -> float:
-    """Return by what share of the largest the logits of ids (1, T), read at once and token by token, differ at most."""
+    """Return the largest difference of the logits of ids (1, T), read at once and token by token, over the largest."""
     cache, at_once = memory.new_cache(), memory(ids)
     one_by_one = torch.cat([memory.model(token, cache) for token in ids.split(1, dim=1)], dim=1)
     return float((at_once - one_by_one).abs().max() / at_once.abs().max())

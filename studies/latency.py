@@ -178,7 +178,7 @@ def tables(law: dict[str, Any], model: str = "", lengths: Sequence[int] = (),
 
 
 def draw(measured: dict[str, Any], out: Path, name: str) -> None:
-    """Draw what reuse saves of the time to the first token, and from end to end, over k/m."""
+    """Draw the time that reuse saves, to the first token and from end to end, over k/m."""
     lengths = sorted({c["m"] for c in measured["cells"]})
 
     def curves(axes: Any, saved: Callable[[dict[str, Any]], float]) -> None:

@@ -57,7 +57,7 @@ def papers() -> str:
 
 
 def methods() -> str:
-    """A row for each method: what it does, whether it is exact, and one figure."""
+    """A row for each method: its idea, whether it is exact, and one figure."""
     law, quiz = recorded("recycling", "law.json"), recorded("projection")["kinds"]["quiz"]
     cell = next(c for c in law["cells"] if (c["m"], c["k"]) == (1000, 900))
     refreshing, drafts = recorded("refreshing")["methods"], recorded("speculation")["methods"]
@@ -83,7 +83,7 @@ def methods() -> str:
 
 
 def claims() -> str:
-    """Every claim of the sources, beside what was found here."""
+    """Every claim of the sources, beside our finding."""
     parts = ([f"### {name}", *claim_tables(rows)] for name, rows in every_claim().items())
     return "\n\n".join(page(part, markdown=True) for part in parts)
 
@@ -108,7 +108,7 @@ def pocket() -> str:
 
 
 def memory() -> str:
-    """The tables of studies/bounding, and what isn't in them."""
+    """The tables of studies/bounding, and a remark."""
     record, lists = recorded("bounding"), read_json(ROOT / "pocket" / "bct" / "figures.json")
     bct, full, window = (f"{lists[name]['list_second_nats']:.2f}" for name in ("bct", "full", "window"))
     return page([*bounding.tables(record),

@@ -35,7 +35,7 @@ def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
 
 
 class PaddedCache(KVCache):
-    """Keys and values of B texts with room for the longest each: what blocks replace."""
+    """Keys and values of B texts with room for the longest each: the layout that blocks replace."""
 
     def __init__(self, model: GPT, lengths: Sequence[int], S: int) -> None:
         c, weight = model.config, model.wte.weight

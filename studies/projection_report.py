@@ -157,7 +157,7 @@ def by_kind(values: dict[str, Sequence[float]]) -> str:
 
 
 def by_similarity(kinds: dict[str, Any]) -> tuple[bool, str, str]:
-    """Return KL of the least and the most similar third, for one summary token: verdict, figure, tested as stated."""
+    """Return KL of the least similar and the most similar third, for one summary token: verdict, figure, as stated."""
     kl = {name: [next(b["kl"] for b in r["bins"] if b["bin"].startswith(end) and b["method"].startswith("one summary"))
                  for end in ("lowest", "highest")] for name, r in kinds.items()}  # fmt: skip
     return (all(far > near for far, near in kl.values()), "KL in nats of the least similar and the most similar third, "
@@ -219,7 +219,7 @@ def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
 
 
 def details(name: str, r: dict[str, Any]) -> list[str | Table]:
-    """Return what only the terminal shows of one kind of prompts."""
+    """Return the details of one kind of prompts, for the terminal only."""
     found = {key: r[key] for key in ("tokens", "prefix", "dropped", "tau", "auc")}
     parts = [f"=== {name}", of_records([found | r["prompts"]]), of_records([r["retrieval"]])]
     if "methods" not in r:

@@ -21,7 +21,7 @@ class StudyLine(CommandLine):
 
     def __init__(self, doc: str | None, name: str, quick: str, model: str = "--model", out: str = "",
                  models: str = NAMES) -> None:  # fmt: skip
-        """quick: what is left of the study with --quick; model: the option that names the model, "" for none."""
+        """quick: the study's reduced form with --quick; model: the option that names the model, "" for none."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         if model:
             self.add_model_arguments(model)
@@ -31,7 +31,7 @@ class StudyLine(CommandLine):
 
 
 class Claim(TypedDict):
-    """A claim in its source's own words, the conditions of both sides, and what was found of it."""
+    """A claim in its source's own words, the conditions of both sides, and our finding."""
 
     source: str  # its title; "" if it is ours
     section: str
@@ -107,7 +107,7 @@ def benchmark() -> dict[str, Any]:
 
 
 def spread(ratios: Sequence[float], form: str = ".2f") -> str:
-    """Return the median of some turns' ratios, and the least and the most of them."""
+    """Return the median, the minimum and the maximum of some turns' ratios."""
     return f"{statistics.median(ratios):{form}} ({min(ratios):{form}} to {max(ratios):{form}})"
 
 

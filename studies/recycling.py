@@ -187,7 +187,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
 
 
 def demo(model: GPT, tokenizer: tiktoken.Encoding, name: str, n_new: int) -> None:
-    """Run the experiment in memory, with a long prompt more; print what reuse saved beside the exact result."""
+    """Run the experiment in memory, with one more, long prompt; print the savings beside the exact result."""
     (cached, tests), ending = map(read_prompts, prompt_files(name)), END_OF_TEXT * ("DialoGPT" in name)
     stored = "\n".join(cached)
 

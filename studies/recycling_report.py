@@ -20,7 +20,7 @@ DIALOGPT = (24, 16, 1024)  # layers, heads and width of the paper's model
 
 
 def tables(record: dict[str, Any]) -> list[str | Table]:
-    """Return what the runs took and wrote, in each order, and what finds prefixes."""
+    """Return the times and texts of the runs, in each order, and a comparison of indices."""
     orders = record.get("orders") or {"interleaved": record["prompts"]}
     n, tokens = len(record["prompts"]), sorted(row["tokens"] for row in record["prompts"])
     words = {"interleaved": f"interleaved, medians of {record['repeats']}", "source": "in the source's order, once"}
@@ -157,7 +157,7 @@ def lengths_of(record: dict[str, Any]) -> str:
 
 
 def restoring(title: str, theirs: str, law: dict[str, Any] | None) -> list[Claim]:
-    """Return the claim on what loading a cache costs, by the times of studies.latency."""
+    """Return the claim on the cost of loading a cache, by the times of studies.latency."""
     if not law:
         return []
     scan = {c["k"]: (c["warm disk"]["restore"], c["cold"]) for c in law["scan"] if "warm disk" in c}
@@ -172,7 +172,7 @@ def restoring(title: str, theirs: str, law: dict[str, Any] | None) -> list[Claim
 
 
 def without_overlap(record: dict[str, Any], at: dict[str, Any] | None) -> tuple[bool | None, str, str]:
-    """Return what becomes of prompts that share nothing with the store: verdict, figure, tested as stated."""
+    """Return the results of prompts that share nothing with the store: verdict, figure, tested as stated."""
     rows = record.get("without_overlap")
     if not rows:
         return None, "no run without a hit is in the record", "no: not measured yet"

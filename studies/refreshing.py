@@ -95,7 +95,7 @@ def writers_of(setup: Setup, gates: dict[str, overfill.Gate]) -> list[Writer]:
 
 
 def trained_differently(setup: Setup) -> list[Writer]:
-    """Return the writers that tell students apart by what they were trained on."""
+    """Return the writers for comparing students by their training."""
     writers = []
     for student in [name for name in ("alone", "prompt", "student") if name in setup.models]:
         writers.append(Writer(f"{student}, alone", student))
@@ -105,7 +105,7 @@ def trained_differently(setup: Setup) -> list[Writer]:
 
 
 def facts_right(setup: Setup, writers: Sequence[Writer]) -> dict[str, tuple[float, float, float]]:
-    """Return how many questions on what was said early in a story each writer answers exactly, greedily: short outputs
+    """Return how many questions on the beginning of a story each writer answers exactly, greedily: short outputs
     after long prompts, where OverFill is said to work best."""
     questions = corpus.recall_questions("test", setup.size.facts)
     found = {}

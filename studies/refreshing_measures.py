@@ -304,7 +304,7 @@ def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
 
 
 def firings(signals: Tensor, threshold: float, cooldown: int) -> int:
-    """Return how often a gate fires over signals (B, T) of which none changes for it."""
+    """Return how often a gate fires over fixed signals (B, T), which its refreshes don't change."""
     count, last = 0, torch.zeros(signals.size(0), dtype=torch.long)
     for t, fires in enumerate((signals > threshold).T, 1):
         fires = fires & (t - last >= cooldown)
@@ -314,8 +314,8 @@ def firings(signals: Tensor, threshold: float, cooldown: int) -> int:
 
 
 def mutual_information(logits: Tensor) -> Tensor:
-    """Return what passes disagree on, in bits (...), of logits (..., N, V): the entropy of their mean distribution less
-    their mean entropy. The variance of logits counts tokens that no pass would ever write; this doesn't.
+    """Return the disagreement of N passes in bits (...), of logits (..., N, V): the entropy of their mean distribution
+    less their mean entropy. The variance of logits counts tokens that no pass would ever write; this doesn't.
 
     Source: Houlsby et al. 2011, "Bayesian Active Learning for Classification and Preference Learning" (BALD).
     """

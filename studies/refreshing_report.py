@@ -196,7 +196,7 @@ def divergences(record: dict[str, Any], small: str) -> list[Claim]:
 
 
 def on_paper(title: str, theirs: str) -> list[Claim]:
-    """Return what arithmetic says of the source's formulas and figures."""
+    """Return the claims on the source's formulas and figures that arithmetic decides."""
     p, q = (0.7, 0.2, 0.1), (0.2, 0.3, 0.5)
     lens, equal, sharp = variational(p, q), variational(p, p), variational(p, (0.98, 0.01, 0.01))
     return under(
@@ -282,7 +282,7 @@ def uncertainty(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
 
 
 def our_questions(record: dict[str, Any], quality: str) -> list[Claim]:
-    """Return what we ask beside the source: a fairer rival, and its two listings as they stand."""
+    """Return our own questions: a fairer rival, and the source's two listings as they stand."""
     methods, rows = record["methods"], []
     if "student trained alone" in methods and "lengths" in record:
         over, alone = (methods[name]["sampled"] for name in ("OverFill", "student trained alone"))
@@ -338,7 +338,7 @@ def cells_of(r: dict[str, Any]) -> dict[str, str]:
 
 
 def tables(record: dict[str, Any]) -> list[str | Table]:
-    """Return what each writer writes and costs, the source's figures beside ours, and the claims."""
+    """Return the quality and cost of each writer, and the source's figures beside ours."""
     found = {name: cells_of(r) for name, r in record["methods"].items() if "sampled" in r}
     tokens = record["prompt_tokens"]
     parts: list[str | Table] = [
@@ -366,7 +366,7 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
 
 
 def details(record: dict[str, Any]) -> list[str | Table]:
-    """Return what only the terminal shows: paired ratios, lengths of prompts, signals, the simulation."""
+    """Return the details for the terminal only: paired ratios, lengths of prompts, signals, the simulation."""
     measured = {name: r for name, r in record["methods"].items() if "sampled" in r}
     base = measured["OverFill"]["sampled"]
     parts: list[str | Table] = [

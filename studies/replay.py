@@ -61,7 +61,7 @@ def read_trace(path: Path) -> list[Request]:
 
 
 def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, float]:
-    """Run the store's index and eviction over a trace, with room for so many blocks; return the shares that were found.
+    """Run the store's index and eviction over a trace, with room for some blocks; return the shares that were found.
 
     Of a prompt that is stored whole, the last token still has to be read.
     """

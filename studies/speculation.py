@@ -39,7 +39,7 @@ METHODS = {"teacher alone": ("", 0), **{f"exact, {k} by the student": ("student"
 
 def write(teacher: GPT, student: GPT, ids: Tensor, n: int, method: str, temperature: float,
           seed: int) -> dict[str, Any]:  # fmt: skip
-    """Return what a method writes after a prompt (1, T), how long it takes, and what it asks of the teacher."""
+    """Return a method's text after a prompt (1, T), its time, and the teacher's work."""
     by, k = METHODS[method]
     pair, passes, began = Pair(teacher, student, ids), Passes(), time.perf_counter()
     options = {"temperature": temperature, "generator": torch.Generator().manual_seed(seed)}
@@ -75,7 +75,7 @@ def measure(teacher: GPT, student: GPT, prompts: Sequence[Sequence[int]], n: int
 
 
 def tables(record: dict[str, Any]) -> list[str | Table]:
-    """Return what each method asks of the teacher, how good its text is by the teacher, and its speed."""
+    """Return the teacher's work in each method, the quality of its text by the teacher, and its speed."""
     rows = []
     for method, r in record["methods"].items():
         greedy, sampled = r["greedy"], r["sampled"]
@@ -96,7 +96,7 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
 
 
 def verdict(methods: dict[str, Any]) -> str:
-    """Return what follows for refreshes, at about as many passes of the teacher, and for the time."""
+    """Return the conclusion for refreshes, at about as many passes of the teacher, and for the time."""
     drafts, refreshed = methods["exact, 16 by the student"], methods["refreshed every 8"]
     alone, (by, times) = methods["teacher alone"], max(
         ((name, r["sampled"]["tokens_per_s"] / methods["teacher alone"]["sampled"]["tokens_per_s"])

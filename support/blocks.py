@@ -20,7 +20,7 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
 
 
 def write_blocks(pages: dict[Path, dict[str, Callable[[], str]]]) -> None:
-    """Write the blocks of each page anew."""
+    """Rewrite the blocks of each page."""
     for page, blocks in pages.items():
         text = with_blocks(page.read_text(encoding="utf-8"), {name: block() for name, block in blocks.items()})
         write_atomically(page, lambda file, text=text: file.write_text(text, encoding="utf-8"))

@@ -33,7 +33,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class CommandLine(argparse.ArgumentParser):
-    """What the command lines of all scripts share: model, device, dtype, seed, and errors in one sentence."""
+    """The common part of all command lines: model, device, dtype, seed, and errors in one sentence."""
 
     def __init__(self, doc: str | None, example: str, models: str = "") -> None:
         """doc: its first line describes the script; models: the names that --model takes."""
@@ -54,7 +54,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="for random draws")
 
     def add_generation_arguments(self, model: str = "--model", trace: bool = True) -> None:
-        """Add what the scripts that write text have in common; model: the option that names the model."""
+        """Add the common options of scripts that write text; model: the option that names the model."""
         self.add_model_arguments(model)
         self.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
         self.add_argument("--max-new-tokens", default=250, type=whole_number(1), metavar="N", help="tokens to write")

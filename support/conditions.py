@@ -19,7 +19,7 @@ SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
 
 
 def is_geometry(name: str) -> bool:
-    """Return whether a name is that of a geometry: one of SIZES, or LAYERSxHEADSxWIDTH."""
+    """Return whether a name means a geometry: one of SIZES, or LAYERSxHEADSxWIDTH."""
     return name in SIZES or bool(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", name))
 
 
@@ -33,7 +33,7 @@ def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
 
 
 def machine(device: str) -> str:
-    """Return the name of what computes."""
+    """Return the name of the processor or GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -42,7 +42,7 @@ def machine(device: str) -> str:
 
 
 def conditions(name: str, model: nn.Module) -> dict[str, Any]:
-    """Return what a record says of a model, the machine and the day."""
+    """Return the conditions for a record: the model, the machine and the day."""
     config, weight = model.config, model.wte.weight
     return {
         "model": name, "parameters": sum(p.numel() for p in model.parameters()), "layers": config.n_layer,
