@@ -6,6 +6,7 @@ if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def papers() -> str:
     """A row for each paper: its promise, and our finding."""
     memories = recorded("bounding")["memories"]
     bct, full, window = (f"{memories[name]['perplexity']:.2f}" for name in ("bct", "full", "window"))
-    prompts = recorded("recycling")["prompts"]
+    prompts, at_size = recorded("recycling")["prompts"], recorded("recycling", "geometry.json")["orders"]["source"]
+    saved = statistics.mean(p["published"]["latency_saved"] for p in at_size)
     same, published = (sum(p[name]["identical"] for p in prompts) for name in ("recycled", "published"))
     quiz = recorded("projection")["kinds"]["quiz"]["methods"]
     proposed, neighbour = (quiz[name]["retrieved"]["kl"][0] for name in ("as proposed", "neighbour's logits"))
@@ -45,7 +47,8 @@ def papers() -> str:
          "of equal bytes"],
         ["KV recycling: reuse the cache of a stored prompt",
          f"Exact if only the shared prefix is reused: {same} of {len(prompts)} answers unchanged. The published call "
-         f"loses tokens: {published} of {len(prompts)}"],
+         f"loses tokens: {published} of {len(prompts)}; at its source's 355 million parameters it saves {saved:.1%} of "
+         "the time, where 30 to 50% are claimed"],
         ["CP-KVP: a first token from a similar prompt's projected cache",
          f"Sooner, but another token: {proposed:.1f} nats off on quiz questions, where the similar prompt's own "
          f"prediction is {neighbour:.1f} off"],
