@@ -270,10 +270,11 @@ class Policy:
             raise ValueError(f"reads must be one of {', '.join(READS)}, got {self.reads!r}")
         if self.reads == "window" and self.window is None:
             raise ValueError("reads='window' needs a window: how many tokens the teacher reads")
-        for name, least in (("window", 1), ("every", 1), ("cooldown", 1), ("passes", 2)):
+        for name, least, most in (("window", 1, 2**31 - 1), ("every", 1, 2**31 - 1), ("cooldown", 1, 2**31 - 1),
+                                  ("passes", 2, 1024)):  # fmt: skip
             value = getattr(self, name, None)
-            if value is not None and not least <= value < 2**31:
-                raise ValueError(f"{name} must be at least {least}, and less than {2**31}, got {value}")
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name} must be at least {least} and at most {most}, got {value}")
         if math.isnan(getattr(self, "threshold", 0.0)):
             raise ValueError("threshold must be a number, got nan")
 
@@ -486,11 +487,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N",
                      help="tokens to write; default: write 250, demo 128")
     with cli.parse(argv) as args:
-        if args.what == "study":
-            raise ValueError("study comes first: overfill.py study --help")
-        write_only = {"--temperature": args.temperature, "--top-k": args.top_k, "--trace": args.trace_file}
-        if args.what == "demo" and (given := [name for name, value in write_only.items() if value is not None]):
-            raise ValueError(f"the demo has no {given[0]}: see --help")
+        cli.only(args.what, "write", {"--temperature": args.temperature, "--top-k": args.top_k,
+                                      "--trace": args.trace_file})  # fmt: skip
         names = [args.policy] if args.policy else ["periodic:64", "periodic:16"][: 2 if args.what == "demo" else 1]
         policies = {f"OverFill, {name}": parse_policy(name) for name in names}
         teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)

@@ -20,6 +20,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
+import math
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,13 @@ class PagedCache:
             raise ValueError(f"{blocks} blocks of {size} tokens: must be at least 1 of 1")
         c, weight = model.config, model.wte.weight
         self.blocks, self.size = blocks, size
-        self.pool = weight.new_zeros(c.n_layer, 2, c.n_head, blocks, size, c.head_dim)
+        shape = (c.n_layer, 2, c.n_head, blocks, size, c.head_dim)
+        try:
+            self.pool = weight.new_zeros(shape)
+        except RuntimeError as error:
+            nbytes = math.prod(shape) * weight.element_size()
+            raise ValueError(f"{blocks} blocks of {size} tokens take {nbytes:,} bytes: there isn't "
+                             "that much memory") from error  # fmt: skip
         self.count = [0] * blocks
         self.free = OrderedDict.fromkeys(range(blocks))
         self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(blocks + 1)]

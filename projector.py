@@ -528,11 +528,9 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--library", metavar="FOLDER",
                      help="ask: prompts stored by a study; default: a few quiz questions, read first")
     with cli.parse(argv) as args:
+        cli.only(args.what, "ask", {"--max-new-tokens": args.max_new_tokens, "--library": args.library})
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
-        ask_only = {"--max-new-tokens": args.max_new_tokens, "--library": args.library}
-        if args.what != "ask" and (given := [name for name, value in ask_only.items() if value is not None]):
-            raise ValueError(f"{args.what} has no {given[0]}: ask has")
         projection.require_pocket(args.model, args.library)
         kind = projection.class_of(args.model)
         model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)

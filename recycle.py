@@ -36,7 +36,7 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
-from support.entries import ENTRY, HEADER, UNREADABLE, checksum, digest, entry_name, ids_of, read_entry
+from support.entries import DAMAGED, ENTRY, HEADER, checksum, digest, entry_name, ids_of, read_entry
 from support.files import UNFINISHED, write_atomically
 from support.fingerprints import Weights, fingerprint
 from support.radix_tree import Node, RadixTree
@@ -191,7 +191,8 @@ class Store:
                 self.full = True  # until a put() succeeds: a disk that others fill must not empty the store
                 self.forget()
                 self.refresh()
-                if written := self.insert(tuple(ids[:n]), cache, self.nbytes - self.size(n) - BLOCKS):
+                room = self.nbytes - self.size(n) - BLOCKS
+                if room > 0 and (written := self.insert(tuple(ids[:n]), cache, room)):
                     return written
                 raise
         return 0
@@ -267,13 +268,13 @@ class Store:
         node and all that follows it are gone."""
         try:
             return self.verified(node.name, self.tree.text(node.parent), node.ids)
-        except UNREADABLE as error:
+        except DAMAGED as error:
             for one in self.tree.remove(node):
                 self.discard(one.name, error if one is node else "")
             return None
 
     def verified(self, name: str, prefix: Sequence[int], ids: tuple[int, ...]) -> Tensor:
-        """Return the keys and values of an entry. Raises one of UNREADABLE with what is wrong."""
+        """Return the keys and values of an entry. Raises one of DAMAGED with what is wrong."""
         c = self.model.config
         shape = (c.n_layer, 2, c.n_head, len(ids), c.head_dim)
         metadata, tensors = read_entry(self.folder / name) if self.folder else self.memory[name]
@@ -360,7 +361,7 @@ class Store:
         for name in files.keys() - {node.name for node in self.tree.order}:
             try:
                 waiting.setdefault(name[:32], []).append((name, ids_of(read_entry(self.folder / name)[1])))
-            except UNREADABLE as error:
+            except DAMAGED as error:
                 self.discard(name, error)
         parents = [(digest(()), self.tree.root), *((node.name[33:65], node) for node in self.tree.order)]
         found = []
@@ -397,8 +398,8 @@ def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -
     ValueError as generate() does.
     """
     n_ctx = store.model.config.n_ctx
-    if ids.size(0) != 1:
-        raise ValueError(f"ids must be one row, got {ids.size(0)}")
+    if ids.dim() != 2 or ids.size(0) != 1:
+        raise ValueError(f"ids must have shape (1, T), got {tuple(ids.shape)}")
     ids = ids[:, context_start(ids.size(1), n_ctx) :]  # the rest would be forgotten anyway
     text = ids[0].tolist()
     cache = store.get(text)
@@ -459,7 +460,8 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
                 break
         print(tokenizer.decode(reply).replace(END_OF_TEXT, "").strip())
         store.put([*ids, *reply], cache)
-        ending = [] if dialogue or "\n" in tokenizer.decode(reply[-1:]) else tokenizer.encode("\n")
+        end = [tokenizer.eot_token] if dialogue else tokenizer.encode("\n")
+        ending = [] if tokenizer.decode(reply[-1:]).endswith(tokenizer.decode(end)) else end
         turns.append(turn + reply + ending)  # an answer that was cut off ends its line
         begun = time.perf_counter()
         read_all(model, ids)
@@ -486,12 +488,11 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_model_arguments()
     cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="tokens to write")
     cli.add_argument("--store", metavar="FOLDER", help="chat: where caches are kept; default: results/recycle/store")
-    cli.add_argument("--capacity", type=whole_number(1), metavar="BYTES", help="chat: store size limit; default: 10**9")
+    cli.add_argument("--capacity", type=whole_number(1, 2**63 - 1), metavar="BYTES",
+                     help="chat: store size limit; default: 10**9")  # fmt: skip
     cli.add_trace_argument("chat: ")
     with cli.parse(argv) as args:
-        chat_only = {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file}
-        if args.what != "chat" and (given := [name for name, value in chat_only.items() if value is not None]):
-            raise ValueError(f"{args.what} has no {given[0]}: chat has")
+        cli.only(args.what, "chat", {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file})
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "run":

@@ -41,9 +41,10 @@ Drafter = Callable[[Pair, int, Choose], tuple[Tensor, Tensor]]
 def by_student(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
     """Let the student write k tokens; return them (1, k) and the distributions (k, V) that they were drawn from."""
     unread = pair.ids[:, pair.cached_from + len(pair.cache) :]
-    tokens, drawn_from = [pair.ids[:, :0]], [pair.logits.new_empty(0, pair.student.config.vocab_size)]
+    tokens, drawn_from = [pair.ids[:, :0]], [torch.empty(0, pair.student.config.vocab_size)]
     for _ in range(k):
-        unread, q = choose(pair.student(unread, pair.cache, last_only=True)[:, -1])
+        token, q = choose(pair.student(unread, pair.cache, last_only=True)[:, -1])
+        unread = token.to(pair.ids.device)
         tokens.append(unread)
         drawn_from.append(q)
     return torch.cat(tokens, 1), torch.cat(drawn_from)
@@ -52,17 +53,18 @@ def by_student(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
 def from_the_text(pair: Pair, k: int, choose: Choose, longest: int = 3) -> tuple[Tensor, Tensor]:
     """Copy up to k tokens (1, k): those that followed the last 3, 2 or 1 tokens of the text the last time that these
     occurred. No student is needed."""
-    text, none = pair.ids[0], pair.logits.new_empty(0, pair.teacher.config.vocab_size)
+    text, none = pair.ids[0], torch.empty(0, pair.teacher.config.vocab_size)
     for n in range(min(longest, len(text) - 1), 0, -1):
         found = (text[:-1].unfold(0, n, 1) == text[-n:]).all(1).nonzero()  # (matches, 1)
         if len(found):
             tokens = text[int(found[-1]) + n :][:k]
-            return tokens[None], F.one_hot(tokens, none.size(1)).double()
+            return tokens[None], F.one_hot(tokens.cpu(), none.size(1)).double()
     return pair.ids[:, :0], none
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """Return the distributions (N, V) that sample() draws from; at temperature 0 the likeliest token has all of one."""
+    logits = logits.cpu()  # some devices have no float64, in which the rule is exact to rounding
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
     if top_k is not None:
@@ -71,17 +73,26 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tens
     return (logits.double() / temperature).softmax(-1)
 
 
+def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return an index (1,) drawn in proportion to weights (V,); the generator may be of another device."""
+    sums = weights.cumsum(0)
+    return torch.searchsorted(sums, uniform(1, generator) * sums[-1], right=True).clamp(max=len(sums) - 1)
+
+
+def uniform(n: int, generator: torch.Generator | None) -> Tensor:
+    """Return n random numbers between 0 and 1, on the CPU."""
+    return torch.rand(n, generator=generator, device=generator.device if generator else "cpu").cpu().double()
+
+
 def agree(p: Tensor, q: Tensor, draft: Tensor, generator: torch.Generator | None) -> tuple[int, Tensor]:
     """Return how many of a draft (k,) stay, and the token (1,) that follows them, so that all of them are distributed
     as draws from the teacher's distributions p (k + 1, V), whatever the q (k, V) that the draft was drawn from.
 
     Source: Leviathan et al. 2023, algorithm 1.
     """
-    each = torch.arange(len(draft), device=draft.device)
-    luck = torch.rand(len(draft), generator=generator, device=draft.device, dtype=torch.double)
-    n = int((luck < p[each, draft] / q[each, draft]).cumprod(0).sum())
-    rest = (p[n] - q[n]).clamp(min=0) if n < len(draft) else p[n]
-    return n, torch.multinomial(rest, 1, generator=generator)
+    each = torch.arange(len(draft))
+    n = int((uniform(len(draft), generator) < p[each, draft] / q[each, draft]).cumprod(0).sum())
+    return n, draw((p[n] - q[n]).clamp(min=0) if n < len(draft) else p[n], generator)
 
 
 @dataclass
@@ -101,15 +112,18 @@ def speculate(pair: Pair, max_new_tokens: int, k: int, draft: Drafter = by_stude
     the same distribution. The entries of what the teacher has read replace the student's, as at a refresh.
 
     passes: counts. Other options and errors are those of gpt_kv_cache.generate(); ValueError too if k is less than 1,
-    or there are several texts.
+    there are several texts, or the student's context is shorter than the teacher's.
     """
     check_options(pair.ids, max_new_tokens, temperature, top_k)
     if k < 1 or pair.ids.size(0) != 1:
         raise ValueError(f"speculation takes drafts of at least 1 token and 1 text, got {k} and {pair.ids.size(0)}")
+    if pair.n_ctx < pair.teacher.config.n_ctx:
+        raise ValueError(f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
+                         f"{pair.teacher.config.n_ctx}: the teacher would forget earlier than alone")  # fmt: skip
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         q = probabilities(logits, temperature, top_k)
-        return torch.multinomial(q, 1, generator=generator), q
+        return draw(q[0], generator)[None], q
 
     written, passes = 0, passes or Passes()
     while written < max_new_tokens:
@@ -122,8 +136,8 @@ def speculate(pair: Pair, max_new_tokens: int, k: int, draft: Drafter = by_stude
             drafted, q = draft(pair, min(k, max_new_tokens - written - 1, room), choose)
             unread = torch.cat([pair.ids[:, pair.cached_from + shared :], drafted], 1)
             p = probabilities(pair.teacher(unread, pair.read)[0], temperature, top_k)  # (drafted + 1, V)
-            agreed, token = agree(p, q, drafted[0], generator)
-            new = torch.cat([drafted[:, :agreed], token[None]], 1)  # (1, agreed + 1)
+            agreed, token = agree(p, q, drafted[0].cpu(), generator)
+            new = torch.cat([drafted[:, :agreed], token[None].to(pair.ids.device)], 1)  # (1, agreed + 1)
             pair.read.truncate(n + agreed - pair.cached_from)
             if pair.fits:
                 pair.hand_over(shared)
@@ -156,7 +170,7 @@ def demo(teacher: torch.nn.Module, student: torch.nn.Module, prompts: list[Tenso
             tokens = (generate(teacher, ids, n) if not by else speculate(pair, n, k, DRAFTS[by], passes) if by in DRAFTS
                       else generate_refreshed(pair, n, speculative(k)))  # fmt: skip
             texts.append([int(token) for token in tokens])
-            count += passes.count or len(pair.refreshes) or n - 1
+            count += {"": n - 1, "refresh": len(pair.refreshes)}.get(by, passes.count)
             drafted, agreed = drafted + passes.drafted, agreed + passes.agreed
         made[name] = texts, time.perf_counter() - begun, count, f"{agreed / drafted:.0%}" if drafted else ""
     exact, total = made["teacher alone"][0], n * len(prompts)
@@ -175,15 +189,13 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write"),
                      help="demo: drafts of several lengths, compared; write: continue a prompt")  # fmt: skip
     cli.add_generation_arguments("--teacher", trace=False)
-    cli.set_defaults(prompt=None, max_new_tokens=None)
+    cli.set_defaults(prompt=None, max_new_tokens=None, temperature=None)
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that drafts")
     cli.add_argument("--draft", type=whole_number(1), metavar="K", help="write: tokens of a draft; default: 8")
     cli.add_argument("--by", choices=[*DRAFTS], help="write: where drafts come from; default: student")
     with cli.parse(argv) as args:
-        write_only = {"--prompt": args.prompt, "--draft": args.draft, "--by": args.by, "--top-k": args.top_k,
-                      "--temperature": args.temperature}  # fmt: skip
-        if args.what == "demo" and (given := [name for name, value in write_only.items() if value]):
-            raise ValueError(f"the demo has no {given[0]}: write has")
+        cli.only(args.what, "write", {"--prompt": args.prompt, "--draft": args.draft, "--by": args.by,
+                                      "--top-k": args.top_k, "--temperature": args.temperature})  # fmt: skip
         teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
         if args.what == "write":
             prompt = args.prompt or PROMPT
@@ -192,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"\n{prompt}", end="", flush=True)
             draft = DRAFTS[args.by or "student"]
             tokens = speculate(pair, args.max_new_tokens or 250, args.draft or 8, draft, passes, top_k=args.top_k,
-                               temperature=args.temperature, stop_id=tokenizer.eot_token,
+                               temperature=args.temperature or 0.0, stop_id=tokenizer.eot_token,
                                generator=torch.Generator(args.device).manual_seed(args.seed))  # fmt: skip
             written, _ = stream(tokens, tokenizer, pair)
             return print(f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
@@ -201,8 +213,8 @@ def main(argv: list[str] | None = None) -> None:
         n = args.max_new_tokens or 128
         print(f"{len(prompts)} texts of {n} tokens after prompts of 192, always the likeliest:\n")
         demo(teacher, student, prompts, n)
-        print("\nA draft pays if the student is much faster than the teacher, or needs no model at all.\nThe study: "
-              "python3 overfill.py study")  # fmt: skip
+        print("\nA draft saves time if the student is much faster than the teacher, or needs no model at all.\n"
+              "The full study: python3 -m studies.speculation")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -122,11 +122,11 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
         rows.append({"prompt": tests[i], "tokens": len(ids), "nearest": tokenizer.decode(record),
                      "nearest_tokens": len(record), "nearest_prefix_tokens": common_prefix(ids, record)})  # fmt: skip
         for name, several in done.items():
-            latency, ttft = ([getattr(run, what) for run in several[1:] or several] for what in ("total", "ttft"))
+            total, ttft = ([getattr(run, what) for run in several[1:] or several] for what in ("total", "ttft"))
             reused = {"cold": 0, "recycled": len(store.get(ids)), "published": usable(ids, record)}[name]
             rows[-1][name] = {
                 "output": outputs[name][i], "new_tokens": len(several[0].ids), "reused_tokens": reused,
-                "latency_s": statistics.median(latency), "ttft_s": statistics.median(ttft),
+                "latency_s": statistics.median(total), "ttft_s": statistics.median(ttft),
                 "similarity": float(vectors["cold"][i] @ vectors[name][i]),
                 "same_tokens": common_prefix(done["cold"][0].ids, several[0].ids),
                 "identical": done["cold"][0].ids == several[0].ids,

@@ -42,16 +42,17 @@ def write(teacher: GPT, student: GPT, ids: Tensor, n: int, method: str, temperat
     """Return a method's text after a prompt (1, T), its time, and the teacher's work."""
     by, k = METHODS[method]
     pair, passes, began = Pair(teacher, student, ids), Passes(), time.perf_counter()
-    options = {"temperature": temperature, "generator": torch.Generator().manual_seed(seed)}
+    options = {"temperature": temperature, "generator": torch.Generator(ids.device).manual_seed(seed)}
     if by in DRAFTS:
         tokens = speculate(pair, n, k, DRAFTS[by], passes, **options)
     else:
         tokens = generate_refreshed(pair, n, speculative(k), **options) if by else generate(teacher, ids, n, **options)
     written = [int(token) for token in tokens]
     seconds = time.perf_counter() - began
-    nats = teacher_nats(teacher, ids, torch.tensor([written])).mean().item()
-    return {"ids": written, "seconds": seconds, "nats": nats, "passes": passes.count or len(pair.refreshes) or n - 1,
-            "drafted": passes.drafted, "agreed": passes.agreed}  # fmt: skip
+    nats = teacher_nats(teacher, ids, torch.tensor([written], device=ids.device)).mean().item()
+    count = {"": n - 1, "refresh": len(pair.refreshes)}.get(by, passes.count)
+    return {"ids": written, "seconds": seconds, "nats": nats, "passes": count, "drafted": passes.drafted,
+            "agreed": passes.agreed}  # fmt: skip
 
 
 @torch.no_grad()
@@ -59,8 +60,9 @@ def measure(teacher: GPT, student: GPT, prompts: Sequence[Sequence[int]], n: int
     """Return the figures of all methods, greedy and sampled; the methods take turns at each prompt."""
     found: dict[str, dict[str, Any]] = {}
     for what, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-        runs = [{method: write(teacher, student, torch.tensor([ids]), n, method, temperature, seed)
-                 for method in METHODS} for seed, ids in enumerate(tqdm(prompts, desc=what, leave=False))]  # fmt: skip
+        texts = [torch.tensor([ids], device=teacher.wte.weight.device) for ids in prompts]
+        runs = [{method: write(teacher, student, ids, n, method, temperature, seed) for method in METHODS}
+                for seed, ids in enumerate(tqdm(texts, desc=what, leave=False))]  # fmt: skip
         for method in METHODS:
             those = [run[method] for run in runs]
             drafted = sum(run["drafted"] for run in those)
@@ -112,11 +114,11 @@ def verdict(methods: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "speculation", "four prompts and shorter texts", model="--teacher")
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that drafts")
-    cli.add_argument("--prompts", type=whole_number(2), default=30, metavar="N", help="texts to write")
+    cli.add_argument("--prompts", type=whole_number(2), metavar="N", help="texts; default: 20, with --quick 4")
     with cli.parse(argv) as args:
         teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
         args.out.mkdir(parents=True, exist_ok=True)
-        n, prompts = (64, 4) if args.quick else (256, args.prompts)
+        n, prompts = (64, args.prompts or 4) if args.quick else (256, args.prompts or 20)
         record = {
             "teacher": args.model, "student": args.student, "prompts": prompts, "prompt_tokens": 192, "tokens": n,
             "parameters": [sum(p.numel() for p in model.parameters()) for model in (teacher, student)],

@@ -99,6 +99,14 @@ class CommandLine(argparse.ArgumentParser):
             raise ValueError(f"--trace {path}: there is no folder {path.parent} that can be written to")
         return path
 
+    def only(self, action: str, owner: str, options: dict[str, Any]) -> None:
+        """Raise ValueError if an option is given that an action doesn't have, but only the owner; or if the action is
+        "study", which must be the first word."""
+        if action == "study":
+            raise ValueError("study comes first: see `study --help`")
+        if action != owner and (given := [name for name, value in options.items() if value is not None]):
+            raise ValueError(f"{action} has no {given[0]}: {owner} has")
+
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
         """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in the body, the

@@ -20,7 +20,7 @@ SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
 
 def is_geometry(name: str) -> bool:
     """Return whether a name means a geometry: one of SIZES, or LAYERSxHEADSxWIDTH."""
-    return name in SIZES or bool(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", name))
+    return name in SIZES or bool(re.fullmatch(r"[1-9]\d?x[1-9]\d?x[1-9]\d{0,3}", name))
 
 
 def random_model(model_class: type[nn.Module], name: str) -> nn.Module:

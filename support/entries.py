@@ -24,7 +24,7 @@ ENTRY = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")
 HEADER = 512  # bytes: an entry's file has at most that many beside its keys, values and tokens
 
 # What safetensors raises on damaged files, found by damaging them at random.
-UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)
+DAMAGED = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)
 
 
 def read_entry(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -17,7 +17,8 @@ DEVICES = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=[*DEVICES], help="where equivalence is tested; default: all that are there")
+    parser.addoption("--device", choices=[*DEVICES],
+                     help="where equivalence is tested; default: the CPU, and a CUDA GPU if there is one")  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -409,9 +409,9 @@ def test_policies_by_name(text: str, policy: Policy) -> None:
 @pytest.mark.parametrize(("text", "message"), [
     ("often", "unknown policy 'often': choose none, periodic"), ("periodic", "'periodic' must have the form"),
     ("periodic:8:2", "must have the form periodic:T"), ("windowed:64:x", "W of the policy 'windowed:64:x'"),
-    ("periodic:0", "every must be at least 1, and"), ("speculative:-3", "2147483648, got -3"),
+    ("periodic:0", "every must be at least 1 and"), ("speculative:-3", "2147483647, got -3"),
     ("windowed:64:9223372036854775808", "window must be"), ("dropout:4611686018427387904:1", "passes must be"),
-    ("dropout:0:1", "passes must be at least 2, and"), ("entropy:high", "H of the policy 'entropy:high' must be"),
+    ("dropout:0:1", "passes must be at least 2 and"), ("entropy:high", "H of the policy 'entropy:high' must be"),
     ("entropy:nan", "threshold must be a number, got nan"),
 ])  # fmt: skip
 def test_bad_policies_get_one_sentence(text: str, message: str) -> None:
@@ -561,7 +561,7 @@ def test_a_text_past_the_context_goes_on() -> None:
     (["--max-new-tokens", "1"], ["at least 2", "'1'"]),
     (["--top-k", "2"], ["demo has no --top-k"]),
     (["--seed", "1", "study"], ["study comes first"]),
-    (["write", "--policy", "dropout:1:0.1"], ["passes must be at least 2, and", "got 1"]),
+    (["write", "--policy", "dropout:1:0.1"], ["passes must be at least 2 and", "got 1"]),
     (["study", "--out", str(ROOT / "README.md")], ["README.md"]),
     (["study", "--max-new-tokens", "20"], ["20", "at least 40"]),
     (["--max-new-tokens", "400"], ["192", "400", "context of 512"]),

@@ -489,3 +489,9 @@ def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], caps
     printed = capsys.readouterr().err
     assert ended.value.code == 2 and len(printed.strip().splitlines()) == 1
     assert all(culprit in printed for culprit in culprits), printed
+
+
+def test_more_blocks_than_memory_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--blocks", "2000000000", "--max-new-tokens", "2"])
+    assert "2000000000 blocks of 16 tokens take" in (said := capsys.readouterr().err) and said.count("\n") == 1

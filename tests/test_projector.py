@@ -834,6 +834,7 @@ def test_the_bare_run_and_a_question_on_a_fresh_clone(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["ask"], "ask needs a QUESTION"), (["demo", "x"], "ask needs a QUESTION"), (["ask", ""], "empty"),
+    (["--seed", "1", "study"], "study comes first"),
     (["--max-new-tokens", "9"], "demo has no --max-new-tokens"), (["demo", "--library", "x"], "demo has no --library"),
     (["ask", "x", "--library", "nowhere"], "nowhere"), (["--model", "gpt2"], "--pairs FILE"),
     (["study", "--model", "gpt2"], "--pairs FILE"), (["study", "--pairs", "nowhere.csv"], "nowhere.csv"),

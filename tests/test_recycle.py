@@ -1131,6 +1131,7 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
         (["run", "--capacity", "9"], ["--capacity", "chat"]),
         (["--model", "gpt5"], ["gpt5"]),
         (["law"], ["law", "study"]),
+        (["--seed", "1", "study"], ["study comes first"]),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_status_2(
@@ -1208,3 +1209,10 @@ def test_chat_with_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> Non
     assert result.status == 0, result.err
     counts = reused(result.out)
     assert counts[0] == 0 and counts[1] >= 3 and "Question" not in result.out
+
+
+def test_ids_of_another_shape_are_refused() -> None:
+    store = Store(load_model("pocket", model_class=GPT))
+    for ids in (torch.tensor([5]), torch.tensor([5, 6]), torch.zeros(2, 3, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"must have shape \(1, T\), got"):
+            next(recycle(store, ids, 2))

@@ -1,6 +1,7 @@
 """speculate.py: the text is the teacher's own, whatever drafts it, and sampled texts have its distribution."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -113,6 +114,9 @@ def test_speculation_checks_its_options(teacher, student) -> None:
         next(speculate(Pair(teacher, student, prompts(B=2)), 5, 4))
     with pytest.raises(ValueError, match="temperature"):
         next(speculate(Pair(teacher, student, prompts()), 5, 4, temperature=-1.0))
+    shorter = model_of(replace(CONFIG, n_ctx=20), 3)
+    with pytest.raises(ValueError, match="context of 20 is shorter than the teacher's, 40"):
+        next(speculate(Pair(teacher, shorter, prompts()), 5, 4))
 
 
 def test_a_bare_run_writes_the_teachers_texts_and_says_what_drafts_cost(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +125,7 @@ def test_a_bare_run_writes_the_teachers_texts_and_says_what_drafts_cost(capsys: 
     assert [line.split()[-3:] for line in rows[:-1]] == 7 * [["3", "of", "3"]] and len(rows) == 8
     passes = [int(line.replace("%", "").split()[-4 if i == 0 else -5]) for i, line in enumerate(rows[:4])]
     assert passes[0] == 975 and passes[3] < passes[2] < passes[1] < 500
+    assert int(rows[-1].strip(")").split()[-4]) == 1000 * 4 // 40  # refreshes after 8, 16, 24 and 32 tokens
 
 
 @pytest.mark.parametrize("by", ["student", "text"])
