@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chapters.builder.sources import ROOT
+from chapters.builder.blocks import ROOT
 from tqdm import tqdm
 
 from chapters.builder.__main__ import folders

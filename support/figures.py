@@ -60,6 +60,7 @@ def canvas(path: Path, rows: int, columns: int, size: tuple[float, float], **opt
 
 def label_ends(axes: Any, lines: Sequence[Any]) -> None:
     """Write each line's label to the right of the axes, with a thin line to its last point."""
+    lines = [line for line in lines if len(line.get_xydata())]
     axes.get_xlim(), axes.get_ylim()  # scales the axes, on which what follows relies
     to_axes = axes.transAxes.inverted()
     ends = [to_axes.transform(line.get_transform().transform(line.get_xydata()[-1])) for line in lines]

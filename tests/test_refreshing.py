@@ -326,7 +326,7 @@ def test_a_run_writes_its_tables_and_figures_and_the_same_ones_again(tmp_path: P
     names = {"summary.json", "quality.csv", "times.csv", "cache.csv", "simulation.csv", "cache_error.png",
              "divergence.png", "quality.png", "simulation.png"}  # fmt: skip
     assert {path.name for path in out.iterdir()} == names
-    for part in ("sampled at temperature 1", "greedy", "to OverFill", "what a student was trained on",
+    for part in ("sampled at temperature 1", "greedy", "to OverFill", "by the cache in training",
                  "by tokens of the prompt", "What the signals say", "Simulated: ", "claim:"):  # fmt: skip
         assert part in printed
     record = json.loads((out / "summary.json").read_text())

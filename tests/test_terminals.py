@@ -84,7 +84,8 @@ def test_ctrl_c_is_never_a_traceback(script: list[str], tmp_path: Path) -> None:
     out = [] if script[-1] in FILES else ["--out", str(tmp_path)]
     words = {"pocket/train.py": ["tokenizer", "--out", str(tmp_path)], "pocket/corpus.py": ["--n", "1000000"],
              "studies.replay": ["/dev/zero", *out], "chapters/10_beyond/floors.py": ["fleet"],
-             **{name: ["--help"] for name in ("studies.pages", "benchmarks.pages", "chapters.builder")}}  # fmt: skip
+             **{name: ["--help"] for name in ("studies.claims", "studies.pages", "benchmarks.pages", "chapters.builder",
+                                              "chapters.grade")}}  # fmt: skip
     for seconds in (0.3, 0.6, 1.0, 2.0):  # what is before 0.1 s is Python's own start
         process = subprocess.Popen([sys.executable, *script, *words.get(script[-1], out)], cwd=ROOT, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)  # fmt: skip
