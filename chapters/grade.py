@@ -16,10 +16,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chapters.builder.blocks import ROOT
 from tqdm import tqdm
 
 from chapters.builder.__main__ import folders
+from chapters.builder.blocks import ROOT
 from support.cli import CommandLine, whole_number
 from support.files import write_csv
 
