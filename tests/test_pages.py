@@ -68,7 +68,7 @@ def goto(page: Any, uri: str, tmp_path: Path) -> None:
 def test_keys_and_slider_move_through_a_trace(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
     goto(page, traces["cache"], tmp_path)
     step = lambda: page.text_content("#step")  # noqa: E731
-    assert step() == "1 / 40" and page.locator("#cache .new").count() == int(page.text_content("#computed")) > 5
+    assert step() == "1 / 40" and page.locator("#cache .new").count() == int(page.text_content("#computed")) > 1
     page.keyboard.press("ArrowRight")
     assert step() == "2 / 40" and page.text_content("#computed") == "1"
     assert page.locator("#cache .new").count() == 1
