@@ -110,15 +110,13 @@ class CommandLine(argparse.ArgumentParser):
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
         """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in the body, the
-        project's ways to say that an input is bad, become one sentence and exit status 2."""
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as support.interrupts has left it
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.stdin, sys.stderr = sys.stdin or open(os.devnull), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-        if sys.stdout is None:
-            self.error("the standard output is closed; > /dev/null discards what is printed")
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without é shows \xe9
-            sys.stdout.reconfigure(errors="backslashreplace")
-        try:
+        project's ways to say that an input is bad, become one sentence and exit status 2, Ctrl-C exit status 130."""
+        with self.one_sentence(), self.interruptible():
+            sys.stdin, sys.stderr = sys.stdin or open(os.devnull), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+            if sys.stdout is None:
+                self.error("the standard output is closed; > /dev/null discards what is printed")
+            if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without é shows \xe9
+                sys.stdout.reconfigure(errors="backslashreplace")
             try:
                 args = self.resolved(self.parse_args(argv))
                 with warnings.catch_warnings():  # which puts showwarning back
@@ -126,6 +124,12 @@ class CommandLine(argparse.ArgumentParser):
                     yield args
             finally:
                 self.flush()
+
+    @contextmanager
+    def one_sentence(self) -> Iterator[None]:
+        """Errors that a bad input or a full disk makes in the body become one sentence and exit status 2."""
+        try:
+            yield
         except BrokenPipeError:  # `| head` has seen enough
             self.exit(0)
         except (ValueError, OSError) as error:
@@ -138,8 +142,32 @@ class CommandLine(argparse.ArgumentParser):
             if not str(error).startswith("exercise "):
                 raise
             self.error(f"{error} isn't written yet")
-        except KeyboardInterrupt:
-            self.exit(130, "\n")
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C in the body ends the process with status 130 after its clean-up; before and after it, and the second
+        time, the signal itself does (support.interrupts has left it so)."""
+        interrupted = False
+
+        def interrupt(*_: Any) -> None:
+            nonlocal interrupted
+            interrupted = True
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            sys.unraisablehook = lambda _: os._exit(130)  # where Python would print the exception and go on
+            raise KeyboardInterrupt
+
+        ours = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        try:
+            if ours:
+                signal.signal(signal.SIGINT, interrupt)
+            yield
+        except BaseException as error:
+            if interrupted or isinstance(error, KeyboardInterrupt):  # C code may have made another error of it
+                self.exit(130, "\n")
+            raise
+        finally:
+            if ours:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return the arguments with device and dtype as PyTorch's, and set its threads and seed."""

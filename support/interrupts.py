@@ -1,6 +1,6 @@
 """Ctrl-C while a script still imports PyTorch ends it at once, without a traceback.
 
-A script imports this before anything else, and only where it is run; later, CommandLine.parse() lets it clean up.
+A script imports this before anything else, and only where it is run; CommandLine.parse() lets its body clean up.
 """
 
 import signal

@@ -104,14 +104,23 @@ def test_closed_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert ended.value.code == 2 and "standard output is closed" in capsys.readouterr().err
 
 
-def test_an_interrupt_is_left_alone_until_the_command_line_is_read() -> None:
+@pytest.mark.parametrize("then", [KeyboardInterrupt, ValueError, RuntimeError, ImportError])
+def test_an_interrupt_kills_before_and_after_the_command_line_and_ends_it_within(
+        then: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     before = signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         importlib.reload(interrupts)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        with command_line().parse([]):
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(SystemExit) as ended, command_line().parse([]):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt as error:
+                assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # the second time
+                raise then() from error  # as C code does that was asked to import something
+        assert ended.value.code == 130 and capsys.readouterr().err == "\n"
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a job in the background
         importlib.reload(interrupts)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
