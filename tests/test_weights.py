@@ -1,0 +1,55 @@
+"""The study of real weights, on folders as they are downloaded, with random weights."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt_bounded_cache
+from gpt_kv_cache import GPT, GPTConfig
+from load_gpt2_weights import load_tokenizer
+from pocket.checkpoints import export
+from studies import weights
+from support.files import read_json
+
+
+def folder(path: Path, n_layer: int) -> str:
+    """A folder with GPT-2's vocabulary and tokenizer, as on Hugging Face."""
+    try:
+        load_tokenizer("gpt2")
+    except OSError as error:
+        pytest.skip(f"GPT-2's tokenizer isn't here: {error}")
+    torch.manual_seed(n_layer)
+    export(GPT(GPTConfig(n_layer=n_layer, n_head=2, n_embd=64)), path, torch.float32)
+    return str(path)
+
+
+def test_three_files_agree_and_a_fault_in_one_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = folder(tmp_path / "weights", 2)
+    found = weights.agreement(name, "cpu", torch.float32, 20)
+    assert set(found["same_tokens"].values()) == {True} and found["tokens"] == 20
+    assert max(found["difference"].values()) < 1e-4 and (found["layers"], found["width"]) == (2, 64)
+    ring = gpt_bounded_cache.SlidingWindowCache
+    monkeypatch.setattr(gpt_bounded_cache, "SlidingWindowCache", lambda n_ctx: ring(4))
+    assert weights.agreement(name, "cpu", torch.float32, 20)["difference"]["gpt_bounded_cache.py"] > 1e-3
+
+
+def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
+    weights.write_pairs(tmp_path / "pairs.csv")
+    with (tmp_path / "pairs.csv").open(newline="") as handle:
+        rows = [*csv.DictReader(handle)]
+    assert {"source": rows[0]["source"], "answer": " Paris"}.items() <= rows[1].items()
+    assert rows[0]["source"].startswith(weights.HEADER) and rows[0]["source"].endswith("France?\nA:")
+    assert len({row["target"] for row in rows}) == len(rows) == 2 * len({row["source"] for row in rows})
+
+
+@pytest.mark.slow
+def test_the_whole_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, out = [folder(tmp_path / "tiny", 2), folder(tmp_path / "DialoGPT", 3)], tmp_path / "out"
+    weights.main(["--model", names[0], "--dialogue", names[1], "--quick", "--out", str(out)])
+    assert list(read_json(out / "agreement.json")) == names
+    assert read_json(out / "recycling" / "summary.json")["conditions"]["layers"] == 3
+    assert read_json(out / "projection" / "summary.json")["kinds"].keys() == {"pairs"}
+    printed = capsys.readouterr().out
+    assert " NO " not in printed and f"--init {names[0]} --text FILE" in printed
