@@ -26,7 +26,8 @@ def every_claim() -> dict[str, list[Claim]]:
         "KV recycling": recycling_report.claims(recorded("recycling"), recorded_or_none("recycling", "geometry.json"),
                                                 recorded("recycling", "law.json")),
         "CP-KVP": projection_report.claims(recorded("projection")),
-        "OverFill and KV refresh": refreshing_report.claims(recorded("refreshing")),
+        "OverFill and KV refresh": refreshing_report.claims(recorded("refreshing"),
+                                                            recorded_or_none("refreshing", "geometry.json")),
     }  # fmt: skip
 
 

@@ -28,16 +28,17 @@ from tqdm import tqdm
 
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
-from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import load_model, load_tokenizer
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from overfill import Pair, Periodic, Policy, speculative
 from pocket import corpus
 from studies import refreshing_measures as measures
+from studies import refreshing_times
 from studies.protocol import StudyLine, claim_tables
 from studies.refreshing_measures import BUDGETS, Setup, Size, Writer
 from studies.refreshing_report import claims, details, draw, tables, write_tables
 from support.cli import PROMPT, whole_number
-from support.conditions import conditions
+from support.conditions import SIZES, conditions, is_geometry
 from support.files import write_json
 from support.statistics import bootstrap, kl
 from support.tables import page, table
@@ -284,8 +285,23 @@ Approximate: every further token, because the student predicts it.
 The full study, in half an hour (--quick: in a minute): python3 overfill.py study""")
 
 
+def at_size(args: argparse.Namespace) -> None:
+    """Measure the times of a geometry, print and write them."""
+    n, prompt = args.max_new_tokens or (70 if args.quick else 260), args.prompt_tokens
+    if n < 66:
+        raise ValueError(f"{n} tokens are too few to time a refresh every 64: at least 66")
+    if prompt + n > (room := GPTConfig().n_ctx):
+        raise ValueError(f"{prompt} tokens of the prompt and {n} more exceed the context of {room}")
+    record = refreshing_times.measured(args.model, args.device, args.dtype, prompt, n, 1 if args.quick else 5,
+                                       args.seed)  # fmt: skip
+    write_json(args.out / "geometry.json", record, indent=1)
+    print(page([refreshing_times.condition(record), refreshing_times.times_table(record),
+                f"Written to {args.out}"]))  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
+    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", models=f"{NAMES}; or, for times "
+                    f"alone, random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH")  # fmt: skip
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that decodes")
     cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: "
                      f"{FULL.new_tokens}, with --quick {QUICK.new_tokens}")  # fmt: skip
@@ -294,6 +310,9 @@ def main(argv: list[str] | None = None) -> None:
                      help="tokens of the pocket world's prompts")  # fmt: skip
     with cli.parse(argv) as args:
         options = {"device": args.device, "dtype": args.dtype}
+        if is_geometry(args.model):
+            at_size(args)
+            return
         teacher, student, tokenizer = overfill.load_pair(args.model, args.student, **options)
         if not args.prompts and overfill.tokens_of(tokenizer) != overfill.tokens_of(load_tokenizer("pocket")):
             raise ValueError(f"{args.model} doesn't have the tokens of the pocket world: give it --prompts FILE")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import overfill
+from studies import refreshing_times
 from studies.protocol import NOISE, Claim, conditions_of, judged, under, with_interval
 from studies.refreshing_measures import BUDGETS, PHASES, ratio
 from support.figures import figure
@@ -19,7 +20,6 @@ from support.statistics import bootstrap
 from support.tables import Table, of_records
 
 RATES = {"teacher": 28.2, "OverFill": 28.5, "student": 29.4}  # tokens/s of decoding, by the source's first table
-TOTALS = (35.42, 28.6)  # seconds and tokens/s of its gate with the most refreshes, "N = 1200 tokens"
 
 
 def burst_overhead(k: int) -> float:
@@ -38,9 +38,9 @@ def variational(p: Sequence[float], q: Sequence[float]) -> dict[str, float]:
             "kl": x["pq"] - x["pp"]}  # fmt: skip
 
 
-def claims(record: dict[str, Any]) -> list[Claim]:
+def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> list[Claim]:
     """Return the claims of the refresh blog: sampled texts decide, and a difference, prompt by prompt, is shown if its
-    95% interval leaves out 0."""
+    95% interval leaves out 0. at_size: times at a real model's geometry, for the claims about time."""
     title = "KV-Cache Refresh Methods for Long Generation"
     theirs = ("Llama-3.2-3B-Instruct and a student pruned by 45%; 50 prompts of ELI5, 1,200 new tokens; no intervals, "
               "hardware or temperature stated; its first table has OverFill at a perplexity of 4.96, its second at "
@@ -124,26 +124,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
                    f"{k}: {at[0]['tokens']:.0f}, {1e3 * at[0]['seconds']:.1f} ms" for k, at in steps.items()),
                "yes: a count of tokens"),
     )  # fmt: skip
-    timed = "no: in models this small, most of a step isn't arithmetic"
-    left = methods[often]["times"]["total_s"] * (1 - methods[often]["times"]["by_teacher"]) / base["times"]["total_s"]
-    tps = [methods[name]["times"]["decode_tps"] for name in ("student", "OverFill")]
-    rows += under(
-        title, theirs, f"{quality}; times of single prompts, all in turn. A verdict needs a geometry like the source's",
-        judged("Runtime", "Throughput (TPS): essentially the Student’s decode TPS; OverFill overhead is the single "
-               "Teacher prefill.", None, f"{tps[1]:.0f} tokens/s, the student's {tps[0]:.0f}", timed),
-        judged("Takeaways", "Speed: Student is fastest but output collapses.", None,
-               f"student's time {overhead('student')} against OverFill's. Repeat@3 "
-               f"{with_interval(methods['student']['sampled']['repeat_3'], '.3f')}, OverFill's "
-               f"{with_interval(base['sampled']['repeat_3'], '.3f')}; in the source's table 0.028 and 0.072", timed),
-        judged("Periodic refresh", "256 1.86 +0.7% … 128 1.81 +2.0% … 64 1.71 +3.9%", None,
-               ", ".join(f"every {k} {overhead(f'periodic, {k}')}" for k in periods)
-               + f"; bursts of 8 {overhead(burst)}", timed),
-        judged("Entropy Gating, results", "but is faster now, since we only refresh when needed!", None,
-               f"{overhead(gate)}, the gate included, against {overhead(often)}. The source's own: {TOTALS[0]} s at "
-               f"{TOTALS[1]} tokens/s are {math.prod(TOTALS):,.0f} tokens, not 1,200", timed),
-        judged("Why is it cheap?", "Student decode TPS is unchanged by refresh (same kernels, same per-step work).",
-               None, f"every 64, less the teacher's time: {left:.3f} of OverFill's time", timed),
-    )  # fmt: skip
+    if at_size:
+        rows += under(title, theirs, refreshing_times.condition(at_size), *refreshing_times.claims(at_size, record))
     return rows + on_paper(title, theirs) + simulated(record, title, theirs) + uncertainty(record, title, theirs) \
         + our_questions(record, quality)  # fmt: skip
 

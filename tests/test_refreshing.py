@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_tokenizer
 from overfill import Pair, Periodic, Policy, ProbeKL, generate_refreshed, teacher_nats
-from studies import refreshing
+from studies import refreshing, refreshing_times
 from studies.protocol import judged, with_interval
 from studies.refreshing_measures import (
     Setup,
@@ -247,12 +248,46 @@ def test_verdicts_follow_the_figures() -> None:
     assert found(record, clear) == "HOLDS" and found(record, simulated) == "DOES NOT HOLD"
 
 
-def test_times_of_small_models_give_figures_and_no_verdicts() -> None:
-    record = made_up_record()
-    record["methods"]["periodic, 64"]["times"]["overheads"] = [0.15, 0.17]
-    for start in ("Throughput (TPS)", "Speed: Student", "256 1.86", "but is faster now", "Student decode TPS"):
-        assert found(record, start) == "NOT TESTED"
-    assert any("every 64 +16.0%" in claim["figure"] for claim in claims(record))
+TIMED = ("Throughput (TPS)", "Speed: Student", "256 1.86", "Speculative (k=8) Constant (prefill over 8 tokens) ~1.9%",
+         "but is faster now", "Student decode TPS")  # fmt: skip
+
+
+def test_claims_about_time_are_judged_at_a_real_size_only() -> None:
+    """All hold if refreshes cost what the source says, none if they cost ten times as much."""
+    def at_size(times: float) -> dict[str, Any]:
+        seconds = {"teacher": 20.0, "OverFill": 10.0, "student": 9.9, "periodic, 256": 10 + 0.05 * times,
+                   "periodic, 128": 10 + 0.1 * times, "periodic, 64": 10 + 0.2 * times,
+                   "speculative, 8": 10 + 0.1 * times, f"entropy, every {refreshing_times.RARELY}": 10.05}  # fmt: skip
+        methods = {name: {"times": {"total_s": s, "decode_tps": 1000 / s, "overheads": [s / 10 - 1] * 3,
+                                    "by_teacher": 1 - 10 / s}} for name, s in seconds.items()}  # fmt: skip
+        return {"methods": methods, "tokens": 260, "prompt_tokens": 64, "turns": 3, "student_parameters": 1,
+                "conditions": {"model": "x", "parameters": 2, "layers": 1, "width": 1}}  # fmt: skip
+
+    def verdicts(record: dict[str, Any] | None) -> list[str]:
+        where = "x of 2 parameters"
+        rows = [c for c in claims(made_up_record(), record) if c["ours"].startswith(where)]
+        return [next(c["verdict"] for c in rows if c["quote"].startswith(start)) for start in TIMED] if rows else []
+
+    assert verdicts(None) == []
+    assert verdicts(at_size(1)) == ["HOLDS"] * 6
+    dear = at_size(10)
+    dear["methods"]["student"]["times"] |= {"total_s": 11.0, "decode_tps": 200.0}
+    dear["methods"]["periodic, 64"]["times"]["by_teacher"] = 0.0
+    dear["methods"][f"entropy, every {refreshing_times.RARELY}"]["times"]["overheads"] = [0.9] * 3
+    assert verdicts(dear) == ["DOES NOT HOLD"] * 6
+
+
+@pytest.mark.slow
+def test_times_of_a_geometry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--teacher", "2x2x32", "--quick", "--prompt-tokens", "8", "--out", str(tmp_path)]
+    refreshing.main(command)
+    record = json.loads((tmp_path / "geometry.json").read_text())
+    assert {"teacher", "OverFill", "periodic, 64", "speculative, 8"} < record["methods"].keys()
+    assert "periodic, 64, all read" in capsys.readouterr().out and record["conditions"]["layers"] == 2
+    for more, said in ((["--max-new-tokens", "65"], "at least 66"), (["--prompt-tokens", "1000"], "1024")):
+        with pytest.raises(SystemExit, match="2"):
+            refreshing.main([*command, *more])
+        assert said in capsys.readouterr().err
 
 
 def test_the_recorded_cache_error_is_nothing_after_each_refresh() -> None:
