@@ -502,7 +502,7 @@ def held(cache: KVCache) -> list[int]:
 def drafts(text: list[int], k: int) -> Iterator[tuple[str, list[int], int]]:
     """Drafts of k tokens after a text, in words, and how many tokens of each are the teacher's."""
     own = plain_text(text[-1], k)
-    yield f"a draft of {k}, all right", own, k
+    yield f"a draft of {k}, all right" if k else "an empty draft", own, k
     for i in range(k):
         other = (own[i] + 1) % 50
         yield f"a draft of {k}, only token {i} wrong", [*own[:i], other, *own[i + 1 :]], i
@@ -510,15 +510,23 @@ def drafts(text: list[int], k: int) -> Iterator[tuple[str, list[int], int]]:
         yield f"a draft of {k}, token {i} wrong and what the teacher would write after it", wrong, i
 
 
+def verified(impl: ModuleType, what: str, text: list[int], draft: list[int], read: KVCache,
+             cache: KVCache) -> list[int]:  # fmt: skip
+    case = f"{what}, after a text of {len(text)}, the student has read {len(cache)} tokens"
+    try:
+        return impl.verify(Speller(), [*text], [*draft], read, cache)
+    except ValueError as error:
+        pytest.fail(f"{case}: {error}")
+
+
 @pytest.mark.ex7_6
 def test_what_a_draft_adds_is_the_teachers_own_text(impl: ModuleType) -> None:
     assert imports_nothing_of(impl, "speculate") and imports_nothing_of(impl, "studies"), "write it yourself"
     for text, k in product(([7], [4, 9, 9, 31, 2]), (0, 1, 2, 5)):
         for what, draft, right in drafts(text, k):
-            cache = spelled([*text, *draft][: len(text) + max(k - 1, -1)])
-            found = impl.verify(Speller(), [*text], [*draft], spelled(text[:-1]), cache)
-            own = plain_text(text[-1], right + 1)
-            assert_same(found, own, f"{what}, after a text of {len(text)}: added tokens")
+            cache = spelled([*text, *draft][: len(text) + k - 1])
+            found = verified(impl, what, text, draft, spelled(text[:-1]), cache)
+            assert_same(found, plain_text(text[-1], right + 1), f"{what}, after a text of {len(text)}: added tokens")
 
 
 @pytest.mark.ex7_6
@@ -528,7 +536,7 @@ def test_both_caches_hold_the_new_text_and_nothing_else(impl: ModuleType) -> Non
             whole, n = [*text, *draft], len(text)
             for unread, has in [(1, n + k - 1), (min(2, n), n), (1, min(2, n - 1))]:  # the last: a draft by no student
                 read, cache = spelled(text[: n - unread]), spelled(whole[:has])
-                impl.verify(Speller(), [*text], [*draft], read, cache)
+                verified(impl, what, text, draft, read, cache)
                 case = f"{what}, after a text of {n}"
                 assert_same(held(read), whole[: n + right], f"{case}: tokens in the teacher's cache")
                 assert_same(held(cache), whole[: min(has, n + right)], f"{case}: tokens in the student's cache")
