@@ -160,11 +160,10 @@ def verify(teacher: Callable[[Tensor, KVCache], Tensor], text: list[int], draft:
     ones up to the first that the teacher would not have written, and one more, the teacher's. The draft may be empty.
 
     teacher(ids, cache) reads ids (1, T) behind what the cache holds and returns the logits (1, T, V) of what follows
-    each of them. Call it once, on `read`, its own cache, which holds the text without its last token or last few, and
-    feed it every token that it lacks, once. `cache` is the student's: it holds the beginning of the text and the draft,
-    as much as the student has read, never the draft's last token. Afterwards each cache holds what it has read of the
-    new text, and nothing else: cut both with truncate(), which raises ValueError where there is less than it is to
-    keep.
+    each of them. Call it once, on `read`, its own cache, and feed it what that lacks of the text (one token or more)
+    and the draft. `cache` is the student's: it holds the beginning of the text and the draft, as far as the student has
+    read, and never the draft's last token. Afterwards each cache holds all that it has of the new text, and nothing
+    else: cut both with truncate(), which raises ValueError where a cache has less than it is to keep.
     """
     # exercise 7.6
     unread = torch.tensor([[*text[len(read) :], *draft]])
