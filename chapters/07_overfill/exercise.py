@@ -1,4 +1,4 @@
-"""Chapter 7: a teacher reads, a student writes on its cache, and the cache is refreshed.
+"""Chapter 7: a teacher reads, a student writes on its cache, and the cache is refreshed; or the teacher checks drafts.
 
 B batch, T tokens, S tokens in a cache, H heads, D head size, V vocabulary.
 """
@@ -99,3 +99,30 @@ def generate(teacher: Callable[..., Tensor], student: Callable[..., Tensor], ids
     reads on its own cache what it has not read yet, no token twice, and splice_last() puts its entries in place.
     """
     raise NotImplementedError("exercise 7.5")
+
+
+def verify(teacher: Callable[[Tensor, KVCache], Tensor], text: list[int], draft: list[int], read: KVCache,
+           cache: KVCache) -> list[int]:  # fmt: skip
+    """Return the tokens that a draft of k tokens adds to a text, which stays the teacher's own greedy text: the drafted
+    ones up to the first that the teacher would not have written, and one more, the teacher's. The draft may be empty.
+
+    teacher(ids, cache) reads ids (1, T) behind what the cache holds and returns the logits (1, T, V) of what follows
+    each of them. Call it once, on `read`, its own cache, and feed it what that lacks of the text (one token or more)
+    and the draft. `cache` is the student's: it holds the beginning of the text and the draft, as far as the student has
+    read, and never the draft's last token. Afterwards each cache holds all that it has of the new text, and nothing
+    else: cut both with truncate(), which raises ValueError where a cache has less than it is to keep.
+    """
+    raise NotImplementedError("exercise 7.6")
+
+
+def accepted(p: Tensor, q: Tensor, draft: list[int], u: list[float]) -> tuple[int, Tensor]:
+    """Return how many tokens of a sampled draft of k stay, counted from its beginning, and the distribution (V,), whose
+    sum is 1, that the next token is to be drawn from. The draft may be empty.
+
+    p (k + 1, V): the teacher's distributions of each drafted token and of the token after the draft; q (k, V): those
+    that the draft was drawn from. u: k random numbers from 0 to 1, without 1, uniform and independent; that of a
+    drafted token decides whether it stays, and does if it is small. Whatever q is, tokens made in this way must be
+    distributed as p says, and of the drafted ones as many as possible must stay. A token that p rules out never does.
+    Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1.
+    """
+    raise NotImplementedError("exercise 7.7")

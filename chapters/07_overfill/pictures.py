@@ -46,4 +46,25 @@ def misplaced() -> str:
     )
 
 
-PICTURES = {"spliced": spliced, "misplaced": misplaced}
+def verified() -> str:
+    text, draft = [(w, "kept") for w in "Halek lives in the".split()], "old mill with his aunt".split()
+    own, nothing = "old mill near a dog .".split(), [("", "")] * 4
+    return cells(
+        "A draft of five tokens after a text of four: old mill with his aunt. The teacher, in one pass, predicts old "
+        "mill near; what it predicts after with, his and aunt is dropped. The new text ends with old mill near. Both "
+        "caches keep the entries of positions 0 to 5. Those of 6 to 8 are cut from the teacher's, those of 6 and 7 "
+        "from the student's, which has not read the last word of its draft.",
+        [
+            ("position", numbers(10)),
+            ("text and draft", text + [(w, "reused") for w in draft]),
+            ("teacher's tokens", nothing + [(w, "new") for w in own[:3]] + [(w, "gone") for w in own[3:]]),
+            ("the new text", text + [(w, "reused") for w in draft[:2]] + [(own[2], "new")]),
+            ("teacher's cache", text + [(w, "kept") for w in draft[:2]] + [(w, "gone") for w in draft[2:]]),
+            ("student's cache", text + [(w, "kept") for w in draft[:2]] + [(w, "gone") for w in draft[2:4]]),
+        ],
+        {"kept": "text, or cached", "reused": "draft", "new": "the teacher's", "gone": "dropped or cut"},
+        width=56,
+    )
+
+
+PICTURES = {"spliced": spliced, "misplaced": misplaced, "verified": verified}

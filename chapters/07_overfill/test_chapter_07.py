@@ -1,25 +1,27 @@
-"""Chapter 7: after a refresh the cache is the teacher's, whoever has written the text."""
+"""Chapter 7: after a refresh the cache is the teacher's, and a verified text too, whoever has written it."""
 
 import ast
 import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
+from itertools import product
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import gpt_kv_cache
 import overfill
-from chapters.checking import assert_same
+from chapters.checking import assert_close, assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Pair, Periodic, generate_refreshed
 from studies.refreshing_measures import firings, refresh_as_published
 
-POINTS = {"ex7_1": 2, "ex7_2": 1, "ex7_3": 2, "ex7_4": 2, "ex7_5": 3}
+POINTS = {"ex7_1": 2, "ex7_2": 1, "ex7_3": 1, "ex7_4": 1, "ex7_5": 2, "ex7_6": 1, "ex7_7": 2}
 WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
 
@@ -456,3 +458,178 @@ def test_pocket_and_its_student(impl: ModuleType) -> None:
     with torch.no_grad():
         expected = [int(t) for t in generate_refreshed(Pair(teacher, student, ids), 40, Periodic(16))]
         assert impl.generate(teacher, student, ids, 40, each(16)) == expected
+
+
+# --- 7.6 ------------------------------------------------------------------------------------------------------------
+
+
+def after(token: int) -> int:
+    return (3 * token + 1) % 50
+
+
+def plain_text(token: int, n: int) -> list[int]:
+    """The n tokens that a Speller writes after a token."""
+    return [token := after(token) for _ in range(n)]
+
+
+class Speller:
+    """A teacher that always writes the same token after each, and caches the tokens themselves; it keeps its calls."""
+
+    def __init__(self) -> None:
+        self.fed: list[list[int]] = []
+
+    def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
+        self.fed.append(ids[0].tolist())
+        pos = torch.arange(cache.next_pos, cache.next_pos + ids.size(1))
+        k = ids.float()[:, None, :, None]
+        cache.append(0, k, k, pos)
+        cache.commit(pos)
+        return F.one_hot((3 * ids + 1) % 50, 50).float()
+
+
+def spelled(tokens: list[int]) -> KVCache:
+    """A cache of a Speller that has read these tokens."""
+    cache = KVCache()
+    if tokens:
+        Speller()(torch.tensor([tokens]), cache)
+    return cache
+
+
+def held(cache: KVCache) -> list[int]:
+    return [int(token) for token in cache.layers[0][0, 0, 0, : len(cache), 0]] if len(cache) else []
+
+
+def drafts(text: list[int], k: int) -> Iterator[tuple[str, list[int], int]]:
+    """Drafts of k tokens after a text, in words, and how many tokens of each are the teacher's."""
+    own = plain_text(text[-1], k)
+    yield f"a draft of {k}, all right" if k else "an empty draft", own, k
+    for i in range(k):
+        other = (own[i] + 1) % 50
+        yield f"a draft of {k}, only token {i} wrong", [*own[:i], other, *own[i + 1 :]], i
+        wrong = [*own[:i], other, *plain_text(other, k - i - 1)]  # the teacher agrees with what follows the wrong token
+        yield f"a draft of {k}, token {i} wrong and what the teacher would write after it", wrong, i
+
+
+def verified(impl: ModuleType, what: str, text: list[int], draft: list[int], read: KVCache,
+             cache: KVCache) -> list[int]:  # fmt: skip
+    case = f"{what}, after a text of {len(text)}, the student has read {len(cache)} tokens"
+    try:
+        return impl.verify(Speller(), [*text], [*draft], read, cache)
+    except ValueError as error:
+        pytest.fail(f"{case}: {error}")
+
+
+@pytest.mark.ex7_6
+def test_what_a_draft_adds_is_the_teachers_own_text(impl: ModuleType) -> None:
+    assert imports_nothing_of(impl, "speculate") and imports_nothing_of(impl, "studies"), "write it yourself"
+    for text, k in product(([7], [4, 9, 9, 31, 2]), (0, 1, 2, 5)):
+        for what, draft, right in drafts(text, k):
+            cache = spelled([*text, *draft][: len(text) + k - 1])
+            found = verified(impl, what, text, draft, spelled(text[:-1]), cache)
+            assert_same(found, plain_text(text[-1], right + 1), f"{what}, after a text of {len(text)}: added tokens")
+
+
+@pytest.mark.ex7_6
+def test_both_caches_hold_the_new_text_and_nothing_else(impl: ModuleType) -> None:
+    for text, k in product(([7], [4, 9, 9, 31, 2]), (0, 1, 2, 5)):
+        for what, draft, right in drafts(text, k):
+            whole, n = [*text, *draft], len(text)
+            for unread, has in [(1, n + k - 1), (min(2, n), n), (1, min(2, n - 1))]:  # the last: a draft by no student
+                read, cache = spelled(text[: n - unread]), spelled(whole[:has])
+                verified(impl, what, text, draft, read, cache)
+                case = f"{what}, after a text of {n}"
+                assert_same(held(read), whole[: n + right], f"{case}: tokens in the teacher's cache")
+                assert_same(held(cache), whole[: min(has, n + right)], f"{case}: tokens in the student's cache")
+
+
+@pytest.mark.ex7_6
+def test_one_pass_reads_what_the_teacher_lacks(impl: ModuleType) -> None:
+    text, draft = [4, 9, 9, 31, 2], [7, 22, 3]
+    for unread in (1, 2, 5):
+        teacher = Speller()
+        impl.verify(teacher, [*text], [*draft], spelled(text[: 5 - unread]), spelled([*text, *draft[:2]]))
+        assert len(teacher.fed) == 1, f"the teacher is called {len(teacher.fed)} times for a draft, must be once"
+        assert_same(teacher.fed[0], [*text[5 - unread :], *draft], "tokens that the teacher reads")
+
+
+@pytest.mark.ex7_6
+def test_real_models_write_the_teachers_text(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+    for drafting, k in [(student, 3), (teacher, 4), (student, 1)]:
+        ids = text(6, k)
+        expected = [int(token) for token in gpt_kv_cache.generate(teacher, ids, 30)]
+        whole, read, cache = ids[0].tolist(), KVCache(), KVCache()
+        while len(whole) < 6 + 30:
+            draft = []
+            for _ in range(k):
+                unread = [*whole, *draft][len(cache) :]
+                draft.append(int(drafting(torch.tensor([unread]), cache)[0, -1].argmax()))
+            whole += impl.verify(teacher, [*whole], [*draft], read, cache)
+        who = "the teacher itself" if drafting is teacher else "a student"
+        assert_same(whole[6:36], expected, f"drafts of {k} by {who}: new tokens")
+
+
+# --- 7.7 ------------------------------------------------------------------------------------------------------------
+
+P = torch.tensor([[0.1, 0.6, 0.3, 0.0], [0.6, 0.1, 0.0, 0.3], [0.4, 0.1, 0.3, 0.2]], dtype=torch.double)
+Q = torch.tensor([[0.5, 0.25, 0.0, 0.25], [0.25, 0.25, 0.5, 0.0]], dtype=torch.double)
+STEPS = 10  # p / q has no more decimals than one, so that so many values of u stand for all
+
+
+def outcomes(impl: ModuleType, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The exact distributions (3, V) of the tokens that a draft of two leads to, each where its place is reached, and
+    the shares (3,) of drafts of which 0, 1 and 2 tokens stay: over all drafts and all u."""
+    totals, lengths = torch.zeros(3, p.size(1), dtype=torch.double), torch.zeros(3, dtype=torch.double)
+    u = [(i + 0.5) / STEPS for i in range(STEPS)]
+    for draft in product(range(p.size(1)), repeat=2):
+        weight = q[0, draft[0]] * q[1, draft[1]] / STEPS**2
+        for pair in product(u, repeat=2) if weight else ():
+            kept, following = impl.accepted(p, q, [*draft], [*pair])
+            case = f"draft {[*draft]}, u {[*pair]}: {kept} stay, the next is drawn from {following}"
+            assert 0 <= kept <= 2 and following.shape == p[0].shape, f"{case}, must be 0 to 2, and (V,) numbers"
+            assert following.min() >= 0 and abs(following.sum() - 1) < 1e-6, f"{case}: must be at least 0, sum 1"
+            lengths[kept] += weight
+            for i in range(kept):
+                totals[i, draft[i]] += weight
+            totals[kept] += weight * following
+    return totals / totals.sum(1, keepdim=True).clamp(min=1e-9), lengths
+
+
+@pytest.mark.ex7_7
+def test_tokens_are_distributed_as_the_teachers(impl: ModuleType) -> None:
+    assert imports_nothing_of(impl, "speculate") and imports_nothing_of(impl, "studies"), "write it yourself"
+    for p, q in [(P, Q), (P.flip(1), Q.flip(1)), (P[[1, 0, 2]], Q[[1, 0]])]:
+        for i, probabilities in enumerate(outcomes(impl, p, q)[0]):
+            where = f"token {i} after the text" if i < 2 else "the token after a draft of 2 that stays"
+            assert_close(probabilities, p[i], f"probabilities of {where}", ("id",), 1e-6)
+
+
+@pytest.mark.ex7_7
+def test_as_many_drafted_tokens_stay_as_can(impl: ModuleType) -> None:
+    found, stays = outcomes(impl, P, Q)[1], torch.minimum(P[:2], Q).sum(1)  # of each, how often it can stay
+    expected = torch.stack([1 - stays[0], stays[0] * (1 - stays[1]), stays[0] * stays[1]])
+    assert_close(found, expected, "share of the drafts of which 0, 1 and 2 tokens stay", ("tokens",), 1e-6)
+
+
+@pytest.mark.ex7_7
+def test_the_example_of_the_chapter(impl: ModuleType) -> None:
+    p, q = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]), torch.tensor([[0.3, 0.2, 0.5]])
+    for token, u, expected in [(0, 0.99, (1, p[1])), (1, 0.99, (1, p[1])), (2, 0.19, (1, p[1])),
+                               (2, 0.21, (0, torch.tensor([0.75, 0.25, 0.0])))]:  # fmt: skip
+        kept, following = impl.accepted(p, q, [token], [u])
+        assert kept == expected[0], f"draft [{token}], u [{u}]: {kept} tokens stay, must be {expected[0]}"
+        assert_close(following, expected[1], f"draft [{token}], u [{u}]: probabilities of the next token", ("id",))
+
+
+@pytest.mark.ex7_7
+def test_drafts_at_the_edges(impl: ModuleType) -> None:
+    kept, following = impl.accepted(P[2:], Q[:0], [], [])
+    assert kept == 0, f"an empty draft: {kept} tokens stay, must be 0"
+    assert_close(following, P[2], "an empty draft: probabilities of the next token", ("id",))
+    kept, _ = impl.accepted(P[:2], Q[:1], [3], [0.0])
+    assert kept == 0, f"p is 0 for the drafted token, and u is 0 too: {kept} tokens stay, must be 0"
+    sure = F.one_hot(torch.tensor([2, 1, 3]), 4).double()  # greedy, as in 7.6
+    for draft, right in [([2, 1], 2), ([2, 0], 1), ([0, 1], 0)]:
+        kept, following = impl.accepted(sure, F.one_hot(torch.tensor(draft), 4).double(), draft, [0.0, 0.999])
+        case = f"greedy draft {draft}, the teacher writes 2, 1, 3"
+        assert kept == right, f"{case}: {kept} tokens stay, must be {right}"
+        assert_close(following, sure[right], f"{case}: probabilities of the next token", ("id",))
