@@ -165,15 +165,16 @@ def tables(law: dict[str, Any], model: str = "", lengths: Sequence[int] = (),
             answer = [f"{a['saved']:.0%}" for a in law["answers"] if (a["m"], a["k"]) == (c["m"], c["k"])]
             rows.append([f"{c['m']:,}, {c['k']}", f"{1e3 * c['cold']:.3g} ms",
                          *(f"{1e3 * c[s]['ttft']:.3g} ms ({1e3 * c[s]['restore']:.2g})" for s in sources),
-                         f"{1 - c['warm disk']['ratio']:.0%}", "".join(answer)])  # fmt: skip
+                         f"{1 - c['warm disk']['ratio']:.0%}", *(answer or ["-"])])  # fmt: skip
     pays = ", ".join(f"{law['crossover'][s] or 'none measured'} ({s})" for s in sources)
     return [
         f"When does reuse pay? {law['layers']} layers of width {law['width']}{model}, {law['threads']} "
         f"{law['device'].upper()} thread{'s' * (law['threads'] > 1)}, medians of {law['repeats']}; in brackets the "
         "time to restore the cache:",
         Table(["prompt, stored", "first token: cold", *sources, "saved", f"saved with {DECODED} tokens"], rows),
-        "The last two columns are from the warm disk. Stored tokens from which reuse pays, if only one token is left "
-        f"to read: {pays}. If more tokens are left to read, that number is higher.",
+        "The last two columns are from the warm disk; a dash: not measured, since prompt and answer exceed the context "
+        "or, with one repeat, the prompt isn't the longest. Stored tokens from which reuse pays, if only one token is "
+        f"left to read: {pays}. If more tokens are left to read, that number is higher.",
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from studies.protocol import benchmark, claim_tables, recorded
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_csv, read_json
-from support.tables import page, table
+from support.tables import Table, page, table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,8 +26,8 @@ def papers() -> str:
     """A row for each paper: its promise, and our finding."""
     memories = recorded("bounding")["memories"]
     bct, full, window = (f"{memories[name]['perplexity']:.2f}" for name in ("bct", "full", "window"))
-    prompts, at_size = recorded("recycling")["prompts"], recorded("recycling", "geometry.json")["orders"]["source"]
-    saved = statistics.mean(p["published"]["latency_saved"] for p in at_size)
+    prompts, at_size = recorded("recycling")["prompts"], recorded("recycling", "geometry.json")
+    saved = statistics.mean(p["published"]["latency_saved"] for p in at_size["orders"]["source"])
     same, published = (sum(p[name]["identical"] for p in prompts) for name in ("recycled", "published"))
     quiz = recorded("projection")["kinds"]["quiz"]["methods"]
     proposed, neighbour = (quiz[name]["retrieved"]["kl"][0] for name in ("as proposed", "neighbour's logits"))
@@ -47,8 +47,9 @@ def papers() -> str:
          "of equal bytes"],
         ["KV recycling: reuse the cache of a stored prompt",
          f"Exact if only the shared prefix is reused: {same} of {len(prompts)} answers unchanged. The published call "
-         f"loses tokens: {published} of {len(prompts)}; at its source's 355 million parameters it saves {saved:.1%} of "
-         "the time, where 30 to 50% are claimed"],
+         f"loses tokens: {published} of {len(prompts)}; at the size of its source's DialoGPT-medium (345 million "
+         f"parameters by the source's count, {at_size['conditions']['parameters'] / 1e6:.1f} million by ours) it saves "
+         f"{saved:.1%} of the time, where 30 to 50% are claimed"],
         ["CP-KVP: a first token from a similar prompt's projected cache",
          f"Sooner, but another token: {proposed:.1f} nats off on quiz questions, where the similar prompt's own "
          f"prediction is {neighbour:.1f} off"],
@@ -144,10 +145,11 @@ def replay() -> str:
     for path in paths:
         for row in read_csv(path):
             rates.setdefault(row["capacity_blocks"], {})[path.stem] = f"{float(row['token_hit_rate']):.1%}"
-    rows = [[f"{int(size):,}" if size.isdecimal() else size, *(found.get(path.stem, "") for path in paths)]
+    rows = [[f"{int(size):,}" if size.isdecimal() else size, *(found.get(path.stem, "-") for path in paths)]
             for size, found in sorted(rates.items(), key=lambda item: (not item[0].isdecimal(), len(item[0]), item[0]))]
     header = ["capacity, blocks of 512 tokens", *(path.stem.removeprefix("replay_") for path in paths)]
-    return table(header, rows, markdown=True)
+    note = "A dash: the trace has fewer different blocks, so the capacity is no limit."
+    return page([Table(header, rows), note], markdown=True)
 
 
 def projection() -> str:
@@ -161,8 +163,17 @@ def refreshing() -> str:
 
 
 def drafts() -> str:
-    """The tables of studies/speculation."""
-    return page(speculation.tables(recorded("speculation")), markdown=True)
+    """The tables of studies/speculation, and why one of its figures isn't that of the study of refreshes."""
+    record, other = recorded("speculation"), recorded("refreshing")
+    (here, low, high), (there, below, above) = (record["methods"]["refreshed every 16"]["sampled"]["perplexity"],
+                                                other["methods"]["periodic, 16"]["sampled"]["ppl"])  # fmt: skip
+    overlap = "overlap" if low <= above and below <= high else "don't overlap"
+    return page([*speculation.tables(record),
+                 f"Refreshed every 16 tokens the student has a perplexity of {here:.2f} here and of {there:.2f} in the "
+                 f"study of refreshes, which has more and longer texts: {other['measured_prompts']} prompts, "
+                 f"{other['tokens']} written tokens and {other['seeds']} seeds; here {record['prompts']} prompts, "
+                 f"{record['tokens']} tokens and one seed. The intervals, {low:.2f} to {high:.2f} and {below:.2f} to "
+                 f"{above:.2f}, {overlap}."], markdown=True)  # fmt: skip
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {

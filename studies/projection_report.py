@@ -46,7 +46,7 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
             *([name, *cells(name)] for name in names), ["the best of ours, chosen on validation", *cells(None)],
             ["exact prefix, all of the rest read (`recycle.py`)", *rest]]),
         "By the proposal's three thresholds (with 95% intervals):",
-        Table(["prompts", "", "verdict", "why"], [
+        Table(["prompts", "method", "verdict", "why"], [
             [kind, method, v["verdict"],
              "; ".join(f"{p['what']}: {words[p['holds']]}, {p['figures']}" for p in v["parts"])]
             for kind, r in kinds.items() for method, v in r["verdicts"].items()], left=4),
@@ -55,10 +55,11 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
         found = {(r["model"], r["m"], r["method"], r["positions"]): f"{r['kl']:.2f}, {r['good']:.0%}"
                  for r in record["positions"]}  # fmt: skip
         parts += [
-            "KL, and the share with at most 0.05, on quiz questions with a paraphrase given, by the tail's position:",
-            Table(["positions of the model", "summary tokens", "", "right after them", "where it is"], [
-                ["rotary" if "rotary" in key[0] else "learned", str(key[1] or ""), key[2],
-                 found.get((*key, "after the summary tokens"), ""), found[(*key, "true")]]
+            "KL, and the share with at most 0.05, on quiz questions with a paraphrase given, by the tail's position "
+            "(the neighbour's logits need no summary tokens: a dash):",
+            Table(["positions of the model", "summary tokens", "method", "right after them", "where it is"], [
+                ["rotary" if "rotary" in key[0] else "learned", str(key[1] or "-"), key[2],
+                 found.get((*key, "after the summary tokens"), "-"), found[(*key, "true")]]
                 for key in dict.fromkeys(key[:3] for key in found)]),
         ]  # fmt: skip
     return parts

@@ -52,9 +52,10 @@ def claims(record: dict[str, Any], geometry: dict[str, Any] | None = None,
     """Return the claims of KV recycling: of a record with a trained model, of one at DialoGPT-medium's geometry, which
     times are judged by, and of the law of studies.latency."""
     title = "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs"
-    theirs = ("DialoGPT-medium, 345 million parameters (24 layers of width 1,024); 10 stored and 6 test prompts, 100 "
-              "new tokens, greedy, one at a time; Tesla T4, transformers 4.45.2; all baselines first, no warm-up or "
-              "repeats mentioned; two test prompts are printed, tables are images")  # fmt: skip
+    theirs = ("DialoGPT-medium, by the source's count 345 million parameters (24 layers of width 1,024); 10 stored "
+              "and 6 test prompts, 100 new tokens, greedy, one at a time; Tesla T4, transformers "
+              "4.45.2; all baselines first, no warm-up or repeats mentioned; two test prompts are printed, tables are "
+              "images")  # fmt: skip
     shapes = [tuple(r["conditions"][x] for x in ("layers", "heads", "width")) if r and "conditions" in r else ()
               for r in (geometry, record)]  # fmt: skip
     at = next((r for r, shape in zip((geometry, record), shapes, strict=True) if shape == DIALOGPT), None)

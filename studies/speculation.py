@@ -83,14 +83,15 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
         greedy, sampled = r["greedy"], r["sampled"]
         agreed = [f"{x['agreed']:.0%}" if x["agreed"] is not None else "" for x in (greedy, sampled)]
         rows.append([method, f"{greedy['passes_in_1000']:.0f}, {sampled['passes_in_1000']:.0f}",
-                     ", ".join(filter(None, agreed)), f"{greedy['same']} of {record['prompts']}",
+                     ", ".join(filter(None, agreed)) or "-", f"{greedy['same']} of {record['prompts']}",
                      with_interval(sampled["perplexity"]),
                      f"{greedy['tokens_per_s']:.0f}, {sampled['tokens_per_s']:.0f}"])  # fmt: skip
     return [
         f"{record['prompts']} held-out prompts of {record['prompt_tokens']} tokens and {record['tokens']} written ones "
         f"each; {record['teacher']} ({record['parameters'][0] / 1e6:.1f} million parameters) and {record['student']} "
         f"({record['parameters'][1] / 1e6:.1f} million), {record['threads']} CPU thread, {record['date']}. Where a "
-        "cell has two figures, the first is for greedy text, the second for text sampled at temperature 1.",
+        "cell has two figures, the first is for greedy text, the second for text sampled at temperature 1; a dash: no "
+        "drafts.",
         Table(["", "teacher's passes in 1,000 tokens", "share of drafts kept", "greedy text: the teacher's",
                "sampled: perplexity", "tokens/s"], rows),
         verdict(record["methods"]),

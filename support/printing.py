@@ -29,18 +29,20 @@ def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = 
     ms: list[float] = []
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can span several tokens
     started = time.perf_counter()
-    for token in tokens:
-        ids.append(int(token))  # waits for the device
-        ms.append(1000 * (time.perf_counter() - started))
-        if ids[-1] != tokenizer.eot_token:
-            print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
-        if trace:
-            trace.step(ids[-1], cache)
-        started = time.perf_counter()
-    print(utf8.decode(b"", final=True), end="")  # a character that was cut off
+    try:
+        for token in tokens:
+            ids.append(int(token))  # waits for the device
+            ms.append(1000 * (time.perf_counter() - started))
+            if ids[-1] != tokenizer.eot_token:
+                print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
+            if trace:
+                trace.step(ids[-1], cache)
+            started = time.perf_counter()
+    finally:  # an error's sentence begins a line
+        print(utf8.decode(b"", final=True))  # a character that was cut off
     decode = sum(ms[1:]) / max(1, len(ms) - 1)
     speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
-    print(f"\n\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]")
+    print(f"\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]")
     if trace:
         trace.write()
         print(f"[step by step: {trace.path}]")
@@ -70,4 +72,4 @@ def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> No
         header = ["text length", *(f"{name}: ms per token" for name in runs), "times as fast"]
         print(f"\n{table(header, rows, left=0)}")
     same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
-    print(f"\nSame tokens: {same} ({', '.join(str(len(ids)) for ids in texts)})")
+    print(f"\nSame tokens: {same} ({', '.join(f'{name}: {len(ids)}' for name, (ids, _) in runs.items())})")

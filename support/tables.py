@@ -36,8 +36,8 @@ def page(parts: Sequence[str | Table], markdown: bool = False) -> str:
 
 
 def of_records(records: Sequence[dict[str, Any]]) -> Table:
-    """Return records as a table, numbers to three digits; missing fields are left empty."""
+    """Return records as a table, numbers to three digits; a missing field is a dash."""
     header = [*dict.fromkeys(key for record in records for key in record)]
     cells = ([record.get(key) for key in header] for record in records)
-    return Table(header, [["" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in row]
+    return Table(header, [["-" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in row]
                           for row in cells])  # fmt: skip

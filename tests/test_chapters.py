@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import chapters.builder.__main__ as build
-from chapters.builder import blocks, side_by_side
+from chapters.builder import blocks, pages, side_by_side
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ROOT / "chapters"
@@ -121,6 +121,17 @@ def test_links_and_images_of_chapters_exist(folder: Path) -> None:
         if not target.startswith("http"):
             assert (folder / target).exists(), target
         assert words or not image, f"{target} has no alternative text"
+
+
+def test_a_page_leads_to_its_neighbours_and_into_itself() -> None:
+    text = "# 2. The `KV` cache\n\n## It's *new*: a & b\n\n## Run it\n\n## Run it\n"
+    page = pages.page(text, build.links(CHAPTERS / "02_kv_cache" / "README.md"))
+    assert re.findall(r'<h\d id="(.*?)">', page) == ["2-the-kv-cache", "its-new-a--b", "run-it", "run-it-1"]
+    neighbours = ["../01_gpt2/index.html", "../index.html", "../03_bounded/index.html"]
+    assert re.findall(r'<a href="(.*?)">', page) == 2 * neighbours
+    assert build.links(FOLDERS[0] / "README.md")[0] == ("../index.html", "All chapters")
+    assert build.links(FOLDERS[-1] / "README.md")[-1] == ("../index.html", "All chapters")
+    assert build.links(CHAPTERS / "README.md") == []
 
 
 def test_every_hunk_has_words() -> None:

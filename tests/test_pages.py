@@ -177,9 +177,12 @@ def test_chapters_open_with_pictures_and_without_marks(path: Path, page: Any) ->
     assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0 && i.alt)")
     assert page.locator("img").count() == readme.count("![")
     assert page.locator("pre").count() == readme.count("\n```") // 2
+    ends = page.eval_on_selector_all(".command", "commands => commands.map(c => c.getBoundingClientRect().right)")
+    assert max(ends, default=0) < 1500
     page.evaluate("document.querySelectorAll('pre, code').forEach(e => e.remove())")
     shown = page.evaluate("document.body.innerText")
     assert "**" not in shown and "<!--" not in shown and "](" not in shown and "\n- " not in shown
+    assert page.evaluate("document.querySelector('nav') || document.title == 'The KV cache: a course'")
     links = page.eval_on_selector_all("a", "links => links.map(a => a.href)")
     assert [x for x in links if x.startswith("file:") and not Path(x[7:].partition("#")[0]).exists()] == []
 
@@ -206,6 +209,9 @@ def test_files_stand_side_by_side(name: str, page: Any) -> None:
     page.keyboard.press("n")
     assert page.evaluate("scrollY") > 0
     there = page.evaluate("scrollY")
+    names, below = page.locator("thead th"), page.locator("header").bounding_box()["height"]
+    assert names.all_text_contents() == [old, f"{name}.py", ""]
+    assert names.first.bounding_box()["y"] == pytest.approx(below, abs=1)
     page.keyboard.press("n")
     page.keyboard.press("p")
     assert page.evaluate("scrollY") == pytest.approx(there, abs=2)

@@ -282,10 +282,10 @@ def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.Capt
     slow, fast = [50.0] + [8.0] * 33 + [30.0], [9.0] + [2.0] * 33 + [3.0]  # a prefill, then 34 tokens
     compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
     printed = capsys.readouterr().out
-    assert "Same tokens: yes (35, 35)" in printed
+    assert "Same tokens: yes (no cache: 35, KV cache: 35)" in printed
     rows = [line.split() for line in printed.splitlines()[2:-2]]
     assert rows == [["45", "8.00", "2.00", "4.0"], ["all", "8.00", "2.00", "4.0"]]
     compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
-    assert "Same tokens: NO (2, 2)" in capsys.readouterr().out
+    assert "Same tokens: NO (a: 2, b: 2)" in capsys.readouterr().out
     compare(10, {"a": ([1], [1.0]), "b": ([1], [1.0])})
     assert len(capsys.readouterr().out.splitlines()) == 2  # nothing was decoded

@@ -67,8 +67,21 @@ def build(numbers: list[int]) -> dict[Path, str]:
             files[notebook.FILE] = notebook.make(files, stub_of)
         files |= side_by_side.pages(texts) | {CHAPTERS / "front.svg": front.picture()}
         texts |= {path: path.read_text(encoding="utf-8") for path in sorted(CHAPTERS.glob("*.md"))}
-    made = {path.with_suffix(".html"): pages.page(text) for path, text in texts.items()}
+    made = {path.with_suffix(".html"): pages.page(text, links(path)) for path, text in texts.items()}
     return files | {path.with_stem("index") if path.stem == "README" else path: text for path, text in made.items()}
+
+
+def links(path: Path) -> list[tuple[str, str]]:
+    """Return the pages that a page leads to, each with its words: the chapter before, all chapters, the next one."""
+    if path.parent == CHAPTERS:
+        return [] if path.stem == "README" else [("index.html", "All chapters")]
+    around = [None, *folders([]), None]
+    at = around.index(path.parent)
+    before, after = (chapter and chapter / "README.md" for chapter in (around[at - 1], around[at + 1]))
+    title = lambda path: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")  # noqa: E731
+    found = [(f"../{before.parent.name}/index.html", f"← {title(before)}")] if before else []
+    found += [("../index.html", "All chapters")]
+    return found + ([(f"../{after.parent.name}/index.html", f"{title(after)} →")] if after else [])
 
 
 def folders(numbers: list[int]) -> list[Path]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
+from collections.abc import Sequence
 
 STYLE = """
   body { font: 17px/1.6 system-ui, sans-serif; max-width: 54em; margin: 1.5em auto; padding: 0 1em; color: #111; }
@@ -22,6 +24,8 @@ STYLE = """
   .keyword { font-weight: bold; } .string { color: #6a3500; } .comment { color: #555; font-style: italic; }
   .mark { background: #111; color: #fff; padding: 0 .2em; } .name { color: #00408a; font-weight: bold; }
   .old { background: #ffe3df; } .new { background: #dff3e3; }
+  .command { white-space: pre-wrap; overflow-wrap: anywhere; }
+  nav { display: flex; justify-content: space-between; gap: 1.5em; margin: 1em 0; font-size: .92em; }
 """
 MARK = re.compile(r"(?P<mark># (?:NEW|RING|BCT)\b)(?P<comment>[^\n]*)")
 PYTHON = re.compile(
@@ -77,6 +81,8 @@ def fence(language: str, code: str) -> str:
     elif language == "diff":
         kinds = {"+": "new", "-": "old"}
         lines = [f'<span class="{kinds[x[0]]}">{x}</span>' if x[:1] in kinds else x for x in lines]
+    elif language in ("bash", "text"):  # a long command wraps; a table doesn't
+        lines = [f'<span class="command">{x}</span>' if language == "bash" or x[:2] == "$ " else x for x in lines]
     return "<pre><code>" + "\n".join(lines) + "</code></pre>"
 
 
@@ -110,8 +116,27 @@ def block(text: str) -> str:
     return f"<p>{inline(text)}</p>"
 
 
-def page(text: str) -> str:
-    """Return a README.md as a page. Comments, and with them the builder's marks, are left out."""
+def with_ids(body: str) -> str:
+    """Return HTML whose headings have the ids that GitHub gives them, so that links to #an-anchor work here too."""
+    seen = Counter()
+
+    def heading(match: re.Match[str]) -> str:
+        words = html.unescape(re.sub(r"<[^>]+>", "", match[2])).lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        seen[slug] += 1
+        return f'<{match[1]} id="{slug}{f"-{seen[slug] - 1}" if seen[slug] > 1 else ""}">{match[2]}</{match[1]}>'
+
+    return re.sub(r"<(h\d)>(.*?)</\1>", heading, body, flags=re.S)
+
+
+def navigation(links: Sequence[tuple[str, str]]) -> str:
+    """Return links to other pages, each a page and its words."""
+    return "<nav>" + " ".join(f'<a href="{page}">{html.escape(words)}</a>' for page, words in links) + "</nav>\n"
+
+
+def page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
+    """Return a README.md as a page, with links to other pages above and below. Comments, and with them the builder's
+    marks, are left out."""
     blocks, code = [], []
     for line in re.sub(r"<!--.*?-->", "", text, flags=re.S).split("\n"):
         fenced = bool(code and code[0].startswith("```"))
@@ -125,7 +150,8 @@ def page(text: str) -> str:
             blocks, code = [*blocks, "\n".join(code)], []
     blocks += ["\n".join(code)] if code else []
     title = html.escape(text.partition("\n")[0].lstrip("# "))
-    body = "\n".join(map(block, blocks))
+    nav = navigation(links) if links else ""
+    body = nav + with_ids("\n".join(map(block, blocks))) + f"\n{nav}".rstrip()
     return (f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{title}</title>\n<style>{STYLE}</style>\n{body}\n</html>\n")  # fmt: skip

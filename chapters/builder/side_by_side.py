@@ -29,15 +29,18 @@ STYLE = """
   td.n { text-align: right; color: #666; white-space: pre; user-select: none; padding: 0 .3em; }
   col.n { width: 3.6em; } col.code { width: calc(101ch + 1em); } body.folded col { width: auto; }
   @media (max-width: 1880px) { table { font-size: 11.5px; } col.code { width: auto; } col.words { width: 16%; } }
-  body.folded col.n { width: 3.6em; } body.folded col.words { width: 0; } body.folded td.words { display: none; }
+  body.folded col.n { width: 3.6em; } body.folded col.words { width: 0; }
+  body.folded :is(td, th).words { display: none; }
   tr.old > td.left { background: #ffeeeb; } tr.new > td.right { background: #ebf7ee; }
   tr.old > td.left ins { background: #ffbdb3; } tr.new > td.right ins { background: #a9e0b6; }
   .mark ins { all: unset !important; }
   td.n::after { content: " \\a0"; } tr.old > td.a::after { content: " -"; } tr.new > td.b::after { content: " +"; }
   tr { height: 1px; } tr.rest { height: auto; } tr.rest > td { padding: 1px; }  /* longer words stretch this row only */
   tr.first > td { border-top: 2px solid #111; }
+  th { position: sticky; top: var(--top); background: #fff; border-right: 1px solid #fff; padding: .2em .5em .2em 4em;
+       text-align: left; box-shadow: 0 2px #111; }
   td.words { font: 13.5px/1.4 system-ui, sans-serif; white-space: normal; border-left: 2px solid #111; }
-  td.words > div { position: sticky; top: 3em; } td.words p { margin: .4em 0; }
+  td.words > div { position: sticky; top: calc(var(--top) + 2em); } td.words p { margin: .4em 0; }
   tr.gap { cursor: pointer; } tr.gap > td { background: #eee; text-align: center; color: #444; }
   .keyword { font-weight: bold; } .string { color: #6a3500; } .comment { color: #555; font-style: italic; }
   .mark { background: #111; color: #fff; white-space: pre; box-shadow: -.15em 0 #111, .15em 0 #111; }
@@ -48,7 +51,9 @@ SCRIPT = """
   const brief = document.getElementById("brief");
   const show = () => document.body.classList.toggle("brief", brief.checked);
   const hunks = [...document.querySelectorAll("tr.first")];
-  const top_of = row => row.getBoundingClientRect().top - document.querySelector("header").offsetHeight;
+  const header = document.querySelector("header"), names = document.querySelector("thead");
+  new ResizeObserver(() => document.body.style.setProperty("--top", header.offsetHeight + "px")).observe(header);
+  const top_of = row => row.getBoundingClientRect().top - header.offsetHeight - names.offsetHeight;
   const jump = way => {
     const next = way > 0 ? hunks.find(row => top_of(row) > 5) : hunks.findLast(row => top_of(row) < -5);
     if (next) window.scrollBy(0, top_of(next));
@@ -182,8 +187,10 @@ def pages(chapters: dict[Path, str]) -> dict[Path, str]:
             f"<style>{STYLE}</style>\n<header><h1>{old} and {new}: {count} hunks</h1>\n"
             '<label><input type="checkbox" id="brief" checked> only what differs</label>\n'
             '<label><input type="checkbox" id="margin" checked> the chapters\' words</label>\n'
-            f"<span>keys n, p: next, previous hunk; m: words</span> <span>{others}</span></header>\n"
+            f"<span>keys n, p: next, previous hunk; m: words</span> <span>{others}</span>\n"
+            '<a href="../index.html">All chapters</a></header>\n'
             f"<table><colgroup>{COLUMNS}</colgroup>\n"
+            f'<thead><tr><th colspan="2">{old}</th><th colspan="2">{new}</th><th class="words"></th></tr></thead>\n'
             f"{body}\n</table>\n<script>{SCRIPT}</script>\n</html>\n"
         )
     return result
