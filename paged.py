@@ -1,6 +1,6 @@
 """Many texts at once: keys and values in blocks that any text may own, and a loop that admits,
 writes and retires texts at every step. `paged.py` serves twelve prompts one at a time, as a padded
-batch and in blocks; `paged.py serve FILE` continues every line of a file.
+batch and in blocks; `paged.py serve FILE` continues every line of a file, once or with several samples.
 
 A cache with room for the longest text wastes most of it on the others. Blocks of a few tokens are
 handed out as texts grow, and each text has a table of its blocks. Texts that begin alike list the same
@@ -24,13 +24,14 @@ import math
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt_kv_cache import GPT, check_options, context_start
+from gpt_kv_cache import GPT, check_options, context_start, sample
 from support.radix_tree import common_prefix
 
 FAR = 1 << 40  # a position after every query's
@@ -45,6 +46,9 @@ class Text:
     ids: list[int]
     end: int
     stop_id: int | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    generator: torch.Generator | None = None  # its own: its draws don't depend on other texts
     start: int = 0  # what is before it has been forgotten: the context was full
     n_read: int = 0
     table: list[int] = field(default_factory=list)
@@ -162,12 +166,6 @@ class PagedCache:
         """Give all blocks of a text back; its full ones can be found until they are handed out."""
         self.truncate(text, 0)
 
-    def fork(self, text: Text, number: int) -> Text:
-        """Return another text with the same tokens, in the same blocks: nothing is copied yet."""
-        used = -(-text.n_read // self.size)  # not those that a failed pass was to write to
-        table = [self.take(block) for block in text.table[:used]]
-        return replace(text, number=number, ids=[*text.ids], table=table)
-
     def gather(self, layer: int, blocks: Tensor) -> Tensor:
         """Return a layer's keys and values (2, H, S, D) of some blocks, until the next call."""
         two, H, N, b, D = self.pool[layer].shape
@@ -213,10 +211,8 @@ class Batch:
             tables.append(text.table[: -(-(text.n_read + n) // size)])
         rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
         self.slots = [tables[i][t // size] * size + t % size for i, t in fed]  # its slot
-        blocks: dict[int, int] = {}  # which are gathered, each once, and in which order
-        for table in tables:
-            for block in table:
-                blocks.setdefault(block, len(blocks))
+        used = dict.fromkeys(block for table in tables for block in table)
+        blocks = {block: i for i, block in enumerate(used)}  # each is gathered once, in this order
         begins = torch.full((len(texts), len(blocks)), FAR)  # where a text has each block
         for i, table in enumerate(tables):
             begins[i, [blocks[block] for block in table]] = torch.arange(len(table)) * size
@@ -261,25 +257,31 @@ class Server:
             raise ValueError(f"chunk {chunk} and most {most} must be at least 1")
         self.model, self.cache, self.chunk, self.most = model, cache, chunk, most
         self.waiting: list[Text] = []  # each of these in order of arrival
-        self.running: list[Text] = []  # with one unread token
-        self.reading: Text | None = None
+        self.running: list[Text] = []  # they own blocks
         self.arrived = self.put_back = 0  # texts, and how often one had to give its blocks back
         self.has_read = False  # in the last step: reading and writing take turns
 
     @property
     def busy(self) -> bool:
         """Whether a text isn't complete."""
-        return bool(self.waiting or self.running or self.reading)
+        return bool(self.waiting or self.running)
 
     @property
-    def holding(self) -> list[Text]:
-        """The texts that own blocks."""
-        return self.running + ([self.reading] if self.reading else [])
+    def reading(self) -> Text | None:
+        """The text that is being read: no other one is before its last token is left."""
+        return next((text for text in self.running if text.unread > 1), None)
 
-    def add(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None) -> int:
+    @property
+    def writing(self) -> list[Text]:
+        """The texts that are being written, with one unread token each."""
+        return [text for text in self.running if text.unread == 1]
+
+    def add(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None,
+            temperature: float = 0.0, top_k: int | None = None, seed: int = 0) -> int:
         """Let a prompt wait, and return its number. Raises ValueError if it is empty, has a token
-        that the model doesn't know, or needs more blocks than there are, even alone."""
-        check_options(torch.tensor([ids]), max_new_tokens, 0.0, None)
+        that the model doesn't know, or needs more blocks than there are, even alone; or if an
+        option is out of range."""
+        check_options(torch.tensor([ids]), max_new_tokens, temperature, top_k)
         vocabulary, size = self.model.config.vocab_size, self.cache.size
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ValueError(f"tokens {min(ids)} to {max(ids)}: the model has {vocabulary}, from 0")
@@ -287,8 +289,9 @@ class Server:
         if need > self.cache.blocks:
             lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks"
             raise ValueError(f"{lengths} of {size}, there are {self.cache.blocks}")
-        text = Text(self.arrived, [*ids], len(ids) + max_new_tokens, stop_id)
-        text.start = context_start(len(ids), self.model.context)
+        generator = torch.Generator(self.cache.pool.device).manual_seed(seed)
+        text = Text(self.arrived, [*ids], len(ids) + max_new_tokens, stop_id, temperature, top_k,
+                    generator, context_start(len(ids), self.model.context))  # fmt: skip
         self.arrived += 1
         if max_new_tokens:
             self.waiting.append(text)
@@ -299,7 +302,7 @@ class Server:
         """Admit what fits, run one pass, and return the texts that it wrote to and the tokens."""
         while self.waiting and not self.reading and len(self.running) < self.most and self.admit():
             pass
-        self.has_read = bool(self.reading) and not (self.running and self.has_read)
+        self.has_read = bool(self.reading) and not (self.writing and self.has_read)
         texts = [self.reading] if self.has_read else self.make_room()
         if not texts:
             return []
@@ -307,9 +310,10 @@ class Server:
         ids = [i for text, n in zip(texts, counts, strict=True) for i in text.next(n)]
         batch = Batch(self.cache, texts, counts)
         ids = torch.tensor([ids], device=self.cache.pool.device)  # (1, T)
-        tokens = self.model(ids, batch, last_only=self.has_read)[0].argmax(-1).tolist()
-        pairs = zip(texts, tokens, strict=True)
-        return [self.write(text, token) for text, token in pairs if not text.unread]
+        logits = self.model(ids, batch, last_only=self.has_read)[0]  # (texts, V)
+        rows = [(text, row) for text, row in zip(texts, logits, strict=True) if not text.unread]
+        tokens = [sample(row[None], text.temperature, text.top_k, text.generator) for text, row in rows]
+        return [self.write(text, int(token)) for (text, _), token in zip(rows, tokens, strict=True)]
 
     def admit(self) -> bool:
         """Give the first waiting text the blocks that its tokens need, if one is left for each that
@@ -319,34 +323,28 @@ class Server:
         if not self.cache.room(text, text.unread, spare=len(self.running)):
             self.cache.drop(text)
             return False
-        del self.waiting[0]
-        if text.unread == 1:
-            insort(self.running, text, key=lambda text: text.number)
-        else:
-            self.reading = text
+        insort(self.running, self.waiting.pop(0), key=lambda text: text.number)
         return True
 
     def make_room(self) -> list[Text]:
         """Make room for a token of each text that is being written, the oldest first; return them.
         If no block is free, the youngest of all gives its blocks back. That is never the oldest,
         which fits alone: some text always gets on."""
-        for text in [*self.running]:
+        for text in self.writing:
             while text in self.running and not self.cache.room(text, 1):
-                self.wait(max(self.holding, key=lambda text: text.number))
+                self.wait(self.running[-1])
                 self.put_back += 1
-        return [*self.running]
+        return self.writing
 
     def wait(self, text: Text) -> None:
-        """Give a text's blocks back: it will be read again, with what it has written."""
+        """Let a text that was running wait: it will be read again, with what it has written."""
         self.leave(text)
         insort(self.waiting, text, key=lambda text: text.number)
 
     def leave(self, text: Text) -> None:
+        """Give a text's blocks back."""
         self.cache.drop(text)
-        if text is self.reading:
-            self.reading = None
-        else:
-            self.running.remove(text)
+        self.running.remove(text)
 
     def write(self, text: Text, token: int) -> tuple[int, int]:
         """Add a token to a text that has been read, and continue or retire the text."""
@@ -357,22 +355,24 @@ class Server:
         elif start > text.start:  # as generate() does: positions are baked into K, so read again
             self.wait(text)
             text.start = start
-        elif text is self.reading:
-            self.reading = None
-            insort(self.running, text, key=lambda text: text.number)
         return text.number, token
 
 
 def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], *,
-          blocks: int, size: int = 16, chunk: int = 64, most: int = 16,
-          stop_id: int | None = None) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Yield (text, token) as they come, the likeliest tokens after each of the prompts: those that
-    generate() yields for it alone, up to what rounding does to a tie. max_new_tokens: of all, or of
-    each. Raises ValueError, at the first token, if one can't be served, as Server.add() does."""
+          blocks: int, size: int = 16, chunk: int = 64, most: int = 16, samples: int = 1, seed: int = 0,
+          **options: Any) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """Yield (text, token) as they come. Texts i * samples to i * samples + samples - 1 continue prompt
+    i, whose blocks they share, and text number n draws with seed + n. A text's tokens are those that
+    generate() yields for it alone with that seed, up to what rounding does to a tie.
+    max_new_tokens: of all, or of each prompt. options: stop_id, temperature and top_k, of all texts.
+    Raises ValueError, at the first token, if a prompt can't be served, as Server.add() does."""
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
     server = Server(model, PagedCache(model, blocks, size), chunk, most)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     for ids, limit in zip(prompts, limits, strict=True):
-        server.add(ids, limit, stop_id)
+        for _ in range(samples):
+            server.add(ids, limit, seed=seed + server.arrived, **options)
     while server.busy:
         yield from server.step()
 
@@ -380,28 +380,31 @@ def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Se
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from studies import paging
-    from support.cli import CommandLine, whole_number
+    from support.cli import CommandLine, temperature, whole_number
 
+    count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
     cli.add_argument("what", nargs="?", default="run", choices=("run", "serve"),
                      help="run: what blocks save; serve: continue each line of FILE")  # fmt: skip
     cli.add_argument("file", nargs="?", metavar="FILE", help="serve: a text file, one prompt per line")
     cli.add_model_arguments()
-    cli.add_argument("--max-new-tokens", type=whole_number(1), default=80, metavar="N",
-                     help="tokens to write; run: after every fourth prompt, fewer after the others")  # fmt: skip
-    cli.add_argument("--blocks", type=whole_number(1), metavar="N",
-                     help="blocks for all texts together; default: run half of what they would use, "
-                     "serve enough for all")  # fmt: skip
-    cli.add_argument("--size", type=whole_number(1), default=16, metavar="N",
-                     help="tokens per block")  # fmt: skip
-    cli.add_argument("--chunk", type=whole_number(1), default=64, metavar="N",
-                     help="tokens of a prompt read per pass")  # fmt: skip
+    cli.add_argument("--max-new-tokens", default=80, **count,
+                     help="tokens to write; run: after every fourth prompt, fewer after the others")
+    cli.add_argument("--blocks", **count, help="blocks for all texts together; default: run half of "
+                     "what they would use, serve enough for all")  # fmt: skip
+    cli.add_argument("--size", default=16, **count, help="tokens per block")
+    cli.add_argument("--chunk", default=64, **count, help="tokens of a prompt read per pass")
+    cli.add_argument("--samples", **count, help="serve: continue each line so many times; default: once")
+    cli.add_argument("--temperature", type=temperature, metavar="X",
+                     help="serve: 0 for the likeliest tokens, the default; higher is more random")
+    cli.add_argument("--top-k", **count, help="serve: sample from the N likeliest tokens only")
     cli.add_trace_argument("run: ")
     with cli.parse(argv) as args:
         if (args.what == "serve") != (args.file is not None):
             raise ValueError("serve needs a FILE, and run takes none: see --help")
-        if args.trace_file is not None and args.what != "run":
-            raise ValueError("serve has no --trace: run has")
+        cli.only(args.what, "run", {"--trace": args.trace_file})
+        cli.only(args.what, "serve", {"--samples": args.samples, "--temperature": args.temperature,
+                                      "--top-k": args.top_k})  # fmt: skip
         trace = cli.trace_path(args)
         lines = Path(args.file).read_text(encoding="utf-8").splitlines() if args.file else []
         lines = [line for line in lines if line.strip()]
@@ -412,14 +415,17 @@ def main(argv: list[str] | None = None) -> None:
         if args.what == "run":
             return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, trace)
         prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
-        enough = sum(-(-min(len(ids) + n, model.context) // size) for ids in prompts)
-        options = {"blocks": args.blocks or max(1, enough), "size": size, "chunk": args.chunk}
-        written: list[list[int]] = [[] for _ in prompts]
-        for number, token in serve(model, prompts, n, stop_id=tokenizer.eot_token, **options):
+        samples, end = args.samples or 1, tokenizer.eot_token
+        enough = samples * sum(-(-min(len(ids) + n, model.context) // size) for ids in prompts)
+        tokens = serve(model, prompts, n, blocks=args.blocks or max(1, enough), size=size, stop_id=end,
+                       chunk=args.chunk, samples=samples, seed=args.seed, top_k=args.top_k,
+                       temperature=args.temperature or 0.0)  # fmt: skip
+        written: list[list[int]] = [[] for _ in range(samples * len(prompts))]
+        for number, token in tokens:
             written[number].append(token)
-            if len(written[number]) == n or token == tokenizer.eot_token:
-                text = tokenizer.decode([i for i in written[number] if i != tokenizer.eot_token])
-                print(f"[{number + 1}] {lines[number]}{text}\n", flush=True)
+            if len(written[number]) == n or token == end:
+                text = tokenizer.decode([i for i in written[number] if i != end])
+                print(f"[{number + 1}] {lines[number // samples]}{text}\n", flush=True)
 
 
 if __name__ == "__main__":

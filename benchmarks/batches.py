@@ -94,7 +94,7 @@ def paged(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
             for number, token in written:
                 texts[number].append(token)
             if (now := cache.blocks - len(cache.free)) > used:
-                used, filled = now, sum(text.n_read for text in server.holding)  # no two begin alike
+                used, filled = now, sum(text.n_read for text in server.running)  # no two begin alike
         block = cache.pool[..., 0, :, :].nbytes
         result = {"tokens": texts, "held": used * block, "wasted": (used * SIZE - filled) * block // SIZE}
         most = max((n for n, read, *_ in steps if not read), default=0)

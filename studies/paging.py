@@ -105,7 +105,7 @@ class Record:
             written = server.step()
             for number, _ in written:
                 left[number] -= 1
-            now = {text.number: text for text in server.holding}
+            now = {text.number: text for text in server.running}
             owners: list[list[int]] = [[] for _ in range(cache.blocks)]
             filled = [0] * cache.blocks
             for number, text in sorted(now.items()):

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from itertools import compress, pairwise
 from pathlib import Path
 
@@ -29,8 +30,11 @@ def model() -> GPT:
     return model.requires_grad_(False)
 
 
-def alone(model: GPT, ids: list[int], n: int, stop_id: int | None = None) -> list[int]:
-    return [int(token) for token in generate(model, torch.tensor([ids]), n, stop_id=stop_id)]
+def alone(model: GPT, ids: list[int], n: int, stop_id: int | None = None, temperature: float = 0.0,
+          top_k: int | None = None, seed: int = 0) -> list[int]:  # fmt: skip
+    options = {"stop_id": stop_id, "temperature": temperature, "top_k": top_k}
+    draws = torch.Generator().manual_seed(seed)
+    return [int(token) for token in generate(model, torch.tensor([ids]), n, generator=draws, **options)]
 
 
 def check_counts(cache: PagedCache, texts: list[Text]) -> None:
@@ -56,6 +60,12 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 
 def new(ids: list[int], number: int = 0) -> Text:
     return Text(number, [*ids], 24)
+
+
+def fork(cache: PagedCache, text: Text, number: int) -> Text:
+    """Another text with the same tokens, in the same blocks."""
+    blocks = text.table[: -(-text.n_read // cache.size)]
+    return replace(text, number=number, ids=[*text.ids], table=[cache.take(block) for block in blocks])
 
 
 # --- The cache ----------------------------------------------------------------------------------
@@ -94,7 +104,7 @@ def check_any_use(model: GPT, seed: int) -> None:
             cache.truncate(text, rng.randint(0, text.n_read))
             text.ids[text.n_read :] = [rng.randrange(50) for _ in range(24 - text.n_read)]
         elif action == "fork":
-            text = cache.fork(rng.choice(texts), number)
+            text = fork(cache, rng.choice(texts), number)
             text.ids[text.n_read :] = [rng.randrange(50) for _ in range(24 - text.n_read)]
             texts.append(text)
         else:
@@ -128,7 +138,7 @@ def test_half_precision_is_that_of_the_model(model: GPT, dtype: torch.dtype) -> 
 def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
     read(model, cache, [a], 6)
-    b = cache.fork(a, 1)
+    b = fork(cache, a, 1)
     b.ids[6:] = tokens(6, 2)
     assert b.table == a.table and b.table is not a.table and cache.count[: len(a.table)] == [2, 2]
     before = cache.pool[..., a.table[1], :2, :].clone()
@@ -137,17 +147,6 @@ def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
     assert torch.equal(cache.pool[..., a.table[1], :2, :], before) and not cache.pool[..., a.table[1], 2:, :].any()
     for text, logits in ((b, got[0]), (a, read(model, cache, [a], 3)[0])):
         assert_close(logits, model(torch.tensor([text.ids[:9]]))[0, -3:], torch.float32)
-
-
-def test_a_fork_has_no_part_in_the_room_of_a_pass_that_failed(model: GPT) -> None:
-    cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
-    read(model, cache, [a], 4)
-    with failing(model, "h.1"):
-        read(model, cache, [a], 8)
-    b = cache.fork(a, 1)
-    b.ids[4:] = tokens(8, 2)
-    for text, got in zip((a, b), read(model, cache, [a, b], 8), strict=True):
-        assert_close(got, model(torch.tensor([text.ids]))[0, -8:], torch.float32)
 
 
 def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(model: GPT) -> None:
@@ -253,7 +252,7 @@ def test_nothing_of_another_text_is_seen_not_even_nan(model: GPT) -> None:
 def test_room_that_is_not_there_changes_nothing(model: GPT, shared: bool) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(20, 1))
     read(model, cache, [a], 10)
-    texts = [a, cache.fork(a, 1)] if shared else [a]
+    texts = [a, fork(cache, a, 1)] if shared else [a]
     before = [[*text.table] for text in texts], [*cache.count], [*cache.free], cache.pool.clone()
     assert not cache.room(texts[-1], 1 if shared else 3) and not cache.room(a, 3, spare=1)
     after = [[*text.table] for text in texts], [*cache.count], [*cache.free], cache.pool
@@ -264,7 +263,7 @@ def test_room_that_is_not_there_changes_nothing(model: GPT, shared: bool) -> Non
 def test_a_pass_without_room_is_refused_and_changes_nothing(model: GPT, forked: bool) -> None:
     cache, a = PagedCache(model, 6, 4), new(tokens(20, 1))
     read(model, cache, [a], 6)
-    texts = [a, cache.fork(a, 1)] if forked else [a]
+    texts = [a, fork(cache, a, 1)] if forked else [a]
     before = cache.pool.clone()
     with pytest.raises(ValueError, match=f"{1 if forked else 3} tokens after 6 .* 2 blocks of 4"):
         Batch(cache, texts, [1 if forked else 3] * len(texts))
@@ -293,8 +292,8 @@ def test_bytes_follow_the_formula(model: GPT) -> None:
 
 
 def check_any_service(model: GPT, seed: int) -> int:
-    """Prompts of random lengths, limits and stop tokens, some with common beginnings, arrive at random
-    and get few blocks; return how often one was put back."""
+    """Prompts of random lengths, limits, stop tokens, temperatures and seeds, some with common beginnings,
+    arrive at random and get few blocks; return how often one was put back."""
     rng, size = random.Random(seed), random.Random(seed + 1).choice([1, 2, 3, 4, 5, 8, 16])
     least, heads = -(-24 // size), [tokens(rng.randint(1, 20), seed + i) for i in range(2)]
     prompts = []
@@ -303,7 +302,8 @@ def check_any_service(model: GPT, seed: int) -> int:
         ids = head[: rng.randint(0, len(head))] + [rng.randrange(50) for _ in range(rng.randint(0, 12))]
         again = rng.random() < 0.2 and prompts
         ids = prompts[-1][0] if again else ids or [3]
-        prompts.append((ids, rng.randint(0, 30), rng.choice([None, rng.randrange(50)])))
+        sampling = rng.choice([0.0, 0.7, 2.0]), rng.choice([None, 1, 5]), rng.randrange(3)
+        prompts.append((ids, rng.randint(0, 30), rng.choice([None, rng.randrange(50)]), *sampling))
     cache = PagedCache(model, rng.choice([least, least + 1, 2 * least, 5 * least]), size)
     server = Server(model, cache, rng.choice([1, 2, 3, 7, 64]), rng.choice([1, 2, 4, 64]))
     written, coming, parts = [], [*prompts], parts_of(model)
@@ -317,7 +317,7 @@ def check_any_service(model: GPT, seed: int) -> int:
                     pass
         for number, token in server.step():
             written[number].append(token)
-        check_counts(cache, server.holding)
+        check_counts(cache, server.running)
     assert written == [alone(model, *prompt) for prompt in prompts]
     return server.put_back
 
@@ -340,11 +340,11 @@ def test_without_a_free_block_the_youngest_is_read_again_later(model: GPT) -> No
     written: dict[int, list[int]] = {i: [] for i in range(4)}
     complete = []
     while server.busy:
-        oldest = min(text.number for text in [*server.holding, *server.waiting])
+        oldest = min(text.number for text in [*server.running, *server.waiting])
         for number, token in server.step():
             written[number].append(token)
             complete += [number] * (len(written[number]) == 15)
-        held = [text.number for text in server.holding]
+        held = [text.number for text in server.running]
         assert oldest in held or oldest in complete, "the oldest is never put back"
         assert all(a.number < b.number for a, b in pairwise(server.waiting))
     assert server.put_back > 0 and complete == sorted(complete)
@@ -401,6 +401,39 @@ def test_limits_and_stop_tokens_are_those_of_each_text(model: GPT) -> None:
         found[number].append(token)
     assert found == [alone(model, ids, n, stop) for ids, n in zip(prompts, [4, 9, 0], strict=True)]
     assert found[1][-1] == stop and len(found[1]) < 9
+
+
+def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(model: GPT) -> None:
+    prompts, fed = [tokens(9, 1), tokens(4, 2)], []
+    hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
+    found: list[list[int]] = [[] for _ in range(6)]
+    options = {"temperature": 1.5, "top_k": 20}
+    for number, token in serve(model, prompts, [8, 5], blocks=30, size=4, samples=3, seed=40, **options):
+        found[number].append(token)
+    hook.remove()
+    expected = [alone(model, prompts[i // 3], [8, 5][i // 3], seed=40 + i, **options) for i in range(6)]
+    assert found == expected and len({*map(tuple, found)}) == 6
+    assert sum(fed) == 9 + 4 + 4 * 1 + 3 * (7 + 4), "of a prompt the other samples read the last token only"
+    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+        next(serve(model, prompts, 3, blocks=30, samples=0))
+
+
+def test_draws_do_not_depend_on_what_runs_beside_a_text(model: GPT) -> None:
+    expected = alone(model, [1, 2, 3], 12, temperature=2.0, seed=7)
+    for others in range(4):
+        server = Server(model, PagedCache(model, 8, 4), chunk=2)
+        for i in range(others):
+            server.add(tokens(5 + i, i), 12, temperature=1.0, seed=7)
+        number = server.add([1, 2, 3], 12, temperature=2.0, seed=7)
+        assert [token for who, token in iter_all(server) if who == number] == expected
+
+
+@pytest.mark.parametrize(("option", "said"), [({"temperature": -1.0}, "got -1.0"), ({"top_k": 0}, "got 0")])
+def test_sampling_options_out_of_range_are_refused(model: GPT, option: dict[str, float], said: str) -> None:
+    server = Server(model, PagedCache(model, 5, 4))
+    with pytest.raises(ValueError, match=said):
+        server.add([1, 2], 3, **option)
+    assert server.arrived == 0 and not server.busy
 
 
 @pytest.mark.parametrize(("ids", "n", "said"), [
@@ -469,6 +502,10 @@ def test_serve_continues_every_line_of_a_file(capsys: pytest.CaptureFixture, tmp
     main(["serve", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--blocks", "3"])
     printed = capsys.readouterr().out
     assert re.search(r"^\[1\] Notes:\s*\S", printed, re.M) and re.search(r"^\[2\] Question: .*\?\s*\S", printed, re.M)
+    options = ["--samples", "2", "--temperature", "0.9", "--seed", "3", "--max-new-tokens", "6"]
+    main(["serve", str(tmp_path / "prompts.txt"), *options])
+    samples = re.findall(r"^\[\d\] Notes:(.*?)\n\n", capsys.readouterr().out, re.M | re.S)
+    assert len({*samples}) == 2
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(SystemExit):
         main(["serve", str(tmp_path / "empty.txt")])
@@ -479,7 +516,7 @@ def test_serve_continues_every_line_of_a_file(capsys: pytest.CaptureFixture, tmp
     (["serve"], ["needs a FILE"]), (["run", "x.txt"], ["run takes none"]), (["serve", "nowhere.txt"], ["nowhere.txt"]),
     (["serve", "README.md", "--trace", "x.html"], ["no --trace"]), (["--trace", "."], ["is a folder"]),
     (["--blocks", "3"], ["blocks", "there are 3"]), (["--size", "0"], ["0", "1"]),
-    (["--max-new-tokens", "5000"], ["5000 more", "context of"]),
+    (["--max-new-tokens", "5000"], ["5000 more", "context of"]), (["--top-k", "3"], ["run has no --top-k"]),
 ])  # fmt: skip
 def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], capsys: pytest.CaptureFixture,
                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

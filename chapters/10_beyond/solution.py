@@ -61,69 +61,100 @@ def fetch_from(operations: float, n_layer: int, width: int, of_token: int, known
 
 
 class BlockTables:
-    """Which blocks of a pool hold which text.
+    """Which blocks of a pool hold which text: each block at most one.
 
-    A block has slots for `size` tokens. The table of a text lists its blocks in order: its token t is in slot
-    table[t // size] * size + t % size of the pool. A text has as many blocks as its tokens need, and no more. Texts may
-    list the same block: count says how many do, and a block that none lists is free.
+    A block has slots for `size` tokens. The table of a text lists its blocks in order; they stand
+    anywhere in the pool. A text has as many blocks as its tokens need, and no more.
     """
 
     def __init__(self, blocks: int, size: int) -> None:
-        self.size, self.count = size, [0] * blocks
+        self.size = size
+        self.free = list(range(blocks))  # the blocks that no text lists, in any order
         self.table: dict[str, list[int]] = {}
         self.length: dict[str, int] = {}  # tokens of each text
 
-    def free(self) -> list[int]:
-        """Return the blocks that no text lists."""
-        return [block for block, count in enumerate(self.count) if not count]
+    def place(self, text: str, t: int) -> tuple[int, int]:
+        """Return the block that holds token t of a text, and its place in that block."""
+        # exercise 10.3
+        return self.table[text][t // self.size], t % self.size
 
     def slots(self, text: str) -> list[int]:
-        """Return where in the pool the tokens of a text are."""
-        table = self.table[text]
-        return [table[t // self.size] * self.size + t % self.size for t in range(self.length[text])]
+        """Return the slots of a text's tokens in the pool: block * size + place."""
+        places = [self.place(text, t) for t in range(self.length[text])]
+        return [block * self.size + place for block, place in places]
 
     def begin(self, text: str) -> None:
         """Add a text without tokens."""
         self.table[text], self.length[text] = [], 0
 
+    def extend(self, text: str, n: int) -> list[tuple[int, int]]:
+        """Make room for n more tokens, at least 1, which the caller then writes to the last n of
+        slots(text). Return []: nothing has to be copied.
+
+        Raises MemoryError, and changes nothing, if there are too few free blocks; the message says
+        how many are needed, and how many are free.
+        """
+        # exercise 10.3
+        more = -(-(self.length[text] + n) // self.size) - len(self.table[text])
+        if more > len(self.free):
+            raise MemoryError(f"{more} blocks are needed, {len(self.free)} are free")
+        self.table[text] += [self.free.pop() for _ in range(more)]
+        self.length[text] += n
+        return []
+
+    def drop(self, text: str) -> None:
+        """Forget a text, and give its blocks back."""
+        # exercise 10.3
+        self.free += self.table.pop(text)
+        del self.length[text]
+
+
+class SharedBlocks(BlockTables):
+    """The same for blocks that several texts may list: count says how many do, of each block."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        super().__init__(blocks, size)
+        self.count = [0] * blocks
+
     def fork(self, text: str, other: str) -> None:
         """Add a text `other` that has the same tokens so far, in the same blocks: nothing is copied."""
-        # exercise 10.3
+        # exercise 10.4
         self.table[other], self.length[other] = list(self.table[text]), self.length[text]
         for block in self.table[text]:
             self.count[block] += 1
 
-    def drop(self, text: str) -> None:
-        """Forget a text."""
-        # exercise 10.3
-        for block in self.table.pop(text):
-            self.count[block] -= 1
-        del self.length[text]
-
     def extend(self, text: str, n: int) -> list[tuple[int, int]]:
-        """Make room for n more tokens, at least 1, which the caller then writes to the last n of slots(text).
+        """Make room for n more tokens, as before, and count the new blocks.
 
-        Nobody may write to a block that another text lists as well. If the new tokens begin in such a block, the text
-        gets a free one in its place, and the caller has to copy all of it before writing: return [(from, to)], else [].
-        Raises MemoryError, and changes nothing, if there are too few free blocks.
+        Nobody may write to a block that another text lists as well. If the new tokens begin in such
+        a block, the text gets a free one in its place, and the caller has to copy all of it before
+        writing: return [(from, to)], else []. Raises MemoryError, and changes nothing, if there are
+        too few free blocks for all of this; the message says how many are needed and free.
         """
-        # exercise 10.3
-        table, length, free = self.table[text], self.length[text], self.free()
-        more = -(-(length + n) // self.size) - len(table)
+        # exercise 10.4
+        table, length = self.table[text], self.length[text]
         shared = length % self.size > 0 and self.count[table[-1]] > 1
-        if more + shared > len(free):
-            raise MemoryError(f"{more + shared} blocks are needed, {len(free)} are free")
+        more = -(-(length + n) // self.size) - len(table)
+        if more + shared > len(self.free):
+            raise MemoryError(f"{more + shared} blocks are needed, {len(self.free)} are free")
         copies = []
         if shared:
-            copies = [(table[-1], free[-1])]
+            copies = [(table[-1], self.free.pop())]
             self.count[table[-1]] -= 1
-            self.count[free[-1]] += 1
-            table[-1] = free[-1]
-        for block in free[:more]:
+            table[-1] = copies[0][1]
+        super().extend(text, n)
+        for block in table[len(table) - more - shared :]:
             self.count[block] += 1
-        table += free[:more]
-        self.length[text] += n
         return copies
+
+    def drop(self, text: str) -> None:
+        """Forget a text; those of its blocks that no other text lists are free again."""
+        # exercise 10.4
+        for block in self.table.pop(text):
+            self.count[block] -= 1
+            if not self.count[block]:
+                self.free.append(block)
+        del self.length[text]
 
 
 class PagedCache:
@@ -132,7 +163,7 @@ class PagedCache:
     pool: of each layer, keys and values (2, H, blocks * size, D).
     """
 
-    def __init__(self, tables: BlockTables, pool: list[Tensor], text: str) -> None:
+    def __init__(self, tables: SharedBlocks, pool: list[Tensor], text: str) -> None:
         self.tables, self.layers, self.text = tables, pool, text
         self.pending: list[Tensor] = []  # of each layer, what the pass under way appends (2, H, T, D)
 
@@ -177,7 +208,7 @@ def hit_rate(requests: Sequence[Sequence[int]], capacity: int) -> float:
     one request the last goes first: the beginning of a text is of use without its end, the end isn't without its
     beginning.
     """
-    # exercise 10.4
+    # exercise 10.5
     held: OrderedDict[int, None] = OrderedDict()  # from the one used longest ago to the newest
     found = 0
     for request in requests:
@@ -224,7 +255,7 @@ def send(stream: BinaryIO, model: GPT, ids: Sequence[int]) -> None:
     overlap. Besides them it gets no more than 4,000 bytes and 16 a token of the prompt. What it looks like is up to you
     and receive(); safetensors makes bytes of tensors (bytes_of) and tensors of bytes (tensors_of). No pickle.
     """
-    # exercise 10.5
+    # exercise 10.6
     _write(stream, json.dumps({"fingerprint": fingerprint(model), "ids": list(ids)}).encode())
     logits = model(torch.tensor([list(ids)]), _Sending(stream), last_only=True)
     _write(stream, json.dumps({"next": int(logits[0, -1].argmax())}).encode())
@@ -237,7 +268,7 @@ def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
     Raises ValueError if the sender's model is another one, whatever its geometry, as its fingerprint tells, before it
     reads any keys or values; and if the stream ends too early.
     """
-    # exercise 10.5
+    # exercise 10.6
     head = json.loads(_read(stream))
     if head["fingerprint"] != fingerprint(model):
         raise ValueError("this is the cache of another model")

@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from types import ModuleType
 
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from benchmarks.scale import H100, SHAPES, decode_s, token_operations
 from benchmarks.scale import prefill_s as floor_of_prefill
+from chapters.checking import assert_close
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from studies.replay import Request, hit_rates
 
-POINTS = {"ex10_1": 2, "ex10_2": 1, "ex10_3": 3, "ex10_4": 2, "ex10_5": 2}
+POINTS = {"ex10_1": 2, "ex10_2": 1, "ex10_3": 1, "ex10_4": 2, "ex10_5": 2, "ex10_6": 2}
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 
@@ -108,95 +109,172 @@ def test_bandwidth_from_which_on_to_fetch(impl: ModuleType) -> None:
     assert short == pytest.approx(2.37, abs=0.01) and long == pytest.approx(1.05, abs=0.01)
 
 
-class Notebook:
-    """What BlockTables must do, with nothing shared: every text's tokens in a list of its own, and a pool of slots."""
+class Pool:
+    """A pool of slots, and what was written to each text: the tables must lead back to it."""
 
-    def __init__(self, impl: ModuleType, blocks: int, size: int) -> None:
-        self.tables, self.pool = impl.BlockTables(blocks, size), [None] * (blocks * size)
-        self.blocks, self.size, self.texts, self.tokens = blocks, size, {}, iter(range(10**9))
+    def __init__(self, tables: object, blocks: int) -> None:
+        self.tables, self.blocks, self.size = tables, blocks, tables.size
+        self.slots = ["nothing"] * (blocks * self.size)
+        self.texts: dict[str, list[str]] = {}
+
+    def begin(self, text: str) -> None:
+        self.tables.begin(text)
+        self.texts[text] = []
+
+    def fork(self, text: str, other: str) -> None:
+        free = len(self.tables.free)
+        self.tables.fork(text, other)
+        self.texts[other] = [*self.texts[text]]
+        assert len(self.tables.free) == free, f"fork took {free - len(self.tables.free)} blocks, must take none"
+
+    def drop(self, text: str) -> None:
+        self.tables.drop(text)
+        del self.texts[text]
+
+    def state(self) -> tuple[object, ...]:
+        t = self.tables
+        return {k: [*v] for k, v in t.table.items()}, {**t.length}, sorted(t.free), [*getattr(t, "count", [])]
 
     def extend(self, text: str, n: int) -> bool:
-        """Write n new tokens; return whether there was room."""
-        tables, size = self.tables, self.size
-        before = {name: list(table) for name, table in tables.table.items()}, dict(tables.length), list(tables.count)
-        length, table = tables.length[text], tables.table[text]
-        shares = length % size > 0 and sum(table[-1] in other for other in tables.table.values()) > 1
+        """Write n tokens; return whether there was room."""
+        tables, size, before = self.tables, self.size, self.state()
+        length, table, free = tables.length[text], [*tables.table[text]], len(tables.free)
+        owners = [other for other, blocks in tables.table.items() if table and table[-1] in blocks]
+        shares = length % size > 0 and len(owners) > 1
         needed = -(-(length + n) // size) - len(table) + shares
+        what = f"{n} more than {length} tokens, blocks of {size}, the last one {'' if shares else 'not '}shared"
         try:
             copies = tables.extend(text, n)
-        except MemoryError:
-            assert needed > len(tables.free()), f"{needed} of {len(tables.free())} free blocks would have been enough"
-            after = tables.table, tables.length, tables.count
-            assert after == before, "what fails changes nothing"
+        except MemoryError as error:
+            assert needed > free, f"{what}: needs {needed} blocks, {free} are free: enough, but refused"
+            for name, old, new in zip(("table", "length", "free", "count"), before, self.state(), strict=True):
+                assert new == old, f"{what}: a refusal must change nothing, but {name} is {new}, was {old}"
+            said = [*map(int, re.findall(r"[0-9]+", str(error)))]
+            assert {needed, free} <= {*said}, f"the message must say {needed} needed, {free} free: {str(error)!r}"
             return False
-        assert len(copies) == shares, f"{len(copies)} copies, where the last block is {'' if shares else 'not '}shared"
+        except IndexError as error:
+            pytest.fail(f"{what}: needs {needed} blocks, {free} are free: must be a MemoryError, not {error!r}")
+        assert len(copies) == shares, f"{what}: {len(copies)} copies, must be {int(shares)}"
         for old, new in copies:
-            self.pool[new * size : (new + 1) * size] = self.pool[old * size : (old + 1) * size]
-        new = [next(self.tokens) for _ in range(n)]
-        for slot, token in zip(tables.slots(text)[-n:], new, strict=True):
-            self.pool[slot] = token
-        self.texts[text] = [*self.texts[text], *new]
+            self.slots[new * size : (new + 1) * size] = self.slots[old * size : (old + 1) * size]
+        self.texts[text] += [f"token {t} of {text}" for t in range(length, length + n)]
+        for t in range(length, length + n):
+            block, place = tables.place(text, t)
+            self.slots[block * size + place] = self.texts[text][t]
         return True
 
     def check(self) -> None:
-        tables = self.tables
+        tables, size = self.tables, self.size
         assert tables.table.keys() == tables.length.keys() == self.texts.keys()
         for text, tokens in self.texts.items():
-            assert [self.pool[slot] for slot in tables.slots(text)] == tokens, f"text {text} isn't what was written"
-            assert len(tables.table[text]) == -(-len(tokens) // self.size), "as many blocks as the tokens need"
-        lists = [block for table in tables.table.values() for block in table]
-        assert tables.count == [lists.count(block) for block in range(self.blocks)], "count: how many list a block"
+            found, must = len(tables.table[text]), -(-len(tokens) // size)
+            assert found == must, f"{text}, {len(tokens)} tokens: {found} blocks of {size}, must be {must}"
+            for t, token in enumerate(tokens):
+                block, place = tables.place(text, t)
+                held = self.slots[block * size + place]
+                assert held == token, f"{text}, token {t}: place {place} of block {block} holds {held}, not {token}"
+        for block in range(self.blocks):
+            who = [text for text, table in tables.table.items() for b in table if b == block]
+            listed, free = f"block {block}: {', '.join(who) or 'no text'} lists it", tables.free.count(block)
+            assert free == (not who), f"{listed}, and it is {free} times among the free ones, must be {int(not who)}"
+            count = getattr(tables, "count", [min(1, len(who))] * self.blocks)[block]
+            assert count == len(who), f"{listed}, and its count is {count}, must be {len(who)}"
 
 
-@pytest.mark.ex10_3
-@pytest.mark.parametrize("seed", range(40))
-def test_no_block_is_lost_leaked_or_overwritten(impl: ModuleType, seed: int) -> None:
-    draw = random.Random(seed)
-    book = Notebook(impl, draw.randint(1, 12), draw.randint(1, 5))
-    refused = 0
+def use_at_random(pool: Pool, seed: int, *actions: str) -> int:
+    """Let up to six texts come, grow and go; return how often there was no room."""
+    draw, refused = random.Random(seed), 0
     for step in range(150):
-        names = [*book.texts]
-        what = draw.choice(["begin", "extend", "extend", "extend", "fork", "drop"]) if names else "begin"
+        names = [*pool.texts]
+        what = draw.choice(["begin", "extend", "extend", "extend", "drop", *actions]) if names else "begin"
         if what == "begin" and len(names) < 6:
-            book.tables.begin(f"t{step}")
-            book.texts[f"t{step}"] = []
+            pool.begin(f"text {step}")
         elif what == "fork" and len(names) < 6:
-            text = draw.choice(names)
-            free = len(book.tables.free())
-            book.tables.fork(text, f"t{step}")
-            book.texts[f"t{step}"] = book.texts[text]
-            assert len(book.tables.free()) == free, "a fork takes no block"
+            pool.fork(draw.choice(names), f"text {step}")
         elif what == "drop":
-            text = draw.choice(names)
-            book.tables.drop(text)
-            del book.texts[text]
+            pool.drop(draw.choice(names))
         elif what == "extend":
-            refused += not book.extend(draw.choice(names), draw.randint(1, 2 * book.size))
-        book.check()
-    for text in [*book.texts]:
-        book.tables.drop(text)
-    assert len(book.tables.free()) == book.blocks, "all texts are gone, and their blocks aren't"
+            refused += not pool.extend(draw.choice(names), draw.randint(1, 2 * pool.size))
+        pool.check()
+    for text in draw.sample([*pool.texts], len(pool.texts)):
+        pool.drop(text)
+        pool.check()
+    return refused
 
 
 @pytest.mark.ex10_3
-def test_the_last_of_two_owners_writes_without_a_copy(impl: ModuleType) -> None:
-    book = Notebook(impl, 4, 4)
-    book.tables.begin("a")
-    book.texts["a"] = []
-    book.extend("a", 6)
-    book.tables.fork("a", "b")
-    book.texts["b"] = book.texts["a"]
-    assert len(book.tables.free()) == 2
-    assert book.extend("b", 1) and len(book.tables.free()) == 1, "only the block that is written to is copied"
-    assert book.extend("a", 2) and len(book.tables.free()) == 1
-    book.check()
+def test_block_and_place_of_every_token(impl: ModuleType) -> None:
+    tables = impl.BlockTables(9, 4)
+    tables.table["a"], tables.length["a"] = [5, 0, 7], 10
+    for t in range(10):
+        found, must = tables.place("a", t), ((5, 0, 7)[t // 4], t % 4)
+        assert found == must, f"table [5, 0, 7], blocks of 4, token {t}: (block, place) is {found}, must be {must}"
+    assert tables.slots("a") == [20, 21, 22, 23, 0, 1, 2, 3, 28, 29]
 
 
 @pytest.mark.ex10_3
+@pytest.mark.parametrize("seed", range(20))
+def test_tables_lead_to_what_was_written(impl: ModuleType, seed: int) -> None:
+    draw = random.Random(seed)
+    blocks = draw.randint(2, 12)
+    use_at_random(Pool(impl.BlockTables(blocks, draw.randint(1, 5)), blocks), seed)
+
+
+@pytest.mark.ex10_3
+def test_a_full_pool_refuses_and_changes_nothing(impl: ModuleType) -> None:
+    pool = Pool(impl.BlockTables(3, 4), 3)
+    for text, n in (("a", 5), ("b", 2)):
+        pool.begin(text)
+        assert pool.extend(text, n)
+    assert not pool.extend("b", 3) and pool.extend("b", 2) and pool.extend("a", 3), "room in its last block is enough"
+    pool.drop("a")
+    assert pool.extend("b", 8) and not pool.extend("b", 1)
+    pool.check()
+
+
+@pytest.mark.ex10_4
+@pytest.mark.parametrize("seed", range(40))
+def test_no_shared_block_is_lost_leaked_or_overwritten(impl: ModuleType, seed: int) -> None:
+    draw = random.Random(seed)
+    blocks = draw.randint(1, 12)
+    use_at_random(Pool(impl.SharedBlocks(blocks, draw.randint(1, 5)), blocks), seed, "fork")
+
+
+def three_texts(impl: ModuleType) -> Pool:
+    """Six tokens in two blocks of four, the second half full, on the tables of three texts."""
+    pool = Pool(impl.SharedBlocks(5, 4), 5)
+    pool.begin("a")
+    pool.extend("a", 6)
+    pool.fork("a", "b")
+    pool.fork("a", "c")
+    return pool
+
+
+@pytest.mark.ex10_4
+def test_the_last_owner_writes_without_a_copy(impl: ModuleType) -> None:
+    pool = three_texts(impl)
+    for text, free in (("b", 2), ("a", 1), ("c", 1)):
+        assert pool.extend(text, 1)
+        pool.check()
+        found = len(pool.tables.free)
+        assert found == free, f"three texts share a block, {text} has written to it: {found} free, must be {free}"
+
+
+@pytest.mark.ex10_4
+@pytest.mark.parametrize("order", ["".join(order) for order in permutations("abc")])
+def test_blocks_are_free_when_the_last_owner_goes(impl: ModuleType, order: str) -> None:
+    pool = three_texts(impl)
+    pool.extend("b", 3)
+    for text in order:
+        pool.drop(text)
+        pool.check()
+
+
+@pytest.mark.ex10_4
 @torch.no_grad()
 def test_the_model_reads_from_shared_blocks(impl: ModuleType) -> None:
     model, size = random_model(), 4
-    tables = impl.BlockTables(12, size)
+    tables = impl.SharedBlocks(12, size)
     pool = [torch.full((2, 2, 12 * size, 16), torch.nan) for _ in range(3)]
     tables.begin("a")
     a = impl.PagedCache(tables, pool, "a")
@@ -204,7 +282,7 @@ def test_the_model_reads_from_shared_blocks(impl: ModuleType) -> None:
     texts = {"a": torch.randint(100, (1, 10), generator=draw)}
     model(texts["a"], a)
     caches = {"a": a, "b": a.fork("b"), "c": a.fork("c")}
-    assert len(tables.free()) == 9, "three texts, one prompt, three blocks"
+    assert len(tables.free) == 9, "three texts, one prompt, three blocks"
     texts |= {"b": texts["a"], "c": texts["a"]}
     for n in (1, 3, 1, 2):
         for text, cache in caches.items():
@@ -212,12 +290,12 @@ def test_the_model_reads_from_shared_blocks(impl: ModuleType) -> None:
             logits = model(new, cache)
             texts[text] = torch.cat([texts[text], new], dim=1)
             exact = model(texts[text])[:, -n:]
-            torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4, msg=f"text {text} after {n} more tokens")
-    assert len(tables.free()) == 12 - 2 - 3 * 3, "of 17 tokens each, the first 8 are shared"
+            assert_close(logits, exact, f"text {text}, {n} tokens after {len(cache) - n}", ("row", "token", "logit"))
+    assert len(tables.free) == 12 - 2 - 3 * 3, "of 17 tokens each, the first 8 are shared"
     with pytest.raises(MemoryError):
         model(torch.zeros(1, 20, dtype=torch.long), a)
-    new = torch.cat([texts["a"], torch.zeros(1, 1, dtype=torch.long)], dim=1)  # what failed has changed nothing
-    torch.testing.assert_close(model(new[:, -1:], a), model(new)[:, -1:], rtol=1e-4, atol=1e-4)
+    new = torch.cat([texts["a"], torch.zeros(1, 1, dtype=torch.long)], dim=1)
+    assert_close(model(new[:, -1:], a), model(new)[:, -1:], "after a pass that failed", ("row", "token", "logit"))
 
 
 class Silent:
@@ -234,7 +312,7 @@ def chains(seed: int, n: int) -> list[list[int]]:
     return [[ids.setdefault(text[: i + 1], len(ids)) for i in range(len(text))] for text in requests]
 
 
-@pytest.mark.ex10_4
+@pytest.mark.ex10_5
 def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
     for seed in range(10):
         requests = chains(seed, 60)
@@ -246,7 +324,7 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
         assert impl.hit_rate(requests, 0) == 0
 
 
-@pytest.mark.ex10_4
+@pytest.mark.ex10_5
 def test_hit_rate_of_small_caches(impl: ModuleType) -> None:
     assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 3) == 3 / 6
     assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 2) == 2 / 6, "the end of a text goes first"
@@ -300,7 +378,7 @@ def prompt() -> list[int]:
     return load_tokenizer("pocket").encode("Everyone in Tolben knew Halek and his sister Belessa. On a sunny evening")
 
 
-@pytest.mark.ex10_5
+@pytest.mark.ex10_6
 @torch.no_grad()
 def test_a_layer_is_on_its_way_before_the_next_is_computed(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
     stream, sizes, passes = io.BytesIO(), [], []
@@ -319,7 +397,7 @@ def test_a_layer_is_on_its_way_before_the_next_is_computed(impl: ModuleType, poc
     assert len(stream.getvalue()) <= 6 * layer + 4000 + 16 * len(prompt)
 
 
-@pytest.mark.ex10_5
+@pytest.mark.ex10_6
 def test_another_models_cache_is_refused(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
     stream = io.BytesIO()
     impl.send(stream, pocket, prompt)
@@ -336,7 +414,7 @@ def test_another_models_cache_is_refused(impl: ModuleType, pocket: GPT, prompt: 
         assert stream.tell() < size / 2, "refused before keys and values are read"
 
 
-@pytest.mark.ex10_5
+@pytest.mark.ex10_6
 def test_a_stream_that_ends_too_early_is_refused(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
     stream = io.BytesIO()
     impl.send(stream, pocket, prompt)
@@ -359,7 +437,7 @@ def test_a_stream_that_ends_too_early_is_refused(impl: ModuleType, pocket: GPT, 
     assert "import pickle" not in source and "torch.load" not in source, "bytes from elsewhere are not to be executed"
 
 
-@pytest.mark.ex10_5
+@pytest.mark.ex10_6
 def test_another_process_goes_on_exactly(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
     cold = [int(i) for i in generate(pocket, torch.tensor([prompt]), 21)]
     stream = io.BytesIO()
