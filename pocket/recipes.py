@@ -155,7 +155,8 @@ TEACHER = Recipe(
         Phase(steps=2400, documents=9, lists=1, context=256, lr=1e-3),
         Phase(steps=7600, documents=3, lists=1, context=512, lr=1e-3, shuffled=1, answers=8.0, long=(1, 0, 1)),
         Phase(steps=6000, documents=6, lists=1, context=512, lr=9e-4, shuffled=3, answers=8.0, long=(2, 1, 1)),
-        Phase(steps=9000, documents=7, lists=1, context=512, lr=7e-4, shuffled=2, answers=8.0, long=(2, 1, 1)),
+        Phase(steps=5000, documents=7, lists=2, context=512, lr=7e-4, shuffled=2, answers=8.0, long=(2, 1, 1)),
+        Phase(steps=2800, documents=4, lists=1, context=1280, lr=7e-4, shuffled=1, answers=8.0),
     ),
     documents=120_000,
 )
