@@ -149,7 +149,7 @@ def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path, ca
     assert "served is there already" in said and said.count("\n") == 1
     ours, model = load_tokenizer("pocket"), load_model("pocket", model_class=GPT)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "served")
-    texts = [*(f"{document.text}<|endoftext|>" for document in corpus.documents("test", 20)), " été 你好\n\n x  12 it's"]
+    texts = [*(f"{document.text}<|endoftext|>" for document in corpus.documents("test", 20)), " été 你好\n\n x 12 it's"]
     for text in texts:
         assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
     assert theirs.decode(theirs(texts[-1])["input_ids"]) == texts[-1] and theirs.eos_token_id == ours.eot_token
