@@ -10,9 +10,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 
 import chapters.builder.__main__ as build
 from chapters.builder import blocks, pages, side_by_side
+from gpt_kv_cache import GPT, generate
+from load_gpt2_weights import load_model, load_tokenizer
+from pocket import corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ROOT / "chapters"
@@ -144,6 +148,29 @@ def test_every_hunk_has_words() -> None:
                 if int(m[1]) in said[pair]:
                     mentioned |= set(range(int(m[1]), int(m[2] or m[1]) + 1))
         assert mentioned == set(range(1, len(blocks.hunks(*pair)) + 1))
+
+
+def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    export = blocks.import_file(CHAPTERS / "10_beyond" / "export.py")
+    export.main([str(tmp_path / "served")])
+    with pytest.raises(SystemExit, match="2"):
+        export.main([str(tmp_path / "served")])
+    said = capsys.readouterr().err
+    assert "served is there already" in said and said.count("\n") == 1
+    ours, model = load_tokenizer("pocket"), load_model("pocket", model_class=GPT)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "served")
+    texts = [*(f"{document.text}<|endoftext|>" for document in corpus.documents("test", 20)), " été 你好\n\n x 12 it's"]
+    for text in texts:
+        assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
+    assert theirs.decode(theirs(texts[-1])["input_ids"]) == texts[-1] and theirs.eos_token_id == ours.eot_token
+    ids = torch.tensor([ours.encode("Halek lives in")])
+    expected = torch.cat([ids, *generate(model, ids, 20)], dim=1)
+    for folder in (tmp_path / "served", ROOT / "pocket" / "teacher"):
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert torch.equal(reference.generate(ids, max_new_tokens=20, do_sample=False), expected)
+    empty = transformers.AutoTokenizer.from_pretrained(ROOT / "pocket" / "teacher")
+    assert empty("Halek lives in")["input_ids"] != ids[0].tolist(), "the chapter says that this folder isn't enough"
 
 
 def test_stubs_lose_what_is_the_solutions_own() -> None:

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["gpt_baseline.py", "gpt_kv_cache.py", "gpt_bounded_cache.py", "load_gpt2_weights.py", "recycle.py",
          "projector.py", "overfill.py", "speculate.py", "paged.py", "pocket/corpus.py", "pocket/train.py",
-         "pocket/coherence.py", "chapters/09_bug_zoo/zoo.py", "chapters/10_beyond/floors.py"]  # fmt: skip
+         "pocket/coherence.py", "chapters/09_bug_zoo/zoo.py", "chapters/10_beyond/floors.py",
+         "chapters/10_beyond/export.py"]  # fmt: skip
 STUDIES = ["article", "bounding", "claims", "latency", "pages", "projection", "recycling", "refreshing", "replay",
            "speculation", "weights"]  # fmt: skip
 MODULES = [*(f"studies.{name}" for name in STUDIES), "benchmarks", "benchmarks.pages", "chapters.builder",
@@ -84,6 +85,7 @@ def test_ctrl_c_is_never_a_traceback(script: list[str], tmp_path: Path) -> None:
     out = [] if script[-1] in FILES else ["--out", str(tmp_path)]
     words = {"pocket/train.py": ["tokenizer", "--out", str(tmp_path)], "pocket/corpus.py": ["--n", "1000000"],
              "studies.replay": ["/dev/zero", *out], "chapters/10_beyond/floors.py": ["fleet"],
+             "chapters/10_beyond/export.py": [str(tmp_path / "served")],
              **{name: ["--help"] for name in ("studies.claims", "studies.pages", "benchmarks.pages", "chapters.builder",
                                               "chapters.grade")}}  # fmt: skip
     command = [sys.executable, *script, *words.get(script[-1], out)]

@@ -54,47 +54,69 @@ def fetch_from(operations: float, n_layer: int, width: int, of_token: int, known
 
 
 class BlockTables:
-    """Which blocks of a pool hold which text.
+    """Which blocks of a pool hold which text: each block at most one.
 
-    A block has slots for `size` tokens. The table of a text lists its blocks in order: its token t is in slot
-    table[t // size] * size + t % size of the pool. A text has as many blocks as its tokens need, and no more. Texts may
-    list the same block: count says how many do, and a block that none lists is free.
+    A block has slots for `size` tokens. The table of a text lists its blocks in order; they stand
+    anywhere in the pool. A text has as many blocks as its tokens need, and no more.
     """
 
     def __init__(self, blocks: int, size: int) -> None:
-        self.size, self.count = size, [0] * blocks
+        self.size = size
+        self.free = list(range(blocks))  # the blocks that no text lists, in any order
         self.table: dict[str, list[int]] = {}
         self.length: dict[str, int] = {}  # tokens of each text
 
-    def free(self) -> list[int]:
-        """Return the blocks that no text lists."""
-        return [block for block, count in enumerate(self.count) if not count]
+    def place(self, text: str, t: int) -> tuple[int, int]:
+        """Return the block that holds token t of a text, and its place in that block."""
+        raise NotImplementedError("exercise 10.3")
 
     def slots(self, text: str) -> list[int]:
-        """Return where in the pool the tokens of a text are."""
-        table = self.table[text]
-        return [table[t // self.size] * self.size + t % self.size for t in range(self.length[text])]
+        """Return the slots of a text's tokens in the pool: block * size + place."""
+        places = [self.place(text, t) for t in range(self.length[text])]
+        return [block * self.size + place for block, place in places]
 
     def begin(self, text: str) -> None:
         """Add a text without tokens."""
         self.table[text], self.length[text] = [], 0
 
-    def fork(self, text: str, other: str) -> None:
-        """Add a text `other` that has the same tokens so far, in the same blocks: nothing is copied."""
+    def extend(self, text: str, n: int) -> list[tuple[int, int]]:
+        """Make room for n more tokens, at least 1, which the caller then writes to the last n of
+        slots(text). Return []: nothing has to be copied.
+
+        Raises MemoryError, and changes nothing, if there are too few free blocks; the message says
+        how many are needed, and how many are free.
+        """
         raise NotImplementedError("exercise 10.3")
 
     def drop(self, text: str) -> None:
-        """Forget a text."""
+        """Forget a text, and give its blocks back."""
         raise NotImplementedError("exercise 10.3")
+
+
+class SharedBlocks(BlockTables):
+    """The same for blocks that several texts may list: count says how many do, of each block."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        super().__init__(blocks, size)
+        self.count = [0] * blocks
+
+    def fork(self, text: str, other: str) -> None:
+        """Add a text `other` that has the same tokens so far, in the same blocks: nothing is copied."""
+        raise NotImplementedError("exercise 10.4")
 
     def extend(self, text: str, n: int) -> list[tuple[int, int]]:
-        """Make room for n more tokens, at least 1, which the caller then writes to the last n of slots(text).
+        """Make room for n more tokens, as before, and count the new blocks.
 
-        Nobody may write to a block that another text lists as well. If the new tokens begin in such a block, the text
-        gets a free one in its place, and the caller has to copy all of it before writing: return [(from, to)], else [].
-        Raises MemoryError, and changes nothing, if there are too few free blocks.
+        Nobody may write to a block that another text lists as well. If the new tokens begin in such
+        a block, the text gets a free one in its place, and the caller has to copy all of it before
+        writing: return [(from, to)], else []. Raises MemoryError, and changes nothing, if there are
+        too few free blocks for all of this; the message says how many are needed and free.
         """
-        raise NotImplementedError("exercise 10.3")
+        raise NotImplementedError("exercise 10.4")
+
+    def drop(self, text: str) -> None:
+        """Forget a text; those of its blocks that no other text lists are free again."""
+        raise NotImplementedError("exercise 10.4")
 
 
 class PagedCache:
@@ -103,7 +125,7 @@ class PagedCache:
     pool: of each layer, keys and values (2, H, blocks * size, D).
     """
 
-    def __init__(self, tables: BlockTables, pool: list[Tensor], text: str) -> None:
+    def __init__(self, tables: SharedBlocks, pool: list[Tensor], text: str) -> None:
         self.tables, self.layers, self.text = tables, pool, text
         self.pending: list[Tensor] = []  # of each layer, what the pass under way appends (2, H, T, D)
 
@@ -148,7 +170,7 @@ def hit_rate(requests: Sequence[Sequence[int]], capacity: int) -> float:
     one request the last goes first: the beginning of a text is of use without its end, the end isn't without its
     beginning.
     """
-    raise NotImplementedError("exercise 10.4")
+    raise NotImplementedError("exercise 10.5")
 
 
 @torch.no_grad()
@@ -159,7 +181,7 @@ def send(stream: BinaryIO, model: GPT, ids: Sequence[int]) -> None:
     overlap. Besides them it gets no more than 4,000 bytes and 16 a token of the prompt. What it looks like is up to you
     and receive(); safetensors makes bytes of tensors (bytes_of) and tensors of bytes (tensors_of). No pickle.
     """
-    raise NotImplementedError("exercise 10.5")
+    raise NotImplementedError("exercise 10.6")
 
 
 def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
@@ -169,4 +191,4 @@ def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
     Raises ValueError if the sender's model is another one, whatever its geometry, as its fingerprint tells, before it
     reads any keys or values; and if the stream ends too early.
     """
-    raise NotImplementedError("exercise 10.5")
+    raise NotImplementedError("exercise 10.6")

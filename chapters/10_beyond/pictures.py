@@ -4,28 +4,42 @@ from chapters.builder.svg import cells
 
 
 def blocks() -> str:
-    shared = [(word, "reused") for word in ("Once", ",", "in", "the")]
-    texts = {
-        end: [*shared, *((word, "kept") for word in ("town", "of")), (end, "new")] for end in ("Tolben", "Pellam")
-    }
-    own = {"Tolben": "block 0", "Pellam": "block 2"}
-    table = {end: [("block 5", ""), *[("", "")] * 3, (block, "")] for end, block in own.items()}
-    pool = {0: ("4 to 6", "kept"), 2: ("4 to 6", "kept"), 5: ("0 to 3", "reused")}
+    def table(*entries: str) -> list[tuple[str, str]]:
+        return [cell for entry in entries for cell in [(entry, ""), *[("", "")] * 3]][: 4 * len(entries) - 3]
+
+    def text(*words: str, new: str = "") -> list[tuple[str, str]]:
+        return [(word, "reused" if new else "kept") for word in words] + [(new, "new")] * bool(new)
+
+    prompt = ("Once", ",", "in", "the", "town", "of")
+    kinds = {"": "free", "A B": "reused"}
+
+    def pool(*owners: str, new: int = -1) -> list[tuple[str, str]]:
+        return [(who, "new" if block == new else kinds.get(who, "kept")) for block, who in enumerate(owners)]
+
+    def counts(*numbers: int) -> list[tuple[str, str]]:
+        return [(str(n), "") for n in numbers]
+
     return cells(
-        "Two texts of seven tokens, in blocks of four. The first four tokens of both are in block 5, on both tables. "
-        "The next three are in block 0 of one text and in block 2 of the other, since they end differently. Counts: "
-        "1 of blocks 0 and 2, 2 of block 5, 0 of the others, which are free.",
+        "Three texts in blocks of four tokens, and a pool of six blocks. Texts A and B have a prompt of six tokens in "
+        "common: blocks 4 and 0 are on both tables, with a count of 2. Text C has block 3 for itself. Then B writes "
+        "Pellam: it gets a copy of block 0 in block 2, and its table says 4, 2. Then A writes Tolben to block 0, which "
+        "is its own now. Block 4 still has a count of 2; blocks 0, 2 and 3 have 1; blocks 1 and 5 are free.",
         [
-            ("text A", texts["Tolben"]),
-            ("its table", table["Tolben"]),
-            ("text B", texts["Pellam"]),
-            ("its table", table["Pellam"]),
-            ("pool: block", [(str(block), "") for block in range(8)]),
-            ("holds tokens", [pool.get(block, ("", "free")) for block in range(8)]),
-            ("count", [(str({0: 1, 2: 1, 5: 2}.get(block, 0)), "") for block in range(8)]),
+            ("text A", text(*prompt, new="Tolben")),
+            ("its table", table("block 4", "block 0")),
+            ("text B", text(*prompt, new="Pellam")),
+            ("its table", table("block 4", "0, then 2")),
+            ("text C", text("Notes", ":", "-")),
+            ("its table", table("block 3")),
+            ("", []),
+            ("the pool: block", counts(*range(6))),
+            ("owners before a new word", pool("A B", "", "", "C", "A B", "")),
+            ("count", counts(2, 0, 0, 1, 2, 0)),
+            ("after Pellam, then Tolben", pool("A", "", "B", "C", "A B", "", new=2)),
+            ("count", counts(1, 0, 1, 1, 2, 0)),
         ],
-        {"reused": "of two texts, held once", "kept": "of one text", "new": "just written", "free": "free"},
-        width=66,
+        {"reused": "of two texts, held once", "kept": "of one text", "new": "new, or the copy", "free": "free"},
+        width=72,
     )
 
 

@@ -176,7 +176,7 @@ class Pool:
         for block in range(self.blocks):
             who = [text for text, table in tables.table.items() for b in table if b == block]
             listed, free = f"block {block}: {', '.join(who) or 'no text'} lists it", tables.free.count(block)
-            assert free == (not who), f"{listed}, and it is {free} times among the free ones, must be {int(not who)}"
+            assert free == (not who), f"{listed}, and free has {free} of it, must have {int(not who)}"
             count = getattr(tables, "count", [min(1, len(who))] * self.blocks)[block]
             assert count == len(who), f"{listed}, and its count is {count}, must be {len(who)}"
 
