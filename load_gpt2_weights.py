@@ -72,7 +72,8 @@ UNREADABLE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, struct.er
               TypeError, AttributeError, AssertionError)
 NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRAINED = [name for name, folder in POCKET.items() if (HERE / "pocket" / folder).is_dir()]
-NAMES = ", ".join([*TRAINED, *PUBLIC]) + ", or a folder"
+OTHERS = {"pocket-bct": "gpt_bounded_cache.py --memory bct", "pocket-rotary": "projector.py"}  # no GPT-2: their scripts
+NAMES = ", ".join([*(name for name in TRAINED if name not in OTHERS), *PUBLIC]) + ", or a folder"
 # What config.json may say about the things that our model has only one way of doing.
 SUPPORTED = {
     "model_type": ("gpt2", "bct", "rotary"),
@@ -129,7 +130,8 @@ def find_file(name_or_path: str, filename: str) -> Path:
     if name_or_path in PUBLIC:
         return download(PUBLIC[name_or_path], filename)
     if name_or_path not in POCKET and not folder.is_dir():
-        raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}")
+        others = ", ".join(f"{name} (only {script})" for name, script in OTHERS.items())
+        raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}; {others}")
     if name_or_path in POCKET and not folder.is_dir():
         raise FileNotFoundError(f"the model {name_or_path} is not trained yet: there is no folder {folder}")
     if not (folder / filename).is_file():
@@ -176,11 +178,13 @@ def read_config(path: Path, config_class: type) -> Any:
     kinds = {field.name: int if field.default is None else type(field.default) for field in fields(config_class)}
     names = [name for name in kinds if name != "dropout"]
     if config.get("slots") and "slots" not in names:
-        raise ValueError(f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.BCT can read it")
+        raise ValueError(f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.BCT "
+                         "can read it, by gpt_bounded_cache.py --memory bct")
     if "slots" in names and not config.get("slots"):
         raise ValueError(f"{path} describes a GPT-2 without memory slots, not a Bounded-Cache Transformer (BCT)")
     if bool(config.get("rotary")) != ("rotary" in names):
-        raise ValueError(f"{path}: only pocket/rope.py can read a model with rotary positions, and no other")
+        raise ValueError(f"{path}: only pocket/rope.py can read a model with rotary positions, by projector.py --model "
+                         "pocket-rotary, and it reads no other")
     given = {name: config[name] for name in names if config.get(name) is not None}
     for name, value in given.items():
         if type(value) is not kinds[name]:
@@ -350,7 +354,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.cli import PROMPT, CommandLine
     from support.printing import stream
 
-    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", NAMES)
+    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", f"{NAMES}; or pocket-bct")
     cli.add_model_arguments("model")
     cli.add_argument("--verify", action="store_true", help="compare with published greedy continuations")
     with cli.parse(argv) as args:

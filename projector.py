@@ -287,8 +287,8 @@ class Library:
                  summaries: Tensor, *, prefix: Prefill | None = None, threshold: float = -1.0, guard: bool = False,
                  skip: int = 0) -> None:  # fmt: skip
         """summaries (N, L, 2, H, m, D) of the N texts, projected or not; prefix: the layout's shared prefix, if it has
-        one; threshold: the least similarity; guard: names have to agree, too; skip: the number of characters that all
-        texts begin with, which don't count for similarity."""
+        one; threshold: tau, the least similarity, which the study's choose_tau picks; guard: names have to agree,
+        too; skip: the number of characters that all texts begin with, which don't count for similarity."""
         if len(texts) != len(summaries) or layout.prefix != (len(prefix.ids) if prefix else 0):
             raise ValueError(f"{len(texts)} texts, {len(summaries)} summaries, a prefix of {layout.prefix}: no match")
         self.model, self.layout, self.encoder, self.texts = model, layout, encoder, list(texts)
@@ -517,7 +517,8 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["study"]:
         return projection.main(argv[1:])
-    cli = CommandLine(__doc__, 'python3 %(prog)s ask "Which wood lies near Tolben?"', NAMES)
+    cli = CommandLine(__doc__, 'python3 %(prog)s ask "Which wood lies near Tolben?"',
+                      f"pocket or pocket-rotary; with ask --library FOLDER that of its study: {NAMES}")
     cli.add_argument("what", nargs="?", default="demo", choices=("demo", "ask", "study"),
                      help="demo: the falsification test in 20 seconds; ask: answer QUESTION warm and cold; study: the "
                      "whole test, which has a --help of its own")

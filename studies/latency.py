@@ -200,14 +200,15 @@ def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "latency", "short prompts only, once each", out="recycling",
                     models=f"random: GPT-2 124M's geometry, with random weights; {NAMES}")
     cli.set_defaults(model="random")
-    cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
+    cli.add_argument("--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 5, with "
+                     "--quick 1")  # fmt: skip
     with cli.parse(argv) as args:
         model = (random_model(GPT, "124M").to(args.device, args.dtype) if args.model == "random" else
                  load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip
         args.out.mkdir(parents=True, exist_ok=True)
         lengths = QUICK if args.quick else LENGTHS
         measured = {"conditions": conditions(args.model, model),
-                    **measure(model, 1 if args.quick else args.repeats, lengths)}
+                    **measure(model, args.repeats or (1 if args.quick else 5), lengths)}
         write_json(args.out / "law.json", measured)
         draw(measured, args.out, "law")
         print(page([*tables(measured), f"Written to {args.out}"]))

@@ -18,7 +18,7 @@ import tiktoken
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import load_model, load_tokenizer
+from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from projector import Layout, Library
 from studies import projection_measures as quality
 from studies.projection_methods import (
@@ -232,7 +232,8 @@ def demo(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> None:
 
 
 def quiz_library(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> Library:
-    """Return a library of quiz questions to start warm from, its threshold chosen on validation questions."""
+    """Return a library of quiz questions to start warm from, its threshold tau chosen by choose_tau on validation
+    questions."""
     experiment = Experiment(model, tokenizer, "quiz", pocket_families("quiz", seed, wordings=3), "pairs", seed)
     return library_of(experiment, OURS, "test", quality.choose_tau(experiment)[0], guard=True)
 
@@ -245,7 +246,8 @@ def require_pocket(model: str, given: str | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "projection", "few quiz questions and layouts")
+    cli = StudyLine(__doc__, "projection", "few quiz questions and layouts",
+                    models=f"pocket or pocket-rotary; with --pairs FILE also {NAMES}")
     cli.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND",
                      help=f"which prompts of the pocket world; default: {', '.join(POCKET)}")
     cli.add_argument("--pairs", metavar="FILE",

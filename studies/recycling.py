@@ -278,7 +278,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--encoder", default="tokens", metavar="NAME",
                      help="embeddings for the nearest prompt: tokens, the model's own, or a model of "
                      "sentence-transformers, such as all-MiniLM-L6-v2")  # fmt: skip
-    cli.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="times are medians of N")
+    cli.add_argument("--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 5, with "
+                     "--quick 1")  # fmt: skip
     cli.add_argument("--order", choices=("interleaved", "source", "both"), default="interleaved",
                      help="order of the runs: interleaved after a warm-up, or the paper's: all cold runs without a "
                      "warm-up, then all others, once each")  # fmt: skip
@@ -289,7 +290,8 @@ def main(argv: list[str] | None = None) -> None:
         else:
             model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer("gpt2" if random else args.model)
-        repeats, queries, lengths = (1, 40, latency.QUICK) if args.quick else (args.repeats, 150, latency.LENGTHS)
+        repeats, queries, lengths = (1, 40, latency.QUICK) if args.quick else (5, 150, latency.LENGTHS)
+        repeats = args.repeats or repeats
         about = {"model": f"{args.model}, random weights" if random else args.model,
                  "encoder": Path(args.encoder).name}
         about["conditions"] = conditions(about["model"], model)

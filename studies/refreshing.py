@@ -306,9 +306,11 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: "
                      f"{FULL.new_tokens}, with --quick {QUICK.new_tokens}")  # fmt: skip
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own, for any models: CSV, column prompt")
-    cli.add_argument("--prompt-tokens", type=whole_number(1), default=192, metavar="N",
-                     help="tokens of the pocket world's prompts")  # fmt: skip
+    cli.add_argument("--prompt-tokens", type=whole_number(1), metavar="N",
+                     help="tokens of the pocket world's prompts; default: 192")  # fmt: skip
     with cli.parse(argv) as args:
+        if args.prompts and args.prompt_tokens:
+            raise ValueError("--prompt-tokens is the length of pocket's prompts, and --prompts are your own: choose")
         options = {"device": args.device, "dtype": args.dtype}
         if is_geometry(args.model):
             at_size(args)
@@ -325,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
             names |= {kind: f"pocket-student-{kind}" for kind in ("alone", "prompt", "dropout")}
             models |= {kind: load_model(names[kind], model_class=GPT, **options) for kind in [*names][1:]}
         room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
-        prompts = measures.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens, room)
+        prompts = measures.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens or 192, room)
         rates = {key: rate for key, name in names.items() if (rate := overfill.dropout_of(name))}
         about = {"teacher": args.model, "student": args.student, "prompts": args.prompts or "pocket",
                  "device": args.device, "dtype": str(args.dtype).removeprefix("torch.")}  # fmt: skip

@@ -137,6 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N",
                      help="capacities, in blocks of 512 tokens; default: 500, doubled repeatedly")
     with cli.parse(argv) as args:
+        if args.blocks and args.quick:
+            raise ValueError("--blocks and --quick both say which capacities: choose")
         replay(args.trace, args.blocks or ([500, 4000, 32000] if args.quick else None), args.out)
 
 

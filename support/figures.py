@@ -67,8 +67,9 @@ def label_ends(axes: Any, lines: Sequence[Any]) -> None:
     height = axes.get_window_extent().height / axes.figure.dpi
     for line, end, y in zip(lines, ends, spread([y for _, y in ends], 1.3 * 10 / 72 / height), strict=True):
         axes.annotate(line.get_label(), end, (1.05, y), "axes fraction", "axes fraction", va="center", fontsize=10,
-                      annotation_clip=False, arrowprops={"arrowstyle": "-", "color": line.get_color(),
-                                                         "relpos": (0, 0.5), "shrinkB": 0})  # fmt: skip
+                      annotation_clip=False, arrowprops={
+                          "arrowstyle": "-", "color": line.get_color(), "alpha": line.get_alpha(), "relpos": (0, 0.5),
+                          "shrinkB": 0})  # fmt: skip
 
 
 def spread(at: Sequence[float], gap: float) -> list[float]:

@@ -1,6 +1,7 @@
 """Every script as people meet it: --help, the default run, and bad input that gets one sentence and exit status 2."""
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -109,6 +110,36 @@ def test_bad_memories_get_one_sentence(run: Run, words: list[str], culprits: lis
 def refused(ran: Ran, culprits: list[str]) -> None:
     assert ran.code == 2 and len(ran.err.strip().splitlines()) == 1
     assert all(culprit in ran.err for culprit in culprits), ran.err
+
+
+@pytest.mark.parametrize(("script", "words"), [
+    ("studies.replay", ["requests.jsonl", "--blocks", "500", "--quick"]),
+    ("studies.refreshing", ["--prompts", "prompts.csv", "--prompt-tokens", "64"]),
+    ("studies.projection", ["--pairs", "pairs.csv", "--kinds", "quiz"]),
+])  # fmt: skip
+def test_options_that_exclude_each_other_are_refused(run: Run, script: str, words: list[str]) -> None:
+    refused(run(script, *words), [word for word in words if word.startswith("--")])
+
+
+@pytest.mark.parametrize(("words", "repeats"), [([], 5), (["--quick"], 1), (["--quick", "--repeats", "3"], 3)])
+@pytest.mark.parametrize(("script", "measures"), [("studies.latency", "measure"), ("studies.recycling", "report")])
+def test_repeats_count_beside_quick(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str,
+                                    measures: str, words: list[str], repeats: int) -> None:  # fmt: skip
+    measure = getattr(importlib.import_module(script), measures)
+
+    def spy(*given: object, **more: object) -> None:
+        raise ValueError(f"repeats {inspect.signature(measure).bind(*given, **more).arguments['repeats']}")
+
+    monkeypatch.setattr(f"{script}.{measures}", spy)
+    refused(run(script, "--model", "pocket", "--out", str(tmp_path), *words), [f"repeats {repeats}"])
+
+
+def test_the_bct_brings_its_memory(run: Run) -> None:
+    words = ["--model", "pocket-bct", "--max-new-tokens", "8"]
+    assert text_of(run("gpt_bounded_cache", *words)) == text_of(run("gpt_bounded_cache", *words, "--memory", "bct"))
+    for script, more in [("gpt_kv_cache", []), ("gpt_bounded_cache", ["--memory", "window"])]:
+        refused(run(script, *words, *more), ["pocket/bct/config.json", "gpt_bounded_cache.py --memory bct"])
+        assert "pocket-bct," not in run(script, "--help").out
 
 
 def test_seed_changes_what_is_drawn(run: Run) -> None:
