@@ -660,11 +660,10 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--memory", choices=("full", "window", "sinks", "bct"),  # RING
-                     help="what holds the text; default: all, compared; pocket-bct: bct")  # RING
+                     help="what holds the text; default: all of them, compared")  # RING
     cli.add_argument("--slots", type=int, default=37, metavar="N",  # RING
                      help="slots of window and sinks, the spare one included")  # RING
     with cli.parse(argv) as args:
-        args.memory = args.memory or {"pocket-bct": "bct"}.get(args.model)  # BCT
         if args.memory == "bct" and args.model == "pocket":  # BCT
             args.model = "pocket-bct"  # BCT
         kind = BCT if args.memory == "bct" else GPT  # BCT

@@ -389,6 +389,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.scale:
             print(scale.note(read_json(args.scale)))
             return
+        if sys.platform == "win32":
+            raise ValueError("benchmarks run on Linux and macOS: on Windows Python can't read a process's peak memory")
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
         if args.peer_path and not args.peer_path.is_dir():

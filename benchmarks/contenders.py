@@ -14,7 +14,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: waiting threads must not spin
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -123,6 +122,8 @@ def peak_bytes(cuda: bool) -> int:
         return torch.cuda.max_memory_allocated()
     if (status := Path("/proc/self/status")).exists():
         return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    import resource  # which Windows doesn't have
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

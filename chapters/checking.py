@@ -1,4 +1,4 @@
-"""Comparisons for the chapters' tests, whose messages name the first number that is wrong, and where it stands."""
+"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def assert_close(found: Tensor, expected: Tensor, what: str, axes: Sequence[str] = (), size: float = 1e-4) -> None:
@@ -29,3 +29,22 @@ def assert_same(found: Sequence[object], expected: Sequence[object], what: str) 
         if one != other:
             pytest.fail(f"{what}: the first difference is at index {i}: {one!r}, must be {other!r}")
     assert len(found) == len(expected), f"{what}: {len(found)} entries, must be {len(expected)}"
+
+
+def text(batch: int, n: int, seed: int = 0) -> Tensor:
+    """Return random token ids (batch, n), below 100."""
+    return torch.randint(100, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def fails(model: nn.Module, ids: Tensor, cache: object, layer: int) -> None:
+    """Let a pass fail in a layer, behind its attention."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    hook = model.h[layer].mlp.register_forward_hook(fail)
+    try:
+        with pytest.raises(MemoryError):
+            model(ids, cache)
+    finally:
+        hook.remove()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import gpt_baseline
-from chapters.checking import assert_close, assert_same
+from chapters.checking import assert_close, assert_same, fails, text
 from gpt_kv_cache import GPT, Attention, GPTConfig
 
 POINTS = {"ex2_1": 4, "ex2_2": 1, "ex2_3": 1, "ex2_4": 2, "ex2_5": 2}
@@ -25,10 +25,6 @@ def model() -> GPT:
     for p in model.parameters():
         p.data.add_(0.2 * torch.randn_like(p))
     return model
-
-
-def text(batch: int, n: int, seed: int = 0) -> Tensor:
-    return torch.randint(100, (batch, n), generator=torch.Generator().manual_seed(seed))
 
 
 def added(cache: object, first: int, end: int, n_layer: int = 2) -> list[tuple[Tensor, Tensor, Tensor | None]]:
@@ -57,20 +53,6 @@ def check(found: list[tuple[Tensor, Tensor, Tensor | None]], first: int, end: in
             for query, key in [(q, key) for q in range(first, end) for key in range(end)]:
                 sees = bool(mask.view(end - first, end)[query - first, key])
                 assert sees == (key <= query), f"{what}: token {query} {'sees' if sees else 'does not see'} token {key}"
-
-
-def fails(model: GPT, ids: Tensor, cache: object, layer: int) -> None:
-    """Let a pass fail in a layer, behind its attention."""
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    hook = model.h[layer].mlp.register_forward_hook(fail)
-    try:
-        with pytest.raises(MemoryError):
-            model(ids, cache)
-    finally:
-        hook.remove()
 
 
 # --- 2.1, in stages: `-x` ends at the first that fails --------------------------------------------------------------

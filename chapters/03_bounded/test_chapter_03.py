@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_kv_cache
-from chapters.checking import assert_close, assert_same
+from chapters.checking import assert_close, assert_same, fails, text
 from gpt_bounded_cache import GPT, GPTConfig, SlidingWindowCache
 
 POINTS = {"ex3_1": 1, "ex3_2": 2, "ex3_3": 1, "ex3_4": 3, "ex3_5": 1, "ex3_6": 2}
@@ -40,10 +40,6 @@ def growing() -> gpt_kv_cache.GPT:
     return loud(gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**config)))
 
 
-def text(batch: int, n: int, seed: int = 0) -> Tensor:
-    return torch.randint(100, (batch, n), generator=torch.Generator().manual_seed(seed))
-
-
 def pieces(n: int, draw: random.Random) -> list[tuple[int, int]]:
     """A cut of n tokens into chunks: (first, end) of each."""
     cuts = sorted(draw.sample(range(1, n), draw.randint(0, min(6, n - 1))))
@@ -66,20 +62,6 @@ def names_in(impl: ModuleType) -> set[str]:
     nodes = list(ast.walk(ast.parse(Path(impl.__file__).read_text(encoding="utf-8"))))
     found = [n for n in nodes if isinstance(n, ast.Name | ast.Attribute | ast.alias)]
     return {getattr(n, "id", None) or getattr(n, "attr", None) or n.name for n in found}
-
-
-def fails(model: GPT, ids: Tensor, cache: object, layer: int) -> None:
-    """Let a pass fail behind the attention of a layer."""
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    hook = model.h[layer].mlp.register_forward_hook(fail)
-    try:
-        with pytest.raises(MemoryError):
-            model(ids, cache)
-    finally:
-        hook.remove()
 
 
 # --- 3.1 ------------------------------------------------------------------------------------------

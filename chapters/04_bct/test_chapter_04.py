@@ -47,7 +47,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def own(impl: ModuleType) -> None:
-    assert "gpt_bounded_cache" not in Path(impl.__file__).read_text().split('"""', 2)[2], "write it yourself"
+    code = Path(impl.__file__).read_text(encoding="utf-8").split('"""', 2)[2]
+    assert "gpt_bounded_cache" not in code, "write it yourself"
 
 
 # --- 4.1 ------------------------------------------------------------------------------------------------------------
