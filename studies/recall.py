@@ -271,10 +271,11 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
         f"Recall: the share of right values among {VALUES}, mean of {size['seeds']} seeds, which differ by up to "
         f"{100 * max(spans):.0f} points (median {100 * statistics.median(spans):.0f}). {conditions_line(record)}.",
         Table(["pairs in the text", *map(str, pairs)], rows),
-        f"Every model reads the same {size['steps']} steps of texts. Full attention keeps everything. A window "
-        "has at least the bytes of so many slots. The sum is the source's rule, without our gates. Unless it says "
-        "otherwise, slots begin at zero and a query finds them by their summed keys. Random starts and the step size "
-        f"were trained with {' and '.join(map(str, size['few']))} slots only.",
+        f"Every model reads the same {size['steps']} steps of texts, at one learning rate. Full attention keeps "
+        "everything. A window has at least the bytes of so many slots. The sum is the source's rule, without our "
+        "gates. Unless it says otherwise, slots begin at zero and a query finds them by their summed keys. Random "
+        f"starts and the step size were trained with {' and '.join(map(str, size['few']))} slots only; --whole trains "
+        "them with all.",
     ]  # fmt: skip
 
 
