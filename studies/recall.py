@@ -30,7 +30,7 @@ from gpt_bounded_cache import BCT, GPT, GPTConfig, KVCache, MemoryBlock, Sliding
 from pocket.ablation import AblatedMemory, AblationConfig
 from pocket.evaluation import window_of_equal_bytes
 from studies.bounding import SOURCE, THEIRS
-from studies.protocol import Claim, StudyLine, claim_tables, conditions_of, judged, under
+from studies.protocol import NOISE, Claim, StudyLine, claim_tables, conditions_of, judged, under
 from support.cli import whole_number, writable_folder
 from support.conditions import conditions
 from support.figures import canvas, label_ends
@@ -148,7 +148,7 @@ BOUNDED: dict[str, dict[str, Any]] = {  # options of a SourceConfig
     "sum, with a step size": SUM | {"step": True},
     OURS: {},
 }
-MAIN = (DIRECT, "sum, read through MK", OURS, WINDOW)  # trained with every number of slots
+MAIN = (OURS, DIRECT, "sum, read through MK", WINDOW)  # trained with every number of slots
 READINGS = [name for name, options in BOUNDED.items() if options and not options["step"]]  # of the source's rule
 STEP = "sum, with a step size"
 
@@ -301,30 +301,38 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     kept = [full - best < NEAR for *_, best, full in found]
     pairs = {slots: [[run["nats"] for run in record["runs"] if (run["method"], run["slots"]) == (method, slots)]
                      for method in (STEP, DIRECT)] for slots in size["few"]}  # fmt: skip
-    gains = [b - a for with_it, without in pairs.values() for a, b in zip(with_it, without, strict=True)]
-    whole = {slots: [statistics.mean(mean(method, slots, n) for n in size["pairs"]) for method in
-                     (OURS, DIRECT, WINDOW)] for slots in size["slots"]}  # fmt: skip
+    gains = [1 - a / b for with_it, without in pairs.values() for a, b in zip(with_it, without, strict=True)]
+    whole = {slots: [statistics.mean(mean(method, slots, n) for n in size["pairs"]) for method in MAIN]
+             for slots in size["slots"]}  # fmt: skip
     ours = conditions_line(record)
     task = "partly: a synthetic task and small models, but built as BCTs; the source's tasks are texts"
     return under(
         SOURCE, THEIRS, ours,
         judged("Abstract", "significantly reduces memory usage while maintaining the model's inference quality",
-               all(kept), "recall where the memory is at most half the growing cache, the fewest such pairs, by the "
-               "best reading of the source's rule: " + "; ".join(
+               bool(kept) and all(kept), "recall where the memory is at most half the growing cache, the fewest such "
+               "pairs, by the best reading of the source's rule: " + "; ".join(
                    f"{slots} slots, {n} pairs {best:.0%} ({method}), full attention {full:.0%}"
                    for slots, n, method, best, full in found),
-               f"{task}; up to {100 * NEAR:.0f} points (our threshold) count as maintained", not any(kept)),
-        judged("3.5", "vital for stabilizing the learning process and can lead to faster convergence", min(gains) > 0,
+               f"{task}; up to {100 * NEAR:.0f} points (our threshold) count as maintained; equal training, in which "
+               "more slots learn more slowly, bounds no capacity", refuted=False),
+        judged("3.5", "vital for stabilizing the learning process and can lead to faster convergence",
+               min(gains) > NOISE,
                "mean nats over all steps, with a step size for each token and without: " + "; ".join(
                    f"{slots} slots {statistics.mean(a):.2f} and {statistics.mean(b):.2f}"
-                   for slots, (a, b) in pairs.items()) + f"; better in {sum(g > 0 for g in gains)} of {len(gains)} "
-               "pairs of runs", "partly: the source gives no formula, so the gate is ours", max(gains) < 0),
+                   for slots, (a, b) in pairs.items()) + f"; lower in {sum(g > 0 for g in gains)} of {len(gains)} "
+               "pairs of runs", f"partly: the source gives no formula, so the gate is ours; up to {NOISE:.0%} (our "
+               "threshold) counts as noise", max(gains) < -NOISE),
     ) + under(
         "", "", ours,
-        judged("", "With equal bytes, does our rule recall more pairs than the sum, and both more than a window?",
-               all(a > b > c for a, b, c in whole.values()), "mean over all numbers of pairs, our rule, the sum and "
-               "the window: " + "; ".join(f"{slots} slots {a:.0%}, {b:.0%}, {c:.0%}"
-                                          for slots, (a, b, c) in whole.items()), "", refuted=False),
+        judged("", "With equal bytes and training, does our rule recall more pairs than the sum, read either way?",
+               all(own > max(sums) for own, *sums, _ in whole.values()), "mean over all numbers of pairs by our rule, "
+               "by the sum, and by the sum through MK: " + "; ".join(
+                   f"{slots} slots {', '.join(f'{x:.0%}' for x in found[:3])}" for slots, found in whole.items()),
+               "", refuted=False),
+        judged("", "Does our rule recall more pairs than a window of at least as many bytes?",
+               all(own > window for own, *_, window in whole.values()), "mean over all numbers of pairs: " + "; ".join(
+                   f"{slots} slots {own:.0%}, {window:.0%}" for slots, (own, *_, window) in whole.items()), "",
+               refuted=False),
     )  # fmt: skip
 
 
@@ -332,7 +340,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     """Draw recall over pairs, a curve for each number of slots, a panel a method."""
     pairs = record["size"]["pairs"]
     with canvas(out / "recall.png", 2, 2, (11, 7), sharex=True, sharey=True) as (image, panels):
-        for axes, method in zip(panels, (DIRECT, "sum, read through MK", OURS, WINDOW), strict=True):
+        for axes, method in zip(panels, MAIN, strict=True):
             for name, slots in [(FULL, 0), *((method, slots) for slots in record["size"]["slots"])]:
                 means, low, high = ([100 * of(recalls(record, name, slots, n)) for n in pairs]
                                     for of in (statistics.mean, min, max))  # fmt: skip
