@@ -2,7 +2,7 @@
 
 A text is a row of pairs of a key and a value, then some of its keys are asked again. Two layers learn it from the first
 step on with full attention, with the source's sum rule read in several ways, with our rule, and with a window of equal
-bytes. `python3 -m studies.recall` takes about 40 minutes on one core, and goes on where it was interrupted.
+bytes. `python3 -m studies.recall` takes about half an hour on one core, and goes on where it was interrupted.
 
 Source: Yi et al. 2024 (BCT); Arora et al. 2023, "Zoology: Measuring and Improving Recall in Efficient Language Models"
 (the task).
