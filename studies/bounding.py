@@ -53,6 +53,9 @@ from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity
 from support.tables import Table, page, table
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCE = "A Method for Building Large Language Models with Predefined KV Cache Capacity"
+THEIRS = ("a Transformer of 1 billion parameters with a capacity of 2,048, built as a BCT; Common Crawl, RefinedWeb, "
+          "The Pile; no table of results, and lengths, hardware, BLEU's task and the reading of the memory not stated")
 SINKS = 4
 COLORS = {"growing": "grey", "full": "black", "window": "C1", "sinks": "C2", "bct": "C0"}
 
@@ -368,10 +371,6 @@ def spans_of(length: int, n_ctx: int) -> list[tuple[int, int]]:
 def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[Claim]:
     """Return the claims of BCT: of the study's record, of the recorded ablation, and of a benchmark."""
     ablation = json.loads((ROOT / "pocket" / "bct" / "ablation.json").read_text(encoding="utf-8"))
-    title = "A Method for Building Large Language Models with Predefined KV Cache Capacity"
-    theirs = ("a Transformer of 1 billion parameters with a capacity of 2,048, built as a BCT; Common Crawl, "
-              "RefinedWeb, The Pile; no table of results, and lengths, hardware, BLEU's task and the reading of the "
-              "memory not stated")  # fmt: skip
     bct, full, window, growing = (record["memories"][name] for name in ("bct", "full", "window", "growing"))
     marks, n_ctx = [*map(int, bct["bytes"])], record["n_ctx"]
     (early, late), (early_window, late_window) = (
@@ -387,7 +386,7 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
                          f"attention is pocket as it is; {record['tokens']:,} tokens written, {sizes['documents']} "
                          f"held-out documents, {sizes['explanations']} explanations")  # fmt: skip
     rows = under(
-        title, theirs, ours,
+        SOURCE, THEIRS, ours,
         judged("4.3", "the memory usage of the proposed method remains constant after reaching 2048",
                len(set(bct["bytes"].values())) == 1, f"{bct['bytes'][str(marks[0])]:,} bytes after {marks[0]} tokens "
                f"and {bct['bytes'][str(marks[-1])]:,} after {marks[-1]:,}", "partly: a capacity of 24 slots and 8 "
@@ -418,7 +417,7 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
     rule, step, whole, tuned = (next(row for row in ablation if row["name"].startswith(name)) for name in (
         "the paper's rule", "+ a step size", "full attention", "sliding window of equal bytes, fine-tuned"))
     rows += under(
-        title, theirs, f"pocket fine-tuned for {rule['steps']} steps with the source's rule, MV = MV' + wwᵀ wv, read "
+        SOURCE, THEIRS, f"pocket fine-tuned for {rule['steps']} steps with the source's rule, MV = MV' + wwᵀ wv, read "
         "by our reader; validation texts",
         judged("Abstract", "significantly reduces memory usage while maintaining the model's inference quality",
                False, f"perplexity {rule['perplexity']:.1f} by the source's rule, {tuned['perplexity']:.2f} by a "
@@ -434,7 +433,7 @@ def claims(record: dict[str, Any], bench: dict[str, Any] | None = None) -> list[
         cells = [bench["rows"]["gpt_bounded_cache.py, BCT, 24 slots"][f"1 x {n}"] for n in bench["lengths"]]
         rates = [x["tokens_per_s"] for x in cells]
         rows += under(
-            title, theirs, conditions_of(bench, f"{bench['turns']} turns, 24 slots; the growing cache beside it"),
+            SOURCE, THEIRS, conditions_of(bench, f"{bench['turns']} turns, 24 slots; the growing cache beside it"),
             judged("4.3", "The inference speed also remains relatively constant after the inference length exceeds "
                    "2048", min(rates) > (1 - NOISE) * max(rates), "tokens/s: " + ", ".join(
                        f"{x:.1f} after {n:,}" for n, x in zip(bench["lengths"], rates, strict=True)),

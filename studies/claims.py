@@ -10,7 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-from studies import article, bounding, projection_report, recycling_report, refreshing_report
+from studies import article, bounding, lengths, projection_report, recall, recycling_report, refreshing_report
 from studies.protocol import Claim, benchmark, claim_tables, recorded, recorded_or_none
 from support.cli import CommandLine
 from support.tables import page
@@ -22,7 +22,8 @@ def every_claim() -> dict[str, list[Claim]]:
     window, speed = (recorded_or_none("article", f"{name}.json") for name in ("window", "summary"))
     return {
         "The KV cache": article.claims(window, speed, bench),
-        "BCT": bounding.claims(recorded("bounding"), bench),
+        "BCT": [*bounding.claims(recorded("bounding"), bench), *recall.claims(recorded("recall")),
+                *lengths.claims(recorded("lengths"))],
         "KV recycling": recycling_report.claims(recorded("recycling"), recorded_or_none("recycling", "geometry.json"),
                                                 recorded("recycling", "law.json")),
         "CP-KVP": projection_report.claims(recorded("projection")),

@@ -10,7 +10,16 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from studies import bounding, latency, projection_report, recycling_report, refreshing_report, speculation
+from studies import (
+    bounding,
+    latency,
+    lengths,
+    projection_report,
+    recall,
+    recycling_report,
+    refreshing_report,
+    speculation,
+)
 from studies import replay as replaying
 from studies.claims import every_claim
 from studies.protocol import benchmark, claim_tables, recorded
@@ -176,11 +185,22 @@ def drafts() -> str:
                  f"{above:.2f}, {overlap}."], markdown=True)  # fmt: skip
 
 
+def recalling() -> str:
+    """The table of studies/recall."""
+    return page(recall.tables(recorded("recall")), markdown=True)
+
+
+def longer() -> str:
+    """The table of studies/lengths."""
+    return page(lengths.tables(recorded("lengths")), markdown=True)
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"papers": papers, "methods": methods},
     ROOT / "studies" / "README.md": {
-        "claims": claims, "pocket": pocket, "memory": memory, "ablation": ablation, "recycling": recycle,
-        "replay": replay, "projection": projection, "refreshing": refreshing, "speculation": drafts,
+        "claims": claims, "pocket": pocket, "memory": memory, "ablation": ablation, "recall": recalling,
+        "lengths": longer, "recycling": recycle, "replay": replay, "projection": projection, "refreshing": refreshing,
+        "speculation": drafts,
     },
 }  # fmt: skip
 
@@ -195,6 +215,8 @@ def draw_figures() -> None:
         replaying.draw(path)
     projection_report.draw(recorded("projection"), folder / "projection")
     refreshing_report.draw(recorded("refreshing"), folder / "refreshing")
+    recall.draw(recorded("recall"), folder / "recall")
+    lengths.draw(recorded("lengths"), folder / "lengths")
 
 
 def main(argv: list[str] | None = None) -> None:
