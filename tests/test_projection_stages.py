@@ -2,7 +2,6 @@
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, own_queries, prefill
 from studies import projection_measures, projection_report, projection_stages
-from studies.projection_methods import NEIGHBOUR, Experiment, Prompt
+from studies.projection_methods import NEIGHBOUR, Experiment, Prompt, raw_tokens
 from studies.projection_stages import (
     FEW_STEPS,
     LEARNED,
@@ -140,12 +139,9 @@ def experiment() -> Experiment:
     return Experiment(load_model("pocket", model_class=GPT), load_tokenizer("pocket"), "quiz", families, "pairs")
 
 
-@pytest.fixture(scope="module")
-def stages(experiment: Experiment) -> dict[str, Any]:
-    return measure_stages(experiment, FEW_STEPS)
-
-
-def test_the_record_of_the_stages(experiment: Experiment, stages: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_the_record_of_the_stages(experiment: Experiment) -> None:
+    stages = measure_stages(experiment, FEW_STEPS)
     kl = {(r["stage"], r["method"]): [r[split]["kl"][0] for split in ("fitted", "held out")] for r in stages["rows"]}
     own = kl["stage 1", "fitted prompt by prompt (ours)"]
     assert max(own) < 0.05, "a summary fitted on the prompt itself is right"
@@ -168,16 +164,16 @@ def test_the_position_rule_alone_is_exact_at_the_true_position(experiment: Exper
     assert max(projection_stages.divergences(experiment, method, prompt, prompt)) < 1e-4
 
 
-def test_bins_sum_to_the_whole(experiment: Experiment, stages: dict[str, Any]) -> None:
-    queries = projection_measures.retrieve(experiment, "test")
-    neighbours = projection_measures.errors(experiment, NEIGHBOUR, queries)
-    for method in {b["method"] for b in stages["bins"]}:
-        bins = [b for b in stages["bins"] if b["method"] == method]
+def test_bins_sum_to_the_whole(experiment: Experiment) -> None:
+    queries, tokens = projection_measures.retrieve(experiment, "test"), raw_tokens(TRUE)
+    every = projection_measures.bins(experiment, queries, [NEIGHBOUR, tokens])
+    for method in (NEIGHBOUR, tokens):
+        kl = projection_measures.errors(experiment, method, queries)
         for names in (("lowest", "middle", "highest"), ("the relative", "another")):
-            some = [b for b in bins if b["bin"].split(",")[0] in names]
-            assert sum(b["prompts"] for b in some) == len(queries)
-            if method == NEIGHBOUR.name:
-                assert sum(b["prompts"] * b["kl"] for b in some) == pytest.approx(neighbours.sum())
+            bins = [b for b in every if b["method"] == method.name and b["bin"].split(",")[0] in names]
+            assert sum(b["prompts"] for b in bins) == len(queries) and len(bins) == len(names)
+            assert sum(b["prompts"] * b["kl"] for b in bins) == pytest.approx(kl.sum())
+            assert sum(b["prompts"] * b["good"] for b in bins) == pytest.approx((kl <= 0.05).sum())
 
 
 def test_learned_summary_tokens_are_better_than_their_start(experiment: Experiment) -> None:
