@@ -62,16 +62,16 @@ def test_a_planted_map_is_found_by_the_right_loss_alone(monkeypatch: pytest.Monk
     fitted = scores[:, :80], values[:, :80]
     out = read_tokens(*fitted, true)
     assert share_wrong(fit_tokens(*fitted, out, 3, 0.0, 1), true, scores, values) > 0.2, "found at the start"
-    found = fit_tokens(*fitted, out, 3, 0.0, 250)
+    found = fit_tokens(*fitted, out, 3, 0.0, 400)
     assert share_wrong(found, true, scores, values) < 0.01 and float((found - true).abs().max()) < 0.1
-    shuffled = fit_tokens(*fitted, out.roll(1, dims=1), 3, 0.0, 250)
+    shuffled = fit_tokens(*fitted, out.roll(1, dims=1), 3, 0.0, 400)
     assert share_wrong(shuffled, true, scores, values) > 0.3
-    assert fit_tokens(*fitted, out, 3, 100.0, 250).square().sum() < 0.1 * found.square().sum(), "no penalty"
+    assert fit_tokens(*fitted, out, 3, 100.0, 400).square().sum() < 0.1 * found.square().sum(), "no penalty"
     for wrong in (lambda s, v, P: (((s @ P.mT) @ P)[..., None, :] @ v)[..., 0, :],  # no softmax
                   lambda s, v, P: ((s.softmax(-1) @ P.mT @ P)[..., None, :] @ v)[..., 0, :]):  # of scores not mapped
         with monkeypatch.context() as patch:
             patch.setattr(projection_stages, "read_tokens", wrong)
-            found = fit_tokens(*fitted, out, 3, 0.0, 250)
+            found = fit_tokens(*fitted, out, 3, 0.0, 400)
         assert share_wrong(found, true, scores, values) > 0.1
 
 
