@@ -37,10 +37,11 @@ from studies.projection_methods import (
     read_pairs,
 )
 from studies.projection_report import claims, details, draw, tables
+from studies.projection_stages import FEW_STEPS, FULL, Effort, measure_stages, stage_tables
 from studies.protocol import StudyLine, claim_tables, with_interval
 from support.cli import whole_number
 from support.conditions import conditions
-from support.files import write_json
+from support.files import read_json, write_json
 from support.tables import of_records, page, table
 
 GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.80, 0.01, 0.35  # the proposal's thresholds, beside those of projection_measures
@@ -55,15 +56,16 @@ class Scale:
     tails: tuple[int, ...] = (1, 4, 16, 64)
     lengths: tuple[int, ...] = (32, 64, 128, 256, 512, 1000)
     other_models: bool = True  # times at GPT-2 124M's geometry and the rotary model's positions, too
+    stages: Effort = FULL
 
 
-QUICK = Scale(repeats=1, counts=(1, 8), tails=(1, 16), lengths=(32, 128), other_models=False)
+QUICK = Scale(repeats=1, counts=(1, 8), tails=(1, 16), lengths=(32, 128), other_models=False, stages=FEW_STEPS)
 FEW = {"train": 20, "valid": 8, "test": 8}  # families of a quick run
 
 
 def examine(experiment: Experiment, scale: Scale, default: Method | None = None) -> dict[str, Any]:
     """Run the whole protocol on one kind of prompts and return its record. default: our warm start of another kind."""
-    steps = tqdm(total=5, desc=experiment.name, leave=False)
+    steps = tqdm(total=6, desc=experiment.name, leave=False)
     tau, auc = quality.choose_tau(experiment)
     retrieved = {guard: quality.retrieve(experiment, "test", guard) for guard in (False, True)}
     high, guarded = ([q for q in queries if q.similarity >= tau] for queries in retrieved.values())
@@ -114,6 +116,8 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
         "swap": quality.after_the_swap(experiment, ours[0], given[:24]),
         "verdicts": {method.name: verdict(record, method.name) for method in (proposal, *ours)},
     }
+    steps.update()
+    record["stages"] = measure_stages(experiment, scale.stages)
     steps.close()
     return record
 
@@ -188,6 +192,24 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
     print(f"\nWritten to {out}; `python3 projector.py ask QUESTION --library {out / 'library'}` asks it")
 
 
+def add_stages(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], encoder: str, scale: Scale,
+               name_of_model: str, seed: int, out: Path) -> None:
+    """Measure the stages alone, and put them in the record of the same study in a folder."""
+    summary = read_json(out / "summary.json")
+    asked = {"model": name_of_model, "encoder": Path(encoder).name, "seed": seed}
+    if asked != (held := {key: summary[key] for key in asked}) or not {*kinds} <= {*summary["kinds"]}:
+        raise ValueError(f"{out / 'summary.json'} is of {held}, {', '.join(summary['kinds'])}; asked for {asked}, "
+                         f"{', '.join(kinds)}")
+    for name, families in kinds.items():
+        if "methods" in summary["kinds"][name]:
+            experiment = Experiment(model, tokenizer, name, families, encoder, seed)
+            summary["kinds"][name]["stages"] = measure_stages(experiment, scale.stages)
+            summary["stages"] = conditions(name_of_model, model)
+            write_json(out / "summary.json", summary)
+            del experiment
+    print(page(stage_tables(summary)))
+
+
 # --- The demo, and the library of `projector.py ask` ---------------------------------------------------------------
 
 DEMO = {"train": 20, "valid": 4, "test": 16}  # of three questions each
@@ -257,6 +279,7 @@ def main(argv: list[str] | None = None) -> None:
                      help="the retrieval's embeddings: pairs, a ridge regression of words on the training prompts; "
                      "tokens, the model's own embeddings; or a model of sentence-transformers")
     cli.add_argument("--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 7")
+    cli.add_argument("--part", choices=["stages"], help="measure this part alone, and add it to the record in --out")
     with cli.parse(argv) as args:
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
@@ -269,7 +292,8 @@ def main(argv: list[str] | None = None) -> None:
         else:
             names = args.kinds or (["quiz"] if args.quick else POCKET)
             kinds = {kind: pocket_families(kind, args.seed, FEW if args.quick else None) for kind in names}
-        report(model, load_tokenizer(args.model), kinds, args.encoder, scale, args.model, args.seed, args.out)
+        run = add_stages if args.part else report
+        run(model, load_tokenizer(args.model), kinds, args.encoder, scale, args.model, args.seed, args.out)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from studies.projection_measures import GOOD_KL
+from studies.projection_stages import flattened_bytes, stage_claims, stage_tables, storage_line
 from studies.protocol import Claim, conditions_of, judged, under, with_interval
 from support.figures import panels
 from support.statistics import wilson
@@ -62,13 +63,7 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
                  found.get((*key, "after the summary tokens"), "-"), found[(*key, "true")]]
                 for key in dict.fromkeys(key[:3] for key in found)]),
         ]  # fmt: skip
-    return parts
-
-
-def flattened_bytes(layers: int, heads: int, tokens: int, m: int, head_dim: int) -> int:
-    """Return the bytes in float32 of a map from all of a cache to m summary tokens for each head, R^(T x 2d) to
-    R^(m x 2d), taken as one matrix."""
-    return 4 * layers * heads * (tokens * 2 * head_dim) * (m * 2 * head_dim)
+    return parts + stage_tables(record)
 
 
 def claims(record: dict[str, Any]) -> list[Claim]:
@@ -127,10 +122,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
                    f"{name} {1e3 * r['latency']['as proposed']['eighth']:.0f} and "
                    f"{1e3 * r['latency']['cold']['eighth']:.0f}" for name, r in kinds.items())
                + "; the second token waits for the prefill", "no: the time of a much smaller model"),
-        judged("Hypothesis", "lies in a low-dimensional subspace that is linearly related across prompts", None,
-               "", "no: neither the spectrum nor the held-out R² of stage 2 is in the record"),
     )  # fmt: skip
-    rows += at_inference(record, title, theirs)
+    rows += stage_claims(record, title, theirs) + at_inference(record, title, theirs)
     if "positions" in record:
         kl = {(r["model"], r["positions"]): r["kl"] for r in record["positions"]
               if r["m"] > 1 and r["method"].startswith("raw")}  # fmt: skip
@@ -213,9 +206,9 @@ def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
         title, theirs, "arithmetic, for m = 8",
         judged("Complexity and integration", "Storage: O(L×H×m×d) per cached prompt (tiny vs full "
                "T×d).", max(share) < 0.5,
-               f"{min(share):.0%} to {max(share):.0%} of these prompts' caches; the first map isn't counted in it: "
-               f"flattened, from R^(T×2d) to R^(m×2d), it takes {maps}", "partly: by the formula; our map is over "
-               "features and not flattened"),
+               f"{min(share):.0%} to {max(share):.0%} of these prompts' caches; the maps aren't counted in it: "
+               f"the first, flattened, from R^(T×2d) to R^(m×2d), takes {maps}{storage_line(record)}",
+               "partly: by the formula; our maps are over tokens or features, and not flattened"),
     )  # fmt: skip
 
 
