@@ -64,8 +64,8 @@ def times_table(record: dict[str, Any]) -> Table:
 
 
 def claims(record: dict[str, Any], texts: dict[str, Any]) -> list[Claim]:
-    """Return the source's claims about time: a figure is refuted if all of our intervals lie above the source's. texts:
-    the study's record of written texts."""
+    """Return the source's claims about time. An overhead holds if its whole interval lies below the source's and noise,
+    and is refuted if the whole lies above. texts: the study's record of written texts."""
     methods, close = record["methods"], "partly: other models and hardware; up to 5% (our threshold) counts as noise"
 
     def overheads(name: str) -> tuple[float, float, float]:
@@ -83,7 +83,7 @@ def claims(record: dict[str, Any], texts: dict[str, Any]) -> list[Claim]:
     repeated = ", ".join(f"{name} {with_interval(texts['methods'][name]['sampled']['repeat_3'], '.3f')}"
                          for name in ("student", "OverFill"))  # fmt: skip
     periods = [k for k in PERIODS if f"periodic, {k}" in methods]
-    above = [overheads(f"periodic, {k}")[1] > PERIODS[k] for k in periods]
+    beyond = [[x - PERIODS[k] - NOISE for x in overheads(f"periodic, {k}")] for k in periods]
     same = "partly: other models and hardware, and one text at a time"
     return [
         judged("Runtime", "Throughput (TPS): essentially the Student’s decode TPS; OverFill overhead is the single "
@@ -93,11 +93,13 @@ def claims(record: dict[str, Any], texts: dict[str, Any]) -> list[Claim]:
         judged("Takeaways", "Speed: Student is fastest but output collapses.", min(total, key=total.get) == "student",
                f"{seconds}. Repeat@3 of the trained models' texts: {repeated}; in the source's table 0.028 and 0.072",
                f"{same}; the verdict is on speed"),
-        judged("Periodic refresh", "256 1.86 +0.7% … 128 1.81 +2.0% … 64 1.71 +3.9%", not any(above),
+        judged("Periodic refresh", "256 1.86 +0.7% … 128 1.81 +2.0% … 64 1.71 +3.9%",
+               all(high <= 0 for _, _, high in beyond),
                ", ".join(f"every {k} {shown(f'periodic, {k}')}" for k in periods),
-               f"{same}; of the overheads only", all(above)),
+               f"{close}; of the overheads only", any(low > 0 for _, low, _ in beyond)),
         judged("Speculative Refresh, results", "Speculative (k=8) Constant (prefill over 8 tokens) ~1.9% 1.77",
-               overheads(burst)[1] <= BURST[1], f"bursts of 8 {shown(burst)}", f"{same}; of the overhead only"),
+               overheads(burst)[2] <= BURST[1] + NOISE, f"bursts of 8 {shown(burst)}", f"{close}; of the overhead only",
+               overheads(burst)[1] > BURST[1] + NOISE),
         judged("Entropy Gating, results", "but is faster now, since we only refresh when needed!",
                overheads(gate)[2] < overheads("periodic, 64")[1],
                f"a gate that refreshes every {RARELY} tokens {shown(gate)}, its entropy included; every 64 tokens "
