@@ -139,7 +139,7 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     own, bcts = f"BCT, {capacity:,} slots", [name for name in rows if name.startswith("BCT")]
     past = [n for n in lengths if n > capacity]
     rates = [1 / statistics.median(rows[own][str(n)]["seconds"]) for n in past]
-    worst = [min(ratios(record, name, lengths[-1])) for name in bcts]
+    longest = [x for name in bcts for beside in (GROWING, AHEAD) for x in ratios(record, name, lengths[-1], beside)]
     size = {n: rows[own][str(n)]["bytes"] for n in past}
     size_of = f"partly: {record['conditions']['parameters']:,} parameters, random weights"
     fewer = f"{size_of}; a capacity of {capacity:,}"
@@ -153,11 +153,12 @@ def claims(record: dict[str, Any]) -> list[Claim]:
                len({*size.values()}) == 1, "MB of memory, and of the growing cache: " + ", ".join(
                    f"{x / 1e6:.1f} and {rows[GROWING][str(n)]['bytes'] / 1e6:,.1f} after {n:,}"
                    for n, x in size.items()), f"{fewer}, all allocated with the first token"),
-        judged("5", "significantly reducing memory usage and improving system throughput", min(worst) > 1,
+        judged("5", "significantly reducing memory usage and improving system throughput", min(longest) > 1,
                "; ".join(f"{name}: faster than the growing cache {crossing(record, name)}, "
                          f"{spread(ratios(record, name, lengths[-1]))} times as fast after {lengths[-1]:,}; than a "
                          f"preallocated one {crossing(record, name, AHEAD)}" for name in bcts),
-               f"{size_of}; decoding only, one text at a time", max(worst) < 1),
+               f"{size_of}; decoding only, one text at a time; our code, in which a token rewrites every slot; judged "
+               f"after {lengths[-1]:,} tokens, against both caches", max(longest) < 1),
     )  # fmt: skip
 
 
