@@ -471,8 +471,8 @@ def stage_claims(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
         judged("Introduction", "that is linearly related across prompts", all(x[1] > 0.5 for x in ridges.values()),
                "stage 2's R² on held-out pairs, median over heads: " + by_name(ridges) + "; from summary tokens fitted "
                "prompt by prompt: " + by_name({name: r2(name, OWN) for name in kinds})
-               + "; from our map over segments: " + by_name({name: r2(name, SEGMENTS) for name in kinds}) + "; of the logits, by the "
-               "identity instead of a fitted map: " + by_name({
+               + "; from our map over segments: " + by_name({name: r2(name, SEGMENTS) for name in kinds})
+               + "; of the logits, by the identity instead of a fitted map: " + by_name({
                    name: s["hypothesis"]["next-token logits"]["r2_unchanged"]["median"] for name, s in kinds.items()}),
                "partly: of the summary tokens that stage 2 maps, on paraphrases of the pocket world; more than half of "
                "the variance is our threshold",
