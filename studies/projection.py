@@ -283,6 +283,10 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
+        if args.part and args.quick:
+            raise ValueError("--part adds to a whole study's record, --quick is of few prompts: choose")
+        if args.part and not (Path(args.out) / "summary.json").exists():
+            raise FileNotFoundError(f"{args.out} has no summary.json to add to: run the study first")
         require_pocket(args.model, args.pairs)
         scale = QUICK if args.quick else Scale()
         scale = replace(scale, repeats=args.repeats or scale.repeats)
