@@ -44,7 +44,7 @@ from support.cli import CommandLine, whole_number, writable_folder
 from support.conditions import SIZES, machine
 from support.figures import figure
 from support.files import read_json, write_json
-from support.tables import table
+from support.tables import page, table
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "gpt_kv_cache.py"  # what ratios are to
@@ -462,7 +462,7 @@ def measure_requests(args: argparse.Namespace, out: Path) -> None:
     record = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
               "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
               "geometry": geometry, **found}  # fmt: skip
-    print(together.summary(record))
+    print(page(together.summary(record)))
     write_json(out / "requests.json", record, indent=1)
     print(f"\nWritten to {out / 'requests.json'}")
 

@@ -29,7 +29,7 @@ from benchmarks.contenders import Clock, floors
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model
 from paged import PagedCache, Server
-from support.tables import table
+from support.tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
@@ -239,29 +239,29 @@ def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns
     return result
 
 
-def summary(record: dict[str, Any]) -> str:
+def summary(record: dict[str, Any]) -> list[str | Table]:
     """Return the figures, a table for each number of requests."""
-    lines = [f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
-             f"{record['read_ms']:.1f} ms; {record['machine']}; {record['threads']} thread"
-             f"{'s' * (record['threads'] > 1)}; medians of {record['turns']} turns"]  # fmt: skip
+    parts: list[str | Table] = [
+        f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
+        f"{record['read_ms']:.1f} ms; {record['machine']}; {record['threads']} thread{'s' * (record['threads'] > 1)}; "
+        f"medians of {record['turns']} turns, {record['date']}."]  # fmt: skip
     for count, found in record["counts"].items():
         lengths = f"prompts of {min(found['prompts'])} to {max(found['prompts'])} tokens"
-        lines += ["", f"{count} request{'s' * (count != '1')}, all there at the beginning; {lengths}, "
-                  f"{min(found['new'])} to {max(found['new'])} to write: {sum(found['new']):,} in all"]  # fmt: skip
+        parts.append(f"{count} request{'s' * (count != '1')}, all there at the beginning; {lengths}, "
+                     f"{min(found['new'])} to {max(found['new'])} to write: {sum(found['new']):,} in all:")  # fmt: skip
         rows = []
         for name, r in found["rows"].items():
             memory = [f"{r[key]:,}" if r[key] is not None else "-" for key in ("held", "wasted")]
             rows.append([name, f"{r['tokens_per_s']:,.1f}", f"{r['times_as_fast']:.2f}",
                          f"{r['tokens_per_s'] / found['bound_tokens_per_s']:.2f}", *memory,
                          "yes" if r["same_tokens"] else "NO"])  # fmt: skip
-        rows.append(["bound", f"{found['bound_tokens_per_s']:,.1f}", "", "1.00", "", "", ""])
-        header = ["", "tokens/s", "times as fast", "of the bound", "bytes held", "wasted", "same tokens"]
-        lines.append(table(header, rows))
+        rows.append(["bound", f"{found['bound_tokens_per_s']:,.1f}", "-", "1.00", "-", "-", "-"])
+        parts.append(Table(["", "tokens/s", "times as fast", "of the bound", "bytes held", "wasted", "same tokens"],
+                           rows))  # fmt: skip
         if "step_ms" in (r := found["rows"][PAGED]):
-            lines.append(f"  paged.py: a step of {r['texts']} texts takes {r['step_ms']:.1f} ms, of which gathering "
-                         f"blocks {r['gather_ms']:.1f}; without a cache it takes {r['no_cache_ms']:.1f}")  # fmt: skip
-    lines += [f"not measured: {name} ({why})" for name, why in record["failed"].items()]
-    return "\n".join(lines)
+            parts.append(f"In `paged.py` a step of {r['texts']} texts takes {r['step_ms']:.1f} ms, of which gathering "
+                         f"blocks {r['gather_ms']:.1f}; without a cache it takes {r['no_cache_ms']:.1f}.")  # fmt: skip
+    return parts + [f"Not measured: {name} ({why})." for name, why in record["failed"].items()]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import batches
 from benchmarks.__main__ import ahead, disturbance, draw
 from support.blocks import write_blocks
 from support.cli import CommandLine
@@ -90,6 +91,11 @@ def standing() -> str:
     return page(parts, markdown=True)
 
 
+def requests() -> str:
+    """The tables of the newest record of many requests at once."""
+    return page(batches.summary(read_json(sorted((HERE / "results").glob("*/requests.json"))[-1])), markdown=True)
+
+
 def threads_of(record: dict[str, Any]) -> str:
     return f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
 
@@ -103,7 +109,7 @@ def demo() -> str:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"demo": demo},
-    ROOT / "benchmarks" / "README.md": {"standing": standing},
+    ROOT / "benchmarks" / "README.md": {"standing": standing, "requests": requests},
 }
 
 
