@@ -77,7 +77,8 @@ def methods() -> str:
     overfill, student = (refreshing[name]["sampled"]["ppl"][0] for name in ("OverFill", "student"))
     saved, kl = quiz["latency"]["as proposed"]["saved"][0], quiz["methods"]["as proposed"]["retrieved"]["kl"][0]
     exact, every = drafts["exact, 8 by the student"]["greedy"], drafts["teacher alone"]["greedy"]
-    many = read_json(sorted((ROOT / "benchmarks" / "results").glob("*/requests.json"))[-1])["counts"]["16"]["rows"][PAGED]
+    requests = read_json(sorted((ROOT / "benchmarks" / "results").glob("*/requests.json"))[-1])
+    many = requests["counts"]["16"]["rows"]["paged.py"]
     return table(["file", "what it does", "its text", "one figure"], [
         ["[`recycle.py`](recycle.py)", "A prompt that begins like an earlier one reuses its cache, which outlives the "
          "process. A [radix tree](support/radix_tree.py) finds it", "exact",

@@ -14,6 +14,7 @@ from benchmarks import batches
 from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of, summary
 from gpt_kv_cache import GPT, GPTConfig
 from pocket.checkpoints import export
+from support.tables import page
 
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
 TOKEN = 2 * CONFIG.n_layer * CONFIG.n_embd * 4  # bytes of a token's keys and values
