@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("folder", type=Path, metavar="FOLDER", help="with a sub-folder for each student")
     cli.add_argument("--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all")
     cli.add_argument("--output", type=Path, default=Path("points.csv"), metavar="FILE", help="the table")
-    cli.add_argument("--seconds", type=whole_number(1), default=300, metavar="N", help="for a chapter of a student")
+    cli.add_argument("--seconds", type=whole_number(1), default=900, metavar="N", help="for a chapter of a student")
     with cli.parse(argv) as args:
         chapters, students = folders(args.chapters), sorted(path for path in args.folder.iterdir() if path.is_dir())
         if not students:

@@ -257,3 +257,10 @@ def test_commands_of_chapters_exist() -> None:
                         helps[words] = run(*words, "--help").stdout
                     for option in re.findall(r"(?<=\s)(--[a-z-]+)", rest):
                         assert option in helps[words] or option == "--help", line
+
+
+def test_the_table_of_rounding_has_a_gross_mistake_in_its_last_column() -> None:
+    printed = run("chapters/08_measuring/rounding.py")
+    rows = [[float(x) for x in line.split()[1:]] for line in printed.stdout.splitlines()[1:]]
+    assert printed.returncode == 0 and len(rows) == 3, printed.stderr
+    assert all(pieces < mask / 10 for _, pieces, _, mask in rows) and rows[0][2] > 100 * rows[0][1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gpt_baseline
 from chapters.checking import assert_close, assert_same, fails, text
-from gpt_kv_cache import GPT, Attention, GPTConfig
+from gpt_kv_cache import GPT, Attention, GPTConfig, KVCache
 
 POINTS = {"ex2_1": 4, "ex2_2": 1, "ex2_3": 1, "ex2_4": 2, "ex2_5": 2}
 LOGITS = ("row", "token", "logit")
@@ -60,6 +60,7 @@ def check(found: list[tuple[Tensor, Tensor, Tensor | None]], first: int, end: in
 
 @pytest.mark.ex2_1
 def test_stage_1_len_and_next_pos(impl: ModuleType) -> None:
+    assert not issubclass(impl.Cache, KVCache), "that is the project's cache: write one of your own"
     cache = impl.Cache()
     assert len(cache) == 0 == cache.next_pos, "nothing has been read, and the first token is at position 0"
     cache.commit(torch.arange(3))

@@ -406,6 +406,7 @@ def test_what_was_read_can_be_kept_until_the_ring_evicts(
 @pytest.mark.ex3_4
 def test_the_ring_is_your_own(impl: ModuleType) -> None:
     assert callable(impl.Ring(3).append) and "SlidingWindowCache" not in names_in(impl)
+    assert not issubclass(impl.Ring, SlidingWindowCache), "that is the project's ring: write one of your own"
     ring, new = impl.Ring(3), torch.ones(1, 1, 2, 4)
     k, v, _ = ring.append(0, new, new, torch.arange(2))
     assert k.shape == v.shape == (1, 1, 2, 4), "empty slots are no keys"

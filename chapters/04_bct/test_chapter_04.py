@@ -268,8 +268,8 @@ def test_the_formula_gives_what_is_allocated(impl: ModuleType) -> None:
         length, draws = choose.randint(1, 40), torch.Generator().manual_seed(seed)
         model(torch.randint(20, (B, length), generator=draws), cache)
         allocated = sum(x.untyped_storage().nbytes() for state in cache.layers for x in state)
-        what = f"{L=} {H=} {D=} {M=} {R=} {B=}"
-        assert impl.memory_bytes(L, H, D, M, R, batch=B) == allocated, what
+        found = impl.memory_bytes(L, H, D, M, R, batch=B)
+        assert found == allocated, f"{L=} {H=} {D=} {M=} {R=} {B=}: {found} bytes, must be {allocated}"
 
 
 @pytest.mark.ex4_4

@@ -31,7 +31,9 @@ class AnotherGELU(MLP):
 class SeesTheNext(Attention):
     """A mask that is wrong by one: every token also sees the one after it."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:  # plain causal: all keys are new
+            mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
         return super().forward(q, k, v, mask | mask.roll(1, -1))
 
 
