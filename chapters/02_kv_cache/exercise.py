@@ -16,7 +16,7 @@ class Cache:
 
     gpt_kv_cache.GPT calls, in every pass: `next_pos` and `len(cache)` at its beginning, `append` once in every layer,
     in order, and `commit` at its end. A pass that fails never gets to `commit`. It also looks at `len(cache.layers)`,
-    which must be the number of layers once something is cached.
+    which must be the number of layers once something is cached. Written without gpt_kv_cache.KVCache.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ def answer(model: GPT, ids: Sequence[int], n: int, store: dict[tuple[int, ...], 
 def published_call(k: int, T: int) -> tuple[list[int], list[int]]:
     """Return what the published call reads first, for a text of which the first k tokens are cached and T (at least 1)
     more are given: the indices in the whole text, from 0, of the tokens that it feeds; and the positions at which it
-    reads them. The chapter says by what rule. Without importing recycle."""
+    reads them. The chapter says by what rule. Without calling generate_as_published, which makes the call."""
     raise NotImplementedError("exercise 5.3")
 
 
