@@ -61,8 +61,8 @@ def papers() -> str:
         ["KV recycling: reuse the cache of a stored prompt",
          f"Exact if only the shared prefix is reused: {same} of {len(prompts)} answers unchanged. The published call "
          f"loses tokens: {published} of {len(prompts)}; at the size of DialoGPT-medium "
-         f"({at_size['conditions']['parameters'] / 1e6:.0f} million parameters) it saves {saved:.1%} of the time, where "
-         "30 to 50% are claimed"],
+         f"({at_size['conditions']['parameters'] / 1e6:.0f} million parameters) it saves {saved:.1%} of the time, "
+         "where 30 to 50% are claimed"],
         ["CP-KVP: a first token from a similar prompt's projected cache",
          f"Sooner, but another token: {proposed:.1f} nats off on quiz questions, where the similar prompt's own "
          f"prediction is {neighbour:.1f} off"],
@@ -70,8 +70,8 @@ def papers() -> str:
          f"The small model writes better than alone: perplexity {overfill} against {student}"],
         ["KV refresh: the large model renews that cache now and then",
          f"It helps a little: perplexity {seldom} with a refresh every 256 tokens, {often} every 16. For about as "
-         f"many passes of the large model, drafts that it checks give its own text: {exact:.0f} in 1,000 tokens against "
-         f"{every:.0f}, greedy"],
+         f"many passes of the large model, drafts that it checks give its own text: {exact:.0f} in 1,000 tokens "
+         f"against {every:.0f}, greedy"],
     ], markdown=True, left=2)  # fmt: skip
 
 

@@ -254,7 +254,9 @@ def test_commands_of_chapters_exist() -> None:
                     assert (ROOT / script).is_file(), line
                     words = (script, *["study"] * rest.lstrip().startswith("study"))  # which has options of its own
                     if words not in helps:
-                        helps[words] = run(*words, "--help").stdout
+                        done = run(*words, "--help")
+                        assert done.returncode == 0, f"{line}: {done.stderr}"
+                        helps[words] = done.stdout
                     for option in re.findall(r"(?<=\s)(--[a-z-]+)", rest):
                         assert option in helps[words] or option == "--help", line
 
