@@ -138,6 +138,9 @@ def speculate(pair: Pair, max_new_tokens: int, k: int, draft: Drafter = by_stude
             p = probabilities(pair.teacher(unread, pair.read)[0], temperature, top_k)  # (drafted + 1, V)
             agreed, token = agree(p, q, drafted[0].cpu(), generator)
             new = torch.cat([drafted[:, :agreed], token[None].to(pair.ids.device)], 1)  # (1, agreed + 1)
+            if stop_id in (said := new[0].tolist()):  # what follows it was never written
+                new = new[:, : said.index(stop_id) + 1]
+                agreed = new.size(1) - 1
             pair.read.truncate(n + agreed - pair.cached_from)
             if pair.fits:
                 pair.hand_over(shared)
@@ -145,12 +148,11 @@ def speculate(pair: Pair, max_new_tokens: int, k: int, draft: Drafter = by_stude
                 pair.cache.truncate(min(len(pair.cache), len(pair.read)))
             passes.count, passes.drafted = passes.count + 1, passes.drafted + drafted.size(1)
             passes.agreed += agreed
-        for token in new.split(1, 1):
-            pair.ids = torch.cat([pair.ids, token], 1)
-            written += 1
-            yield token
-            if int(token) == stop_id:
-                return
+        pair.ids = torch.cat([pair.ids, new], 1)
+        written += new.size(1)
+        yield from new.split(1, 1)
+        if int(new[0, -1]) == stop_id:
+            return
 
 
 DRAFTS = {"student": by_student, "text": from_the_text}

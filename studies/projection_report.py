@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     rejected = [name for name, r in kinds.items() if r["verdicts"]["as proposed"]["verdict"] == "REJECTED"]
     rows = under(
         title, theirs, conditions_of(record, words),
-        judged(bar, "≥35–60% reduction in first-token latency on average (model- and T-dependent)",
+        judged(bar, "≥35–60% reduction in first-token latency on average (model- and "
+                   "T-dependent)",
                None, f"reduction {by_kind(saved)}, with summary tokens mapped when they were stored",
                "no: the time of a much smaller model; the time of GPT-2 small is below"),
         judged(bar, "Next-token KL ≤ 0.05 (or ≤ 5% relative perplexity increase) on ≥80% of test prompts within "
@@ -172,6 +174,7 @@ def by_m(kinds: dict[str, Any]) -> tuple[bool, str, str]:
 def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
     """Return the claims on time and storage: with the map applied at every start, as the source has it."""
     found: list[Claim] = []
+    waits = "no: the time of a much smaller model"
     for name, rows in record["lengths"].items():
         keys = [key for key in rows[0] if "summary tokens" in key]
         gains = {r["length"]: 1 - r[next(key for key in keys if "mapped" in key)] / r["cold"] for r in rows}
@@ -184,16 +187,19 @@ def at_inference(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
             title, theirs, f"{name}, {'a trained model' if small else 'random weights'}; {keys[-1]}, "
             "without retrieval; medians",
             judged("Conclusion", "CP-KVP can substantially reduce first-token latency",
-                   None if small else all(x >= 0.1 for x in gains.values()), sooner, "partly: without retrieval; "
-                   "\"substantially\" is read as the source's failure line, latency gains of 10%",
+                   None if small else all(x >= 0.1 for x in gains.values()), sooner, waits if small else
+                   "partly: without retrieval; \"substantially\" is read as the source's failure line, gains of 10%",
                    all(x < 0.1 for x in gains.values())),
-            judged("Decision thresholds", "≥35–60% reduction in first-token latency on average",
-                   None if small else all(x >= 0.35 for x in gains.values()), sooner, "partly: without retrieval; "
-                   "each length separately, where the source averages", all(x < 0.35 for x in gains.values())),
+            judged("Decision thresholds", "≥35–60% reduction in first-token latency on average (model- and "
+                   "T-dependent)",
+                   None if small else statistics.mean(gains.values()) >= 0.35,
+                   f"{sooner}: {statistics.mean(gains.values()):.0%} on average", waits if small else
+                   "partly: without retrieval; the average is over our lengths, and shorter ones gain less"),
             judged("Discussion", "shifting first-token cost from O(T×L) to "
                    "O(m×L)", None if small else flat < math.sqrt(cold),
                    f"from {rows[0]['length']} to {rows[-1]['length']:,} tokens a start from stored summary tokens "
-                   f"takes {flat:.1f} times as long, a cold one {cold:.0f} times", "partly: m is 8"),
+                   f"takes {flat:.1f} times as long, a cold one {cold:.0f} times",
+                   waits if small else "partly: m is 8"),
         )  # fmt: skip
     c = record.get("conditions")
     cases = [("GPT-2 124M", 12, 12, 1024, 64)]

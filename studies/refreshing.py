@@ -287,7 +287,7 @@ The full study, in half an hour (--quick: in a minute): python3 overfill.py stud
 
 def at_size(args: argparse.Namespace) -> None:
     """Measure the times of a geometry, print and write them."""
-    n, prompt = args.max_new_tokens or (70 if args.quick else 260), args.prompt_tokens
+    n, prompt = args.max_new_tokens or (70 if args.quick else 260), args.prompt_tokens or 64
     if n < 66:
         raise ValueError(f"{n} tokens are too few to time a refresh every 64: at least 66")
     if prompt + n > (room := GPTConfig().n_ctx):

@@ -123,6 +123,8 @@ def main(argv: list[str] | None = None) -> None:
                  f"{found['reproduced'][file]} of {found['published']}"]
                 for name, found in record.items() for file in found["same_tokens"]]  # fmt: skip
         print(table(["weights", "file", "same greedy tokens", "logits differ by", "published texts"], rows))
+        if any(row[2] == "NO" for row in rows):
+            raise ValueError(f"the three files write different texts: {args.out / 'agreement.json'} has the figures")
         write_atomically(args.out / "pairs.csv", write_pairs)
         print(f"\n=== Recycling, on {args.dialogue}\n", flush=True)
         recycling.main(["--model", args.dialogue, "--order", "both", "--out", str(args.out / "recycling"),

@@ -147,19 +147,24 @@ class CommandLine(argparse.ArgumentParser):
     def interruptible(self) -> Iterator[None]:
         """Ctrl-C in the body ends the process with status 130 after its clean-up; before and after it, and the second
         time, the signal itself does (support.interrupts has left it so)."""
-        interrupted = False
+        interrupted, hook = False, sys.unraisablehook
 
         def interrupt(*_: Any) -> None:
             nonlocal interrupted
             interrupted = True
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            sys.unraisablehook = lambda _: os._exit(130)  # where Python would print the exception and go on
             raise KeyboardInterrupt
+
+        def unraisable(error: Any) -> None:
+            if isinstance(error.exc_value, KeyboardInterrupt):  # in a destructor, where Python would print it and go on
+                os._exit(130)
+            hook(error)
 
         ours = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         try:
             if ours:
                 signal.signal(signal.SIGINT, interrupt)
+                sys.unraisablehook = unraisable
             yield
         except BaseException as error:
             if interrupted or isinstance(error, KeyboardInterrupt):  # C code may have made another error of it
@@ -168,6 +173,7 @@ class CommandLine(argparse.ArgumentParser):
         finally:
             if ours:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
+                sys.unraisablehook = hook
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return the arguments with device and dtype as PyTorch's, and set its threads and seed."""

@@ -90,7 +90,7 @@ def test_a_difference_within_3_has_two_sides() -> None:
 
 
 def test_recycling_follows_its_record_and_times_are_judged_at_the_papers_geometry_alone() -> None:
-    speed, call = "When prefix reuse occurred", "This conservative rule"
+    speed, call = "When prefix reuse occurred", "Provided the past_key_values"
 
     def faster(record: dict[str, Any]) -> None:
         record["conditions"] |= {"layers": 24, "heads": 16, "width": 1024}

@@ -174,5 +174,6 @@ def test_the_claims_on_time_follow_the_record(tmp_path: Path, capsys: pytest.Cap
         changed = copy.deepcopy(record)
         for n in changed["lengths"]:
             changed["rows"]["BCT, 4 slots"][str(n)]["seconds"] = [factor] * 2
-        constant, memory, faster = lengths.claims(changed)
+        constant, memory, lower, faster = lengths.claims(changed)
+        assert "more until" in lower["figure"] and lower["verdict"] == "HOLDS"
         assert (constant["verdict"], memory["verdict"], faster["verdict"]) == ("HOLDS", "HOLDS", verdict)

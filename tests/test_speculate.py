@@ -52,6 +52,15 @@ def test_a_teacher_that_drafts_for_itself_agrees_with_all_of_it(teacher) -> None
     assert all(map(torch.equal, pair.read.layers, pair.cache.layers))
 
 
+@pytest.mark.parametrize("at", range(8))
+def test_a_stop_token_in_a_draft_ends_text_and_caches(teacher, at: int) -> None:
+    plain = [int(token) for token in generate(teacher, prompts(T=9), 8)]
+    pair, n = Pair(teacher, teacher, prompts(T=9)), plain.index(plain[at]) + 1
+    assert [int(token) for token in speculate(pair, 8, 5, stop_id=plain[at])] == plain[:n]
+    assert pair.ids.size(1) == 9 + n > max(len(pair.read), len(pair.cache)), "a cache knows more than was written"
+    assert [int(token) for token in speculate(pair, 8 - n, 5)] == plain[n:] if n < 8 else True
+
+
 def test_a_text_that_repeats_itself_is_copied(teacher, student) -> None:
     class Parrot(GPT):
         def forward(self, ids: Tensor, cache: KVCache | None = None, **options: object) -> Tensor:

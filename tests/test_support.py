@@ -106,8 +106,8 @@ def test_closed_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("then", [KeyboardInterrupt, ValueError, RuntimeError, ImportError])
 def test_an_interrupt_kills_before_and_after_the_command_line_and_ends_it_within(
-        then: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+        then: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    hook = sys.unraisablehook
     before = signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -119,7 +119,7 @@ def test_an_interrupt_kills_before_and_after_the_command_line_and_ends_it_within
             except KeyboardInterrupt as error:
                 assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # the second time
                 raise then() from error  # as C code does that was asked to import something
-        assert ended.value.code == 130 and capsys.readouterr().err == "\n"
+        assert ended.value.code == 130 and capsys.readouterr().err == "\n" and sys.unraisablehook is hook
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a job in the background
         importlib.reload(interrupts)
