@@ -152,13 +152,13 @@ def by_kind(values: dict[str, Sequence[float]]) -> str:
     return ", ".join(f"{name} {with_interval(three, '.0%')}" for name, three in values.items())
 
 
-def by_similarity(kinds: dict[str, Any]) -> tuple[bool, str, str]:
-    """Return KL of the least similar and the most similar third, for one summary token: verdict, figure, as stated."""
-    kl = {name: [next(b["kl"] for b in r["bins"] if b["bin"].startswith(end) and b["method"].startswith("one summary"))
+def by_similarity(kinds: dict[str, Any]) -> tuple[bool, str, str, bool]:
+    """Return KL of the least similar and the most similar third, as proposed: verdict, figure, tested as stated."""
+    kl = {name: [next(b["kl"] for b in r["bins"] if b["bin"].startswith(end) and b["method"] == "as proposed")
                  for end in ("lowest", "highest")] for name, r in kinds.items()}  # fmt: skip
     return (all(far > near for far, near in kl.values()), "KL in nats of the least similar and the most similar third, "
-            "one summary token: " + ", ".join(f"{name} {far:.2f}, {near:.2f}" for name, (far, near) in kl.items()),
-            "partly: the nearest stored prompt, however far; no intervals in the record")  # fmt: skip
+            "as proposed: " + ", ".join(f"{name} {far:.2f}, {near:.2f}" for name, (far, near) in kl.items()),
+            "partly: the nearest stored prompt, however far; no intervals in the record", False)  # fmt: skip
 
 
 def by_m(kinds: dict[str, Any]) -> tuple[bool, str, str]:

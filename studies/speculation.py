@@ -100,14 +100,17 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
 
 def verdict(methods: dict[str, Any]) -> str:
     """Return the conclusion for refreshes, at about as many passes of the teacher, and for the time."""
-    drafts, refreshed = methods["exact, 16 by the student"]["greedy"], methods["refreshed every 8"]
+    def at(method: str, how: str) -> str:
+        r = methods[method][how]
+        return f"{r['passes_in_1000']:.0f} passes in 1,000 tokens and a perplexity of {r['perplexity'][0]:.2f}"
+
     alone = methods["teacher alone"]["sampled"]
     times = {name: r["sampled"]["tokens_per_s"] / alone["tokens_per_s"] for name, r in methods.items()}
     fastest = max((name for name in methods if name.startswith("exact")), key=times.__getitem__)
-    return (f"At {drafts['passes_in_1000']:.0f} passes in 1,000 tokens speculation writes the teacher's own greedy "
-            f"text; a refresh every 8 tokens takes {refreshed['greedy']['passes_in_1000']:.0f} passes, and its sampled "
-            f"text has a perplexity of {refreshed['sampled']['perplexity'][0]:.2f}, the teacher's own "
-            f"{alone['perplexity'][0]:.2f}. Drafts save time only where they cost much less than the teacher. Here "
+    return (f"Greedy, the teacher's own text takes {at('exact, 16 by the student', 'greedy')} with drafts of 16; a "
+            f"refresh every 8 tokens takes {at('refreshed every 8', 'greedy')}, of another text. Sampled, drafts "
+            f"of 8 take {at('exact, 8 by the student', 'sampled')}; a refresh every 4 takes "
+            f"{at('refreshed every 4', 'sampled')}. Drafts save time only where they cost much less than the teacher. Here "
             f"the student, refreshed every 16 tokens, writes {times['refreshed every 16']:.2f} times as fast as the "
             f"teacher, and in sampled text the fastest speculation ({fastest}) {times[fastest]:.2f} times as fast.")
 

@@ -418,7 +418,7 @@ def damage(rng: random.Random, folder: Path, foreign: list[bytes]) -> str:
     return kind
 
 
-@pytest.mark.parametrize("n", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_damaged_stores_never_give_a_wrong_cache(tiny: GPT, tmp_path: Path, n: int) -> None:
     torch.manual_seed(1)
     stranger = widened(GPT(TINY)).eval()

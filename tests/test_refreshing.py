@@ -107,7 +107,8 @@ def test_a_study_measures_what_generate_writes(teacher, student) -> None:
                                    rtol=1e-3, atol=1e-4)  # fmt: skip
     assert sorted(greedy.prompt) == [0, 1, 2] and greedy.refreshes.tolist() == [2, 2, 2]
     assert greedy.teacher_tokens.tolist() == [8, 8, 8]
-    assert sorted(setup.write(Writer("", "student"), 1.0).prompt) == [0, 0, 1, 1, 2, 2]
+    sampled, again = (setup.write(Writer("", "student"), 1.0) for _ in range(2))
+    assert sorted(sampled.prompt) == [0, 0, 1, 1, 2, 2] and torch.equal(sampled.ids, again.ids)
 
 
 def test_a_study_of_unequal_geometry_is_measured_too(teacher) -> None:
@@ -358,7 +359,7 @@ def study(*words: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_writes_its_tables_and_figures_and_the_same_ones_again(tmp_path: Path) -> None:
+def test_a_run_writes_its_tables_and_figures(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
     printed = study("--out", out)
     names = {"summary.json", "quality.csv", "times.csv", "cache.csv", "simulation.csv", "cache_error.png",
@@ -377,8 +378,6 @@ def test_a_run_writes_its_tables_and_figures_and_the_same_ones_again(tmp_path: P
     assert {r["tokens"] for r in methods["speculative, 8"]["times"]["by_length"]} == {8}
     read = [r["tokens"] for r in methods["periodic, 64, all read"]["times"]["by_length"]]
     assert read == sorted(read)
-    study("--out", tmp_path / "again")
-    assert (tmp_path / "again" / "quality.csv").read_bytes() == (out / "quality.csv").read_bytes()
 
 
 @pytest.mark.slow

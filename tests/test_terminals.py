@@ -86,12 +86,12 @@ def test_ctrl_c_is_never_a_traceback(script: list[str], tmp_path: Path) -> None:
     words = {"pocket/train.py": ["tokenizer", "--out", str(tmp_path)], "pocket/corpus.py": ["--n", "1000000"],
              "studies.replay": ["/dev/zero", *out], "chapters/10_beyond/floors.py": ["fleet"],
              "chapters/10_beyond/export.py": [str(tmp_path / "served")],
-             **{name: ["--help"] for name in ("studies.claims", "studies.pages", "benchmarks.pages", "chapters.builder",
-                                              "chapters.grade")}}  # fmt: skip
+             **{name: ["--help"] for name in ("studies.claims", "studies.pages", "studies.weights", "benchmarks.pages",
+                                              "chapters.builder", "chapters.grade")}}  # fmt: skip
     command = [sys.executable, *script, *words.get(script[-1], out)]
     processes = [subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                   env=ENVIRONMENT) for _ in range(2)]  # fmt: skip
-    for process, seconds in zip(processes, (0.5, 2.0), strict=True):  # while it imports; while it works
+    for process, seconds in zip(processes, (0.5, 1.2), strict=True):  # while it imports; while it works
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
     for process in processes:
