@@ -111,8 +111,8 @@ def verdict(methods: dict[str, Any]) -> str:
             f"refresh every 8 tokens takes {at('refreshed every 8', 'greedy')}, of another text. Sampled, drafts "
             f"of 8 take {at('exact, 8 by the student', 'sampled')}; a refresh every 4 takes "
             f"{at('refreshed every 4', 'sampled')}. Drafts save time only where they cost much less than the teacher. "
-            f"Here the student, refreshed every 16 tokens, writes {times['refreshed every 16']:.2f} times as fast as the "
-            f"teacher, and in sampled text the fastest speculation ({fastest}) {times[fastest]:.2f} times as fast.")
+            f"Here the student, refreshed every 16 tokens, writes {times['refreshed every 16']:.2f} times as fast as "
+            f"the teacher, and in sampled text the fastest speculation ({fastest}) {times[fastest]:.2f} times as fast.")
 
 
 def main(argv: list[str] | None = None) -> None:
