@@ -34,13 +34,15 @@ CAPITALS = Path(__file__).resolve().parent.parent / "data" / "capitals.csv"
 HEADER = "Q: What is the capital of Italy?\nA: Rome\n\nQ: Name the capital city of Japan.\nA: Tokyo\n\n"
 WORDINGS = ("What is the capital of {}?", "Name the capital city of {}.", "Which city is the capital of {}?")
 PROMPT = "Explain machine learning in simple terms."  # the first that the recycling paper stores
-SUSTAINED = 50e12  # operations a second that a GPU sustains in bf16, to estimate the hours of training; an assumption
+SUSTAINED = 50e12  # operations a second that a GPU sustains in bf16, an assumption, to estimate the minutes of training
 
 
 @torch.inference_mode()
 def agreement(name: str, device: str, dtype: torch.dtype, n_new: int) -> dict[str, Any]:
     """Return whether the three GPT files write the same greedy tokens with these weights, the largest difference of
-    their logits as a share of the largest logit, and how many published continuations they reproduce."""
+    their logits as a share of the largest logit, and how many published continuations they reproduce.
+
+    Raises OSError or ValueError, as load_model() does, if the weights can't be had or read."""
     tokenizer = load_tokenizer(name)
     modules = {"gpt_baseline.py": (gpt_baseline, None),
                "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),
@@ -100,7 +102,7 @@ def to_prepare(name: str, model: nn.Module, out: Path) -> list[list[str]]:
         teacher, tokens = sum(p.numel() for p in model.parameters()), size_of(recipe)[1]
         share = (recipe.config.n_embd / config.n_embd) ** 2 if what == "student" else 1.0
         minutes = tokens * teacher * (6 * share + 2) / SUSTAINED / 60
-        study = {"bct": f"python3 -m studies.bounding --model {folder}",
+        study = {"bct": f"python3 -m studies.bounding --model {folder}  (its bytes and times)",
                  "student": f"python3 -m studies.refreshing --teacher {name} --student {folder} --prompts PROMPTS.csv"}
         rows.append([f"python3 pocket/train.py {what} --init {name} --text FILE --out {folder}", f"{tokens / 1e6:.0f}",
                      f"{minutes:.0f}", study[what]])  # fmt: skip

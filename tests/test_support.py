@@ -128,6 +128,28 @@ def test_an_interrupt_kills_before_and_after_the_command_line_and_ends_it_within
         signal.signal(signal.SIGINT, before)
 
 
+def test_an_interrupt_in_a_destructor_ends_the_process_and_other_errors_there_do_not(
+        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    class Falls:
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def __del__(self) -> None:
+            raise self.error
+
+    before, ended, printed = signal.getsignal(signal.SIGINT), [], []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: printed.append(type(error.exc_value)))
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with command_line().parse([]):
+            for error in (RuntimeError(), KeyboardInterrupt()):
+                Falls(error)  # gone at once
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ended, printed[:1]) == ([130], [RuntimeError])
+
+
 def test_mistakes_of_ours_keep_their_traceback() -> None:
     with pytest.raises(KeyError), command_line().parse([]):
         raise KeyError("a bug")
