@@ -137,6 +137,6 @@ def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
         segments, counts = segment_starts(recipe.mode, *weights.shape, generator)
         weights = weights * counts
     elif isinstance(recipe, Distillation) and step % 2:
-        length = int(torch.randint(1, recipe.phases[0].context, (1,), generator=generator))
+        length = int(torch.randint(1, phase.context, (1,), generator=generator))
     before = rows.roll(1, dims=0)[:, -1 - length : -1]
     return Batch(rows, weights / weights.sum(), before, segments)

@@ -57,7 +57,7 @@ class Batch:
 class Recipe:
     """Everything that decides what a training run computes."""
 
-    kind = "teacher"  # of model
+    kind, model_class = "teacher", GPT  # of model
     init = text = None  # the model that it begins as, and a file to train on instead of the corpus
 
     config: GPTConfig
@@ -164,36 +164,43 @@ MEMORY = {"slots": 24, "recent": 8}
 STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
 
 
-def phase_of(config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None) -> Phase:
-    """The only phase of a model that begins as another: of documents of the corpus, or of a text."""
+SHORT = 512  # tokens of a row in the first half of a fine-tuning, which is faster
+
+
+def phases_of(config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None,
+              lists: int = 0) -> tuple[Phase, ...]:  # fmt: skip
+    """The phases of a model that begins as another: of a text; or of documents, the first half in shorter rows."""
     if text:  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
-        return Phase(steps=steps, documents=8, lists=0, context=config.n_ctx, lr=lr)
-    return Phase(steps=steps, documents=3, lists=0, context=config.n_ctx, lr=lr, shuffled=1, answers=answers)
+        return (Phase(steps=steps, documents=8, lists=0, context=config.n_ctx, lr=lr),)
+    long = steps // 2 if config.n_ctx > SHORT else 0
+    first = Phase(steps=steps - long, documents=3, lists=lists, context=min(SHORT, config.n_ctx), lr=lr, shuffled=1,
+                  answers=answers)  # fmt: skip
+    return (first, replace(first, steps=long, documents=2, context=config.n_ctx)) if long else (first,)
 
 
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
     """The recipe that gives a trained model of this geometry a bounded memory."""
     memory = {name: options.pop(name) for name in ("slots", "recent", "rule") if name in options}
-    phase = phase_of(config, steps, 6e-4, 8.0, options.get("text"))
+    phases = phases_of(config, steps, 6e-4, 8.0, options.get("text"))
     new = bounded.BCTConfig(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
-    return Distillation(new, (phase,), documents=60_000, weight_decay=0.0, init=init, **options)
+    return Distillation(new, phases, documents=60_000, weight_decay=0.0, init=init, **options)
 
 
 def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
     """The recipe that gives a trained model of this geometry rotary instead of learned positions."""
-    phase = replace(phase_of(config, steps, 1e-3, 8.0), lists=1)
-    return Distillation(rope.GPTConfig(**vars(config)), (phase,), documents=60_000, weight_decay=0.0, init=init)
+    phases = phases_of(config, steps, 1e-3, 8.0, lists=1)
+    return Distillation(rope.GPTConfig(**vars(config)), phases, documents=60_000, weight_decay=0.0, init=init)
 
 
 def pruning(init: str, config: GPTConfig, steps: int, kind: str, text: str | None = None) -> Pruning:
     """The recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout goes on
     from the one without, since on a CPU dropout takes four times as long."""
     begin = "pocket-student" if (init, kind) == ("pocket", "dropout") else None
-    phase = phase_of(config, steps, 4e-4 if begin else 1e-3, 4.0, text)
+    phases = phases_of(config, steps, 4e-4 if begin else 1e-3, 4.0, text)
     n_embd, n_inner = (max(8, 8 * round(STUDENT_WIDTH * width / 8)) for width in (config.n_embd, config.n_inner))
     mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
     narrow = replace(config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout)
-    return Pruning(narrow, (phase,), documents=60_000, weight_decay=0.0, init=init, mode=mode, text=text,
+    return Pruning(narrow, phases, documents=60_000, weight_decay=0.0, init=init, mode=mode, text=text,
                    begin=begin)  # fmt: skip
 
 

@@ -145,8 +145,9 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
     """Return the model as training begins, and the teacher that it learns from, if any."""
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
-        model = GPT(recipe.config)
-        start_as_copier(model)
+        model = recipe.model_class(recipe.config)
+        if recipe.kind == "teacher":
+            start_as_copier(model)
         return model.to(device).train(), None
     kind = gpt_kv_cache.GPT if isinstance(recipe, Pruning) else GPT
     teacher = load_model(recipe.init, model_class=kind, device=device).requires_grad_(False)

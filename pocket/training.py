@@ -45,7 +45,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
         if state["recipe"] != identity:
             raise ValueError(f"{path} belongs to another recipe; move it away to start anew")
         with torch.device("meta"):  # shapes without memory
-            expected = getattr(recipe, "model_class", GPT)(recipe.config).state_dict()
+            expected = recipe.model_class(recipe.config).state_dict()
         if {name: x.shape for name, x in expected.items()} != {n: x.shape for n, x in state["model"].items()}:
             raise ValueError(f"{path} holds other parameters than its recipe; move it away to start anew")
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
