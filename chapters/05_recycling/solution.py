@@ -91,8 +91,11 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
     kv = torch.stack([layer[:, 0, :, : len(cache)].cpu() for layer in cache.layers]).contiguous()  # (L, 2, H, S, D)
     tensors = {"kv": kv, "ids": torch.tensor(ids)}
     unfinished = file.with_name(file.name + ".tmp")
-    save_file(tensors, unfinished, {"fingerprint": fingerprint(model), "checksum": _checksum(tensors)})
-    os.replace(unfinished, file)
+    try:
+        save_file(tensors, unfinished, {"fingerprint": fingerprint(model), "checksum": _checksum(tensors)})
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
