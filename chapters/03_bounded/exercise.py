@@ -14,15 +14,14 @@ from torch import Tensor
 def slot_of(pos: int, window: int, sinks: int = 0) -> int:
     """Return the slot of the token at a position.
 
-    The first `sinks` tokens keep the first slots. All others share the window + 1 slots behind
-    these, and take them in turns.
+    The first `sinks` tokens keep the first slots. All others use the next window + 1 slots in turn.
     """
     raise NotImplementedError("exercise 3.1")
 
 
 def held(n: int, window: int, sinks: int = 0) -> list[int | None]:
-    """Return the position of the token in each of the sinks + window + 1 slots, once n tokens have
-    been read; None for an empty slot."""
+    """Return, for each of the sinks + window + 1 slots, the position of the token in it after n
+    tokens; None for an empty slot."""
     raise NotImplementedError("exercise 3.1")
 
 
@@ -52,9 +51,9 @@ class Preallocated:
         the keys that each query sees; None if all keys are new, or if there is one query.
 
         While nothing has been read, allocate the layer's memory: zeros in the dtype and on the
-        device of k. From then on it stays where it is, and the keys and values that are returned
-        are views of it. Raises ValueError, before anything is written, if there is no room; the
-        message names the number of tokens that there would be, and the capacity.
+        device of k. It never moves after that; the returned keys and values are views of it.
+        Raises ValueError, before anything is written, if there is no room; the message has the
+        number of tokens there would be, and the capacity.
         """
         raise NotImplementedError("exercise 3.2")
 
@@ -75,8 +74,8 @@ def seen(k_pos: Tensor, pos: Tensor, window: int, sinks: int = 0) -> Tensor:
 
 
 def reach(pos: int, window: int, sinks: int, layers: int) -> list[int]:
-    """Return the positions, in order, of all tokens on which the logits at a position depend, in a
-    model of so many layers, in each of which a token sees what seen() says."""
+    """Return the positions, in order, of all tokens on which the logits at position pos depend, in
+    a model of `layers` layers in which a token sees what seen() says."""
     raise NotImplementedError("exercise 3.3")
 
 
@@ -84,8 +83,8 @@ class Ring:
     """The last `window` tokens and the first `sinks`, in memory that is allocated once.
 
     gpt_bounded_cache.GPT calls `append` in every layer, in order, and `commit` at the end of a
-    pass. A pass may fail at any point, and then never gets to `commit`: everything that can be
-    read or kept afterwards has to be what it was. Write it without SlidingWindowCache.
+    pass. A pass may fail at any point, before `commit`: then no token that can still be read or
+    kept may have changed.
     """
 
     def __init__(self, window: int, sinks: int = 0) -> None:
@@ -104,28 +103,27 @@ class Ring:
 
     def append(self, layer: int, k: Tensor, v: Tensor,
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys and values (B, H, S, D) that hold all that the tokens at positions pos (T,)
-        see, and the mask (T, S) of seen(); None is allowed where the model may do without:
-        all keys are new and the window hides none of them, or one query sees all keys.
+        """Return keys and values (B, H, S, D), with all that the tokens at positions pos (T,) see,
+        and the mask (T, S) of seen(). The mask may be None if all keys are new and the window hides
+        none of them, or if one query sees all keys.
 
         A single token is written to its slot at once; keys and values are then views of the slots
-        that aren't empty, so that decoding copies nothing. Several tokens overwrite no slot that
-        is in use before `commit`, and none is written twice by one assignment (PyTorch doesn't say
-        which of two values stays). While nothing has been read, allocate the layer's memory: zeros
-        in the dtype and on the device of k. From then on it stays where it is.
+        that aren't empty, so that decoding copies nothing. Several tokens overwrite no slot in use
+        before `commit`. No assignment writes a slot twice (PyTorch doesn't say which value stays).
+        While nothing has been read, allocate the layer's memory: zeros in the dtype and on the
+        device of k. It never moves after that.
         """
         raise NotImplementedError("exercise 3.4")
 
     def commit(self, pos: Tensor) -> None:
-        """Write the tokens of `pending`, at positions pos (T,), to their slots, and empty it; count
-        the tokens at pos as read. There may be more of them than slots: of those that share a slot
-        the last stays."""
+        """Write the tokens of `pending`, at positions pos (T,), to their slots, empty `pending`, and
+        count the tokens at pos as read. Of tokens that share a slot the last stays."""
         raise NotImplementedError("exercise 3.4")
 
     def truncate(self, n: int) -> None:
-        """Keep the first n tokens. While at most sinks + window tokens have been read, any n up to
-        their number is possible, whatever has failed since; after that, only 0 and all. Raises
-        ValueError, and changes nothing, for any other n."""
+        """Keep the first n tokens. Up to sinks + window tokens read, any n up to their number is
+        possible, also after failures; with more read, only 0 and all. Raises ValueError, and changes
+        nothing, for any other n."""
         raise NotImplementedError("exercise 3.4")
 
 
@@ -161,9 +159,9 @@ class PaddedBatch:
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add a layer's keys and values (B, H, T, D) of the columns at positions pos: (T,) in the
-        first pass, then (B, T). Return all of its keys and values (B, H, S, D), padding's too, and
+        first pass, then (B, T). Return all of its keys and values (B, H, S, D), with padding's, and
         a mask (B, 1, T, S): a query sees the tokens of its row up to its own position, and no
-        padding. What padding sees doesn't matter. A pass that fails leaves nothing behind."""
+        padding. Queries of padding may see anything. A pass that fails leaves nothing behind."""
         raise NotImplementedError("exercise 3.5")
 
     def commit(self, pos: Tensor) -> None:
@@ -182,12 +180,11 @@ def rotate(x: Tensor, places: Tensor) -> Tensor:
 
 
 class RotaryRing:
-    """One layer's keys and values of a rotary model's last `window` tokens and its first `sinks`:
-    a text may go on for ever, though the model has learned short distances only.
+    """One layer's keys and values of a rotary model's last `window` tokens and first `sinks`. The
+    text may be endless, though the model has learned only short distances.
 
-    Places are counted among the tokens that are held, in the order of the text: the oldest of n is
-    at place 0, the newest at n - 1. So no distance is larger than sinks + window - 1, not even that
-    to a sink.
+    Places are counted among the tokens held, in the order of the text: of n tokens, the oldest is
+    at place 0, the newest at n - 1. So no distance, not even to a sink, exceeds sinks + window - 1.
     """
 
     def __init__(self, window: int, sinks: int = 0) -> None:
@@ -196,8 +193,8 @@ class RotaryRing:
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Read a token by its query, key and value (H, D), none of them rotated, and keep its key
-        and value. Return (H, D): the softmax attention, with scores scaled by sqrt(D), of the query
-        to all tokens held, each rotated by its place (values aren't).
+        and value. Return (H, D): softmax attention of the query to all tokens held, with scores
+        divided by sqrt(D). The query and the keys are rotated by their places; values aren't.
 
-        The first token allocates sinks + window slots, and no other memory is kept."""
+        The first token allocates sinks + window slots; no other memory is kept."""
         raise NotImplementedError("exercise 3.6")

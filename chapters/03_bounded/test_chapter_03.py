@@ -1,9 +1,7 @@
 """Chapter 3: bounded in memory, exact in the tokens that they hold, under any cut of the text."""
 
-import ast
 import random
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,7 +13,7 @@ import gpt_kv_cache
 from chapters.checking import assert_close, assert_same, fails, text
 from gpt_bounded_cache import GPT, GPTConfig, SlidingWindowCache
 
-POINTS = {"ex3_1": 1, "ex3_2": 2, "ex3_3": 1, "ex3_4": 3, "ex3_5": 1, "ex3_6": 2}
+POINTS = {"ex3_1": 1, "ex3_2": 1, "ex3_3": 1, "ex3_4": 3, "ex3_5": 2, "ex3_6": 2}
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 LOGITS = ("row", "token", "logit")
 
@@ -55,13 +53,6 @@ def banded(model: GPT, ids: Tensor, window: int, sinks: int) -> Tensor:
         x = x + block.attn(*block.attn.project(block.ln_1(x)), mask)
         x = x + block.mlp(block.ln_2(x))
     return model.head(x)
-
-
-def names_in(impl: ModuleType) -> set[str]:
-    """What the module names: variables, attributes and imports."""
-    nodes = list(ast.walk(ast.parse(Path(impl.__file__).read_text(encoding="utf-8"))))
-    found = [n for n in nodes if isinstance(n, ast.Name | ast.Attribute | ast.alias)]
-    return {getattr(n, "id", None) or getattr(n, "attr", None) or n.name for n in found}
 
 
 # --- 3.1 ------------------------------------------------------------------------------------------
@@ -404,9 +395,7 @@ def test_what_was_read_can_be_kept_until_the_ring_evicts(
 
 
 @pytest.mark.ex3_4
-def test_the_ring_is_your_own(impl: ModuleType) -> None:
-    assert callable(impl.Ring(3).append) and "SlidingWindowCache" not in names_in(impl)
-    assert not issubclass(impl.Ring, SlidingWindowCache), "that is the project's ring: write one of your own"
+def test_empty_slots_are_not_read(impl: ModuleType) -> None:
     ring, new = impl.Ring(3), torch.ones(1, 1, 2, 4)
     k, v, _ = ring.append(0, new, new, torch.arange(2))
     assert k.shape == v.shape == (1, 1, 2, 4), "empty slots are no keys"

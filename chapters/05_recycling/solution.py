@@ -24,9 +24,9 @@ UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, Type
 
 
 def longest(stored: Sequence[Sequence[int]], ids: Sequence[int]) -> tuple[int, int]:
-    """Return which of the stored texts to reuse for the prompt ids, and how many tokens of its cache: as many as
-    possible, but never all of ids, since without a token to feed there are no logits. If nothing can be reused, the
-    number is 0 and the index is ignored; a stored text need not be a prefix of ids as a whole."""
+    """Return the index of the stored text to reuse for the prompt ids, and how many tokens of its cache: as many as
+    possible, but never all of ids, since logits need a token to feed. Part of a stored text may be reused. If nothing
+    can be, the number is 0 and the index doesn't matter."""
     # exercise 5.1
     best, most = 0, 0
     for i, text in enumerate(stored):
@@ -40,11 +40,11 @@ def longest(stored: Sequence[Sequence[int]], ids: Sequence[int]) -> tuple[int, i
 
 @torch.no_grad()
 def answer(model: GPT, ids: Sequence[int], n: int, store: dict[tuple[int, ...], KVCache]) -> list[int]:
-    """Return the n (at least 1) likeliest next tokens after ids, one after the other, as a cold run would write them.
+    """Return the n (at least 1) greedy tokens after ids, as a cold run would write them.
 
-    store holds caches by the tokens that they were computed from, and nothing that they hold may be read again. What
-    this run has read, the prompt and all new tokens but the last, is stored afterwards; what was stored stays as it is.
-    All of it fits in the context. Without importing recycle: gpt_kv_cache has all that is needed.
+    store holds caches by the tokens that they were computed from. No token of the longest reusable prefix is read
+    again. Afterwards the tokens read in this run (the prompt and all new tokens but the last) are stored too, and the
+    older entries are unchanged. All of it fits in the context.
     """
     # exercise 5.2
     texts = list(store)
@@ -60,19 +60,19 @@ def answer(model: GPT, ids: Sequence[int], n: int, store: dict[tuple[int, ...], 
 
 
 def published_call(k: int, T: int) -> tuple[list[int], list[int]]:
-    """Return what the published call reads first, for a text of which the first k tokens are cached and T (at least 1)
-    more are given: the indices in the whole text, from 0, of the tokens that it feeds; and the positions at which it
-    reads them. The chapter says by what rule. Without calling generate_as_published, which makes the call."""
+    """Return what the published call reads first, by the chapter's rule, if the first k tokens of a text are cached and
+    T (at least 1) more are given: the indices in the whole text, from 0, of the tokens that it feeds; and the positions
+    at which it reads them."""
     # exercise 5.3
     first = k if k < T else T - 1  # of the new tokens
     return list(range(k + first, k + T)), list(range(first, T))
 
 
 def break_even(read: float, fixed: float, token_bytes: int, bandwidth: float) -> int | None:
-    """Return the least number of tokens that are restored sooner than they are read, None if none ever are.
+    """Return the least number of tokens that are restored in less time than they are read in; None if there is none.
 
-    read: seconds to read a token; fixed: seconds that restoring takes, however few tokens there are; token_bytes: of a
-    token's keys and values; bandwidth: bytes that are restored in a second.
+    read: seconds to read a token; fixed: seconds to restore any number of tokens, to which each adds its bytes;
+    token_bytes: bytes of a token's keys and values; bandwidth: bytes restored in a second.
     """
     # exercise 5.4
     saved = read - token_bytes / bandwidth  # by each token
@@ -80,27 +80,31 @@ def break_even(read: float, fixed: float, token_bytes: int, bandwidth: float) ->
 
 
 def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
-    """Write the cache of ids, one row of as many tokens, as a safetensors file that load() can trust. A reader at the
-    same time, or after an interruption, finds the old file or the new one, never half of one: it is written beside its
-    place and moved there by os.replace.
+    """Write the cache of ids (one row, as many tokens as ids) as a safetensors file that load() can trust.
 
-    Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the number format, and
-    zlib.crc32(raw(x)), a checksum of a tensor's bytes (not of its shape or number format). Metadata are texts.
+    A reader at any time finds the old file or the new one, never half of one: write it beside its place, then move it
+    there by os.replace. No other file is left, not even if that fails.
+
+    Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the dtype; and
+    zlib.crc32(raw(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
     """
     # exercise 5.5
     kv = torch.stack([layer[:, 0, :, : len(cache)].cpu() for layer in cache.layers]).contiguous()  # (L, 2, H, S, D)
     tensors = {"kv": kv, "ids": torch.tensor(ids)}
     unfinished = file.with_name(file.name + ".tmp")
-    save_file(tensors, unfinished, {"fingerprint": fingerprint(model), "checksum": _checksum(tensors)})
-    os.replace(unfinished, file)
+    try:
+        save_file(tensors, unfinished, {"fingerprint": fingerprint(model), "checksum": _checksum(tensors)})
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
-    """Return a cache, one row, of as many tokens of ids as the file holds from the first one on, but not of all of ids.
+    """Return a cache (one row) of the longest beginning of ids that the file holds, but not of all of ids.
 
-    It is empty if the file holds none of them, or isn't there; and, with a warning (warnings.warn), if the file was
-    saved with another model or isn't to the last bit what save() wrote: damaged, cut off, of other numbers or shapes.
-    No content of the file makes this raise (see UNREADABLE) or return a wrong cache.
+    The cache is empty if there is no file, or if the file's first token is another one. It is empty, with a warning
+    (warnings.warn), if the file is of another model or isn't exactly what save() wrote: damaged, cut off, of another
+    shape or dtype. No content of the file makes this raise (see UNREADABLE) or return a wrong cache.
     """
     # exercise 5.5
     if not file.exists():

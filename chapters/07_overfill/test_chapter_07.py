@@ -1,7 +1,5 @@
 """Chapter 7: after a refresh the cache is the teacher's, and a verified text too, whoever has written it."""
 
-import ast
-import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from overfill import Entropy, Pair, Periodic, generate_refreshed
 from studies.refreshing_measures import firings, refresh_as_published
 
 POINTS = {"ex7_1": 2, "ex7_2": 1, "ex7_3": 1, "ex7_4": 1, "ex7_5": 2, "ex7_6": 1, "ex7_7": 2}
+GIVEN = ("gpt_kv_cache",)
 WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
 
@@ -76,23 +75,11 @@ def fail_in_layer(model: GPT, layer: int, ids: Tensor, cache: KVCache) -> None:
     hook.remove()
 
 
-def imports_nothing_of(impl: ModuleType, name: str) -> bool:
-    """Whether a file doesn't import a module of the project, which would be somebody else's solution."""
-    found = []
-    for node in ast.walk(ast.parse(inspect.getsource(impl))):
-        if isinstance(node, ast.ImportFrom):
-            found.append(node.module or "")
-        elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-    return not any(name in module for module in found)
-
-
 # --- 7.1 ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ex7_1
 def test_the_last_entries_are_the_sources_and_all_others_stay(impl: ModuleType, teacher: GPT, student: GPT) -> None:
-    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "studies"), "write it yourself"
     draw = random.Random(0)
     for trial in range(30):
         batch, length = draw.randint(1, 3), draw.randint(1, 20)
@@ -228,7 +215,6 @@ def test_the_teacher_reads_what_the_real_one_reads(impl: ModuleType, teacher: GP
 
 @pytest.mark.ex7_3
 def test_entropy_is_in_bits_and_of_any_logits(impl: ModuleType) -> None:
-    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "studies"), "write it yourself"
     for bits in range(6):
         assert float(impl.entropy(torch.zeros(2**bits))) == pytest.approx(bits, abs=1e-5), f"{2**bits} equal tokens"
     p = torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 1e-30, 1e-30, 1e-30]])
@@ -399,7 +385,6 @@ def by_definition(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -
 @pytest.mark.ex7_5
 @pytest.mark.parametrize("every", [1, 2, 5, 8, 100])
 def test_it_writes_what_the_definition_says(impl: ModuleType, teacher: GPT, student: GPT, every: int) -> None:
-    assert imports_nothing_of(impl, "overfill") and imports_nothing_of(impl, "studies"), "write it yourself"
     for seed in range(3):
         ids = text(5 + seed, seed)
         expected = by_definition(teacher, student, ids, 22, every)
@@ -521,7 +506,6 @@ def verified(impl: ModuleType, what: str, text: list[int], draft: list[int], rea
 
 @pytest.mark.ex7_6
 def test_what_a_draft_adds_is_the_teachers_own_text(impl: ModuleType) -> None:
-    assert imports_nothing_of(impl, "speculate") and imports_nothing_of(impl, "studies"), "write it yourself"
     for text, k in product(([7], [4, 9, 9, 31, 2]), (0, 1, 2, 5)):
         for what, draft, right in drafts(text, k):
             cache = spelled([*text, *draft][: len(text) + k - 1])
@@ -596,7 +580,6 @@ def outcomes(impl: ModuleType, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.ex7_7
 def test_tokens_are_distributed_as_the_teachers(impl: ModuleType) -> None:
-    assert imports_nothing_of(impl, "speculate") and imports_nothing_of(impl, "studies"), "write it yourself"
     for p, q in [(P, Q), (P.flip(1), Q.flip(1)), (P[[1, 0, 2]], Q[[1, 0]])]:
         for i, probabilities in enumerate(outcomes(impl, p, q)[0]):
             where = f"token {i} after the text" if i < 2 else "the token after a draft of 2 that stays"

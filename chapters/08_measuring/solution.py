@@ -16,10 +16,10 @@ from gpt_kv_cache import GPT
 
 
 def floor_ms(model: GPT, gb_per_s: float, tokens: int = 0, texts: int = 1) -> float:
-    """Return the milliseconds that a step of decoding takes at the very least, where memory is read at so many GB (1e9
-    bytes) a second: to read all parameters of the model once, whatever the number of texts, and for each text the keys
-    and values of so many cached tokens. The cache has the dtype of the weights.
+    """Return the least milliseconds of a decoding step, on a machine that reads gb_per_s GB (1e9 bytes) a second.
 
+    A step reads all parameters of the model once, and for each of `texts` texts the keys and values of `tokens` cached
+    tokens. The cache has the dtype of the weights.
     Source: benchmarks/__main__.py, summary(), there without the cache.
     """
     # exercise 8.1
@@ -30,12 +30,12 @@ def floor_ms(model: GPT, gb_per_s: float, tokens: int = 0, texts: int = 1) -> fl
 
 
 def step_times(tokens: Iterator[Tensor], n: int, clock: Callable[[], float], wait: Callable[[], None]) -> list[float]:
-    """Return n + 1 milliseconds: until the first token, which reads the prompt, and of each of the n tokens after it.
+    """Return n + 1 times in milliseconds: of the first token, which reads the prompt, and of each of the n after it.
 
-    tokens yields them, each as soon as its work has been handed to the device, which may have hardly begun with it.
-    clock() returns seconds. wait() returns when the device has done all that it was handed, earlier work too, which is
-    nobody's step. (time.perf_counter and torch.cuda.synchronize would do; on a CPU wait has nothing to do.) No token
-    may be taken that isn't timed.
+    tokens yields a token as soon as its work has been handed to the device, which may have hardly begun with it.
+    clock() returns seconds. wait() returns when the device has done all of its work. Earlier work may still be under
+    way at the start; it counts for no token. (On a GPU they would be time.perf_counter and torch.cuda.synchronize.)
+    Take no more than n + 1 tokens.
     """
     # exercise 8.2
     times = []
@@ -49,18 +49,20 @@ def step_times(tokens: Iterator[Tensor], n: int, clock: Callable[[], float], wai
 
 
 def tokens_per_s(turns: list[list[float]], texts: int = 1) -> float:
-    """Return how many tokens a second are decoded, those of all texts of a batch together, from what step_times()
-    returned in each of at least two turns. The first turn warms up and counts for nothing, and the first token of a
-    turn is the prompt's. A turn's step is the median of its steps, and the result that of the median of the turns.
+    """Return the tokens decoded per second by a batch of `texts` texts, all texts together.
+
+    turns has the times that step_times() returned in each of at least two turns. The first turn is the warm-up and
+    doesn't count; nor does the first token of a turn, the prompt's. Take the median of each turn's steps, then the
+    median over the turns.
     """
     # exercise 8.2
     return 1e3 * texts / median(median(turn[1:]) for turn in turns[1:])
 
 
 def in_turn(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each contender, by name, in each of so many turns. Calling a contender runs it once
-    and returns its milliseconds. Each turn runs every contender once, in the order given; before the first that counts
-    there is one more, to warm up.
+    """Return the milliseconds of each contender, by name, in each of `turns` turns. Calling a contender runs it once
+    and returns its milliseconds. A turn runs every contender once, in the given order; one more turn before the first
+    is the warm-up and doesn't count.
     """
     # exercise 8.3
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -73,9 +75,9 @@ def in_turn(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str,
 
 
 def times_as_fast(base: list[float], other: list[float]) -> float:
-    """Return how many times as fast as the base the other is, given the milliseconds of both in the same turns: above 1
-    if it takes less time. A turn in which the whole machine was slow must not matter, nor a few in which something got
-    in the way of only one of the two. Raises ValueError, with both numbers, if they have not equally many turns.
+    """Return how many times as fast as `base` `other` is, from the milliseconds of both in the same turns; above 1 if
+    it takes less time. Turns in which the whole machine was slow must not change the result, nor a few in which only
+    one of the two was slow. Raises ValueError, with both numbers, if the numbers of turns differ.
     """
     # exercise 8.3
     if len(base) != len(other):
@@ -86,10 +88,11 @@ def times_as_fast(base: list[float], other: list[float]) -> float:
 def interval(values: np.ndarray, prompt: np.ndarray, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
     """Return the mean of results (R,) and the two ends of its 95% interval, by bootstrap over prompts.
 
-    prompt (R,) says which prompt each result is of, a number; several results of one prompt (by other seeds) are alike,
-    and a prompt may have more of them than another. So each prompt counts by the mean of its results: these means are
-    averaged, and they are what is drawn. Of P prompts P are drawn, with replacement, so many times; the ends are the
-    2.5% and 97.5% quantiles of the averages. Equal arguments give equal results: numpy.random.default_rng(seed).
+    prompt (R,) has the number of each result's prompt. Results of one prompt (by other seeds) are alike, and prompts
+    may have different numbers of them. So take the mean of each prompt's results first; the mean returned is the mean
+    of these. For the interval draw, `draws` times, P of the P prompts with replacement, and average their means. The
+    ends are the 2.5% and 97.5% quantiles of these averages. Draw by numpy.random.default_rng(seed), so that equal
+    arguments give equal results.
     """
     # exercise 8.4
     means = np.array([values[prompt == p].mean() for p in np.unique(prompt)])  # (P,)
@@ -99,8 +102,8 @@ def interval(values: np.ndarray, prompt: np.ndarray, draws: int = 2000, seed: in
 
 
 def one_by_one(x: Tensor) -> Tensor:
-    """Return the sum () of x (N,), N at least 1: the numbers are added one after the other, from the first on, and
-    every sum on the way is rounded to the dtype of x. (x.sum() does neither.)
+    """Return the sum () of x (N,), N at least 1, by adding the numbers one after the other, from the first on. Every
+    partial sum is rounded to the dtype of x. (x.sum() does neither.)
     """
     # exercise 8.5
     total = x[0]
@@ -110,8 +113,8 @@ def one_by_one(x: Tensor) -> Tensor:
 
 
 def pairwise(x: Tensor) -> Tensor:
-    """Return the sum () of x (N,), N at least 1: neighbours are added in pairs, then the sums in pairs, and so on until
-    one is left, every sum rounded to the dtype of x. A number without a neighbour waits for the next round.
+    """Return the sum () of x (N,), N at least 1, by adding neighbours in pairs, then these sums in pairs, until one is
+    left. Every sum is rounded to the dtype of x. A last number without a neighbour goes to the next round as it is.
     """
     # exercise 8.5
     while len(x) > 1:
@@ -121,12 +124,13 @@ def pairwise(x: Tensor) -> Tensor:
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors of logits are equal but for rounding: of equal shape, finite, and the largest
-    difference, relative to the largest size among the expected, within a tolerance for the dtype of `got`.
+    """Return whether two tensors of logits are equal but for rounding: their shapes are equal, all numbers are finite,
+    and the largest difference, divided by the largest magnitude in `expected`, is within a tolerance for the dtype of
+    `got`.
 
-    Choose the tolerances of float32, float16 and bfloat16 yourself, by what chapters/08_measuring/rounding.py prints:
-    above what feeding a text in other pieces changes, and below what a wrong mask does. In float32 another GELU must be
-    found too; in the other two it can't be.
+    Choose the tolerances of float32, float16 and bfloat16 by the output of chapters/08_measuring/rounding.py: above
+    the effect of other chunks, and below that of a wrong mask. In float32 they must also find another GELU; in the
+    other two they can't.
     """
     # exercise 8.5
     tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[got.dtype]
@@ -137,10 +141,10 @@ def same(got: Tensor, expected: Tensor) -> bool:
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vectors x (..., D) as numbers in int8 (..., D) and one scale for each vector (..., 1), in the dtype of x.
+    """Return vectors x (..., D) as int8 numbers (..., D), and a scale for each vector (..., 1) in the dtype of x.
 
-    A number times its vector's scale stands for what was there, to within half a scale. The largest size in a vector
-    becomes 127 (or -127); a vector of zeros stays zeros, with a scale that is finite.
+    Number times scale is the original number, to within half a scale. The largest magnitude in a vector becomes 127 (or
+    -127). A vector of zeros stays zeros, with a finite scale.
     """
     # exercise 8.6
     scales = x.abs().amax(-1, keepdim=True) / 127
@@ -148,10 +152,10 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Cache:
-    """A growing cache for gpt_kv_cache.GPT, whose keys and values are kept in int8.
+    """A growing cache for gpt_kv_cache.GPT that keeps keys and values in int8.
 
-    A token is quantized once, when it is read. Its own pass, too, attends to what was kept of it: so the logits of a
-    text don't depend on how it is fed.
+    A token is quantized once, when it is read. Its own pass attends to the quantized numbers too, so the logits of a
+    text don't depend on how it is cut into chunks.
     """
 
     def __init__(self) -> None:
@@ -167,8 +171,8 @@ class Int8Cache:
         return len(self)
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize a layer's new keys and values (B, H, T, D) and keep them. Return all that is kept (B, H, S, D), back
-        in the dtype of k, and the mask (T, S). A pass that failed before left nothing that counts."""
+        """Quantize and keep a layer's new keys and values (B, H, T, D). Return all that are kept (B, H, S, D), back in
+        the dtype of k, and the mask (T, S). Nothing that a failed pass left may count."""
         # exercise 8.6
         new = quantized(torch.stack([k, v]))
         for kept, some in zip((self.layers, self.scales), new, strict=True):
@@ -181,8 +185,8 @@ class Int8Cache:
 
 
 def int8_error(model: GPT, ids: Tensor) -> float:
-    """Return what an Int8Cache does to the logits of ids (B, T): their largest difference from those of an uncached
-    pass, as a share of the largest size among the latter."""
+    """Return the error that an Int8Cache makes in the logits of ids (B, T): the largest difference from the logits of
+    an uncached pass, divided by the largest magnitude among these."""
     # exercise 8.6
     exact = model(ids)
     return float((model(ids, Int8Cache()) - exact).abs().max() / exact.abs().max())

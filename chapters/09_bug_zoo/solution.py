@@ -1,8 +1,8 @@
-"""Chapter 9: checks that find what a naive test doesn't.
+"""Chapter 9: checks that find the bugs which the usual test misses.
 
-A check takes a module as gpt_kv_cache.py is one (GPT, GPTConfig, KVCache, generate) and raises if it has a bug of the
-kind it looks for: AssertionError, or whatever the module itself raises. It must accept every module that is right, so
-it may not look at source texts, nor at the last bits of a number.
+A check takes a module with the names of gpt_kv_cache.py: GPT, GPTConfig, KVCache, generate. It raises if the module has
+a bug of its kind: AssertionError, or any error of the module's own. It must accept every correct module, also one that
+is written differently: so it doesn't look at source code, and allows for rounding.
 
 B batch, T new tokens, S tokens cached and new, V vocabulary.
 """
@@ -21,7 +21,7 @@ import gpt_baseline
 
 
 def small(module: ModuleType, **more: int) -> nn.Module:
-    """Return a small model of a module with random weights, so large that a mistake shows; more: other geometry."""
+    """Return a small model of a module, of large random weights so that mistakes show; more: other sizes."""
     geometry = {"vocab_size": 50, "n_ctx": 48, "n_layer": 2, "n_head": 2, "n_embd": 16} | more
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(**geometry)).eval()
@@ -44,8 +44,7 @@ def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
 
 @contextmanager
 def interrupted(model: nn.Module, layer: int) -> Iterator[None]:
-    """Within it, a pass of the model is interrupted in the middle of a layer, and the interruption is caught. A layer
-    past the last one stands for the head."""
+    """Interrupt any pass of the model inside a layer, and catch the interruption; layer len(model.h) is the head."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -61,22 +60,21 @@ def interrupted(model: nn.Module, layer: int) -> Iterator[None]:
 
 
 def suspects() -> dict[str, str]:
-    """Return, for each report A to F, the function with the bug as gpt_kv_cache.py defines it: "generate",
-    "Block.forward" and so on.
+    """Return {"A": name, ... "F": name}: for each report, the function of gpt_kv_cache.py that has the bug, named like
+    "generate" or "Block.forward".
 
-    Six users of six versions of gpt_kv_cache.py, each with a bug in one line, report:
+    Six users have six versions of gpt_kv_cache.py, each with a bug in one line. They report:
 
-    A. The text is right, but not faster than without a cache. A hook on the model sees passes of 20, 21, 22 ... tokens.
-    B. 5 tokens were read, I interrupted the pass that read 4 more, and fed the 15 that were left. That gave: "The size
-       of tensor a (24) must match the size of tensor b (20)".
-    C. A prompt in one piece is right. What is fed after it gets wrong logits, be it one token or more.
-       cache.pos is 0 1 2 3 4 0 1 2 ... after a piece of 5 tokens and another.
-    D. A prompt in one piece is right, and so is a piece of several tokens after it. A single token after it gets wrong
-       logits.
-    E. I cut a cache of 20 tokens back to 5. len(cache) still is 20.
-    F. I set all numbers in a clone to 0, and now the original writes nonsense.
+    A. The text is right, but no faster than without a cache. A hook on the model sees passes of 20, 21, 22 ... tokens.
+    B. The cache held 5 tokens. I interrupted a pass over the next 4, then fed all 15 that were left: "The size of
+       tensor a (24) must match the size of tensor b (20)".
+    C. A prompt in one chunk is right. Every later chunk gets wrong logits, also one of a single token. After a chunk of
+       5 tokens and another one, cache.pos is 0 1 2 3 4 0 1 2 ...
+    D. A prompt in one chunk is right, and so is a later chunk of several tokens. A single token gets wrong logits.
+    E. I truncated a cache of 20 tokens to 5. len(cache) is still 20.
+    F. I set all numbers of a clone to 0, and now the original writes nonsense.
 
-    `from zoo import specimen` in chapters/09_bug_zoo: specimen("A") is the module that user A has.
+    To try them, in the folder chapters/09_bug_zoo: `from zoo import specimen`; specimen("A") is user A's module.
     """
     # exercise 9.1
     return {
@@ -90,11 +88,11 @@ def suspects() -> dict[str, str]:
 
 
 def check_chunks(module: ModuleType) -> None:
-    """Raise unless the logits of a text are those of one uncached pass, however it is cut into pieces.
+    """Raise unless the logits of a text are those of one uncached pass, however the text is cut into chunks.
 
-    Bugs may show only in the second piece or from the third on, in pieces of one token or only in longer ones, in the
-    second row of a batch, in the second layer, or with last_only=True. They may be small, too: a cache that keeps half
-    of a number's bits is off by more than assert_close allows, and hardly changes a text.
+    A bug may show only in the second chunk or only from the third on, only in chunks of one token or only in longer
+    ones, only in the second row of a batch or in the second layer, or only with last_only=True. It may be small: half
+    precision hardly changes a text, but assert_close finds it.
     """
     # exercise 9.2
     model, draw = small(module), random.Random(0)
@@ -112,14 +110,14 @@ def check_chunks(module: ModuleType) -> None:
 
 
 def check_state(module: ModuleType) -> None:
-    """Raise unless a KVCache always is that of a text: of what it says it holds, and of nothing else.
+    """Raise unless a KVCache keeps these promises:
 
-    - A pass that is interrupted, in any layer or before the head, leaves the cache as it was, whether it held tokens or
-      none. So does one that doesn't fit in the context: that is a ValueError.
-    - A clone goes on as the original would. Neither notices what is done to the other, not even if all its tensors
+    - An interrupted pass leaves the cache as it was, empty or not, in whichever layer it stops, or before the head.
+    - A pass that doesn't fit in the context raises ValueError and leaves the cache as it was.
+    - A clone goes on as the original would. Changes to one don't reach the other, even if all its tensors
       (cache.layers) are overwritten.
-    - truncate(n) goes back to the first n tokens: what is fed next follows these. The memory of the others is freed:
-      the tensors in cache.layers own cache.nbytes bytes. An n that can't be is a ValueError that changes nothing.
+    - truncate(n) keeps the first n tokens: the next pass continues from them. The memory of the others is freed: the
+      tensors in cache.layers own cache.nbytes bytes. An impossible n raises ValueError and changes nothing.
     """
     # exercise 9.3
     model, ids = small(module), text(2, 20)
@@ -176,19 +174,19 @@ def _refused(call: Callable[[], object]) -> None:
 
 
 def check_ring(module: ModuleType) -> None:
-    """Raise unless SlidingWindowCache(window, sinks) of gpt_bounded_cache.py does what it promises.
+    """Raise unless SlidingWindowCache(window, sinks) keeps these promises. The module has the names of
+    gpt_bounded_cache.py; where in memory the cache keeps a token is its own affair.
 
-    - In each layer a token sees the last `window` tokens, itself included, and the first `sinks`, and no other.
-    - That holds however the text is cut into pieces, also pieces longer than the window, and for texts of many windows.
-    - cache.pos are the positions of what it holds, in any order and each once: of the last `window` tokens, of the
-      first `sinks`, and of at most one more, which no token sees again.
-    - A pass that is interrupted, anywhere, changes nothing for the passes that follow, whether it read one token or
-      several. A clone goes on as the original does, and neither notices what is fed to the other.
-    - As long as no more than `sinks` + `window` tokens have been read, truncate(n) goes back to the first n of them,
-      also after an interruption. After that it is a ValueError that changes nothing, unless n is 0 or all.
-    - It takes the number format of the model, which may be .double().
-    - A cache that has read tokens refuses another batch size or number format: that is a ValueError.
-    Where in memory a token is kept is its own affair.
+    - In each layer a token sees the last `window` tokens, itself included, and the first `sinks`; no other token.
+    - That holds for any cut into chunks, also chunks longer than the window, and for texts of many windows.
+    - cache.pos lists the positions of the tokens held, in any order, each once: the last `window`, the first `sinks`,
+      and at most one more, which no token sees again.
+    - A pass that is interrupted anywhere changes nothing for later passes, whether it read one token or several.
+    - A clone goes on as the original does. Tokens fed to one don't reach the other.
+    - Up to `sinks` + `window` tokens, truncate(n) keeps the first n, also after an interruption. With more tokens read,
+      it raises ValueError and changes nothing, unless n is 0 or all.
+    - The cache takes the model's dtype, which may be float64 (model.double()).
+    - A cache that has read tokens raises ValueError for another batch size or dtype.
     """
     # exercise 9.4
     draw, model = random.Random(0), small(module)
@@ -249,15 +247,15 @@ def check_ring(module: ModuleType) -> None:
 
 
 def check_generate(module: ModuleType) -> None:
-    """Raise unless generate() with a KVCache writes what gpt_baseline.generate writes, greedily, and reads each token
-    once. (The baseline's generate takes a model of any of the modules, and uses no cache.)
+    """Raise unless generate() with a KVCache writes the greedy text of gpt_baseline.generate and reads each token once.
+    (The baseline's generate uses no cache, and takes a model of any of these modules.)
 
-    - The tokens are the same, in every row, also when the text gets longer than the context, or begins so.
-    - Passes read the prompt, and then one token each. When the context is full, the next pass reads what is left of
-      the text, from context_start() on, and those that follow read one token each again. What a given cache holds of
-      the prompt isn't read.
-    - A cache that is given is the one that is used: at the end it holds all but the last token of what is in the
-      context. If it holds as many tokens as there are in ids, or more, that is a ValueError that changes nothing.
+    - The tokens are the same in every row, also when the text outgrows the context, or a prompt is longer than it.
+    - The first pass reads the prompt, except for the tokens that a given cache holds. Each later pass reads one token.
+      When the context is full, one pass reads the rest of the text, from context_start() on, and later passes read one
+      token each again.
+    - A given cache is the one used: at the end it holds all tokens in the context but the last. A cache with as many
+      tokens as ids, or more, raises ValueError and doesn't change.
     """
     # exercise 9.5
     model, fed = small(module, n_ctx=16), []

@@ -1,7 +1,5 @@
 """Chapter 10: bytes at scale, a pool of blocks, and a cache that changes machines.
 
-Nothing of benchmarks/ or recycle.py is to be imported here.
-
 L layers, H heads, D head size, T new tokens, S tokens cached and new.
 """
 
@@ -22,31 +20,33 @@ from support.fingerprints import fingerprint
 
 
 def token_bytes(n_layer: int, kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
-    """Return the bytes of a token's keys and values. Of grouped query heads, those of a group share one of kv_heads."""
+    """Return the bytes of a token's keys and values. Each of kv_heads serves a group of query heads."""
     # exercise 10.1
     return 2 * n_layer * kv_heads * head_dim * itemsize
 
 
 def texts_that_fit(memory: int, weights: int, of_token: int, tokens: int, block: int) -> int:
-    """Return how many texts of so many tokens fit in what the weights leave of the memory; both are bytes, and of_token
-    is those of a cached token. Room is handed out in blocks, of so many tokens each, and no two texts share one."""
+    """Return how many texts of `tokens` tokens fit in the memory beside the weights.
+
+    memory, weights: bytes; of_token: bytes of a cached token. Memory is handed out in blocks of `block` tokens, and no
+    two texts share a block."""
     # exercise 10.1
     blocks = (memory - weights) // (block * of_token)
     return max(0, blocks) // -(-tokens // block)
 
 
 def texts_that_outweigh(weights: int, of_token: int, tokens: int) -> int:
-    """Return the smallest number of texts of so many tokens whose caches are more bytes than the weights: with so many,
-    a step of decoding reads more cache than weights."""
+    """Return the smallest number of texts of `tokens` tokens whose caches have more bytes than the weights: with so
+    many, a decoding step reads more cache than weights."""
     # exercise 10.1
     return weights // (tokens * of_token) + 1
 
 
 def prefill_s(operations: float, n_layer: int, width: int, tokens: int, rate: float, known: int = 0) -> float:
-    """Return the least seconds to read a prompt at so many operations a second, if its first `known` tokens are cached.
+    """Return the least seconds to read a prompt whose first `known` tokens are cached, at `rate` operations a second.
 
-    operations: those of a token that is read, attention aside. Attention takes 4 * width * n_layer more for each pair
-    of a token and one that it sees: n**2 / 2 pairs in a text of n, of which those among the known ones are saved.
+    operations: of each token that is read, without attention. Attention takes 4 * width * n_layer more for each pair of
+    a token and one that it sees. A text of n tokens has n**2 / 2 pairs; pairs of two known tokens are saved.
     """
     # exercise 10.2
     pairs = (tokens**2 - known**2) / 2
@@ -55,16 +55,16 @@ def prefill_s(operations: float, n_layer: int, width: int, tokens: int, rate: fl
 
 def fetch_from(operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float) -> float:
     """Return the bandwidth, in bytes a second, above which fetching the cache of a prompt's first `known` tokens is
-    faster than reading them. of_token: bytes of a cached token; the rest as in prefill_s."""
+    faster than reading them. of_token: bytes of a cached token; the others are those of prefill_s."""
     # exercise 10.2
     return known * of_token / prefill_s(operations, n_layer, width, known, rate)
 
 
 class BlockTables:
-    """Which blocks of a pool hold which text: each block at most one.
+    """The blocks of a pool, each listed by at most one text.
 
-    A block has slots for `size` tokens. The table of a text lists its blocks in order; they stand
-    anywhere in the pool. A text has as many blocks as its tokens need, and no more.
+    A block has slots for `size` tokens. The table of a text lists its blocks in the order of its
+    tokens; they may be anywhere in the pool. A text has only as many blocks as its tokens need.
     """
 
     def __init__(self, blocks: int, size: int) -> None:
@@ -88,11 +88,11 @@ class BlockTables:
         self.table[text], self.length[text] = [], 0
 
     def extend(self, text: str, n: int) -> list[tuple[int, int]]:
-        """Make room for n more tokens, at least 1, which the caller then writes to the last n of
-        slots(text). Return []: nothing has to be copied.
+        """Make room for n more tokens (at least 1); the caller then writes them to the last n of
+        slots(text). Return [], since nothing has to be copied.
 
-        Raises MemoryError, and changes nothing, if there are too few free blocks; the message says
-        how many are needed, and how many are free.
+        Raises MemoryError, and changes nothing, if there are too few free blocks. The message says
+        how many are needed and how many are free.
         """
         # exercise 10.3
         more = -(-(self.length[text] + n) // self.size) - len(self.table[text])
@@ -110,14 +110,14 @@ class BlockTables:
 
 
 class SharedBlocks(BlockTables):
-    """The same for blocks that several texts may list: count says how many do, of each block."""
+    """The same for blocks that several texts may list; count[b] is the number of texts that list block b."""
 
     def __init__(self, blocks: int, size: int) -> None:
         super().__init__(blocks, size)
         self.count = [0] * blocks
 
     def fork(self, text: str, other: str) -> None:
-        """Add a text `other` that has the same tokens so far, in the same blocks: nothing is copied."""
+        """Add a text `other` with the same tokens in the same blocks. Nothing is copied."""
         # exercise 10.4
         self.table[other], self.length[other] = list(self.table[text]), self.length[text]
         for block in self.table[text]:
@@ -126,10 +126,10 @@ class SharedBlocks(BlockTables):
     def extend(self, text: str, n: int) -> list[tuple[int, int]]:
         """Make room for n more tokens, as before, and count the new blocks.
 
-        Nobody may write to a block that another text lists as well. If the new tokens begin in such
-        a block, the text gets a free one in its place, and the caller has to copy all of it before
-        writing: return [(from, to)], else []. Raises MemoryError, and changes nothing, if there are
-        too few free blocks for all of this; the message says how many are needed and free.
+        No text may write to a block that another text lists too. If the new tokens begin in such a
+        block, the text gets a free block in its place. Return [(old block, new block)], which the
+        caller copies before it writes, else []. Raises MemoryError, and changes nothing, if there
+        are too few free blocks for all of this; the message says how many are needed and free.
         """
         # exercise 10.4
         table, length = self.table[text], self.length[text]
@@ -148,7 +148,7 @@ class SharedBlocks(BlockTables):
         return copies
 
     def drop(self, text: str) -> None:
-        """Forget a text; those of its blocks that no other text lists are free again."""
+        """Forget a text. Those of its blocks that no other text lists are free again."""
         # exercise 10.4
         for block in self.table.pop(text):
             self.count[block] -= 1
@@ -201,12 +201,13 @@ class PagedCache:
 def hit_rate(requests: Sequence[Sequence[int]], capacity: int) -> float:
     """Return the share of all blocks of all requests that are found in a cache with room for `capacity` blocks.
 
-    A request is a list of the ids of its blocks. An id stands for a block and all that comes before it, so that texts
-    with equal beginnings have equal first ids, and an id has the same ids before it wherever it is. The requests come
-    one after the other. Of each, the first blocks are found, up to the first that isn't in the cache. Then all of its
-    blocks are put there, and count as used now; the blocks used longest ago go until the rest fits, and among those of
-    one request the last goes first: the beginning of a text is of use without its end, the end isn't without its
-    beginning.
+    A request is a list of block ids. An id stands for a block and everything before it: texts with equal beginnings
+    have equal first ids. The requests come one after the other.
+
+    - Of each request, the blocks before the first one that isn't in the cache are found.
+    - Then all of its blocks are put in the cache, and count as used now.
+    - Then the blocks used longest ago are evicted until the rest fits. Of blocks used at the same time, the last of the
+      request goes first: the end of a text is of no use without its beginning.
     """
     # exercise 10.5
     held: OrderedDict[int, None] = OrderedDict()  # from the one used longest ago to the newest
@@ -251,9 +252,9 @@ def _read(stream: BinaryIO) -> bytes:
 def send(stream: BinaryIO, model: GPT, ids: Sequence[int]) -> None:
     """Read a prompt with the model, in one pass, and write to a stream what another process needs to go on.
 
-    The keys and values of a layer are in the stream before the next layer is computed, so that the way and the work
-    overlap. Besides them it gets no more than 4,000 bytes and 16 a token of the prompt. What it looks like is up to you
-    and receive(); safetensors makes bytes of tensors (bytes_of) and tensors of bytes (tensors_of). No pickle.
+    The keys and values of a layer are in the stream before the next layer is computed, so that sending and computing
+    overlap. All else in the stream takes at most 4,000 bytes, and 16 more per token of the prompt. The format is yours:
+    receive() reads it. bytes_of makes bytes of tensors, tensors_of tensors of bytes (both of safetensors). No pickle.
     """
     # exercise 10.6
     _write(stream, json.dumps({"fingerprint": fingerprint(model), "ids": list(ids)}).encode())
@@ -262,11 +263,11 @@ def send(stream: BinaryIO, model: GPT, ids: Sequence[int]) -> None:
 
 
 def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
-    """Return the text, a prompt and the token that the sender's model likes best after it, and the cache of the prompt:
-    ready for gpt_kv_cache.generate.
+    """Return the text and the cache of the prompt, ready for gpt_kv_cache.generate. The text is the prompt, then the
+    sender's likeliest next token.
 
-    Raises ValueError if the sender's model is another one, whatever its geometry, as its fingerprint tells, before it
-    reads any keys or values; and if the stream ends too early.
+    Raises ValueError if the sender's model is another one, even of the same geometry, before any keys or values are
+    read: compare fingerprint(model). Raises ValueError, too, if the stream ends too early.
     """
     # exercise 10.6
     head = json.loads(_read(stream))
