@@ -114,7 +114,7 @@ class PagedCache:
             known, tokens = self.listed[block]
             del known[tokens]
             lost += self.children[block].values()
-            self.listed[block], self.children[block] = None, {}
+            self.listed[block] = None
             if block in self.free:
                 self.free.move_to_end(block, last=False)
 
