@@ -112,7 +112,7 @@ def read_prompts(path: Path) -> list[str]:
 def conditions_of(record: dict[str, Any], *data: str) -> str:
     """Return the model, the data and the machine of a record as a line."""
     c = {"model": record.get("teacher")} | (record.get("conditions") or record)
-    size = (f" of {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "parameters" in c
+    size = (f": {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "parameters" in c
             else "")  # fmt: skip
     threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else ""
     return "; ".join(filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")]))
