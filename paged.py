@@ -109,10 +109,14 @@ class PagedCache:
 
     def forget(self, block: int) -> None:
         """Let nobody find a block, and those after it: it is about to hold other tokens."""
-        if self.listed[block]:
+        lost = [block] * bool(self.listed[block])
+        for block in lost:  # a text owns a block only with all before it: those after a free one are free
             known, tokens = self.listed[block]
             del known[tokens]
-            self.listed[block], self.children[block] = None, {}
+            lost += self.children[block].values()
+            self.listed[block] = None
+            if block in self.free:
+                self.free.move_to_end(block, last=False)
 
     def parent(self, text: Text, index: int) -> int:
         """Return the block before a text's block of this index; before the first there is N."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -26,12 +28,12 @@ import gpt_bounded_cache
 import gpt_kv_cache
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
-from load_gpt2_weights import load_tokenizer
-from studies.protocol import Claim, StudyLine, claim_tables, conditions_of, judged, spread, under
-from support.cli import whole_number
+from load_gpt2_weights import load_model, load_tokenizer
+from pocket import corpus
+from studies.protocol import Claim, StudyLine, claim_tables, conditions_of, judged, spread, under, with_interval
 from support.conditions import conditions, random_model
 from support.files import write_json
-from support.statistics import kl
+from support.statistics import bootstrap, kl
 from support.tables import Table, page
 
 PROMPT, NEW = "Hello, I am", 200  # the article's
@@ -133,6 +135,22 @@ def window_check(seed: int = 0) -> dict[str, dict[str, float]]:
     return found
 
 
+@torch.no_grad()
+def stale_check(texts: int = 24, tokens: int = 64) -> dict[str, Any]:
+    """Return pocket's perplexity on held-out texts with a new cache, and with one that still holds another text; how
+    many times as high that is, and its 95% interval over texts."""
+    model, tokenizer = load_model("pocket", model_class=gpt_kv_cache.GPT), load_tokenizer("pocket")
+    rows = [tokenizer.encode_ordinary(document.text)[:tokens] for document in corpus.documents("test", 4 * texts)]
+    ids = torch.tensor([row for row in rows if len(row) == tokens][: texts + 1])
+    nats, cache = [], KVCache()
+    model(ids[:-1], cache)
+    for held in (KVCache(), cache):
+        losses = F.cross_entropy(model(ids[1:, :-1], held).mT, ids[1:, 1:], reduction="none")
+        nats.append(losses.mean(1).double().numpy())
+    return {"texts": len(ids) - 1, "tokens": tokens, "perplexity": [math.exp(x.mean()) for x in nats],
+            "times": [math.exp(x) for x in bootstrap(nats[1] - nats[0])]}  # fmt: skip
+
+
 def tables(record: dict[str, Any]) -> list[str | Table]:
     """Return the seconds of every turn, and the shares that the window gets wrong."""
     parts: list[str | Table] = [
@@ -192,9 +210,6 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
         judged("Overview", "increases memory requirements (the main reason I initially didn't include it in the book), "
                "and can't be used during training", None, "", "no: training reads whole texts at once, where "
                "there is nothing to reuse"),
-        judged("Clearing the Cache", "Otherwise, the queries of a new prompt will attend to stale keys left over from "
-               "the previous sequence", None, "", "no: our cache is an object of its own, and a new one is "
-               "the reset"),
     )  # fmt: skip
     if bench:
         plain, growing, ahead = "gpt_baseline.py", bench["rows"][BASE], bench["rows"][AHEAD]
@@ -217,7 +232,17 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
                        f"{spread(ahead[c]['ratios'])} times as fast as torch.cat after {n:,} tokens"
                        for n, c in zip(bench["lengths"], cells, strict=True))
                    + f"; {' or '.join(f'{x:,}' for x in fixed)} bytes at each of these lengths",
-                   "partly: our files; a ring with a spare slot"),
+                   "partly: our files; a ring with a spare slot",
+                   len(fixed) > 1 or max(ahead[cells[-1]]["ratios"]) < 1),
+        )  # fmt: skip
+    if stale := (window or {}).get("stale"):
+        without, with_them = stale["perplexity"]
+        rows += under(
+            title, theirs, f"pocket, a trained model; {stale['texts']} texts of {stale['tokens']} tokens",
+            judged("Clearing the Cache", "Otherwise, the queries of a new prompt will attend to stale keys left over "
+                   "from the previous sequence", stale["times"][1] > 1, f"perplexity {without:.2f} without and "
+                   f"{with_them:.2f} with the keys of another text in the cache: {with_interval(stale['times'])} times "
+                   "as high", "partly: a text is read, not written", stale["times"][2] < 1),
         )  # fmt: skip
     if window:
         found, w = window["window"], window["size"]
@@ -245,15 +270,11 @@ def claims(window: dict[str, Any] | None, record: dict[str, Any] | None,
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "article", "the window, and 20 tokens at a small geometry", model="")
-    cli.add_argument("--turns", type=whole_number(1), default=3, metavar="N", help="turns to measure")
-    cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
-    with cli.parse(argv) as args:
-        torch.set_num_threads(args.threads)
-        args.out.mkdir(parents=True, exist_ok=True)
+    quick = "the window, and 20 tokens at a small geometry"
+    with StudyLine(__doc__, "article", quick, model="", turns=3).parse(argv) as args:
         size, n = (SMALL, 20) if args.quick else ("124M", NEW)
         record: dict[str, Any] = {"window": window_check(), "prompt": PROMPT, "new_tokens": n, "turns": args.turns}
-        window = {"window": record["window"], "geometry": SMALL, "tokens": TEXT, "size": WINDOW}
+        window = {"window": record["window"], "stale": stale_check(), "geometry": SMALL, "tokens": TEXT, "size": WINDOW}
         write_json(args.out / "window.json", window)
         ids = torch.tensor([load_tokenizer("gpt2").encode(PROMPT)])
         record["conditions"] = conditions(f"{size}, random weights", random_model(gpt_kv_cache.GPT, size))

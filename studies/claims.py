@@ -22,7 +22,7 @@ def every_claim() -> dict[str, list[Claim]]:
     window, speed = (recorded_or_none("article", f"{name}.json") for name in ("window", "summary"))
     return {
         "The KV cache": article.claims(window, speed, bench),
-        "BCT": [*bounding.claims(recorded("bounding"), bench), *recall.claims(recorded("recall")),
+        "BCT": [*bounding.claims(recorded("bounding")), *recall.claims(recorded("recall")),
                 *lengths.claims(recorded("lengths"))],
         "KV recycling": recycling_report.claims(recorded("recycling"), recorded_or_none("recycling", "geometry.json"),
                                                 recorded("recycling", "law.json")),

@@ -112,7 +112,7 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
     record |= {
         "bins": quality.bins(experiment, retrieved[False], (proposal, one, ours[0])),
         "tau_ablation": quality.ablate_tau(experiment, retrieved[False], proposal, ours[0]),
-        "confidence": quality.confidence(experiment, one, high, rows[one.name]),
+        **quality.confidence(experiment, one, high, rows[one.name]),
         "swap": quality.after_the_swap(experiment, ours[0], given[:24]),
         "verdicts": {method.name: verdict(record, method.name) for method in (proposal, *ours)},
     }

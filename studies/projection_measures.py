@@ -131,7 +131,7 @@ def measured(experiment: Experiment, method: Method, source: Prompt, prompt: Pro
     first = int(logits.argmax())
     row: dict[str, Any] = {"family": prompt.family, "kl": float(divergence(exact, logits)),
                            "reverse": float(divergence(logits, exact)), "same_first": first == int(exact.argmax())}
-    row["good"] = row["kl"] <= GOOD_KL
+    row["good"] = min(row["kl"], row["reverse"]) <= GOOD_KL  # the source means the reverse, and the easier one counts
     swapped = cold["answer"] if row["same_first"] else answer_of(experiment, prompt, None, 0, n, first)
     answers = {"cold": cold["answer"], "swapped": swapped}
     if method.layout:
@@ -156,6 +156,12 @@ def cold_run(experiment: Experiment, prompt: Prompt, n: int) -> dict[str, Any]:
 
 
 # --- Many prompts -----------------------------------------------------------------------------------------------------
+
+
+def groups(prompts: Sequence[Prompt]) -> list[np.ndarray]:
+    """Return the indices of the prompts of each family."""
+    names = np.array([prompt.family for prompt in prompts])
+    return [np.flatnonzero(names == name) for name in dict.fromkeys(names)]
 
 
 def interval(rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> tuple[float, float, float]:
@@ -186,10 +192,21 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def mean_error(experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]]) -> dict[str, float]:
-    """Return the mean KL of one method for prompts with their sources, and the share of at most 0.05."""
-    found = np.array([error(experiment, method, source, prompt) for prompt, source in asked])
-    return {"kl": float(found.mean()), "good": float((found <= GOOD_KL).mean())}
+def kl_of(values: Sequence[float], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return the mean of some prompts' KL, its 95% interval, and the share of at most 0.05."""
+    rows = [{"family": prompt.family, "kl": value} for prompt, value in zip(prompts, values, strict=True)]
+    kl, low, high = interval(rows, lambda r: r["kl"])
+    return {"kl": kl, "interval": [low, high], "good": float((np.array(values) <= GOOD_KL).mean())}
+
+
+def errors(experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]]) -> np.ndarray:
+    """Return KL of one method for each of the prompts with their sources."""
+    return np.array([error(experiment, method, source, prompt) for prompt, source in asked])
+
+
+def mean_error(experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]]) -> dict[str, Any]:
+    """Return the mean KL of one method for prompts with their sources, its interval, and the share of at most 0.05."""
+    return kl_of(errors(experiment, method, asked), [prompt for prompt, _ in asked])
 
 
 def sweep(experiment: Experiment, counts: Sequence[int]) -> list[dict[str, Any]]:
@@ -218,28 +235,24 @@ def sweep(experiment: Experiment, counts: Sequence[int]) -> list[dict[str, Any]]
     return rows
 
 
-def errors(experiment: Experiment, method: Method, queries: list[Query]) -> np.ndarray:
-    """Return KL of one method on the prompt that was found for each query."""
-    return np.array([error(experiment, method, q.found, q.prompt) for q in queries])
-
-
 def bins(experiment: Experiment, queries: list[Query], compared: Sequence[Method]) -> list[dict[str, Any]]:
     """Return KL by thirds of the similarity of what is found, and by whether that is the relative, for all queries."""
     edges = np.quantile([q.similarity for q in queries], [1 / 3, 2 / 3])
     of = np.digitize([q.similarity for q in queries], edges)
     names = [f"lowest, below {edges[0]:.3f}", f"middle, below {edges[1]:.3f}", "highest"]
-    groups = {name: of == i for i, name in enumerate(names)}
+    parts = {name: of == i for i, name in enumerate(names)}
     right = np.array([q.right for q in queries])
-    groups |= {"the relative": right, "another": ~right}
-    found = {method.name: errors(experiment, method, queries) for method in compared}
-    return [{"bin": name, "method": label, "prompts": int(some.sum()), "kl": float(values[some].mean()),
-             "good": float((values[some] <= GOOD_KL).mean())}
-            for name, some in groups.items() if some.any() for label, values in found.items()]
+    parts |= {"the relative": right, "another": ~right}
+    asked = [(q.prompt, q.found) for q in queries]
+    found = {method.name: errors(experiment, method, asked) for method in compared}
+    return [{"bin": name, "method": label, "prompts": int(some.sum()),
+             **kl_of(values[some], [q.prompt for q, here in zip(queries, some, strict=True) if here])}
+            for name, some in parts.items() if some.any() for label, values in found.items()]
 
 
 def ablate_tau(experiment: Experiment, queries: list[Query], *compared: Method) -> list[dict[str, Any]]:
     """Return how many start warm, and how well, for thresholds between the lowest and the highest similarity."""
-    found = {method.name: errors(experiment, method, queries) for method in compared}
+    found = {method.name: errors(experiment, method, [(q.prompt, q.found) for q in queries]) for method in compared}
     similarity = np.array([q.similarity for q in queries])
     wrong = np.array([not q.right for q in queries])
     result = []
@@ -251,10 +264,10 @@ def ablate_tau(experiment: Experiment, queries: list[Query], *compared: Method) 
 
 
 def confidence(experiment: Experiment, method: Method, queries: list[Query],
-               rows: list[dict[str, Any]]) -> dict[str, float | None]:
+               rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return how well two signals tell good warm starts (KL at most 0.05) from bad, for one summary token of a prompt's
     own: the similarity, and the projection's residual on the validation prompts most like the source. Areas under the
-    ROC curve; 0.5 is chance."""
+    ROC curve, of which 0.5 is chance; and their 95% intervals by bootstrap over families."""
     projector = experiment.projector(method.layout, experiment.own, change=True)
     sources, residuals = [], []
     for family in experiment.prompts["valid"]:
@@ -267,7 +280,16 @@ def confidence(experiment: Experiment, method: Method, queries: list[Query],
     residual = [float(np.mean(np.array(residuals)[np.argsort(-row)[:5]])) for row in found @ known.T]
     good = np.array([row["kl"] <= GOOD_KL for row in rows])
     signals = {"similarity": [q.similarity for q in queries], "residual": [-r for r in residual]}
-    return {name: area_under_roc(np.array(values)[good], np.array(values)[~good]) for name, values in signals.items()}
+    families = groups([q.prompt for q in queries])
+    drawn = np.random.default_rng(0).integers(len(families), size=(200, len(families)))
+    result: dict[str, dict[str, Any]] = {"confidence": {}, "confidence_intervals": {}}
+    for name, values in signals.items():
+        areas = [area_under_roc(np.array(values)[at][good[at]], np.array(values)[at][~good[at]])
+                 for at in (np.arange(len(good)), *(np.concatenate([families[i] for i in draw]) for draw in drawn))]
+        result["confidence"][name], *again = areas
+        known = [area for area in again if area is not None]
+        result["confidence_intervals"][name] = np.quantile(known, [0.025, 0.975]).tolist() if known else None
+    return result
 
 
 def after_the_swap(experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]],
@@ -304,9 +326,16 @@ def both_positions(encoder: str, families: Splits, seed: int) -> list[dict[str, 
                 layout = Layout(m, true_positions=positions == "true")
                 compared += [(m, positions, "as proposed", Method("", layout, projected(layout, "compressed"))),
                              (m, positions, "raw, fitted prompt by prompt", raw_tokens(layout))]
+        asked, found = experiment.related("test"), {}
+        families = groups([prompt for prompt, _ in asked])
         for m, positions, label, method in [*compared, (0, "true", NEIGHBOUR.name, NEIGHBOUR)]:
+            kl = errors(experiment, method, asked)
             rows.append({"model": name, "m": m, "positions": positions, "method": label,
-                         **mean_error(experiment, method, experiment.related("test"))})
+                         **kl_of(kl, [prompt for prompt, _ in asked])})
+            after = found.setdefault((m, label), kl)
+            if after is not kl:  # of the same prompts
+                pairs = np.array([[after[at].sum(), kl[at].sum()] for at in families])
+                rows[-1]["after_over_true"] = bootstrap(pairs, ratio_of_sums)
     return rows
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
+
 from load_gpt2_weights import NAMES
-from support.cli import CommandLine, writable_folder
+from support.cli import CommandLine, whole_number, writable_folder
 from support.files import read_csv, read_json
 from support.tables import Table
 
@@ -20,14 +24,24 @@ class StudyLine(CommandLine):
     """The command line of a study: a model, --quick and --out."""
 
     def __init__(self, doc: str | None, name: str, quick: str, model: str = "--model", out: str = "",
-                 models: str = NAMES) -> None:  # fmt: skip
-        """quick: the study's reduced form with --quick; model: the option that names the model, "" for none."""
+                 models: str = NAMES, turns: int = 0) -> None:  # fmt: skip
+        """quick: the study's reduced form with --quick; model: the option that names the model, "" for none; turns:
+        the default of --turns beside --threads, 0 if there are none."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         if model:
             self.add_model_arguments(model)
+        if turns:
+            self.add_argument("--turns", type=whole_number(1), default=turns, metavar="N", help="turns to measure")
+            self.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
         self.add_argument("--out", default=f"results/{out or name}", metavar="FOLDER", type=writable_folder,
                           help="where results go")  # fmt: skip
+
+    def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Set the threads of a study without a model, too."""
+        if "threads" in args and "device" not in args:
+            torch.set_num_threads(args.threads)
+        return super().resolved(args)
 
 
 class Claim(TypedDict):
@@ -44,14 +58,21 @@ class Claim(TypedDict):
     why: str
 
 
-VERDICTS = {True: "HOLDS", False: "DOES NOT HOLD", None: "NOT TESTED"}
+ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
+UNKNOWN = (-math.inf, math.inf)  # the interval of a figure that was recorded without one
 
 
-def judged(section: str, quote: str, holds: bool | None, figure: str, stated: str, refuted: bool = True) -> Claim:
+def judged(section: str, quote: str, holds: bool | None, figure: str, stated: str,
+           refuted: bool | None = None) -> Claim:  # fmt: skip
     """Return a claim with its verdict: HOLDS, DOES NOT HOLD, NOT SHOWN if it is neither shown nor refuted, NOT TESTED
-    if holds is None. stated: "yes", "partly: why" or "no: why"."""
-    verdict = "NOT SHOWN" if holds is not None and not holds and not refuted else VERDICTS[holds]
+    if holds is None or the claim wasn't tested as stated: "yes", "partly: why" or "no: why".
+
+    refuted: whether the figure speaks against the claim; None if it is exact, so that it refutes what it doesn't show.
+    """
     answer, _, why = stated.partition(": ")
+    untested = holds is None or answer == "no"
+    against = not holds if refuted is None else refuted
+    verdict = "NOT TESTED" if untested else "HOLDS" if holds else "DOES NOT HOLD" if against else "NOT SHOWN"
     return Claim(source="", section=section, quote=quote, theirs="", ours="", figure=figure, verdict=verdict,
                  stated=answer, why=why)  # fmt: skip
 
@@ -71,7 +92,8 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
         for ours in dict.fromkeys(claim["ours"] for claim in of_source):
             parts.append(f"Here: {ours}." if source else f"Ours, claimed by no source. Here: {ours}.")
             rows = [[f'"{c["quote"]}" ({c["section"]})' if source else c["quote"],
-                     ": ".join(filter(None, (c["verdict"], c["figure"]))),
+                     ": ".join(filter(None, (c["verdict"] if source else ANSWERS.get(c["verdict"], c["verdict"]),
+                                             c["figure"]))),
                      ": ".join(filter(None, (c["stated"], c["why"])))] for c in of_source if c["ours"] == ours]
             n = 3 if source else 2
             header = ["claim" if source else "question", "found here", "tested as stated"]
@@ -90,11 +112,10 @@ def read_prompts(path: Path) -> list[str]:
 def conditions_of(record: dict[str, Any], *data: str) -> str:
     """Return the model, the data and the machine of a record as a line."""
     c = {"model": record.get("teacher")} | (record.get("conditions") or record)
-    size = (f" of {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "parameters" in c
+    size = (f": {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "parameters" in c
             else "")  # fmt: skip
-    threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else "threads not recorded"
-    machine = c.get("machine", "processor not recorded")
-    return "; ".join([f"{c['model']}{size}", *data, threads, machine, *([c["date"]] if "date" in c else [])])
+    threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else ""
+    return "; ".join(filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")]))
 
 
 def benchmark() -> dict[str, Any]:
@@ -112,10 +133,10 @@ def spread(ratios: Sequence[float], form: str = ".2f") -> str:
 
 
 def with_interval(three: Sequence[float | None], form: str = ".2f") -> str:
-    """Return a mean and its 95% interval as text, "-" if there were too few texts for one."""
+    """Return a mean and its 95% interval as text, without an UNKNOWN one; "-" if there were too few texts for one."""
     if None in three:
         return "-"
-    return f"{three[0]:{form}} ({three[1]:{form}} to {three[2]:{form}})"
+    return f"{three[0]:{form}}" + f" ({three[1]:{form}} to {three[2]:{form}})" * (tuple(three[1:]) != UNKNOWN)
 
 
 def recorded(name: str, file: str = "summary.json") -> dict[str, Any]:

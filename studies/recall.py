@@ -13,6 +13,8 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
+import hashlib
+import inspect
 import math
 import re
 import statistics
@@ -40,6 +42,7 @@ from support.tables import Table, page
 KEYS, VALUES, ASKED = 512, 64, 64  # of the vocabulary, and keys asked at most at the end of a text
 POSITIONS = 1024  # of a step's texts together
 RATE, WARMUP = 1e-2, 50  # AdamW's learning rate, and steps of its linear rise
+GEOMETRY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_inner": 64}
 NEAR = 0.03  # ours: recalls that differ by less are equal
 
 
@@ -156,8 +159,7 @@ STEP = "sum, with a step size"
 def build(method: str, slots: int, seed: int, positions: int) -> tuple[Recaller, Callable[[], KVCache]]:
     """Return a new model of a method, the same for a seed every time, and what makes its caches."""
     torch.manual_seed(seed)
-    geometry = {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions, "n_layer": 2, "n_head": 2, "n_embd": 64,
-                "n_inner": 64}  # fmt: skip
+    geometry = GEOMETRY | {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions}
     bounded = SourceConfig(**geometry, slots=max(1, slots), recent=0, **BOUNDED.get(method, {}))
     if method in BOUNDED:
         model = RecallingBCT(bounded)
@@ -209,10 +211,12 @@ def right(model: Recaller, new_cache: Callable[[], KVCache], pairs: int, answers
 
 @torch.no_grad()
 def bytes_of(model: Recaller, new_cache: Callable[[], KVCache]) -> int:
-    """Return the bytes of a text's cache when the text is as long as it may be."""
+    """Return the bytes of a text's cache when the text is as long as it may be. The keys of a reading through MK are
+    the model's, and no text's."""
     cache = new_cache()
     model(torch.zeros(1, model.config.n_ctx, dtype=torch.long), cache)
-    return cache.nbytes
+    shared = getattr(model.config, "through_keys", False)
+    return cache.nbytes - sum(keys.nbytes for keys, *_ in cache.layers if shared)
 
 
 # --- The grid -------------------------------------------------------------------------------------------------------
@@ -226,16 +230,17 @@ def grid(size: Size) -> list[tuple[str, int, int]]:
 
 
 def measured(models: Sequence[tuple[str, int, int]], size: Size, state: Path) -> list[dict[str, Any]]:
-    """Train and ask these models; each leaves a file in the folder `state`, and one that has its file isn't trained."""
+    """Train and ask these models; each leaves a file in the folder `state`, and one that has its file isn't trained.
+    Its name has a hash of all that decides what the model learns."""
     runs = []
     for method, slots, seed in tqdm(models, desc="models", leave=False):
+        decides = (size.pairs, size.steps, size.answers, KEYS, VALUES, ASKED, POSITIONS, RATE, WARMUP, GEOMETRY,
+                   BOUNDED.get(method), *map(inspect.getsource, (texts, build, trained)))  # fmt: skip
         name = re.sub(r"\W+", "-", f"{method} {slots} {seed}")
-        path = state / f"{name}-{size.steps}-steps-{max(size.pairs)}-pairs.json"
-        run = read_json(path) if path.exists() else {}
-        if [*run.get("recall", ())] != [*map(str, size.pairs)]:
-            run = trained(method, slots, seed, size)
-            write_json(path, run)
-        runs.append(run)
+        path = state / f"{name}-{hashlib.sha256(repr(decides).encode()).hexdigest()[:12]}.json"
+        if not path.exists():
+            write_json(path, trained(method, slots, seed, size))
+        runs.append(read_json(path))
     return runs
 
 
@@ -293,28 +298,40 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     memory = {(run["method"], run["slots"]): run["bytes"] for run in record["runs"]}
     a_position = memory[FULL, 0] / (max(size["pairs"]) + min(ASKED, max(size["pairs"])))
     for slots in size["slots"]:
-        saves = [n for n in size["pairs"] if memory[DIRECT, slots] <= a_position * (n + min(n, ASKED)) / 2]
-        if saves:
-            n = saves[0]
-            best = max((name for name in READINGS if (name, slots) in memory), key=lambda m: mean(m, slots, n))
-            found.append((slots, n, best, mean(best, slots, n), mean(FULL, 0, n)))
-    kept = [full - best < NEAR for *_, best, full in found]
+        half = [(name, n) for name in READINGS if (name, slots) in memory for n in size["pairs"]
+                if memory[name, slots] <= a_position * (n + min(n, ASKED)) / 2]  # fmt: skip
+        if half:
+            name, n = max(half, key=lambda cell: mean(cell[0], slots, cell[1]) - mean(FULL, 0, cell[1]))
+            lost = [a - b for a, b in zip(*(recalls(record, *cell, n) for cell in ((FULL, 0), (name, slots))),
+                                          strict=True)]  # fmt: skip
+            larger = max((mean(name, more, n) for more in size["slots"] if more > slots and (name, more) in memory),
+                         default=math.inf)
+            found.append((slots, n, name, mean(name, slots, n), mean(FULL, 0, n), lost, larger))
     pairs = {slots: [[run["nats"] for run in record["runs"] if (run["method"], run["slots"]) == (method, slots)]
                      for method in (STEP, DIRECT)] for slots in size["few"]}  # fmt: skip
     gains = [1 - a / b for with_it, without in pairs.values() for a, b in zip(with_it, without, strict=True)]
-    whole = {slots: [statistics.mean(mean(method, slots, n) for n in size["pairs"]) for method in MAIN]
-             for slots in size["slots"]}  # fmt: skip
+    whole = {slots: (own, sums, window) for slots in size["slots"] for own, *sums, window in [
+        [statistics.mean(mean(method, slots, n) for n in size["pairs"]) for method in MAIN]]}
     ours = conditions_line(record)
     task = "partly: a synthetic task and small models, but built as BCTs; the source's tasks are texts"
     return under(
         SOURCE, THEIRS, ours,
         judged("Abstract", "significantly reduces memory usage while maintaining the model's inference quality",
-               bool(kept) and all(kept), "recall where the memory is at most half the growing cache, the fewest such "
-               "pairs, by the best reading of the source's rule: " + "; ".join(
-                   f"{slots} slots, {n} pairs {best:.0%} ({method}), full attention {full:.0%}"
-                   for slots, n, method, best, full in found),
-               f"{task}; up to {100 * NEAR:.0f} points (our threshold) count as maintained; equal training, in which "
-               "more slots learn more slowly, bounds no capacity", refuted=False),
+               all(max(lost) < NEAR for *_, lost, _ in found) if found else None, "recall where the memory is at most "
+               "half the growing cache, by the reading of the source's rule and the number of pairs that lose least: "
+               + "; ".join(f"{slots} slots, {n} pairs {best:.0%} ({method}), full attention {full:.0%}"
+                           for slots, n, method, best, full, *_ in found),
+               f"{task}; up to {100 * NEAR:.0f} points (our threshold) count as maintained; a loss speaks against the "
+               "claim if every seed has it at every size, and more slots, where they were tried, lose less: else it "
+               "may be for want of training",
+               all(min(lost) > NEAR and larger > best for *_, best, _, lost, larger in found)),
+        judged("3.5", "improving its capacity to capture long-range dependencies within the bounded cache",
+               all(max(sums) > window for _, sums, window in whole.values()), "mean over all numbers of pairs by the "
+               "better reading of the source's rule, and by a window of at least as many bytes: " + "; ".join(
+                   f"{slots} slots {max(sums):.0%}, {window:.0%}" for slots, (_, sums, window) in whole.items()),
+               f"{task}; \"improving\" is read as more than such a window; the source gives no rule of the "
+               "self-supervised learning that it credits", all(max(sums) < window for _, sums, window in
+                                                              whole.values())),
         judged("3.5", "vital for stabilizing the learning process and can lead to faster convergence",
                min(gains) > NOISE,
                "mean nats over all steps, with a step size for each token and without: " + "; ".join(
@@ -324,15 +341,16 @@ def claims(record: dict[str, Any]) -> list[Claim]:
                "threshold) counts as noise", max(gains) < -NOISE),
     ) + under(
         "", "", ours,
-        judged("", "With equal bytes and training, does our rule recall more pairs than the sum, read either way?",
-               all(own > max(sums) for own, *sums, _ in whole.values()), "mean over all numbers of pairs by our rule, "
-               "by the sum, and by the sum through MK: " + "; ".join(
-                   f"{slots} slots {', '.join(f'{x:.0%}' for x in found[:3])}" for slots, found in whole.items()),
-               "", refuted=False),
+        judged("", "With equal slots and training, does our rule recall more pairs than the sum, read either way?",
+               all(own > max(sums) for own, sums, _ in whole.values()), "mean over all numbers of pairs by our rule, "
+               "by the sum, and by the sum through MK, which takes half the bytes: " + "; ".join(
+                   f"{slots} slots {own:.0%}, {', '.join(f'{x:.0%}' for x in sums)}"
+                   for slots, (own, sums, _) in whole.items()), "",
+               all(own < max(sums) for own, sums, _ in whole.values())),
         judged("", "Does our rule recall more pairs than a window of at least as many bytes?",
-               all(own > window for own, *_, window in whole.values()), "mean over all numbers of pairs: " + "; ".join(
-                   f"{slots} slots {own:.0%}, {window:.0%}" for slots, (own, *_, window) in whole.items()), "",
-               refuted=False),
+               all(own > window for own, _, window in whole.values()), "mean over all numbers of pairs: " + "; ".join(
+                   f"{slots} slots {own:.0%}, {window:.0%}" for slots, (own, _, window) in whole.items()), "",
+               all(own < window for own, _, window in whole.values())),
     )  # fmt: skip
 
 
@@ -369,13 +387,11 @@ def main(argv: list[str] | None = None) -> None:
                      help="where each trained model leaves its figures, to go on from after an interruption")
     cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
     with cli.parse(argv) as args:
-        torch.set_num_threads(args.threads)
         size = QUICK if args.quick else Size()
         given = {name: value for name in ("slots", "seeds", "steps") if (value := getattr(args, name))}
         size = replace(size, **{name: tuple(sorted({*x})) if name == "slots" else x for name, x in given.items()})
         if args.whole or not {*size.few} <= {*size.slots}:
             size = replace(size, few=size.slots)
-        args.out.mkdir(parents=True, exist_ok=True)
         record = record_of(measured(grid(size), size, args.state), size)
         write_json(args.out / "summary.json", record)
         draw(record, args.out)

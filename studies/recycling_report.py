@@ -71,7 +71,7 @@ def claims(record: dict[str, Any], geometry: dict[str, Any] | None = None,
     def decided(holds: bool) -> bool | None:
         return holds if at else None
 
-    worst_of = {name: min(row[name]["latency_saved"] for r in orders.values() for row in r)
+    worst_of = {name: [min(row[name]["latency_saved"] for row in r) for r in orders.values()]
                 for name in ("published", "recycled")}  # fmt: skip
     every = {f"{name}, {order}": saved(r, name) for order, r in orders.items() for name in ("published", "recycled")}
     deep, shallow = ([row for row in rows if (row["recycled"]["reused_tokens"] > 5) == more] for more in (True, False))
@@ -86,10 +86,11 @@ def claims(record: dict[str, Any], geometry: dict[str, Any] | None = None,
                + "; ".join(f"{name} {with_interval(x, '.1%')}" for name, x in every.items())
                + " (the conclusion says approximately 50%)", stated, all(x[2] < 0.3 for x in every.values())),
         judged("5.2", "Across all prompts, the recycled runs consistently matched or outperformed the baseline.",
-               decided(worst_of["published"] > -NOISE),
-               f"the worst prompt saves {worst_of['published']:.1%} by the published call, {worst_of['recycled']:.1%} "
-               f"recycled with the gap closed, in {' and '.join(orders)} order",
-               f"{stated}; up to 5% (our threshold) counts as noise"),
+               decided(min(worst_of["published"]) > -NOISE),
+               "the worst prompt saves " + ", recycled with the gap closed ".join(
+                   " and ".join(f"{x:.1%}" for x in worst) for worst in worst_of.values())
+               + f", in {' and '.join(orders)} order", f"{stated}; up to 5% (our threshold) counts as noise",
+               max(worst_of["published"]) < -NOISE),
         judged("5.2", "prompts with reuse of >5/35 tokens achieved the largest speedups",
                decided(saved(deep, "published")[1] > saved(shallow, "published")[2]) if both else None,
                f"mean saved by the published call in {len(deep)} prompts with more than 5 tokens reused, and in "
@@ -141,17 +142,18 @@ def claims(record: dict[str, Any], geometry: dict[str, Any] | None = None,
                f"the rule, a complete prefix, does: {exact} of {len(rows)} answers are the cold run's if all other "
                f"tokens are read; the call of 3.1 loses that: {same} of {len(rows)}", checked),
         judged("5.4", "The average cosine similarity between output embeddings was 0.66–0.82",
-               alike[1] <= 0.82 and alike[2] >= 0.66, f"with the published call {with_interval(alike)}",
-               f"partly: {other}an interval that meets the source's counts"),
+               0.66 <= alike[0] <= 0.82, f"with the published call {with_interval(alike)}",
+               f"partly: {other}an average in that range holds, an interval beside it does not", alike[1] > 0.82
+               or alike[2] < 0.66),
         judged("5.4", "indicating near identical responses.", words_shared[1] >= 0.9, near,
                f"partly: {other}\"near identical\" is read as F1 of 0.9 (our threshold)", words_shared[2] < 0.9),
         judged("Abstract", "no material degradation in output semantics", words_shared[1] >= 0.9, near,
                f"partly: {other}\"no material degradation\" is read as F1 of 0.9 (our threshold)",
                words_shared[2] < 0.9),
         judged("6", "effectively extend its usable context memory. Our results confirm that this is indeed possible.",
-               False, f"0 positions gained: {len(rows)} prompts of {total} tokens take {total} positions, cold or "
-               f"recycled; {reused} of them ({reused / total:.0%}) are not computed again", "yes: reuse saves "
-               "compute, and the context stays the same"),
+               False, "argument: reused keys and values stay in the cache, at their positions, so that "
+               f"{len(rows)} prompts of {total} tokens take {total} positions, cold or recycled; {reused} of them "
+               f"({reused / total:.0%}) are not computed again", "partly: by argument, where all tokens are read"),
         judged("3.5", "conclusions about feasibility transfer to larger decoders", None, "",
                "no: no larger model was run"),
     ) + restoring(title, theirs, law)  # fmt: skip
@@ -164,31 +166,52 @@ def lengths_of(record: dict[str, Any]) -> str:
 
 
 def restoring(title: str, theirs: str, law: dict[str, Any] | None) -> list[Claim]:
-    """Return the claim on the cost of loading a cache, by the times of studies.latency."""
+    """Return the claims on the cost of loading a cache and on full reuse, by the times of studies.latency."""
     if not law:
         return []
     scan = {c["k"]: (c["warm disk"]["restore"], c["cold"]) for c in law["scan"] if "warm disk" in c}
+    cells = {c["m"]: {x["k"]: x["warm disk"] | {"saved": 1 - x["warm disk"]["ttft"] / x["cold"]} for x in law["cells"]
+                      if x["m"] == c["m"] and x["k"]} for c in law["cells"]}  # fmt: skip
+    longest = cells[max(cells)]
+    waits = {k: x["restore"] / x["ttft"] for k, x in longest.items()}
     model = f"{law['layers']} layers of width {law['width']}, random weights"
-    ours = conditions_of({"model": model, **law}, f"a prompt of k tokens and one more, medians of {law['repeats']}")
-    return under(title, theirs, ours, judged(
-        "3.3", "loading CPU-resident KVs is inexpensive compared to full multi layer attention over k tokens",
-        all(restore < cold for restore, cold in scan.values()),
-        "time to restore from the warm disk, and to read cold: " + ", ".join(
-            f"k = {k} {1e3 * scan[k][0]:.1f} and {1e3 * scan[k][1]:.0f} ms" for k in (1, 8, 64, 256) if k in scan),
-        "partly: another geometry and processor"))  # fmt: skip
+    ours = conditions_of({"model": model, **law}, f"a prompt of m tokens, of which k are stored, medians of "
+                         f"{law['repeats']}; restored from the warm disk")  # fmt: skip
+    another = "partly: another geometry and processor"
+    return under(
+        title, theirs, ours,
+        judged("3.3", "loading CPU-resident KVs is inexpensive compared to full multi layer attention over k tokens",
+               all(restore < cold for restore, cold in scan.values()),
+               "time to restore, and to read k + 1 tokens cold: " + ", ".join(
+                   f"k = {k} {1e3 * scan[k][0]:.1f} and {1e3 * scan[k][1]:.0f} ms" for k in (1, 8, 64, 256)
+                   if k in scan), another, all(restore > cold for restore, cold in scan.values())),
+        judged("6.1", "adding minor I/O latency that becomes non-negligible when caches grow large",
+               waits[max(waits)] > NOISE, f"share of the time to the first of {max(cells):,} tokens that restoring "
+               "takes: " + ", ".join(f"k = {k} {share:.0%}, {1e3 * longest[k]['restore']:.0f} ms"
+                                     for k, share in waits.items()),
+               f"{another}; more than {NOISE:.0%} (our threshold) is non-negligible"),
+        judged("5.5", "When r=k (full reuse), the model bypasses all attention computation over the prefix, leading to "
+               "the maximum observed speedup.",
+               all(by[max(by)]["saved"] == max(x["saved"] for x in by.values()) for by in cells.values()),
+               "first token sooner, by the tokens stored: " + "; ".join(
+                   f"m = {m:,} " + ", ".join(f"{k} {x['saved']:.0%}" for k, x in by.items() if k in (min(by), max(by)))
+                   for m, by in cells.items()),
+               f"{another}; of the time to the first token; full reuse is read as all that can be reused"),
+    )  # fmt: skip
 
 
-def without_overlap(record: dict[str, Any], at: dict[str, Any] | None) -> tuple[bool | None, str, str]:
-    """Return the results of prompts that share nothing with the store: verdict, figure, tested as stated."""
+def without_overlap(record: dict[str, Any], at: dict[str, Any] | None) -> tuple[bool | None, str, str, bool]:
+    """Return the results of prompts that share nothing with the store: verdict, figure, tested as stated, refuted."""
     rows = record.get("without_overlap")
     if not rows:
-        return None, "no run without a hit is in the record", "no: not measured yet"
+        return None, "no run without a hit is in the record", "no: not measured yet", False
     same = sum(row[name]["identical"] for row in rows for name in ("recycled", "published"))
     saved = bootstrap(np.array([row["recycled"]["latency_saved"] for row in rows]))
-    quiet = abs(saved[0]) < NOISE
-    return (same == 2 * len(rows) and quiet if at or same < 2 * len(rows) else None,
+    every = same == 2 * len(rows)
+    return (every and saved[1] > -NOISE and saved[2] < NOISE if at or not every else None,
             f"{same} of {2 * len(rows)} answers are the cold run's; saved {with_interval(saved, '.1%')}",
-            "partly: recycled and published alike, on a store whose prompts begin with other tokens")  # fmt: skip
+            "partly: recycled and published alike, on a store whose prompts begin with other tokens; up to 5% (our "
+            "threshold) counts as the same time", not every or saved[1] > NOISE or saved[2] < -NOISE)  # fmt: skip
 
 
 def alpha(rows: list[dict[str, Any]], what: str, name: str = "recycled") -> tuple[float, float, float]:

@@ -146,7 +146,8 @@ def by_prompt_length(setup: Setup, lengths: Sequence[int], n: int) -> list[dict[
 @torch.no_grad()
 def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[str, dict[str, list[float]]]:
     """Return, by writer, over the tokens of a text: the error of the student's cache, |C_S - C_T| / |C_T| with the
-    teacher's own cache (the source's E_t), and KL(teacher || student) of the next token in nats.
+    teacher's own cache (the source's E_t), and KL(teacher || student) of the next token in nats, the means over texts;
+    by text the error after 32 tokens and after all, and the mean KL after the first 64.
 
     All writers read one text, which OverFill has written without a refresh, so that they differ by their caches alone.
     """
@@ -161,16 +162,19 @@ def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[
     for writer in writers:
         room = partial(SlidingWindowCache, ids.size(1) + new.size(1))
         pair = Pair(setup.models["teacher"], setup.models[writer.student], ids, room)
-        errors, divergences = [], []
+        errors, divergences = [], []  # (B,), token by token
         along = tqdm(overfill.read_along(pair, new, writer.policy), f"cache: {writer.name}", new.size(1), leave=False)
         for t, logits in enumerate(along):
-            divergences.append(round(float(kl(expected[:, t], logits).mean()), 5))
+            divergences.append(kl(expected[:, t], logits).double().cpu().numpy())
             n = len(pair.cache)
             parts = [(a[..., :n, :], b[..., :n, :]) for a, b in zip(pair.cache.layers, truth.layers, strict=True)]
-            off, norm = (sum(float(x.square().sum()) for x in xs) for xs in
+            off, norm = (sum(x.square().sum((0, 2, 3, 4)).double().cpu().numpy() for x in xs) for xs in
                          ((a - b for a, b in parts), (b for _, b in parts)))  # fmt: skip
-            errors.append(round(math.sqrt(off / norm), 5))
-        found[writer.name] = {"error": errors, "kl": divergences}
+            errors.append(np.sqrt(off / norm))
+        found[writer.name] = {"error": np.mean(errors, 1).round(5).tolist(),
+                              "kl": np.mean(divergences, 1).round(5).tolist(),
+                              "error_by_text": [errors[i].round(5).tolist() for i in (min(31, len(errors) - 1), -1)],
+                              "kl_by_text": np.mean(divergences[64:] or divergences, 0).round(5).tolist()}
     return found
 
 

@@ -24,9 +24,10 @@ from tqdm import tqdm
 from gpt_kv_cache import GPT, generate
 from overfill import Pair, generate_refreshed, load_pair, speculative, teacher_nats
 from speculate import DRAFTS, Passes, speculate
-from studies.protocol import StudyLine, with_interval
+from studies.protocol import StudyLine, conditions_of, with_interval
 from studies.refreshing_measures import pocket_prompts
 from support.cli import whole_number
+from support.conditions import machine
 from support.files import write_json
 from support.statistics import bootstrap
 from support.tables import Table, page
@@ -86,12 +87,13 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
                      ", ".join(filter(None, agreed)) or "-", f"{greedy['same']} of {record['prompts']}",
                      with_interval(sampled["perplexity"]),
                      f"{greedy['tokens_per_s']:.0f}, {sampled['tokens_per_s']:.0f}"])  # fmt: skip
+    models = " and ".join(f"{record[key]} of {n:,} parameters" for key, n in zip(
+        ("teacher", "student"), record["parameters"], strict=True))  # fmt: skip
+    known = {key: record[key] for key in ("threads", "machine", "date") if key in record}
     return [
         f"{record['prompts']} held-out prompts of {record['prompt_tokens']} tokens and {record['tokens']} written ones "
-        f"each; {record['teacher']} ({record['parameters'][0] / 1e6:.1f} million parameters) and {record['student']} "
-        f"({record['parameters'][1] / 1e6:.1f} million), {record['threads']} CPU thread, {record['date']}. Where a "
-        "cell has two figures, the first is for greedy text, the second for text sampled at temperature 1; a dash: no "
-        "drafts.",
+        f"each; {conditions_of({'model': models, **known})}. Where a cell has two figures, the first is for "
+        "greedy text, the second for text sampled at temperature 1; a dash: no drafts.",
         Table(["", "teacher's passes in 1,000 tokens", "share of drafts kept", "greedy text: the teacher's",
                "sampled: perplexity", "tokens/s"], rows),
         verdict(record["methods"]),
@@ -126,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         record = {
             "teacher": args.model, "student": args.student, "prompts": prompts, "prompt_tokens": 192, "tokens": n,
             "parameters": [sum(p.numel() for p in model.parameters()) for model in (teacher, student)],
-            "threads": torch.get_num_threads(), "date": time.strftime("%Y-%m-%d"),
+            "threads": torch.get_num_threads(), "machine": machine(args.device), "date": time.strftime("%Y-%m-%d"),
             "methods": measure(teacher, student, pocket_prompts(tokenizer, "test", prompts, 192), n),
         }  # fmt: skip
         write_json(args.out / "summary.json", record)

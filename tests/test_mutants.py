@@ -16,6 +16,7 @@ SUITES = {
     "gpt_kv_cache": ["test_kv_cache.py", "test_equivalence.py"],
     "gpt_bounded_cache": ["test_bounded_cache.py"],
     "paged": ["test_paged.py"],
+    "speculate": ["test_speculate.py"],
 }
 # Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
 ENOUGH = {
@@ -37,6 +38,7 @@ ENOUGH = {
     "ring_truncates": "full_ring",
     "ring_without": "full_ring",
     "ring_writes_in_place": "gradients",
+    "speculate": "(draft or distribution or chance) and not bare_run",
 }
 
 

@@ -44,6 +44,10 @@ def check_counts(cache: PagedCache, texts: list[Text]) -> None:
     assert {*cache.free} == {*range(cache.blocks)} - {*listed}
     for block, found in enumerate(cache.listed):
         assert found is None or (len(found[1]) == cache.size and found[0][found[1]] == block)
+    found = [cache.blocks]
+    for parent in found:
+        found += cache.children[parent].values()
+    assert {*found[1:]} == {block for block, at in enumerate(cache.listed) if at}, "listed, but not to be found"
 
 
 def read(model: GPT, cache: PagedCache, texts: list[Text], *counts: int) -> tuple[Tensor, ...]:

@@ -170,7 +170,7 @@ def test_bins_sum_to_the_whole(experiment: Experiment) -> None:
     queries, tokens = projection_measures.retrieve(experiment, "test"), raw_tokens(TRUE)
     every = projection_measures.bins(experiment, queries, [NEIGHBOUR, tokens])
     for method in (NEIGHBOUR, tokens):
-        kl = projection_measures.errors(experiment, method, queries)
+        kl = projection_measures.errors(experiment, method, [(q.prompt, q.found) for q in queries])
         for names in (("lowest", "middle", "highest"), ("the relative", "another")):
             bins = [b for b in every if b["method"] == method.name and b["bin"].split(",")[0] in names]
             assert sum(b["prompts"] for b in bins) == len(queries) and len(bins) == len(names)

@@ -41,6 +41,11 @@ def test_a_window_has_the_bytes_of_the_slots() -> None:
         assert least <= got - a_position < least + a_position, "the spare slot aside"
 
 
+def test_a_reading_through_mk_holds_values_only() -> None:
+    by_sum, through = (recall.bytes_of(*build(f"sum{how}", 4, 0, 16)) for how in ("", ", read through MK"))
+    assert (by_sum, through) == (2 * 2 * 4 * (2 * 32 + 1) * 4, 2 * 2 * 4 * (32 + 1) * 4)  # layers, heads, slots
+
+
 @pytest.mark.parametrize("method", BOUNDED)
 def test_a_reading_is_its_formula(method: str) -> None:
     """The memory of one layer, token by token, against sums written out."""
@@ -98,6 +103,8 @@ def test_an_interrupted_study_goes_on_to_the_same_record(tmp_path: Path, monkeyp
     assert len(count) == 4, "a model that had left its figures was trained again"
     other = replace(TINY, pairs=(2, 8))
     assert [*recall.measured(models[:1], other, tmp_path / "parts")[0]["recall"]] == ["2", "8"]
+    monkeypatch.setattr(recall, "RATE", recall.RATE / 10)
+    assert recall.measured(models[:1], TINY, tmp_path / "parts")[0]["nats"] != whole[0]["nats"], "an old rate's model"
 
 
 def test_the_grid_has_every_method_with_the_few_slots_and_the_main_ones_with_all() -> None:
@@ -122,9 +129,20 @@ def test_verdicts_follow_the_record() -> None:
     good, bad = ([claim["verdict"] for claim in recall.claims(made(**recalls))] for recalls in (
         {FULL: 0.99, DIRECT: 0.98, STEP: 0.99, OURS: 0.97, WINDOW: 0.98},
         {FULL: 0.99, DIRECT: 0.6, STEP: 0.55, OURS: 0.7, WINDOW: 0.1}))  # fmt: skip
-    assert good == ["HOLDS", "HOLDS", "NOT SHOWN", "NOT SHOWN"]
-    assert bad == ["NOT SHOWN", "DOES NOT HOLD", "HOLDS", "HOLDS"]
+    assert good == ["HOLDS", "NOT SHOWN", "HOLDS", "DOES NOT HOLD", "DOES NOT HOLD"]
+    assert bad == ["DOES NOT HOLD", "HOLDS", "DOES NOT HOLD", "HOLDS", "HOLDS"]
     assert "60% (sum), full attention 99%" in recall.claims(made(**{FULL: 0.99, DIRECT: 0.6}))[0]["figure"]
+
+
+def test_a_loss_that_more_slots_do_not_mend_may_be_for_want_of_training() -> None:
+    record = made(**{FULL: 0.99, DIRECT: 0.6})
+    verdicts = []
+    for larger in (0.5, 0.7):
+        more = [run | {"slots": 16, "recall": dict.fromkeys(run["recall"], larger)} for run in record["runs"]
+                if run["method"] in recall.MAIN]  # fmt: skip
+        size = record["size"] | {"slots": [4, 16]}
+        verdicts.append(recall.claims(record | {"runs": [*record["runs"], *more], "size": size})[0]["verdict"])
+    assert verdicts == ["NOT SHOWN", "DOES NOT HOLD"]
 
 
 def test_a_quick_run_leaves_its_record_and_its_figure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -170,10 +188,12 @@ def test_the_claims_on_time_follow_the_record(tmp_path: Path, capsys: pytest.Cap
     lengths.main(["--quick", "--turns", "2", "--out", str(tmp_path)])
     assert {path.name for path in tmp_path.iterdir()} == {"speed.png", "summary.json"} and capsys.readouterr().out
     record = json.loads((tmp_path / "summary.json").read_text())
-    for factor, verdict in ((1e-9, "HOLDS"), (1e3, "DOES NOT HOLD")):
+    for factor, grows, verdict, quadratic in ((1e-9, 1, "HOLDS", "HOLDS"), (1e3, 0, "DOES NOT HOLD", "DOES NOT HOLD")):
         changed = copy.deepcopy(record)
         for n in changed["lengths"]:
             changed["rows"]["BCT, 4 slots"][str(n)]["seconds"] = [factor] * 2
-        constant, memory, lower, faster = lengths.claims(changed)
+            changed["rows"][lengths.GROWING][str(n)]["seconds"] = [n**grows / 1000] * 2
+        constant, linear, growing, memory, lower, faster = lengths.claims(changed)
+        assert (linear["verdict"], growing["verdict"]) == (quadratic, "HOLDS")
         assert "more until" in lower["figure"] and lower["verdict"] == "HOLDS"
         assert (constant["verdict"], memory["verdict"], faster["verdict"]) == ("HOLDS", "HOLDS", verdict)

@@ -323,6 +323,9 @@ def test_the_error_of_the_cache_falls_to_the_refreshed_part(teacher, student) ->
     assert [e < 1e-5 for e in five] == [t % 5 == 0 for t in range(1, 21)]
     assert max(one) < 1e-5
     assert found["none"]["kl"][0] == found["every 5"]["kl"][0]  # one text for all
+    by_text = found["none"]["error_by_text"]
+    assert [len(x) for x in by_text] == [2, 2] and np.mean(by_text[1]) == pytest.approx(none[-1], abs=1e-4)
+    assert np.mean(found["none"]["kl_by_text"]) == pytest.approx(np.mean(found["none"]["kl"]), abs=1e-4)
 
 
 def test_the_simulation_is_the_sources() -> None:

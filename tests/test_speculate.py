@@ -37,6 +37,7 @@ def test_a_verified_draft_is_the_teachers_own_text(teacher, student, k: int, n_p
         pair = Pair(teacher, drafts, ids)
         assert torch.equal(torch.cat(list(speculate(pair, 60, k, draft)), 1), expected)
         assert torch.equal(pair.ids[:, n_prompt:], expected)
+        assert all(map(torch.equal, pair.read.layers, pair.cache.layers)), "the student's entries aren't the teacher's"
 
 
 def test_a_student_of_another_geometry_drafts_from_its_own_cache(teacher) -> None:
@@ -90,6 +91,13 @@ def test_a_draft_is_accepted_so_that_the_teachers_distribution_comes_out() -> No
     accepted = torch.minimum(p[:2], q).sum(1)  # the share of the first, and of the second, that stays
     expected = [1 - accepted[0], accepted[0] * (1 - accepted[1]), accepted[0] * accepted[1]]
     assert torch.allclose(lengths / draws, torch.stack(expected).float(), atol=0.025)
+
+
+def test_a_token_without_a_chance_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculate.uniform", lambda n, generator: torch.zeros(n, dtype=torch.double))
+    p, q = torch.eye(3, dtype=torch.double)[[1, 2]], torch.eye(3, dtype=torch.double)[[0]]
+    n, token = agree(p, q, torch.tensor([0]), None)
+    assert (n, int(token)) == (0, 1)
 
 
 @pytest.mark.parametrize("temperature, top_k", [(0.0, None), (1.0, None), (0.7, 3)])
