@@ -187,7 +187,7 @@ class Batch:
     def __init__(self, cache: PagedCache, texts: Sequence[Text], counts: Sequence[int]) -> None:
         """counts[i] tokens of texts[i] will be fed. Raises ValueError if a text lacks room."""
         self.cache, self.texts, self.counts, self.layers = cache, texts, counts, cache.pool
-        size, fed, tables = cache.size, [], []
+        device, size, fed, tables = cache.pool.device, cache.size, [], []
         for i, (text, n) in enumerate(zip(texts, counts, strict=True)):
             if any(cache.missing(text, n)):
                 own = f"{len(text.table)} blocks of {size} of its own: call room() first"
@@ -195,7 +195,7 @@ class Batch:
             fed += [(i, t) for t in range(text.n_read, text.n_read + n)]
             tables.append(text.table[: math.ceil((text.n_read + n) / size)])
         ids = [[texts[i].ids[texts[i].start + t] for i, t in fed]]  # (1, T)
-        slots = [tables[i][t // size] * size + t % size for i, t in fed]  # (T,)
+        slots = [tables[i][t // size] * size + t % size for i, t in fed]  # one for each token
         blocks = sorted({block for table in tables for block in table})  # each is gathered once
         begins = torch.full((len(texts), cache.blocks), FAR)  # where a text has each block
         for i, table in enumerate(tables):
@@ -204,9 +204,8 @@ class Batch:
         rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
         mask = k_pos[rows] <= pos[:, None]  # (T, S)
         next_pos = pos - torch.arange(len(fed))  # the GPT adds 0, 1, ..., T - 1
-        tensors = [torch.as_tensor(x) for x in (ids, slots, blocks, mask, next_pos)]
-        device = cache.pool.device
-        self.ids, self.slots, self.blocks, self.mask, self.next_pos = (x.to(device) for x in tensors)
+        tensors = (torch.as_tensor(x).to(device) for x in (ids, slots, blocks, mask, next_pos))
+        self.ids, self.slots, self.blocks, self.mask, self.next_pos = tensors
 
     def __len__(self) -> int:
         return max(text.n_read for text in self.texts)
