@@ -21,7 +21,6 @@ if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import math
-from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,16 +57,12 @@ class Text:
         """Tokens that have to be fed before the next one can be written."""
         return len(self.ids) - self.start - self.n_read
 
-    def next(self, n: int) -> list[int]:
-        """Return the first n unread tokens."""
-        return self.ids[self.start + self.n_read :][:n]
-
 
 class PagedCache:
     """Keys and values of any number of texts, in N blocks of b tokens that are allocated once.
 
     count[block] says how many tables list a block; at 0 it is free. A full block can be found:
-    children[parent] maps its tokens to it. The parent is the block before it, or N, and stands for
+    children[parent] maps its tokens to it. The parent is the block before it, or -1, and stands for
     all tokens before. A free block can be found too, until it is handed out: the oldest goes first.
     """
 
@@ -118,16 +113,12 @@ class PagedCache:
             if block in self.free:
                 self.free.move_to_end(block, last=False)
 
-    def parent(self, text: Text, index: int) -> int:
-        """Return the block before a text's block of this index; before the first there is N."""
-        return text.table[index - 1] if index else self.blocks
-
     def share(self, text: Text) -> None:
         """Give a text without blocks those that begin with its tokens, the last of them perhaps in
         part. A token stays unread: only a pass gives logits."""
         while text.n_read % self.size == 0:
-            ids = tuple(text.next(min(self.size, text.unread - 1)))
-            known = self.children[self.parent(text, len(text.table))]
+            ids = tuple(text.ids[text.start + text.n_read : -1][: self.size])
+            known = self.children[text.table[-1] if text.table else -1]
             best = max(known, key=lambda tokens: common_prefix(tokens, ids), default=())
             if not (shared := common_prefix(best, ids)):
                 return
@@ -138,7 +129,7 @@ class PagedCache:
         """Return how many blocks a text lacks for n tokens more, and if its last one is shared."""
         index, used = divmod(text.n_read, self.size)
         shared = used > 0 and self.count[text.table[index]] > 1
-        return max(0, -(-(text.n_read + n) // self.size) - len(text.table)), shared
+        return max(0, math.ceil((text.n_read + n) / self.size) - len(text.table)), shared
 
     def room(self, text: Text, n: int, spare: int = 0) -> bool:
         """Make room for n tokens more, in blocks that are the text's own. Return False, and change
@@ -160,7 +151,7 @@ class PagedCache:
         """Keep the first n tokens that were read. Raises ValueError if there are fewer."""
         if not 0 <= n <= text.n_read:
             raise ValueError(f"can't keep {n} tokens of {text.n_read}")
-        keep = -(-n // self.size)
+        keep = math.ceil(n / self.size)
         for block in reversed(text.table[keep:]):  # a text's end is of no use without its beginning
             self.release(block)
         del text.table[keep:]
@@ -172,13 +163,8 @@ class PagedCache:
 
     def gather(self, layer: int, blocks: Tensor) -> Tensor:
         """Return a layer's keys and values (2, H, S, D) of some blocks, until the next call."""
-        two, H, N, b, D = self.pool[layer].shape
-        rows = (torch.arange(two * H, device=blocks.device)[:, None] * N + blocks).flatten()
-        if self.scratch.numel() < (numel := len(rows) * b * D):
-            self.scratch = self.pool.new_empty(numel)
-        out = self.scratch[:numel].view(len(rows), b, D)
-        torch.index_select(self.pool[layer].flatten(0, 2), 0, rows, out=out)
-        return out.view(two, H, -1, D)
+        out = self.scratch.resize_(0)  # which keeps its memory
+        return torch.index_select(self.pool[layer], 2, blocks, out=out).flatten(2, 3)
 
     def grow(self, text: Text, n: int) -> None:
         """Count n tokens more of a text as read. A block that is full now can be found, or gives
@@ -187,7 +173,7 @@ class PagedCache:
         for index in range(first, text.n_read // self.size):
             at, block = text.start + index * self.size, text.table[index]
             tokens = tuple(text.ids[at : at + self.size])
-            known = self.children[self.parent(text, index)]
+            known = self.children[text.table[index - 1] if index else -1]
             if (found := known.setdefault(tokens, block)) == block:
                 self.listed[block] = known, tokens
             else:
@@ -199,32 +185,31 @@ class Batch:
     """What a GPT takes as the cache of a pass over tokens of many texts, one after the other in a
     single row (1, T): no text is padded to another's length, and a shared block is read once.
 
-    A pass that fails changes nothing: the blocks are written when it commits.
+    A pass that fails changes nothing: what it wrote lies behind the tokens that count as read.
     """
 
     def __init__(self, cache: PagedCache, texts: Sequence[Text], counts: Sequence[int]) -> None:
         """counts[i] tokens of texts[i] will be fed. Raises ValueError if a text lacks room."""
         self.cache, self.texts, self.counts, self.layers = cache, texts, counts, cache.pool
-        self.pending: list[Tensor] = []  # of each layer, what this pass appends (2, H, T, D)
-        size, fed, tables = cache.size, [], []
+        device, size, fed, tables = cache.pool.device, cache.size, [], []
         for i, (text, n) in enumerate(zip(texts, counts, strict=True)):
             if any(cache.missing(text, n)):
                 own = f"{len(text.table)} blocks of {size} of its own: call room() first"
                 raise ValueError(f"{n} tokens after {text.n_read} don't fit in {own}")
             fed += [(i, t) for t in range(text.n_read, text.n_read + n)]
-            tables.append(text.table[: -(-(text.n_read + n) // size)])
-        rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
-        self.slots = [tables[i][t // size] * size + t % size for i, t in fed]  # its slot
-        used = dict.fromkeys(block for table in tables for block in table)
-        blocks = {block: i for i, block in enumerate(used)}  # each is gathered once, in this order
-        begins = torch.full((len(texts), len(blocks)), FAR)  # where a text has each block
+            tables.append(text.table[: math.ceil((text.n_read + n) / size)])
+        ids = [[texts[i].ids[texts[i].start + t] for i, t in fed]]  # (1, T)
+        slots = [tables[i][t // size] * size + t % size for i, t in fed]  # one for each token
+        blocks = sorted({block for table in tables for block in table})  # each is gathered once
+        begins = torch.full((len(texts), cache.blocks), FAR)  # where a text has each block
         for i, table in enumerate(tables):
-            begins[i, [blocks[block] for block in table]] = torch.arange(len(table)) * size
-        k_pos = (begins[:, :, None] + torch.arange(size)).flatten(1)  # (texts, S)
-        own = [blocks[slot // size] * size + slot % size for slot in self.slots]
+            begins[i, table] = torch.arange(len(table)) * size
+        k_pos = (begins[:, blocks, None] + torch.arange(size)).flatten(1)  # (texts, S)
+        rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
+        mask = k_pos[rows] <= pos[:, None]  # (T, S)
         next_pos = pos - torch.arange(len(fed))  # the GPT adds 0, 1, ..., T - 1
-        tensors = next_pos, k_pos[rows] <= pos[:, None], torch.tensor([*blocks]), torch.tensor(own)
-        self.next_pos, self.mask, self.blocks, self.own = (x.to(cache.pool.device) for x in tensors)
+        tensors = (torch.as_tensor(x).to(device) for x in (ids, slots, blocks, mask, next_pos))
+        self.ids, self.slots, self.blocks, self.mask, self.next_pos = tensors
 
     def __len__(self) -> int:
         return max(text.n_read for text in self.texts)
@@ -234,18 +219,15 @@ class Batch:
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Add a layer's keys and values (1, H, T, D) of the tokens at positions pos (T,). Return
         those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart."""
-        new = torch.cat([k, v])  # (2, H, T, D)
-        self.pending[layer:] = [new.nan_to_num(0, 0, 0)]  # 0 times a neighbour's NaN would be NaN
+        new = torch.cat([k, v]).nan_to_num(0, 0, 0)  # 0 times a neighbour's NaN would be NaN
+        self.layers[layer].flatten(2, 3)[:, :, self.slots] = new  # (2, H, T, D)
         if len(self.texts) == 1 and not len(self):
             return k, v, None  # all keys are new
         kv = self.cache.gather(layer, self.blocks)  # (2, H, S, D)
-        kv[:, :, self.own] = self.pending[layer]
         return kv[:1], kv[1:], self.mask
 
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read."""
-        for layer, new in zip(self.cache.pool, self.pending, strict=True):
-            layer.flatten(2, 3)[:, :, self.slots] = new
         for text, n in zip(self.texts, self.counts, strict=True):
             self.cache.grow(text, n)
 
@@ -260,15 +242,24 @@ class Server:
         if chunk < 1 or most < 1:
             raise ValueError(f"chunk {chunk} and most {most} must be at least 1")
         self.model, self.cache, self.chunk, self.most = model, cache, chunk, most
-        self.waiting: list[Text] = []  # each of these in order of arrival
-        self.running: list[Text] = []  # they own blocks
+        self.texts: list[Text] = []  # that aren't complete, in order of arrival
         self.arrived = self.put_back = 0  # texts, and how often one had to give its blocks back
         self.has_read = False  # in the last step: reading and writing take turns
 
     @property
     def busy(self) -> bool:
         """Whether a text isn't complete."""
-        return bool(self.waiting or self.running)
+        return bool(self.texts)
+
+    @property
+    def waiting(self) -> list[Text]:
+        """The texts without blocks."""
+        return [text for text in self.texts if not text.table]
+
+    @property
+    def running(self) -> list[Text]:
+        """The texts with blocks."""
+        return [text for text in self.texts if text.table]
 
     @property
     def reading(self) -> Text | None:
@@ -289,7 +280,7 @@ class Server:
         vocabulary, size = self.model.config.vocab_size, self.cache.size
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ValueError(f"tokens {min(ids)} to {max(ids)}: the model has {vocabulary}, from 0")
-        need = -(-min(len(ids) + max_new_tokens - 1, self.model.context) // size)
+        need = math.ceil(min(len(ids) + max_new_tokens - 1, self.model.context) / size)
         if need > self.cache.blocks:
             lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks"
             raise ValueError(f"{lengths} of {size}, there are {self.cache.blocks}")
@@ -298,7 +289,7 @@ class Server:
                     generator, context_start(len(ids), self.model.context))  # fmt: skip
         self.arrived += 1
         if max_new_tokens:
-            self.waiting.append(text)
+            self.texts.append(text)
         return text.number
 
     @torch.no_grad()
@@ -311,72 +302,56 @@ class Server:
         if not texts:
             return []
         counts = [min(text.unread, self.chunk) for text in texts]  # 1 for those that are written
-        ids = [i for text, n in zip(texts, counts, strict=True) for i in text.next(n)]
         batch = Batch(self.cache, texts, counts)
-        ids = torch.tensor([ids], device=self.cache.pool.device)  # (1, T)
-        logits = self.model(ids, batch, last_only=self.has_read)[0]  # (texts, V)
-        rows = [(text, row) for text, row in zip(texts, logits, strict=True) if not text.unread]
-        tokens = [sample(row[None], text.temperature, text.top_k, text.generator) for text, row in rows]
-        return [self.write(text, int(token)) for (text, _), token in zip(rows, tokens, strict=True)]
+        logits = self.model(batch.ids, batch, last_only=self.has_read)[0]  # (texts, V)
+        rows = zip(texts, logits[:, None], strict=True)
+        return [self.write(text, row) for text, row in rows if not text.unread]
 
     def admit(self) -> bool:
         """Give the first waiting text the blocks that its tokens need, if one is left for each that
-        is being written; else return False."""
-        text = self.waiting[0]
+        is running; else return False."""
+        text, spare = self.waiting[0], len(self.running)
         self.cache.share(text)
-        if not self.cache.room(text, text.unread, spare=len(self.running)):
+        if not self.cache.room(text, text.unread, spare):
             self.cache.drop(text)
-            return False
-        insort(self.running, self.waiting.pop(0), key=lambda text: text.number)
-        return True
+        return bool(text.table)
 
     def make_room(self) -> list[Text]:
         """Make room for a token of each text that is being written, the oldest first; return them.
-        If no block is free, the youngest of all gives its blocks back. That is never the oldest,
-        which fits alone: some text always gets on."""
+        If no block is free, the youngest of all gives its blocks back: it will be read again, with
+        what it has written. That is never the oldest, which fits alone: some text always gets on."""
         for text in self.writing:
-            while text in self.running and not self.cache.room(text, 1):
-                self.wait(self.running[-1])
+            while text.table and not self.cache.room(text, 1):
+                self.cache.drop(self.running[-1])
                 self.put_back += 1
         return self.writing
 
-    def wait(self, text: Text) -> None:
-        """Let a text that was running wait: it will be read again, with what it has written."""
-        self.leave(text)
-        insort(self.waiting, text, key=lambda text: text.number)
-
-    def leave(self, text: Text) -> None:
-        """Give a text's blocks back."""
-        self.cache.drop(text)
-        self.running.remove(text)
-
-    def write(self, text: Text, token: int) -> tuple[int, int]:
-        """Add a token to a text that has been read, and continue or retire the text."""
+    def write(self, text: Text, logits: Tensor) -> tuple[int, int]:
+        """Add a token to a text that has been read, by its logits (1, V); continue or retire it."""
+        token = int(sample(logits, text.temperature, text.top_k, text.generator))
         text.ids.append(token)
         start = context_start(len(text.ids), self.model.context)
         if token == text.stop_id or len(text.ids) == text.end:
-            self.leave(text)
+            self.cache.drop(text)
+            self.texts.remove(text)
         elif start > text.start:  # as generate() does: positions are baked into K, so read again
-            self.wait(text)
+            self.cache.drop(text)
             text.start = start
         return text.number, token
 
 
 def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], *,
-          blocks: int, size: int = 16, chunk: int = 64, most: int = 16, samples: int = 1, seed: int = 0,
+          blocks: int, size: int = 16, chunk: int = 64, most: int = 16, seed: int = 0,
           **options: Any) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Yield (text, token) as they come. Texts i * samples to i * samples + samples - 1 continue prompt
-    i, whose blocks they share, and text number n draws with seed + n. A text's tokens are those that
-    generate() yields for it alone with that seed, up to what rounding does to a tie.
+    """Yield (text, token) as they come. Text i continues prompt i, and draws with seed + i. Its
+    tokens are those that generate() yields for it alone with that seed, up to what rounding does to
+    a tie. Prompts may be equal: their texts share the blocks, and are samples of one prompt.
     max_new_tokens: of all, or of each prompt. options: stop_id, temperature and top_k, of all texts.
     Raises ValueError, at the first token, if a prompt can't be served, as Server.add() does."""
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}")
     server = Server(model, PagedCache(model, blocks, size), chunk, most)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    for ids, limit in zip(prompts, limits, strict=True):
-        for _ in range(samples):
-            server.add(ids, limit, seed=seed + server.arrived, **options)
+    for i, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
+        server.add(ids, limit, seed=seed + i, **options)
     while server.busy:
         yield from server.step()
 
@@ -411,7 +386,7 @@ def main(argv: list[str] | None = None) -> None:
                                       "--top-k": args.top_k})  # fmt: skip
         trace = cli.trace_path(args)
         lines = Path(args.file).read_text(encoding="utf-8").splitlines() if args.file else []
-        lines = [line for line in lines if line.strip()]
+        lines = [line for line in lines if line.strip() for _ in range(args.samples or 1)]
         if args.file and not lines:
             raise ValueError(f"{args.file} has no line to continue")
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
@@ -419,17 +394,15 @@ def main(argv: list[str] | None = None) -> None:
         if args.what == "run":
             return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, trace)
         prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
-        samples, end = args.samples or 1, tokenizer.eot_token
-        enough = samples * sum(-(-min(len(ids) + n, model.context) // size) for ids in prompts)
-        tokens = serve(model, prompts, n, blocks=args.blocks or max(1, enough), size=size, stop_id=end,
-                       chunk=args.chunk, samples=samples, seed=args.seed, top_k=args.top_k,
-                       temperature=args.temperature or 0.0)  # fmt: skip
-        written: list[list[int]] = [[] for _ in range(samples * len(prompts))]
-        for number, token in tokens:
-            written[number].append(token)
-            if len(written[number]) == n or token == end:
-                text = tokenizer.decode([i for i in written[number] if i != end])
-                print(f"[{number + 1}] {lines[number // samples]}{text}\n", flush=True)
+        enough = sum(math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts)
+        written: list[list[int]] = [[] for _ in prompts]
+        for i, token in serve(model, prompts, n, blocks=args.blocks or enough, size=size,
+                              chunk=args.chunk, seed=args.seed, stop_id=tokenizer.eot_token,
+                              temperature=args.temperature or 0.0, top_k=args.top_k):  # fmt: skip
+            if token != tokenizer.eot_token:
+                written[i].append(token)
+            if token == tokenizer.eot_token or len(written[i]) == n:
+                print(f"[{i + 1}] {lines[i]}{tokenizer.decode(written[i])}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -380,8 +380,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     cli.add_argument("--requests", nargs="*", type=whole_number(1), metavar="N",
-                     help="measure N requests of different lengths at once instead; default: "
-                     f"{' '.join(map(str, together.COUNTS))}")
+                     help="measure N requests of different lengths at once instead, and keep the record of other N in "
+                     f"the folder; default: {' '.join(map(str, together.COUNTS))}")
     cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")
     cli.add_argument("--out", type=writable_folder, metavar="FOLDER",
                      help="where results go; default: results/benchmarks")  # fmt: skip
@@ -451,20 +451,24 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure_requests(args: argparse.Namespace, out: Path) -> None:
-    """Measure requests of different lengths at once, print the tables and write requests.json."""
+    """Measure requests of different lengths at once, print the tables and write requests.json, which keeps what it has
+    of other numbers of requests."""
     for option in ("only", "peer_path", "lengths", "batches", "ablate"):
         if getattr(args, option):
             raise ValueError(f"--requests has no --{option.replace('_', '-')}: see --help")
     out.mkdir(parents=True, exist_ok=True)
+    path = out / "requests.json"
+    kept = read_json(path)["counts"] if path.exists() else {}
     with weights(args.model) as folder:
         geometry, counts = geometry_of(folder), sorted({*(args.requests or together.COUNTS)})
         found = together.measure(folder, geometry, counts, args.turns, args.on, args.threads)
-    record = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
-              "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
-              "geometry": geometry, **found}  # fmt: skip
-    print(page(together.summary(record)))
-    write_json(out / "requests.json", record, indent=1)
-    print(f"\nWritten to {out / 'requests.json'}")
+    run = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
+           "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+           "geometry": geometry}  # fmt: skip
+    new = {count: run | figures for count, figures in found.items()}
+    print(page(together.summary(new)))
+    write_json(path, {"counts": kept | new}, indent=1)
+    print(f"\nWritten to {path}")
 
 
 if __name__ == "__main__":

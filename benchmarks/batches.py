@@ -192,8 +192,8 @@ def ask(name: str, folder: Path, device: str, threads: int, **request: Any) -> d
 
 def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns: int, device: str,
             threads: int) -> dict[str, Any]:  # fmt: skip
-    """Return, by number of requests, the medians over turns of every contender, and the bound: a prompt's products,
-    then all weights once for each further token of the text that is written longest.
+    """Return the record of each number of requests: the medians over turns of every contender, and the bound: a
+    prompt's products, then all weights once for each further token of the text that is written longest.
 
     One that fails is left out from there on, and said in "failed". Raises ValueError if BASE fails, or PAGED.
     """
@@ -206,7 +206,9 @@ def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns
         for count in counts:
             requests = requests_of(count, geometry["vocab_size"], geometry["n_ctx"])
             names = [*CONTENDERS]
-            for name in tqdm(names[turn % len(names) :] + names[: turn % len(names)], desc=f"{count}", leave=False):
+            bar = tqdm(names[turn % len(names) :] + names[: turn % len(names)], leave=False)
+            for name in bar:
+                bar.set_description(f"{count} requests, {name}")
                 try:
                     if name not in failed:
                         raw[count][name].append(ask(name, folder, device, threads, requests=requests))
@@ -216,13 +218,14 @@ def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns
                         raise
     read = geometry["weights"] / median(f["bytes_per_ms"] for f in floor) / 1e3  # seconds a pass
     token = median(f["products_ms"][str(rows)] for f in floor) / rows / 1e3
-    result: dict[str, Any] = {"floor": floor, "read_ms": 1e3 * read, "failed": failed, "counts": {}}
+    result = {}
     for count in counts:
         requests = requests_of(count, geometry["vocab_size"], geometry["n_ctx"])
         new, lengths = [r["new"] for r in requests], [len(r["ids"]) for r in requests]
         bound = token * sum(lengths) + read * (max(new) - 1)
-        found: dict[str, Any] = {"prompts": lengths, "new": new, "arrivals": [r["arrival"] for r in requests],
-                                 "bound_s": bound, "bound_tokens_per_s": sum(new) / bound, "rows": {}}  # fmt: skip
+        found: dict[str, Any] = {"floor": floor, "read_ms": 1e3 * read, "failed": failed, "prompts": lengths,
+                                 "new": new, "arrivals": [r["arrival"] for r in requests], "bound_s": bound,
+                                 "bound_tokens_per_s": sum(new) / bound, "rows": {}}  # fmt: skip
         base = raw[count][BASE]
         for name, turns_of in raw[count].items():
             if name in failed:
@@ -235,17 +238,21 @@ def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns
                 "same_tokens": all(t["tokens"] == b["tokens"] for t, b in zip(turns_of, base, strict=True)),
                 **{key: value for key, value in middle.items() if key not in ("seconds", "tokens")},
             }  # fmt: skip
-        result["counts"][str(count)] = found
+        result[str(count)] = found
     return result
 
 
-def summary(record: dict[str, Any]) -> list[str | Table]:
-    """Return the figures, a table for each number of requests."""
-    parts: list[str | Table] = [
-        f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
-        f"{record['read_ms']:.1f} ms; {record['machine']}; {record['threads']} thread{'s' * (record['threads'] > 1)}; "
-        f"medians of {record['turns']} turns, {record['date']}."]  # fmt: skip
-    for count, found in record["counts"].items():
+def summary(counts: dict[str, dict[str, Any]]) -> list[str | Table]:
+    """Return the figures, a table for each number of requests, after what it was measured on if that is new."""
+    parts: list[str | Table] = []
+    conditions = ""
+    for count, found in sorted(counts.items(), key=lambda item: int(item[0])):
+        threads = f"{found['threads']} thread{'s' * (found['threads'] > 1)}"
+        now = (f"{found['model']}, {found['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
+               f"{found['read_ms']:.1f} ms; {found['machine']}; {threads}; medians of {found['turns']} "
+               f"turn{'s' * (found['turns'] > 1)}, {found['date']}.")  # fmt: skip
+        if now != conditions:
+            parts.append(conditions := now)
         lengths = f"prompts of {min(found['prompts'])} to {max(found['prompts'])} tokens"
         parts.append(f"{count} request{'s' * (count != '1')}, all there at the beginning; {lengths}, "
                      f"{min(found['new'])} to {max(found['new'])} to write: {sum(found['new']):,} in all:")  # fmt: skip
@@ -259,9 +266,11 @@ def summary(record: dict[str, Any]) -> list[str | Table]:
         parts.append(Table(["", "tokens/s", "times as fast", "of the bound", "bytes held", "wasted", "same tokens"],
                            rows))  # fmt: skip
         if "step_ms" in (r := found["rows"][PAGED]):
-            parts.append(f"In `paged.py` a step of {r['texts']} texts takes {r['step_ms']:.1f} ms, of which gathering "
+            texts = f"{r['texts']} text{'s' * (r['texts'] > 1)}"
+            parts.append(f"In `paged.py` a step of {texts} takes {r['step_ms']:.1f} ms, of which gathering "
                          f"blocks {r['gather_ms']:.1f}; without a cache it takes {r['no_cache_ms']:.1f}.")  # fmt: skip
-    return parts + [f"Not measured: {name} ({why})." for name, why in record["failed"].items()]
+        parts += [f"Not measured: {name} ({why})." for name, why in found["failed"].items()]
+    return parts
 
 
 if __name__ == "__main__":

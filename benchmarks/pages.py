@@ -93,7 +93,8 @@ def standing() -> str:
 
 def requests() -> str:
     """The tables of the newest record of many requests at once."""
-    return page(batches.summary(read_json(sorted((HERE / "results").glob("*/requests.json"))[-1])), markdown=True)
+    record = read_json(sorted((HERE / "results").glob("*/requests.json"))[-1])
+    return page(batches.summary(record["counts"]), markdown=True)
 
 
 def threads_of(record: dict[str, Any]) -> str:

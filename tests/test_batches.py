@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -81,18 +82,20 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(mon
     monkeypatch.setattr(batches, "ask", ask)
     found = measure(Path("."), GEOMETRY, [2], 3, "cpu", 1)
     requests = requests_of(2, 300, 64)
-    one, new = found["counts"]["2"], [r["new"] for r in requests]
+    one, new = found["2"], [r["new"] for r in requests]
     bound = 1e-4 * sum(len(r["ids"]) for r in requests) + 1e-3 * (max(new) - 1)
     assert one["bound_s"] == pytest.approx(bound) and one["bound_tokens_per_s"] == pytest.approx(sum(new) / bound)
     assert one["new"] == new and one["arrivals"] == [0.0, 0.0]
     paged = one["rows"][PAGED]
     assert paged["tokens_per_s"] == sum(new) / 2 and paged["times_as_fast"] == 4.0 and paged["held"] == 10
     assert not paged["same_tokens"] and one["rows"][BASE]["same_tokens"]
-    assert sorted(found["failed"]) == sorted(CONTENDERS.keys() - seconds.keys())
-    assert all(asked.count(name) == 1 for name in found["failed"]), "one that failed is not asked again"
-    printed = page(summary({"model": "m", "machine": "here", "threads": 1, "turns": 3, "date": "today",
-                            "geometry": GEOMETRY, **found}))  # fmt: skip
+    assert sorted(one["failed"]) == sorted(CONTENDERS.keys() - seconds.keys())
+    assert all(asked.count(name) == 1 for name in one["failed"]), "one that failed is not asked again"
+    one |= {"model": "m", "machine": "here", "threads": 1, "turns": 3, "date": "today", "geometry": GEOMETRY}
+    printed = page(summary({"16": one, "2": one, "64": one | {"turns": 1}}))
     assert "NO" in printed and "Not measured: transformers, padded generate" in printed
+    assert re.findall(r"\d+ turns?|\d+ requests", printed) == \
+        ["3 turns", "2 requests", "16 requests", "1 turn", "64 requests"]  # fmt: skip
     asked.clear()
     del seconds[PAGED]
     with pytest.raises(ValueError, match=r"paged\.py failed: no"):
@@ -116,6 +119,16 @@ def test_one_command_gives_tables_and_a_record(folder: Path, tmp_path: Path, cap
     assert [*record["counts"]] == ["1", "3"] and "3 requests, all there at the beginning" in printed
     assert all(r["same_tokens"] for found in record["counts"].values() for r in found["rows"].values())
     assert "of which gathering" in printed and " NO" not in printed
+
+
+def test_a_record_keeps_what_it_has_of_other_numbers(folder: Path, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    answer = {"bytes_per_ms": 1e6, "products_ms": {"32": 3.2}, "tokens": [], "held": 1, "wasted": 0, "seconds": 1.0}
+    monkeypatch.setattr(batches, "ask", lambda *where, **request: answer)
+    for counts, turns in ((["1", "4"], "2"), (["16", "4"], "1")):
+        bench.main(["--requests", *counts, "--turns", turns, "--model", str(folder), "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "requests.json").read_text())
+    assert {count: found["turns"] for count, found in record["counts"].items()} == {"1": 2, "4": 1, "16": 1}
 
 
 @pytest.mark.parametrize(("words", "culprits"), [

@@ -3,9 +3,8 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache", "gpt_bounded_cache"]
@@ -15,6 +14,7 @@ FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LINES = 400  # of code in a file, tables of data aside
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Every module of ours by its dotted name, chapters' exercises and tests aside."""
     files = [p for p in [*ROOT.glob("*.py"), *(p for name in FLOOR for p in ROOT.glob(f"{name}/**/*.py"))]]
@@ -64,18 +64,20 @@ def test_a_file_is_a_noun() -> None:
             assert len(code_lines((ROOT / path).read_text("utf-8"))) <= LINES, path
 
 
-@pytest.mark.parametrize("name", GPT_FILES)
-def test_a_gpt_file_alone_beside_torch_generates_from_random_weights(name: str, tmp_path: Path) -> None:
-    (tmp_path / f"{name}.py").write_text((ROOT / f"{name}.py").read_text("utf-8"), "utf-8")
-    classes = ["GPT", "BCT"][: 1 + (name == "gpt_bounded_cache")]
-    code = f"""import sys, torch
+def test_a_gpt_file_alone_beside_torch_generates_from_random_weights(tmp_path: Path) -> None:
+    for name in GPT_FILES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text((ROOT / f"{name}.py").read_text("utf-8"), "utf-8")
+    code = f"""import importlib, sys, torch
 assert {str(ROOT)!r} not in sys.path
-import {name} as file
-for kind in {classes}:
-    kind = getattr(file, kind)
-    model = kind(kind.config_class(vocab_size=9, n_ctx=8, n_layer=1, n_head=1, n_embd=4)).eval()
-    assert torch.cat([*file.generate(model, torch.tensor([[1, 2]]), 20)], 1).shape == (1, 20)
-assert not {{"load_gpt2_weights", "support", "tiktoken"}} & {{*sys.modules}}
+for name in {GPT_FILES}:
+    sys.path[0] = name
+    file = importlib.import_module(name)
+    for kind in {{getattr(file, kind, file.GPT) for kind in ("GPT", "BCT")}}:
+        model = kind(kind.config_class(vocab_size=9, n_ctx=8, n_layer=1, n_head=1, n_embd=4)).eval()
+        assert torch.cat([*file.generate(model, torch.tensor([[1, 2]]), 20)], 1).shape == (1, 20)
+    del sys.modules[name]  # the next one has to do without it
+    assert not {{*{GPT_FILES}, "load_gpt2_weights", "support", "tiktoken"}} & {{*sys.modules}}, name
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
                           env={"PATH": "", "OMP_NUM_THREADS": "1"})  # fmt: skip

@@ -114,8 +114,8 @@ def test_explanations_in_one_batch_are_those_of_each_prompt_alone() -> None:
     memories, tokenizer = memory.memories_of("pocket", 37, "cpu", torch.float32), load_tokenizer("pocket")
     questions = corpus.explain_questions("valid", 3)
     for key in ("window", "bct"):
-        together = memory.explanations(memories[key], tokenizer, questions, tokens=25)
-        assert together == [memory.explanations(memories[key], tokenizer, [q], tokens=25)[0] for q in questions]
+        together = memory.explanations(memories[key], tokenizer, questions, tokens=12)
+        assert together == [memory.explanations(memories[key], tokenizer, [q], tokens=12)[0] for q in questions]
 
 
 @pytest.mark.slow

@@ -54,8 +54,8 @@ def read(model: GPT, cache: PagedCache, texts: list[Text], *counts: int) -> tupl
     """Return the logits (n, V) of the next n tokens of each text, for as many counts or one for all."""
     counts = counts if len(counts) == len(texts) else counts * len(texts)
     assert all(cache.room(text, n) for text, n in zip(texts, counts, strict=True))
-    fed = [i for text, n in zip(texts, counts, strict=True) for i in text.next(n)]
-    return model(torch.tensor([fed]), Batch(cache, texts, counts))[0].split(counts)
+    batch = Batch(cache, texts, counts)
+    return model(batch.ids, batch)[0].split(counts)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -408,18 +408,16 @@ def test_limits_and_stop_tokens_are_those_of_each_text(model: GPT) -> None:
 
 
 def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(model: GPT) -> None:
-    prompts, fed = [tokens(9, 1), tokens(4, 2)], []
+    prompts, limits, fed = [tokens(9, 1)] * 3 + [tokens(4, 2)] * 3, [8, 8, 8, 5, 5, 5], []
     hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
     found: list[list[int]] = [[] for _ in range(6)]
     options = {"temperature": 1.5, "top_k": 20}
-    for number, token in serve(model, prompts, [8, 5], blocks=30, size=4, samples=3, seed=40, **options):
+    for number, token in serve(model, prompts, limits, blocks=30, size=4, seed=40, **options):
         found[number].append(token)
     hook.remove()
-    expected = [alone(model, prompts[i // 3], [8, 5][i // 3], seed=40 + i, **options) for i in range(6)]
+    expected = [alone(model, prompts[i], limits[i], seed=40 + i, **options) for i in range(6)]
     assert found == expected and len({*map(tuple, found)}) == 6
     assert sum(fed) == 9 + 4 + 4 * 1 + 3 * (7 + 4), "of a prompt the other samples read the last token only"
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
-        next(serve(model, prompts, 3, blocks=30, samples=0))
 
 
 def test_draws_do_not_depend_on_what_runs_beside_a_text(model: GPT) -> None:

@@ -424,7 +424,7 @@ def test_a_model_that_can_not_copy_fails_the_gates() -> None:
     torch.manual_seed(0)
     tokenizer = read_tokenizer(TOKENIZER)
     model = GPT(recipes.TEACHER.config).eval()
-    questions = corpus.recall_questions("valid", 12)
+    questions = corpus.recall_questions("valid", 4)
     nats, share = evaluation.answers(model, tokenizer, questions)
     assert share == 0 and nats > 5
     bad = {"name_nats": nats, "closed_book_share": share, "list_first_nats": 7.0, "list_second_nats": 7.0}
