@@ -12,6 +12,7 @@ if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -231,11 +232,16 @@ def explanations(memory: Memory, tokenizer: Any, questions: list[corpus.Question
     return [written[i] for i in range(len(prompts))]
 
 
-def change(figure: Callable[[np.ndarray], np.ndarray], counts: np.ndarray, base: np.ndarray) -> dict[str, float]:
-    """Return by which share a figure differs from that of base, both of the same texts, and its 95% interval."""
+def change(figure: Callable[[np.ndarray], np.ndarray], counts: np.ndarray,
+           base: np.ndarray) -> dict[str, float | None]:  # fmt: skip
+    """Return by which share a figure differs from that of base, both of the same texts, and its 95% interval; None
+    where base has a figure of 0."""
     pairs = np.stack([counts, base], axis=1)  # (texts, 2, n)
     relative = lambda drawn: figure(drawn[..., 0, :]) / figure(drawn[..., 1, :]) - 1  # noqa: E731
-    return dict(zip(("change", "low", "high"), bootstrap(pairs, relative), strict=True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = bootstrap(pairs, relative)
+    found = [x if x is not None and math.isfinite(x) else None for x in found]
+    return dict(zip(("change", "low", "high"), found, strict=True))
 
 
 def quality(memories: dict[str, Memory], tokenizer: Any,
