@@ -8,19 +8,17 @@ same with logits instead of text, and the checks of exercise.py. `--all` names t
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run or imported from any folder
 if __name__ == "__main__":
-    sys.path.insert(0, f"{sys.path[0]}/../..")  # run as a file, from any folder
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import hashlib
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from types import ModuleType
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
