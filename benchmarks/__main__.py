@@ -19,13 +19,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: w
 
 import argparse
 import importlib.util
-import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -37,6 +35,7 @@ import gpt_kv_cache
 from benchmarks import batches as together
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
+from benchmarks.processes import ROOT, Worker
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import check_sizes, find_file, load_model, read_config, read_tensors
 from pocket.checkpoints import export
@@ -46,7 +45,6 @@ from support.figures import figure
 from support.files import read_json, write_json
 from support.tables import page, table
 
-ROOT = Path(__file__).resolve().parent.parent
 BASE = "gpt_kv_cache.py"  # what ratios are to
 DECODED, UNCACHED = 16, 3  # tokens after each prompt; of an implementation that reads the whole text for each
 SLOW = ("gpt_baseline.py", "LLMs-from-scratch, PyPI, no cache")
@@ -83,43 +81,7 @@ def geometry_of(folder: Path) -> dict[str, int]:
     return vars(config) | {"attention": config.n_head * config.head_dim, "weights": nbytes}
 
 
-# --- Processes ------------------------------------------------------------------------------------------------------
-
-
-class Worker:
-    """A contender in a process of its own. It waits for requests, and does nothing in between."""
-
-    def __init__(self, name: str, folder: Path, device: str, threads: int, peer: Path | None) -> None:
-        command = [sys.executable, "-m", "benchmarks.contenders", name, str(folder), device, str(threads)]
-        self.name = name
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
-        self.process = subprocess.Popen([*command, *([str(peer)] if peer else [])], cwd=ROOT, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)  # fmt: skip
-        self.read()
-
-    def read(self) -> dict[str, Any]:
-        """Return the next answer. Raises ValueError, with the last line that it printed, if the process has ended."""
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            self.errors.seek(0)
-            last = (self.errors.read().strip() or f"it ended with status {status}").splitlines()[-1]
-            self.close()
-            raise ValueError(f"{self.name} failed: {last}")
-        return json.loads(line)
-
-    def __call__(self, **request: Any) -> dict[str, Any]:
-        """Return the answer to a request. Raises ValueError if the process has ended."""
-        with suppress(BrokenPipeError):  # read() says why
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-        return self.read()
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):  # of one that has failed
-            self.process.stdin.close()
-        self.process.wait()
-        self.errors.close()
+# --- Measuring ------------------------------------------------------------------------------------------------------
 
 
 def available(contender: Contender, device: str, peer: Path | None) -> str:
@@ -131,9 +93,6 @@ def available(contender: Contender, device: str, peer: Path | None) -> str:
     if contender.device and contender.device != device:
         return f"runs on {contender.device} only"
     return ""
-
-
-# --- Measuring ------------------------------------------------------------------------------------------------------
 
 
 def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]], turns: int, device: str, threads: int,
@@ -151,10 +110,11 @@ def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]]
     reuse: dict[str, list[float]] = {name: [] for name in names}
     floor: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
+    peers = [peer] if peer else []
     batch, longest = max(cells, key=lambda cell: (cell[1], -cell[0]))
 
     def run(name: str) -> None:
-        with closing(Worker(name, folder, device, threads, peer)) as worker:
+        with closing(Worker("contenders", name, folder, device, threads, *peers)) as worker:
             if name == "floor":
                 floor.append(worker(geometry=geometry, rows=sorted({B * T for B, T in cells})))
                 return
