@@ -250,7 +250,6 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
     with cli.parse(argv) as args:
         torch.set_num_threads(args.threads)
-        args.out.mkdir(parents=True, exist_ok=True)
         size, n = (SMALL, 20) if args.quick else ("124M", NEW)
         record: dict[str, Any] = {"window": window_check(), "prompt": PROMPT, "new_tokens": n, "turns": args.turns}
         window = {"window": record["window"], "geometry": SMALL, "tokens": TEXT, "size": WINDOW}

@@ -205,7 +205,6 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         model = (random_model(GPT, "124M").to(args.device, args.dtype) if args.model == "random" else
                  load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip
-        args.out.mkdir(parents=True, exist_ok=True)
         lengths = QUICK if args.quick else LENGTHS
         measured = {"conditions": conditions(args.model, model),
                     **measure(model, args.repeats or (1 if args.quick else 5), lengths)}

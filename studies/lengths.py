@@ -188,7 +188,6 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
     with cli.parse(argv) as args:
         torch.set_num_threads(args.threads)
-        args.out.mkdir(parents=True, exist_ok=True)
         lengths, slots, geometry = ((16, 64), (4,), SMALL) if args.quick else (LENGTHS, SLOTS, {})
         record = measured(geometry, lengths, slots, args.turns)
         write_json(args.out / "summary.json", record)

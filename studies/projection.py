@@ -161,7 +161,6 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
            name_of_model: str, seed: int, out: Path) -> None:
     """Run the protocol on every kind of prompts; print, write and draw the results. The first kind's library is kept
     with our warm start, which the other kinds are measured with, too."""
-    out.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {"model": name_of_model, "conditions": conditions(name_of_model, model),
                                "encoder": Path(encoder).name, "repeats": scale.repeats, "seed": seed,
                                "kinds": {}}  # fmt: skip

@@ -136,12 +136,6 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
     return rows
 
 
-def save_array(file: Path, array: np.ndarray) -> None:
-    """Write an array as .npy, whatever the file is called."""
-    with file.open("wb") as handle:
-        np.save(handle, array, allow_pickle=False)
-
-
 def unrelated(cached: list[str], tests: list[str], tokenizer: tiktoken.Encoding) -> list[str]:
     """Return the prompts to store that begin with another token than all those to test."""
     first = {tokenizer.encode(text, allowed_special={END_OF_TEXT})[0] for text in tests}
@@ -154,7 +148,6 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
     """Run the experiment in the given orders and without overlap; for known weights the comparison of indices too, and
     for a small model the law; print, write and draw them. queries: 0 for random weights."""
     cached, tests = map(read_prompts, prompts)
-    out.mkdir(parents=True, exist_ok=True)
     store, others, fixed = Store(model, out / "cache"), unrelated(cached, tests, tokenizer), (n_new, repeats, ending)
     with tqdm(total=(len(orders) + bool(others)) * (repeats + 1), desc="runs", leave=False) as bar:
         found = {order: experiment(store, tokenizer, encoder, cached, tests, *fixed, bar, order)
@@ -162,7 +155,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
         nothing = experiment(Store(model), tokenizer, encoder, others, tests, *fixed, bar) if others else []
     rows = found[orders[0]]
     embeddings = encoder(cached)
-    write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
+    write_atomically(out / "cache_embeddings.npy", lambda file: np.save(file, embeddings))
     small = bool(queries) and model.config.n_embd < 512  # else it takes minutes, and studies.latency is there for it
     fits = {what: alpha(rows, what) for what in ("latency", "ttft")}
     record = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "orders": found,

@@ -176,7 +176,6 @@ def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[
 
 def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
     """Measure everything; print the tables and the verdicts; write them as CSV and JSON, and draw the figures."""
-    out.mkdir(parents=True, exist_ok=True)
     begun, size = time.perf_counter(), setup.size
     gates = calibrated(setup)
     writers = writers_of(setup, gates)

@@ -56,9 +56,6 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> lis
         """Return the ratio of perplexities, less 1, and its interval."""
         return [x - 1 for x in ratio(methods[name]["sampled"], methods[other]["sampled"], first)]
 
-    def overhead(name: str) -> str:
-        return with_interval(bootstrap(np.array(methods[name]["times"]["overheads"])), "+.1%")
-
     def growth(name: str) -> tuple[str, list[dict[str, float]]]:
         at = methods[name]["times"]["by_length"]
         if len(at) < 2 or not at[0]["tokens"]:
