@@ -15,7 +15,6 @@ if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import hashlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -27,20 +26,10 @@ import gpt_baseline
 import gpt_bounded_cache
 from load_gpt2_weights import load_model, load_tokenizer
 from support.cli import CommandLine
+from support.files import import_file
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-
-
-def import_file(path: Path) -> ModuleType:
-    """Return a Python file as a module."""
-    spec = importlib.util.spec_from_file_location(f"zoo_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 MUTANTS = import_file(ROOT / "tests" / "test_mutants.py")
 PATCHES = {patch.stem: patch for patch in MUTANTS.PATCHES if patch.stem.startswith(("kv", "ring", "bct"))}
 FAMILIES = {

@@ -22,7 +22,6 @@ from __future__ import annotations
 import ast
 import difflib
 import html
-import importlib.util
 import json
 import re
 import shlex
@@ -31,23 +30,15 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from support.files import import_file
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
 BLOCK = re.compile(r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 NUMBER = re.compile(r"<!--= (\S+) (.*?) -->(.*?)<!--/-->", re.S)
 LINES = 40  # of code or diff that a chapter shows at once: more is not read
-
-
-def import_file(path: Path) -> ModuleType:
-    """Return a Python file as a module."""
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache
