@@ -43,7 +43,7 @@ from support.cli import CommandLine, whole_number, writable_folder
 from support.conditions import SIZES, machine
 from support.figures import figure
 from support.files import read_json, write_json
-from support.tables import page, table
+from support.tables import Table, page, table
 
 BASE = "gpt_kv_cache.py"  # what ratios are to
 DECODED, UNCACHED = 16, 3  # tokens after each prompt; of an implementation that reads the whole text for each
@@ -287,13 +287,11 @@ def ablation(rows: dict[str, Any], lengths: Sequence[int]) -> dict[str, dict[str
                    for T in lengths} for name, r in rows.items() if name != BASE}  # fmt: skip
 
 
-def print_ablation(result: dict[str, dict[str, dict[str, list[float]]]], lengths: Sequence[int]) -> None:
-    """Print the gain from each choice."""
-    header = ["without", *(f"{what}, {T}" for what in ("decoding", "first token") for T in lengths)]
-    print(f"{BASE}: how many times as long without each of its choices, after so many tokens (least to most)\n")
-    print(table(header, [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what])
-                                  for what in ("decode", "first") for T in lengths)]
-                         for name, r in result.items()]))  # fmt: skip
+def ablation_table(without: dict[str, dict[str, dict[str, list[float]]]], lengths: Sequence[int]) -> Table:
+    """Return how many times as long all takes without each choice, from ablation()."""
+    header = ["without", *(f"{what} {T:,}" for what in ("a token after", "first token of") for T in lengths)]
+    return Table(header, [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first")
+                                   for T in lengths)] for name, r in without.items()])  # fmt: skip
 
 
 def draw(record: dict[str, Any], out: Path) -> None:
@@ -394,9 +392,9 @@ def main(argv: list[str] | None = None) -> None:
         record["disturbed"] = disturbed(record)
         if args.ablate:
             without = ablation(record["rows"], lengths)
-            print_ablation(without, lengths)
             goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
-            print(f"\nfirst token of {lengths[-1]}: {goes}")
+            print(page([f"{BASE}: how many times as long without each of its choices (least to most)",
+                        ablation_table(without, lengths), f"first token of {lengths[-1]}: {goes}"]))
             kept = {key: value for key, value in record.items() if key not in ("rows", "absent", "reuse_lengths")}
             write_json(out / "ablation.json", {**kept, "without": without, "first_token": shares}, indent=1)
         else:

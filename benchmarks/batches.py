@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from benchmarks.contenders import Clock
 from benchmarks.processes import Worker, serve
-from gpt_kv_cache import GPT, KVCache, generate
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from paged import PagedCache, Server
+from studies import paging
 from support.tables import Table
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
@@ -50,13 +51,8 @@ def one_at_a_time(folder: Path, device: str) -> Callable[[Requests], dict[str, A
     model = load_model(str(folder), model_class=GPT, device=device)
 
     def run(requests: Requests) -> dict[str, Any]:
-        texts, held = [], 0
-        for request in requests:
-            cache = KVCache()
-            new = generate(model, torch.tensor([request["ids"]], device=device), request["new"], cache=cache)
-            texts.append([int(token) for token in new])
-            held = max(held, cache.nbytes)
-        return {"tokens": texts, "held": held, "wasted": 0}
+        texts, held, wasted = paging.one_at_a_time(model, *zip(*((r["ids"], r["new"]) for r in requests), strict=True))
+        return {"tokens": texts, "held": held, "wasted": wasted}
 
     return run
 

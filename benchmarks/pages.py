@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import batches
-from benchmarks.__main__ import ahead, disturbance, draw
+from benchmarks.__main__ import ablation_table, ahead, disturbance, draw
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_json
@@ -84,9 +84,7 @@ def standing() -> str:
           if r["disturbed"]),
         "How many times as long `gpt_kv_cache.py` takes without each of its choices (in brackets the minimum and "
         "the maximum over the turns):",
-        Table(["without", *(f"{what} {T:,}" for what in ("a token after", "first token of") for T in lengths)],
-              [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first")
-                        for T in lengths)] for name, r in ablation["without"].items()]),
+        ablation_table(ablation["without"], lengths),
     ]  # fmt: skip
     return page(parts, markdown=True)
 

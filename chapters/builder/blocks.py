@@ -23,6 +23,7 @@ import ast
 import difflib
 import html
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -115,11 +116,16 @@ def diff(chapter: Path, old: str, new: str, number: str, last: str = "") -> str:
     return f"```diff\n{text}\n```\n<sub>{which} of {len(found)}, [{new}](../../{new}#L{chosen[0][2] + 1})</sub>"
 
 
+def execute(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command in the project's folder; python3 stands for this Python. options: subprocess.run()'s."""
+    words = (sys.executable if words[0] == "python3" else words[0], *words[1:])
+    return subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONUTF8": "1"}, capture_output=True, encoding="utf-8",
+                          **options)  # fmt: skip
+
+
 @cache
 def run(command: str) -> str:
-    words = shlex.split(command)
-    words[0] = sys.executable if words[0] == "python3" else words[0]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    result = execute(*shlex.split(command))
     if result.returncode:
         raise ValueError(f"{command} failed: {result.stderr.strip().splitlines()[-1]}")
     return result.stdout
