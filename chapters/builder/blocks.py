@@ -7,7 +7,7 @@ A mark is a comment, which a rendered page doesn't show. A mark on a line of its
                                to the next that contains TO (or to that line alone)
   diff OLD NEW N [LAST]        hunk N (to LAST) of the difference between two files
   output COMMAND               what a command prints, run in the project's folder; python3 stands for this Python
-  table NAME                   a table of studies/pages.py or benchmarks/pages.py
+  table NAME                   a table of studies/pages.py
   picture NAME                 PICTURES[NAME] of the chapter's pictures.py, an SVG file and its alternative text
 
 and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expression makes of a JSON file, `r`: a
@@ -139,11 +139,10 @@ def output(chapter: Path, *words: str) -> str:
 
 
 def table(chapter: Path, name: str) -> str:
-    """Return a table that is made of recorded results, links seen from the chapter."""
-    from benchmarks import pages as speed
+    """Return a table that is made of recorded results."""
     from studies import pages
 
-    return getattr(pages, name, getattr(speed, name, None))().replace("](results/", "](../../benchmarks/results/")
+    return getattr(pages, name, None)()
 
 
 def picture(chapter: Path, name: str) -> str:
