@@ -359,9 +359,9 @@ def main(argv: list[str] | None = None) -> None:
         out = args.out or ROOT / "results" / "benchmarks"
         if args.requests is not None:
             return measure_requests(args, out)
-        chosen = [c for c in CONTENDERS if c.name == BASE or c.name in (args.only or names)]
+        asked = () if args.ablate else args.only or names
+        chosen = [c for c in CONTENDERS if c.name in (BASE, *asked)] + [*WITHOUT] * args.ablate
         absent = {c.name: why for c in chosen if (why := available(c, args.on, args.peer_path))}
-        chosen = [c for c in chosen if c.name not in absent]
         with weights(args.model) as folder:
             geometry = geometry_of(folder)
             most = geometry["n_ctx"] - DECODED
@@ -374,19 +374,16 @@ def main(argv: list[str] | None = None) -> None:
             out.mkdir(parents=True, exist_ok=True)  # before anything takes time
             cells = [(batches[0], T) for T in lengths] + [(B, lengths[0]) for B in batches[1:]]
             options = {"turns": args.turns, "device": args.on, "threads": args.threads, "peer": args.peer_path}
-            taking_part = [BASE, *(c.name for c in WITHOUT)] if args.ablate else [c.name for c in chosen]
-            raw = measure(folder, taking_part, cells, **options)
+            raw = measure(folder, [c.name for c in chosen if c.name not in absent], cells, **options)
             if args.ablate:
                 torch.set_num_threads(args.threads)
                 with torch.no_grad():
                     shares = where_time_goes(folder, lengths[-1], args.on)
             else:
                 raw["overheads"] = overheads(geometry, list(raw["contenders"]), **options)
-        record = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
-                  "turns": args.turns, "lengths": lengths, "batches": batches, "torch": torch.__version__,
-                  "date": time.strftime("%Y-%m-%d"), "geometry": geometry, "reuse_lengths": raw["reuse_lengths"],
-                  "absent": (absent if not args.ablate else {}) | raw["failed"], **summary(raw)}  # fmt: skip
-        exact = [c.name for c in (*CONTENDERS, *WITHOUT) if c.exact and c.name in record["rows"]]
+        record = {**about(args, geometry), "lengths": lengths, "batches": batches,
+                  "reuse_lengths": raw["reuse_lengths"], "absent": absent | raw["failed"], **summary(raw)}  # fmt: skip
+        exact = [c.name for c in chosen if c.exact and c.name in record["rows"]]
         record["different"] = [name for name in exact if not all(
             x["same_tokens"] for cell, x in record["rows"][name].items() if " x " in cell)]  # fmt: skip
         record["disturbed"] = disturbed(record)
@@ -408,6 +405,13 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\nWritten to {out}")
 
 
+def about(args: argparse.Namespace, geometry: dict[str, int]) -> dict[str, Any]:
+    """Return the conditions for a record: the model, the machine and the day."""
+    return {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
+            "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+            "geometry": geometry}  # fmt: skip
+
+
 def measure_requests(args: argparse.Namespace, out: Path) -> None:
     """Measure requests of different lengths at once, print the tables and write requests.json."""
     for option in ("only", "peer_path", "lengths", "batches", "ablate"):
@@ -417,9 +421,7 @@ def measure_requests(args: argparse.Namespace, out: Path) -> None:
     with weights(args.model) as folder:
         geometry, counts = geometry_of(folder), sorted({*(args.requests or together.COUNTS)})
         found = together.measure(folder, geometry, counts, args.turns, args.on, args.threads)
-    record = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
-              "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
-              "geometry": geometry, **found}  # fmt: skip
+    record = {**about(args, geometry), **found}
     print(page(together.summary(record)))
     write_json(out / "requests.json", record, indent=1)
     print(f"\nWritten to {out / 'requests.json'}")
