@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
+from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from pocket import corpus
 from recycle import Store, read_all
 from studies import latency
@@ -31,7 +31,7 @@ from studies.latency import Run, timed
 from studies.protocol import StudyLine, claim_tables, read_prompts
 from studies.recycling_report import METHODS, alpha, claims, draw, tables, write_tables
 from support.cli import whole_number
-from support.conditions import SIZES, conditions, is_geometry, random_model
+from support.conditions import SIZES, conditions, is_geometry
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.files import write_atomically, write_json
 from support.radix_tree import RadixTree, common_prefix
@@ -277,17 +277,12 @@ def main(argv: list[str] | None = None) -> None:
                      help="order of the runs: interleaved after a warm-up, or the paper's: all cold runs without a "
                      "warm-up, then all others, once each")  # fmt: skip
     with cli.parse(argv) as args:
+        model, name = latency.model_of(args)
         random = is_geometry(args.model)
-        if random:
-            model = random_model(GPT, args.model).to(args.device, args.dtype)
-        else:
-            model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer("gpt2" if random else args.model)
         repeats, queries, lengths = (1, 40, latency.QUICK) if args.quick else (5, 150, latency.LENGTHS)
         repeats = args.repeats or repeats
-        about = {"model": f"{args.model}, random weights" if random else args.model,
-                 "encoder": Path(args.encoder).name}
-        about["conditions"] = conditions(about["model"], model)
+        about = {"model": name, "encoder": Path(args.encoder).name, "conditions": conditions(name, model)}
         report(model, tokenizer, load_encoder(args.encoder, model, tokenizer),
                [*map(Path, args.prompts or prompt_files(args.model))], args.max_new_tokens, repeats,
                0 if random else queries, lengths, END_OF_TEXT * ("DialoGPT" in args.model), about, args.out,
