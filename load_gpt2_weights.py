@@ -364,11 +364,8 @@ def main(argv: list[str] | None = None) -> None:
             known = ", ".join(sorted({entry["model"] for entry in published}))
             raise ValueError(f"no published continuation of {args.model} to compare with; there are some of {known}")
         is_bct = bool(read_json(find_file(args.model, "config.json")).get("slots"))
-        module, new_cache = gpt_kv_cache, gpt_kv_cache.KVCache
-        if is_bct:
-            module, new_cache = gpt_bounded_cache, gpt_bounded_cache.BoundedMemory
-        model_class = gpt_bounded_cache.BCT if is_bct else gpt_kv_cache.GPT
-        model = load_model(args.model, model_class=model_class, device=args.device, dtype=args.dtype)
+        module, kind = (gpt_bounded_cache, gpt_bounded_cache.BCT) if is_bct else (gpt_kv_cache, gpt_kv_cache.GPT)
+        model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         config, count = model.config, sum(parameter.numel() for parameter in model.parameters())
         print(f"{args.model}: {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, width "
@@ -382,7 +379,7 @@ def main(argv: list[str] | None = None) -> None:
         # DialoGPT answers once a turn has ended.
         prompt = f"Does money buy happiness?{END_OF_TEXT}" if "DialoGPT" in args.model else PROMPT
         print(prompt, end="", flush=True)
-        cache = new_cache()
+        cache = model.new_cache()
         stream(continuation(prompt, 40, cache), tokenizer, cache)
         different = 0
         for entry in expected:

@@ -44,7 +44,7 @@ from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import END_OF_TEXT
 from pocket import rope
 from recycle import read_all
-from support.encoders import PairEncoder
+from support.encoders import PairEncoder, load_encoder
 from support.files import write_atomically
 from support.fingerprints import fingerprint, raw
 from support.regression import cross_validate, ridge, solve
@@ -351,8 +351,7 @@ class Library:
         write_atomically(folder / "library.json", lambda file: file.write_text(json.dumps(about), encoding="utf-8"))
 
     @classmethod
-    def load(cls, model: GPT, tokenizer: tiktoken.Encoding, folder: Path,
-             load_encoder: Callable[[str], Callable[[list[str]], np.ndarray]]) -> Library:  # fmt: skip
+    def load(cls, model: GPT, tokenizer: tiktoken.Encoding, folder: Path) -> Library:
         """Return the library in a folder; a damaged one is a warning, and comes back empty: all starts are cold.
 
         Raises FileNotFoundError if there is none, ValueError if it was made with another model or needs an encoder that
@@ -376,7 +375,7 @@ class Library:
         if about["fingerprint"] != fingerprint(model):
             raise ValueError(f"the library in {folder} was made with another model: make it again")
         encoder = (PairEncoder(tokenizer, about["tokens"], tensors["encoder.mean"], tensors["encoder.weight"])
-                   if about["encoder"] == "pairs" else load_encoder(about["encoder"]))  # fmt: skip
+                   if about["encoder"] == "pairs" else load_encoder(about["encoder"], model, tokenizer))  # fmt: skip
         nothing = torch.empty(0)
         prefix = Prefill(about["prefix"], tensors["prefix"], *[nothing] * 3) if about["prefix"] else None
         library = cls(model, Layout(**about["layout"]), encoder, about["texts"], tensors["summaries"], prefix=prefix,
@@ -512,7 +511,6 @@ def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from studies import projection
     from support.cli import CommandLine, nonempty, whole_number
-    from support.encoders import load_encoder
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["study"]:
@@ -540,8 +538,7 @@ def main(argv: list[str] | None = None) -> None:
             projection.demo(model, tokenizer, args.seed)
         else:
             library = (projection.quiz_library(model, tokenizer, args.seed) if args.library is None else
-                       Library.load(model, tokenizer, Path(args.library),
-                                    lambda name: load_encoder(name, model, tokenizer)))
+                       Library.load(model, tokenizer, Path(args.library)))
             answer(library, tokenizer, args.question, args.max_new_tokens or 32)
 
 

@@ -19,13 +19,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: w
 
 import argparse
 import importlib.util
-import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -37,6 +35,7 @@ import gpt_kv_cache
 from benchmarks import batches as together
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
+from benchmarks.processes import ROOT, Worker
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import check_sizes, find_file, load_model, read_config, read_tensors
 from pocket.checkpoints import export
@@ -44,9 +43,8 @@ from support.cli import CommandLine, whole_number, writable_folder
 from support.conditions import SIZES, machine
 from support.figures import figure
 from support.files import read_json, write_json
-from support.tables import page, table
+from support.tables import Table, page, table
 
-ROOT = Path(__file__).resolve().parent.parent
 BASE = "gpt_kv_cache.py"  # what ratios are to
 DECODED, UNCACHED = 16, 3  # tokens after each prompt; of an implementation that reads the whole text for each
 SLOW = ("gpt_baseline.py", "LLMs-from-scratch, PyPI, no cache")
@@ -83,43 +81,7 @@ def geometry_of(folder: Path) -> dict[str, int]:
     return vars(config) | {"attention": config.n_head * config.head_dim, "weights": nbytes}
 
 
-# --- Processes ------------------------------------------------------------------------------------------------------
-
-
-class Worker:
-    """A contender in a process of its own. It waits for requests, and does nothing in between."""
-
-    def __init__(self, name: str, folder: Path, device: str, threads: int, peer: Path | None) -> None:
-        command = [sys.executable, "-m", "benchmarks.contenders", name, str(folder), device, str(threads)]
-        self.name = name
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
-        self.process = subprocess.Popen([*command, *([str(peer)] if peer else [])], cwd=ROOT, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)  # fmt: skip
-        self.read()
-
-    def read(self) -> dict[str, Any]:
-        """Return the next answer. Raises ValueError, with the last line that it printed, if the process has ended."""
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            self.errors.seek(0)
-            last = (self.errors.read().strip() or f"it ended with status {status}").splitlines()[-1]
-            self.close()
-            raise ValueError(f"{self.name} failed: {last}")
-        return json.loads(line)
-
-    def __call__(self, **request: Any) -> dict[str, Any]:
-        """Return the answer to a request. Raises ValueError if the process has ended."""
-        with suppress(BrokenPipeError):  # read() says why
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-        return self.read()
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):  # of one that has failed
-            self.process.stdin.close()
-        self.process.wait()
-        self.errors.close()
+# --- Measuring ------------------------------------------------------------------------------------------------------
 
 
 def available(contender: Contender, device: str, peer: Path | None) -> str:
@@ -131,9 +93,6 @@ def available(contender: Contender, device: str, peer: Path | None) -> str:
     if contender.device and contender.device != device:
         return f"runs on {contender.device} only"
     return ""
-
-
-# --- Measuring ------------------------------------------------------------------------------------------------------
 
 
 def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]], turns: int, device: str, threads: int,
@@ -151,10 +110,11 @@ def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]]
     reuse: dict[str, list[float]] = {name: [] for name in names}
     floor: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
+    peers = [peer] if peer else []
     batch, longest = max(cells, key=lambda cell: (cell[1], -cell[0]))
 
     def run(name: str) -> None:
-        with closing(Worker(name, folder, device, threads, peer)) as worker:
+        with closing(Worker("contenders", name, folder, device, threads, *peers)) as worker:
             if name == "floor":
                 floor.append(worker(geometry=geometry, rows=sorted({B * T for B, T in cells})))
                 return
@@ -327,13 +287,11 @@ def ablation(rows: dict[str, Any], lengths: Sequence[int]) -> dict[str, dict[str
                    for T in lengths} for name, r in rows.items() if name != BASE}  # fmt: skip
 
 
-def print_ablation(result: dict[str, dict[str, dict[str, list[float]]]], lengths: Sequence[int]) -> None:
-    """Print the gain from each choice."""
-    header = ["without", *(f"{what}, {T}" for what in ("decoding", "first token") for T in lengths)]
-    print(f"{BASE}: how many times as long without each of its choices, after so many tokens (least to most)\n")
-    print(table(header, [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what])
-                                  for what in ("decode", "first") for T in lengths)]
-                         for name, r in result.items()]))  # fmt: skip
+def ablation_table(without: dict[str, dict[str, dict[str, list[float]]]], lengths: Sequence[int]) -> Table:
+    """Return how many times as long all takes without each choice, from ablation()."""
+    header = ["without", *(f"{what} {T:,}" for what in ("a token after", "first token of") for T in lengths)]
+    return Table(header, [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first")
+                                   for T in lengths)] for name, r in without.items()])  # fmt: skip
 
 
 def draw(record: dict[str, Any], out: Path) -> None:
@@ -401,9 +359,9 @@ def main(argv: list[str] | None = None) -> None:
         out = args.out or ROOT / "results" / "benchmarks"
         if args.requests is not None:
             return measure_requests(args, out)
-        chosen = [c for c in CONTENDERS if c.name == BASE or c.name in (args.only or names)]
+        asked = () if args.ablate else args.only or names
+        chosen = [c for c in CONTENDERS if c.name in (BASE, *asked)] + [*WITHOUT] * args.ablate
         absent = {c.name: why for c in chosen if (why := available(c, args.on, args.peer_path))}
-        chosen = [c for c in chosen if c.name not in absent]
         with weights(args.model) as folder:
             geometry = geometry_of(folder)
             most = geometry["n_ctx"] - DECODED
@@ -416,27 +374,24 @@ def main(argv: list[str] | None = None) -> None:
             out.mkdir(parents=True, exist_ok=True)  # before anything takes time
             cells = [(batches[0], T) for T in lengths] + [(B, lengths[0]) for B in batches[1:]]
             options = {"turns": args.turns, "device": args.on, "threads": args.threads, "peer": args.peer_path}
-            taking_part = [BASE, *(c.name for c in WITHOUT)] if args.ablate else [c.name for c in chosen]
-            raw = measure(folder, taking_part, cells, **options)
+            raw = measure(folder, [c.name for c in chosen if c.name not in absent], cells, **options)
             if args.ablate:
                 torch.set_num_threads(args.threads)
                 with torch.no_grad():
                     shares = where_time_goes(folder, lengths[-1], args.on)
             else:
                 raw["overheads"] = overheads(geometry, list(raw["contenders"]), **options)
-        record = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
-                  "turns": args.turns, "lengths": lengths, "batches": batches, "torch": torch.__version__,
-                  "date": time.strftime("%Y-%m-%d"), "geometry": geometry, "reuse_lengths": raw["reuse_lengths"],
-                  "absent": (absent if not args.ablate else {}) | raw["failed"], **summary(raw)}  # fmt: skip
-        exact = [c.name for c in (*CONTENDERS, *WITHOUT) if c.exact and c.name in record["rows"]]
+        record = {**about(args, geometry), "lengths": lengths, "batches": batches,
+                  "reuse_lengths": raw["reuse_lengths"], "absent": absent | raw["failed"], **summary(raw)}  # fmt: skip
+        exact = [c.name for c in chosen if c.exact and c.name in record["rows"]]
         record["different"] = [name for name in exact if not all(
             x["same_tokens"] for cell, x in record["rows"][name].items() if " x " in cell)]  # fmt: skip
         record["disturbed"] = disturbed(record)
         if args.ablate:
             without = ablation(record["rows"], lengths)
-            print_ablation(without, lengths)
             goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
-            print(f"\nfirst token of {lengths[-1]}: {goes}")
+            print(page([f"{BASE}: how many times as long without each of its choices (least to most)",
+                        ablation_table(without, lengths), f"first token of {lengths[-1]}: {goes}"]))
             kept = {key: value for key, value in record.items() if key not in ("rows", "absent", "reuse_lengths")}
             write_json(out / "ablation.json", {**kept, "without": without, "first_token": shares}, indent=1)
         else:
@@ -448,6 +403,13 @@ def main(argv: list[str] | None = None) -> None:
         if record["disturbed"]:
             print(f"THE MACHINE WAS DISTURBED: {disturbance(record)}; measure again when it is quiet")
         print(f"\nWritten to {out}")
+
+
+def about(args: argparse.Namespace, geometry: dict[str, int]) -> dict[str, Any]:
+    """Return the conditions for a record: the model, the machine and the day."""
+    return {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
+            "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+            "geometry": geometry}  # fmt: skip
 
 
 def measure_requests(args: argparse.Namespace, out: Path) -> None:
@@ -462,10 +424,7 @@ def measure_requests(args: argparse.Namespace, out: Path) -> None:
     with weights(args.model) as folder:
         geometry, counts = geometry_of(folder), sorted({*(args.requests or together.COUNTS)})
         found = together.measure(folder, geometry, counts, args.turns, args.on, args.threads)
-    run = {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
-           "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
-           "geometry": geometry}  # fmt: skip
-    new = {count: run | figures for count, figures in found.items()}
+    new = {count: about(args, geometry) | figures for count, figures in found.items()}
     print(page(together.summary(new)))
     write_json(path, {"counts": kept | new}, indent=1)
     print(f"\nWritten to {path}")

@@ -1,23 +1,16 @@
 """Many requests of different lengths at once: their total tokens/s, memory, and the cost of gathering blocks.
 
 `python -m benchmarks --requests` gives all contenders the same weights and requests; each runs in a process of its own.
-`python -m benchmarks.batches NAME FOLDER DEVICE THREADS` is that process: it answers one request, a JSON object.
+`python -m benchmarks.batches NAME FOLDER DEVICE THREADS` is that process (see processes.py).
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: waiting threads must not spin
-
 import importlib.util
-import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,13 +18,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.contenders import Clock, floors
-from gpt_kv_cache import GPT, KVCache, generate
+from benchmarks.contenders import Clock
+from benchmarks.processes import Worker, serve
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from paged import PagedCache, Server
+from studies import paging
 from support.tables import Table
 
-ROOT = Path(__file__).resolve().parent.parent
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
 COUNTS = (1, 4, 16, 64)
 SIZE, CHUNK = 16, 256  # tokens of a block, and of a prompt's pass
@@ -57,13 +51,8 @@ def one_at_a_time(folder: Path, device: str) -> Callable[[Requests], dict[str, A
     model = load_model(str(folder), model_class=GPT, device=device)
 
     def run(requests: Requests) -> dict[str, Any]:
-        texts, held = [], 0
-        for request in requests:
-            cache = KVCache()
-            new = generate(model, torch.tensor([request["ids"]], device=device), request["new"], cache=cache)
-            texts.append([int(token) for token in new])
-            held = max(held, cache.nbytes)
-        return {"tokens": texts, "held": held, "wasted": 0}
+        texts, held, wasted = paging.one_at_a_time(model, *zip(*((r["ids"], r["new"]) for r in requests), strict=True))
+        return {"tokens": texts, "held": held, "wasted": wasted}
 
     return run
 
@@ -160,34 +149,26 @@ CONTENDERS = {BASE: one_at_a_time, PAGED: paged, "transformers, padded generate"
               "transformers, continuous batching": continuous}  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Answer the request on standard input: run it once, after a small one that warms up."""
-    name, folder, device, threads = sys.argv[1:] if argv is None else argv
-    torch.set_num_threads(int(threads))
-    request = json.load(sys.stdin)
-    with torch.no_grad(), redirect_stdout(sys.stderr):  # whatever an implementation prints
-        if name == "floor":
-            found = floors(Clock(device), device, request["geometry"], [request["rows"]])
-        else:
-            run = CONTENDERS[name](Path(folder), device)
-            run([{"ids": [1, 2, 3], "new": 3}, {"ids": [1], "new": 2}])
-            begun = time.perf_counter()
-            found = run(request["requests"])
-            found["seconds"] = time.perf_counter() - begun
-    print(json.dumps(found))
+def answers(name: str, folder: Path, device: str) -> Callable[..., dict[str, Any]]:
+    """Return what answers requests to a contender, which has been warmed up by small ones."""
+    run = CONTENDERS[name](folder, device)
+    run([{"ids": [1, 2, 3], "new": 3}, {"ids": [1], "new": 2}])
+
+    def answer(requests: Requests) -> dict[str, Any]:
+        begun = time.perf_counter()
+        found = run(requests)
+        return {**found, "seconds": time.perf_counter() - begun}
+
+    return answer
 
 
 # --- Measuring, and the record ----------------------------------------------------------------------------------------
 
 
-def ask(name: str, folder: Path, device: str, threads: int, **request: Any) -> dict[str, Any]:
-    """Return a new process's answer. Raises ValueError, with the last line that it printed, if it fails."""
-    done = subprocess.run([sys.executable, "-m", "benchmarks.batches", name, str(folder), device, str(threads)],
-                          cwd=ROOT, input=json.dumps(request), capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": str(threads)})  # fmt: skip
-    if done.returncode:
-        raise ValueError(f"{name} failed: {(done.stderr.strip() or f'status {done.returncode}').splitlines()[-1]}")
-    return json.loads(done.stdout)
+def ask(name: str, *where: Any, **request: Any) -> dict[str, Any]:
+    """Return a new process's answer, where: folder, device and threads. Raises ValueError if it fails."""
+    with closing(Worker("contenders" if name == "floor" else "batches", name, *where)) as worker:
+        return worker(**request)
 
 
 def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns: int, device: str,
@@ -202,7 +183,7 @@ def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns
     raw: dict[int, dict[str, list[dict[str, Any]]]] = {count: {name: [] for name in CONTENDERS} for count in counts}
     floor, rows = [], geometry["n_ctx"] // 2
     for turn in tqdm(range(turns), desc="turns", leave=False):
-        floor.append(ask("floor", folder, device, threads, geometry=geometry, rows=rows))
+        floor.append(ask("floor", folder, device, threads, geometry=geometry, rows=[rows]))
         for count in counts:
             requests = requests_of(count, geometry["vocab_size"], geometry["n_ctx"])
             names = [*CONTENDERS]
@@ -274,4 +255,4 @@ def summary(counts: dict[str, dict[str, Any]]) -> list[str | Table]:
 
 
 if __name__ == "__main__":
-    main()
+    serve(answers)

@@ -3,17 +3,11 @@
 All get the same weights: a folder in Hugging Face format. A contender is a function from ids (B, T) to an iterator that
 yields the greedy next tokens (B, 1), one after each step of its work, the first after the prefill.
 
-`python -m benchmarks.contenders NAME FOLDER DEVICE THREADS [PEER]` serves requests, one JSON object a line, so that the
-implementations can take turns without sharing a process.
+`python -m benchmarks.contenders NAME FOLDER DEVICE THREADS [PEER]` serves requests (see processes.py).
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: waiting threads must not spin
-
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +22,7 @@ from torch import Tensor
 import benchmarks.runners as runners
 import gpt_baseline
 import gpt_bounded_cache
+from benchmarks.processes import serve
 from benchmarks.runners import Int8, Ours, RandomBCT, Runner, Static, Transformers
 
 
@@ -155,28 +150,22 @@ def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int])
     return {"bytes_per_ms": read, "products_ms": products}
 
 
-def serve(name: str, folder: Path, device: str, threads: int, peer: Path | None) -> None:
-    """Answer requests on standard input, one JSON object a line, until there are no more."""
-    torch.set_num_threads(threads)
-    clock, answer = Clock(device), sys.stdout
-    sys.stdout = sys.stderr  # whatever an implementation prints
-    with torch.no_grad():
-        made = (c.make(folder, device, peer) for c in (*CONTENDERS, *WITHOUT) if c.name == name)
-        runner = None if name == "floor" else next(made)
-        print(json.dumps({"ready": name}), file=answer, flush=True)
-        for line in sys.stdin:
-            request = json.loads(line)
-            if runner is None:
-                reply = floors(clock, device, request["geometry"], request["rows"])
-            else:
-                ids = torch.tensor(request["ids"], device=device)
-                if request["cached"]:
-                    again = runner.resume(ids, request["cached"])
-                    reply = {"resume_ms": None if again is None else median(clock(again)[0] for _ in range(3))}
-                else:
-                    reply = timed(runner, clock, ids, request["decode"])
-            print(json.dumps(reply), file=answer, flush=True)
+def answers(name: str, folder: Path, device: str, peer: Path | None = None) -> Callable[..., dict[str, Any]]:
+    """Return what answers requests to a contender, or to the "floor" of the machine."""
+    clock = Clock(device)
+    if name == "floor":
+        return lambda geometry, rows: floors(clock, device, geometry, rows)
+    runner = next(c for c in (*CONTENDERS, *WITHOUT) if c.name == name).make(folder, device, peer)
+
+    def answer(ids: list[list[int]], decode: int, cached: int) -> dict[str, Any]:
+        fed = torch.tensor(ids, device=device)
+        if not cached:
+            return timed(runner, clock, fed, decode)
+        again = runner.resume(fed, cached)
+        return {"resume_ms": None if again is None else median(clock(again)[0] for _ in range(3))}
+
+    return answer
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]) if sys.argv[5:] else None)
+    serve(answers)

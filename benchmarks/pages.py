@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import batches
-from benchmarks.__main__ import ahead, disturbance, draw
+from benchmarks.__main__ import ablation_table, ahead, disturbance, draw
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_json
@@ -32,15 +32,14 @@ def standing() -> str:
     one, many, last = record["batches"][0], record["batches"][-1], lengths[-1]
     speeds, at = [f"tokens/s after {T:,}" for T in lengths], f"{one} x {last}"
 
+    def speed(r: dict[str, Any], cell: str, form: str = ".1f") -> str:
+        return f"{r[cell]['tokens_per_s']:{form}} ({r[cell]['decode_ratio']:.2f})"
+
     def cells(r: dict[str, Any]) -> list[str]:
-        return [f"{x['tokens_per_s']:.1f} ({x['decode_ratio']:.2f})" for x in (r[f"{one} x {T}"] for T in lengths)]
+        return [speed(r, f"{one} x {T}") for T in lengths]
 
     def first(r: dict[str, Any]) -> str:
         return f"{r[at]['first_ms']:,.0f} ms ({r[at]['first_ratio']:.2f})"
-
-    def batch(r: dict[str, Any]) -> str:
-        x = r[f"{many} x {lengths[0]}"]
-        return f"{x['tokens_per_s']:.0f} ({x['decode_ratio']:.2f})"
 
     def ms(r: dict[str, Any], key: str, form: str) -> str:
         return f"{r[key]:{form}} ms" if key in r else "-"
@@ -51,8 +50,8 @@ def standing() -> str:
         "`gpt_kv_cache.py` in the same turn:",
         Table(["", *speeds, f"{many} texts, after {lengths[0]:,}", f"first token of {last:,}",
                f"{last * 9 // 10:,} of them cached", f"bytes of cache for {last:,}", "overhead"],
-              [[name, *cells(r), batch(r), first(r), ms(r, "reuse_ms", ",.0f"), f"{r[at]['cache_bytes']:,}",
-                ms(r, "overhead_ms", ".1f")] for name, r in rows.items()]),
+              [[name, *cells(r), speed(r, f"{many} x {lengths[0]}", ".0f"), first(r), ms(r, "reuse_ms", ",.0f"),
+                f"{r[at]['cache_bytes']:,}", ms(r, "overhead_ms", ".1f")] for name, r in rows.items()]),
     ]  # fmt: skip
     for threads, r in (("one thread", rows), ("two threads", two["rows"])):
         parts += [f"Where others are ahead with {threads}, by texts x tokens (times as fast):",
@@ -84,9 +83,7 @@ def standing() -> str:
           if r["disturbed"]),
         "How many times as long `gpt_kv_cache.py` takes without each of its choices (in brackets the minimum and "
         "the maximum over the turns):",
-        Table(["without", *(f"{what} {T:,}" for what in ("a token after", "first token of") for T in lengths)],
-              [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first")
-                        for T in lengths)] for name, r in ablation["without"].items()]),
+        ablation_table(ablation["without"], lengths),
     ]  # fmt: skip
     return page(parts, markdown=True)
 

@@ -4,7 +4,6 @@ transformers, LLMs-from-scratch, CTranslate2."""
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import tempfile
 import warnings
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 import gpt_bounded_cache
 import gpt_kv_cache
 from load_gpt2_weights import load_model, read_tensors
+from support.files import import_file
 
 ENDLESS = 1 << 20  # tokens to write: the caller stops
 
@@ -272,9 +272,7 @@ class FromScratch(Runner):
         if file is None:
             from llms_from_scratch.kv_cache import gpt2 as module
         else:
-            spec = importlib.util.spec_from_file_location(file.stem, file)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = import_file(file)
         config = json.loads((folder / "config.json").read_text())
         self.layers, self.module, self.own_cache, self.cached = config["n_layer"], module, file is not None, cached
         self.model = module.GPTModel({

@@ -10,16 +10,14 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
 from chapters.builder.__main__ import folders
-from chapters.builder.blocks import ROOT
+from chapters.builder.blocks import execute
 from support.cli import CommandLine, whole_number
 from support.files import write_csv
 
@@ -31,10 +29,9 @@ def points(copy: Path, chapter: Path, seconds: int) -> tuple[dict[str, int], str
     files = sorted(copy.glob(f"**/{chapter.name}/exercise.py"))
     if len(files) != 1:
         return {}, f"{chapter.name}: {len(files) or 'no'} exercise.py"
-    command = [sys.executable, "-m", "pytest", str(chapter), f"--from={files[0].parents[1]}", "-p", "no:cacheprovider"]
+    command = ["python3", "-m", "pytest", str(chapter), f"--from={files[0].parents[1]}", "-p", "no:cacheprovider"]
     try:
-        run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONUTF8": "1"}, capture_output=True,
-                             encoding="utf-8", errors="replace", timeout=seconds)  # fmt: skip
+        run = execute(*command, errors="replace", timeout=seconds)
     except subprocess.TimeoutExpired:
         return {}, f"{chapter.name}: stopped after {seconds} seconds"
     found = {exercise: int(earned) for exercise, earned, _ in POINTS.findall(run.stdout)}

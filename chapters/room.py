@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import os
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from types import FunctionType
 
@@ -38,15 +35,9 @@ def diff(old: str, new: str, number: int, last: int = 0) -> Shown:
     return Shown(blocks.diff(blocks.CHAPTERS, old, new, str(number), str(last or "")).replace("](../../", "](../"))
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments in the project's folder."""
-    return subprocess.run([sys.executable, *words], cwd=blocks.ROOT, env=os.environ | {"PYTHONUTF8": "1"},
-                          capture_output=True, encoding="utf-8")  # fmt: skip
-
-
 def run(words: str) -> None:
     """Run Python with the arguments of a command line, and print its output, then its errors."""
-    result = python(*shlex.split(words))
+    result = blocks.execute("python3", *shlex.split(words))
     print(*filter(None, (result.stdout.strip("\n"), result.stderr.strip("\n"))), sep="\n")
 
 
@@ -59,7 +50,7 @@ def check(exercise: str, *work: type | FunctionType) -> None:
     (WORK / folder).mkdir(parents=True, exist_ok=True)
     (WORK / folder / "exercise.py").write_text("\n\n".join(map(cell_of, work)), encoding="utf-8")
     command = f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider --from".split()
-    result = python(*command, str(WORK))
+    result = blocks.execute("python3", *command, str(WORK))
     if missing := re.search(r"not written yet: (\S+)", result.stdout):
         print(f"{exercise}: {missing[1]} isn't written yet")
     elif points := re.search(rf"^  {re.escape(exercise)} +(\d+ of \d+)$", result.stdout, re.M):

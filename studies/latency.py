@@ -9,6 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
+import argparse
 import os
 import statistics
 import tempfile
@@ -27,7 +28,7 @@ from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all
 from studies.protocol import StudyLine
 from support.cli import whole_number
-from support.conditions import conditions, random_model
+from support.conditions import SIZES, conditions, is_geometry, random_model
 from support.figures import figure
 from support.files import write_json
 from support.tables import Table, page
@@ -55,6 +56,13 @@ def timed(generation: Callable[[], Iterator[Tensor]]) -> Run:
         ids.append(int(token))
         ttft = ttft or time.perf_counter() - begun
     return Run(ids, ttft, time.perf_counter() - begun)
+
+
+def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
+    """Return the model that --model names, with random weights if that is a geometry, and its name in a record."""
+    if is_geometry(args.model):
+        return random_model(GPT, args.model).to(args.device, args.dtype), f"{args.model}, random weights"
+    return load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype), args.model
 
 
 def drop_from_memory(folder: Path) -> bool:
@@ -179,35 +187,31 @@ def tables(law: dict[str, Any], model: str = "", lengths: Sequence[int] = (),
 
 
 def draw(measured: dict[str, Any], out: Path, name: str) -> None:
-    """Draw the time that reuse saves, to the first token and from end to end, over k/m."""
-    lengths = sorted({c["m"] for c in measured["cells"]})
+    """Draw the time to the first token that reuse saves, over k/m."""
 
-    def curves(axes: Any, saved: Callable[[dict[str, Any]], float]) -> None:
-        for i, m in enumerate(lengths):
+    def curves(axes: Any) -> None:
+        for i, m in enumerate(sorted({c["m"] for c in measured["cells"]})):
             cells = [c for c in measured["cells"] if c["m"] == m]
             style = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))[i % 5]
-            axes.plot([c["k"] / m for c in cells], [100 * saved(c) for c in cells], linestyle=style, marker="o",
-                      markersize=3, label=f"m = {m}")  # fmt: skip
+            axes.plot([c["k"] / m for c in cells], [100 * (1 - c["warm disk"]["ratio"]) for c in cells],
+                      linestyle=style, marker="o", markersize=3, label=f"m = {m}")  # fmt: skip
         axes.axhline(0, color="black", linewidth=0.6)
 
     what = f"{measured['layers']} layers, width {measured['width']}, from the warm disk"
-    figure(out / f"{name}_first_token.png", lambda axes: curves(axes, lambda c: 1 - c["warm disk"]["ratio"]),
-           title=f"Time to the first token: {what}", xlabel="k / m", ylabel="% saved", xlim=(0, 1),
-           ylim=(-20, 100))  # fmt: skip
+    figure(out / f"{name}_first_token.png", curves, title=f"Time to the first token: {what}", xlabel="k / m",
+           ylabel="% saved", xlim=(0, 1), ylim=(-20, 100))  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "latency", "short prompts only, once each", out="recycling",
-                    models=f"random: GPT-2 124M's geometry, with random weights; {NAMES}")
-    cli.set_defaults(model="random")
+                    models=f"random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH; or {NAMES}")
+    cli.set_defaults(model="124M")
     cli.add_argument("--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 5, with "
                      "--quick 1")  # fmt: skip
     with cli.parse(argv) as args:
-        model = (random_model(GPT, "124M").to(args.device, args.dtype) if args.model == "random" else
-                 load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype))  # fmt: skip
-        args.out.mkdir(parents=True, exist_ok=True)
+        model, name = model_of(args)
         lengths = QUICK if args.quick else LENGTHS
-        measured = {"conditions": conditions(args.model, model),
+        measured = {"conditions": conditions(name, model),
                     **measure(model, args.repeats or (1 if args.quick else 5), lengths)}
         write_json(args.out / "law.json", measured)
         draw(measured, args.out, "law")

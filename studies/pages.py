@@ -9,6 +9,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from studies import (
     bounding,
@@ -169,16 +170,6 @@ def replay() -> str:
     return page([Table(header, rows), note], markdown=True)
 
 
-def projection() -> str:
-    """The tables of studies/projection: the falsification test, and position rules."""
-    return page(projection_report.tables(recorded("projection")), markdown=True)
-
-
-def refreshing() -> str:
-    """The tables of studies/refreshing: what each way of refreshing writes and costs, and the claims."""
-    return page(refreshing_report.tables(recorded("refreshing")), markdown=True)
-
-
 def drafts() -> str:
     """The tables of studies/speculation, and why one of its figures isn't that of the study of refreshes."""
     record, other = recorded("speculation"), recorded("refreshing")
@@ -193,22 +184,18 @@ def drafts() -> str:
                  f"{above:.2f}, {overlap}."], markdown=True)  # fmt: skip
 
 
-def recalling() -> str:
-    """The table of studies/recall."""
-    return page(recall.tables(recorded("recall")), markdown=True)
-
-
-def longer() -> str:
-    """The table of studies/lengths."""
-    return page(lengths.tables(recorded("lengths")), markdown=True)
+def tables_of(study: ModuleType, name: str) -> Callable[[], str]:
+    """Return what makes the tables of a study's record."""
+    return lambda: page(study.tables(recorded(name)), markdown=True)
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"papers": papers, "methods": methods},
     ROOT / "studies" / "README.md": {
-        "claims": claims, "pocket": pocket, "memory": memory, "ablation": ablation, "recall": recalling,
-        "lengths": longer, "recycling": recycle, "replay": replay, "projection": projection, "refreshing": refreshing,
-        "speculation": drafts,
+        "claims": claims, "pocket": pocket, "memory": memory, "ablation": ablation,
+        "recall": tables_of(recall, "recall"), "lengths": tables_of(lengths, "lengths"), "recycling": recycle,
+        "replay": replay, "projection": tables_of(projection_report, "projection"),
+        "refreshing": tables_of(refreshing_report, "refreshing"), "speculation": drafts,
     },
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ class PaddedCache(KVCache):
 
 
 @torch.no_grad()
-def one_at_a_time(model: GPT, prompts: list[list[int]], limits: list[int]) -> tuple[list[list[int]], int, int]:
+def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> tuple[list[list[int]], int, int]:
     """Return the tokens after each of the prompts, the most bytes of keys and values, and those wasted."""
     texts, most = [], 0
     for ids, n in zip(prompts, limits, strict=True):

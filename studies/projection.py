@@ -37,11 +37,11 @@ from studies.projection_methods import (
     read_pairs,
 )
 from studies.projection_report import claims, details, draw, tables
-from studies.projection_stages import FEW_STEPS, FULL, Effort, measure_stages, stage_tables
+from studies.projection_stages import FEW_STEPS, FULL, Effort, measure_stages
 from studies.protocol import StudyLine, claim_tables, with_interval
 from support.cli import whole_number
 from support.conditions import conditions
-from support.files import read_json, write_json
+from support.files import write_json
 from support.tables import of_records, page, table
 
 GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.80, 0.01, 0.35  # the proposal's thresholds, beside those of projection_measures
@@ -161,7 +161,6 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
            name_of_model: str, seed: int, out: Path) -> None:
     """Run the protocol on every kind of prompts; print, write and draw the results. The first kind's library is kept
     with our warm start, which the other kinds are measured with, too."""
-    out.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {"model": name_of_model, "conditions": conditions(name_of_model, model),
                                "encoder": Path(encoder).name, "repeats": scale.repeats, "seed": seed,
                                "kinds": {}}  # fmt: skip
@@ -190,24 +189,6 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
     draw(summary, out)
     print(page([*tables(summary), *claim_tables(claims(summary))]))
     print(f"\nWritten to {out}; `python3 projector.py ask QUESTION --library {out / 'library'}` asks it")
-
-
-def add_stages(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], encoder: str, scale: Scale,
-               name_of_model: str, seed: int, out: Path) -> None:
-    """Measure the stages alone, and put them in the record of the same study in a folder."""
-    summary = read_json(out / "summary.json")
-    asked = {"model": name_of_model, "encoder": Path(encoder).name, "seed": seed}
-    if asked != (held := {key: summary[key] for key in asked}) or not {*kinds} <= {*summary["kinds"]}:
-        raise ValueError(f"{out / 'summary.json'} is of {held}, {', '.join(summary['kinds'])}; asked for {asked}, "
-                         f"{', '.join(kinds)}")
-    for name, families in kinds.items():
-        if "methods" in summary["kinds"][name]:
-            experiment = Experiment(model, tokenizer, name, families, encoder, seed)
-            summary["kinds"][name]["stages"] = measure_stages(experiment, scale.stages)
-            summary["stages"] = conditions(name_of_model, model)
-            write_json(out / "summary.json", summary)
-            del experiment
-    print(page(stage_tables(summary)))
 
 
 # --- The demo, and the library of `projector.py ask` ---------------------------------------------------------------
@@ -279,14 +260,9 @@ def main(argv: list[str] | None = None) -> None:
                      help="the retrieval's embeddings: pairs, a ridge regression of words on the training prompts; "
                      "tokens, the model's own embeddings; or a model of sentence-transformers")
     cli.add_argument("--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 7")
-    cli.add_argument("--part", choices=["stages"], help="measure this part alone, and add it to the record in --out")
     with cli.parse(argv) as args:
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
-        if args.part and args.quick:
-            raise ValueError("--part adds to a whole study's record, --quick is of few prompts: choose")
-        if args.part and not (Path(args.out) / "summary.json").exists():
-            raise FileNotFoundError(f"{args.out} has no summary.json to add to: run the study first")
         require_pocket(args.model, args.pairs)
         scale = QUICK if args.quick else Scale()
         scale = replace(scale, repeats=args.repeats or scale.repeats)
@@ -296,8 +272,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             names = args.kinds or (["quiz"] if args.quick else POCKET)
             kinds = {kind: pocket_families(kind, args.seed, FEW if args.quick else None) for kind in names}
-        run = add_stages if args.part else report
-        run(model, load_tokenizer(args.model), kinds, args.encoder, scale, args.model, args.seed, args.out)
+        report(model, load_tokenizer(args.model), kinds, args.encoder, scale, args.model, args.seed, args.out)
 
 
 if __name__ == "__main__":

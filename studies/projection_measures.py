@@ -470,23 +470,18 @@ def by_length(model: GPT, lengths: Sequence[int], repeats: int) -> list[dict[str
     c, m, device = model.config, PROPOSED.m, model.wte.weight.device
     summaries = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
     projector, summaries = Projector(summaries, summaries, penalty=1.0), summaries[:1]
-    rows = []
-    for T in lengths:
-        ids = torch.randint(c.vocab_size, (1, T), device=device)
-        exact = read_all(model, ids[0, :-1].tolist())
 
-        @torch.no_grad()
-        def feed(cache: KVCache, ids: Tensor = ids) -> Tensor:
-            return model(ids[:, -1:] if len(cache) else ids, cache, last_only=True)
+    @torch.no_grad()
+    def feed(ids: Tensor, cache: KVCache) -> Tensor:
+        return model(ids[:, -1:] if len(cache) else ids, cache, last_only=True)
 
-        def warm(mapped: bool, T: int = T, feed: Callable[[KVCache], Tensor] = feed) -> Tensor:
-            return feed(cache_of(model, (projector(summaries) if mapped else summaries)[0], T - 1))
-
-        runs = {
-            "cold": lambda feed=feed: feed(KVCache()),
-            "exact prefix hit": lambda feed=feed, exact=exact: feed(KVCache([*exact.layers], exact.pos)),
-            f"{m} summary tokens, mapped at the start": lambda warm=warm: warm(True),
-            f"{m} summary tokens": lambda warm=warm: warm(False),
-        }
-        rows.append({"length": T} | {name: several[0] for name, several in in_turn(runs, [()], repeats).items()})
-    return rows
+    runs = {
+        "cold": lambda ids, exact: feed(ids, KVCache()),
+        "exact prefix hit": lambda ids, exact: feed(ids, KVCache([*exact.layers], exact.pos)),
+        f"{m} summary tokens, mapped at the start": lambda ids, exact: feed(
+            ids, cache_of(model, projector(summaries)[0], len(exact))),
+        f"{m} summary tokens": lambda ids, exact: feed(ids, cache_of(model, summaries[0], len(exact))),
+    }
+    texts = [torch.randint(c.vocab_size, (1, T), device=device) for T in lengths]
+    seconds = in_turn(runs, [(ids, read_all(model, ids[0, :-1].tolist())) for ids in texts], repeats)
+    return [{"length": T} | {name: several[i] for name, several in seconds.items()} for i, T in enumerate(lengths)]

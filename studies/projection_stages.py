@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache
 from projector import Layout, Projector, cache_of, own_queries, per_head, readout_error, reposition
+from recycle import read_all
 from studies import projection_measures as quality
 from studies.projection_methods import NEIGHBOUR, PROPOSED, Experiment, Method, Prompt, by_hidden_state, divergence
 from studies.protocol import Claim, conditions_of, judged, under, with_interval
@@ -222,9 +223,7 @@ def divergences(experiment: Experiment, method: Method, source: Prompt, prompt: 
         return [float(divergence(prompt.exact.logits, method.logits(experiment, source)))]
 
     def cold() -> Tensor:
-        kv = prompt.exact.kv[..., :-1, :].to(experiment.model.wte.weight)
-        cache = KVCache([layer[:, None] for layer in kv], torch.arange(kv.size(-2), device=kv.device))
-        return quality.nats_after(experiment, prompt, cache, prompt.ids[-1:])[0]
+        return quality.nats_after(experiment, prompt, read_all(experiment.model, prompt.ids[:-1]), prompt.ids[-1:])[0]
 
     warm, _ = quality.nats_after(experiment, prompt, method.cache(experiment, source, prompt), prompt.ids[-1:])
     return divergence(experiment.once(("after", id(prompt)), cold), warm).tolist()

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
+from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from pocket import corpus
 from recycle import Store, read_all
 from studies import latency
@@ -31,7 +31,7 @@ from studies.latency import Run, timed
 from studies.protocol import StudyLine, claim_tables, read_prompts
 from studies.recycling_report import METHODS, alpha, claims, draw, tables, write_tables
 from support.cli import whole_number
-from support.conditions import SIZES, conditions, is_geometry, random_model
+from support.conditions import SIZES, conditions, is_geometry
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.files import write_atomically, write_json
 from support.radix_tree import RadixTree, common_prefix
@@ -136,12 +136,6 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
     return rows
 
 
-def save_array(file: Path, array: np.ndarray) -> None:
-    """Write an array as .npy, whatever the file is called."""
-    with file.open("wb") as handle:
-        np.save(handle, array, allow_pickle=False)
-
-
 def unrelated(cached: list[str], tests: list[str], tokenizer: tiktoken.Encoding) -> list[str]:
     """Return the prompts to store that begin with another token than all those to test."""
     first = {tokenizer.encode(text, allowed_special={END_OF_TEXT})[0] for text in tests}
@@ -154,7 +148,6 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
     """Run the experiment in the given orders and without overlap; for known weights the comparison of indices too, and
     for a small model the law; print, write and draw them. queries: 0 for random weights."""
     cached, tests = map(read_prompts, prompts)
-    out.mkdir(parents=True, exist_ok=True)
     store, others, fixed = Store(model, out / "cache"), unrelated(cached, tests, tokenizer), (n_new, repeats, ending)
     with tqdm(total=(len(orders) + bool(others)) * (repeats + 1), desc="runs", leave=False) as bar:
         found = {order: experiment(store, tokenizer, encoder, cached, tests, *fixed, bar, order)
@@ -162,7 +155,7 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, encoder: Encoder, prompts: 
         nothing = experiment(Store(model), tokenizer, encoder, others, tests, *fixed, bar) if others else []
     rows = found[orders[0]]
     embeddings = encoder(cached)
-    write_atomically(out / "cache_embeddings.npy", lambda file: save_array(file, embeddings))
+    write_atomically(out / "cache_embeddings.npy", lambda file: np.save(file, embeddings))
     small = bool(queries) and model.config.n_embd < 512  # else it takes minutes, and studies.latency is there for it
     fits = {what: alpha(rows, what) for what in ("latency", "ttft")}
     record = {**about, "new_tokens": n_new, "repeats": repeats, "prompts": rows, "orders": found,
@@ -284,17 +277,12 @@ def main(argv: list[str] | None = None) -> None:
                      help="order of the runs: interleaved after a warm-up, or the paper's: all cold runs without a "
                      "warm-up, then all others, once each")  # fmt: skip
     with cli.parse(argv) as args:
+        model, name = latency.model_of(args)
         random = is_geometry(args.model)
-        if random:
-            model = random_model(GPT, args.model).to(args.device, args.dtype)
-        else:
-            model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer("gpt2" if random else args.model)
         repeats, queries, lengths = (1, 40, latency.QUICK) if args.quick else (5, 150, latency.LENGTHS)
         repeats = args.repeats or repeats
-        about = {"model": f"{args.model}, random weights" if random else args.model,
-                 "encoder": Path(args.encoder).name}
-        about["conditions"] = conditions(about["model"], model)
+        about = {"model": name, "encoder": Path(args.encoder).name, "conditions": conditions(name, model)}
         report(model, tokenizer, load_encoder(args.encoder, model, tokenizer),
                [*map(Path, args.prompts or prompt_files(args.model))], args.max_new_tokens, repeats,
                0 if random else queries, lengths, END_OF_TEXT * ("DialoGPT" in args.model), about, args.out,

@@ -36,7 +36,7 @@ from studies import refreshing_measures as measures
 from studies import refreshing_times
 from studies.protocol import StudyLine, claim_tables
 from studies.refreshing_measures import BUDGETS, Setup, Size, Writer
-from studies.refreshing_report import claims, details, draw, tables, write_tables
+from studies.refreshing_report import claims, details, draw, tables
 from support.cli import PROMPT, whole_number
 from support.conditions import SIZES, conditions, is_geometry
 from support.files import write_json
@@ -179,8 +179,7 @@ def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[
 
 
 def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
-    """Measure everything; print the tables and the verdicts; write them as CSV and JSON, and draw the figures."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Measure everything; print the tables and the verdicts, write the record and draw the figures."""
     begun, size = time.perf_counter(), setup.size
     gates = calibrated(setup)
     writers = writers_of(setup, gates)
@@ -230,7 +229,6 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
     }  # fmt: skip
     record["minutes"] = (time.perf_counter() - begun) / 60
     write_json(out / "summary.json", record, indent=1)
-    write_tables(record, out)
     draw(record, out)
     print(page([*tables(record), *claim_tables(claims(record)), *details(record),
                 f"{record['minutes']:.1f} minutes. Written to {out}"]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -292,15 +293,12 @@ def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
     if not 0 < per_1000 <= 1000 / cooldown:
         raise ValueError(f"{per_1000:g} refreshes in 1,000 tokens are not possible with {cooldown} tokens between two: "
                          f"at most {1000 / cooldown:g}")  # fmt: skip
-    levels = signals.flatten().sort(descending=True).values
-    low, high = 0, len(levels) - 1  # the more levels are above the threshold, the more often it fires
-    while low < high:
-        middle = (low + high + 1) // 2
-        if 1000 * firings(signals, float(levels[middle]), cooldown) / signals.numel() <= per_1000:
-            low = middle
-        else:
-            high = middle - 1
-    return float(levels[low])
+    levels = signals.flatten().sort(descending=True).values.tolist()
+
+    def rate(threshold: float) -> float:  # grows from level to level: the more are above it, the more often it fires
+        return 1000 * firings(signals, threshold, cooldown) / signals.numel()
+
+    return levels[bisect_right(levels, per_1000, lo=1, key=rate) - 1]
 
 
 def firings(signals: Tensor, threshold: float, cooldown: int) -> int:

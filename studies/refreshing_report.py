@@ -16,7 +16,6 @@ from studies import refreshing_formulas, refreshing_times
 from studies.protocol import NOISE, UNKNOWN, Claim, conditions_of, judged, under, with_interval
 from studies.refreshing_measures import BUDGETS, PHASES, ratio
 from support.figures import figure
-from support.files import write_csv
 from support.statistics import bootstrap
 from support.tables import Table, of_records
 
@@ -38,9 +37,6 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> lis
     def against(name: str, other: str = "OverFill", first: str | None = None) -> list[float]:
         """Return the ratio of perplexities, less 1, and its interval."""
         return [x - 1 for x in ratio(methods[name]["sampled"], methods[other]["sampled"], first)]
-
-    def overhead(name: str) -> str:
-        return with_interval(bootstrap(np.array(methods[name]["times"]["overheads"])), "+.1%")
 
     def growth(name: str) -> tuple[str, list[dict[str, float]]]:
         at = methods[name]["times"]["by_length"]
@@ -356,26 +352,6 @@ def details(record: dict[str, Any]) -> list[str | Table]:
         "Simulated: entropy in nats, variance of logits over passes, share of steps that fire:",
         of_records([{"phase": name} | r for name, r in record["simulation"]["phases"].items()]),
     ]  # fmt: skip
-
-
-def write_tables(record: dict[str, Any], out: Path) -> None:
-    """Write quality.csv, times.csv, cache.csv, simulation.csv."""
-    keys = ("ppl", "tail_logprob", "slips", "repeat_3", "characters", "refreshes", "teacher_tokens")
-    header = ["method", "texts", *(f"{key}{end}" for key in keys for end in ("", "_low", "_high"))]
-    write_csv(out / "quality.csv", header, [
-        [name, mode, *(x for key in keys for x in r[mode][key])]
-        for mode in ("sampled", "greedy") for name, r in record["methods"].items() if mode in r
-    ])  # fmt: skip
-    keys = ("ttft_s", "decode_tps", "total_s", "end_to_end_tps", "overhead", "by_teacher")
-    write_csv(out / "times.csv", ["method", *keys], [[name, *(r["times"][key] for key in keys)]
-                                                  for name, r in record["methods"].items()])  # fmt: skip
-    curves = [(f"{name}: {key}", x) for name, r in record.get("cache", {}).items()
-              for key, x in r.items() if not key.endswith("by_text")]  # fmt: skip
-    if curves:
-        write_csv(out / "cache.csv", ["written", *(name for name, _ in curves)],
-                  zip(range(1, record["tokens"] + 1), *(x for _, x in curves), strict=True))  # fmt: skip
-    steps = record["simulation"]["steps"]
-    write_csv(out / "simulation.csv", ["step", *steps], zip(range(400), *steps.values(), strict=True))
 
 
 STYLES = ("-", "--", "-.", ":")

@@ -85,7 +85,6 @@ def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, f
 def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
     """Print, write and draw the hit rates of a trace over capacities, and those of a cache without limit."""
     requests = read_trace(path)
-    out.mkdir(parents=True, exist_ok=True)
     unique = len({block for request in requests for block in request.blocks})
     if not capacities:
         capacities = [size for size in (500 * 2**i for i in range(30)) if size < unique] or [max(1, unique // 2)]

@@ -123,7 +123,6 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--prompts", type=whole_number(2), metavar="N", help="texts; default: 20, with --quick 4")
     with cli.parse(argv) as args:
         teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
-        args.out.mkdir(parents=True, exist_ok=True)
         n, prompts = (64, args.prompts or 4) if args.quick else (256, args.prompts or 20)
         record = {
             "teacher": args.model, "student": args.student, "prompts": prompts, "prompt_tokens": 192, "tokens": n,

@@ -10,7 +10,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from pocket.recipes import STEPS, distillation, pruning, size_of
 from studies import projection, recycling
 from studies.protocol import StudyLine
 from support.conditions import conditions
-from support.files import read_csv, read_json, write_atomically, write_json
+from support.files import read_csv, read_json, write_csv, write_json
 from support.tables import page, table
 
 CAPITALS = Path(__file__).resolve().parent.parent / "data" / "capitals.csv"
@@ -82,14 +81,13 @@ def continues(tokenizer: tiktoken.Encoding, entry: dict[str, str],
     return tokenizer.decode(written(entry["prompt"], n)) == entry["continuation"]
 
 
-def write_pairs(file: Path) -> None:
+def write_pairs(path: Path) -> None:
     """Write a CSV file of similar prompts: each question about a capital in other words, after two answered."""
     rows = []
     for row in read_csv(CAPITALS, "country", "capital"):
         first, *others = (f"{HEADER}Q: {wording.format(row['country'])}\nA:" for wording in WORDINGS)
         rows += [[first, other, f" {row['capital']}"] for other in others]
-    with file.open("w", newline="", encoding="utf-8") as handle:
-        csv.writer(handle).writerows([["source", "target", "answer"], *rows])
+    write_csv(path, ["source", "target", "answer"], rows)
 
 
 def to_prepare(name: str, model: nn.Module, out: Path) -> list[list[str]]:
@@ -115,7 +113,6 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--dialogue", default="microsoft/DialoGPT-medium", metavar="NAME",
                      help="the model of the recycling study")  # fmt: skip
     with cli.parse(argv) as args:
-        args.out.mkdir(parents=True, exist_ok=True)
         quick, common = ["--quick"] * args.quick, ["--device", args.device, "--seed", str(args.seed)]
         common += ["--dtype", str(args.dtype).removeprefix("torch."), "--threads", str(torch.get_num_threads())]
         record = {name: agreement(name, args.device, args.dtype, 10 if args.quick else 100)
@@ -127,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
         print(table(["weights", "file", "same greedy tokens", "logits differ by", "published texts"], rows))
         if any(row[2] == "NO" for row in rows):
             raise ValueError(f"the three files write different texts: {args.out / 'agreement.json'} has the figures")
-        write_atomically(args.out / "pairs.csv", write_pairs)
+        write_pairs(args.out / "pairs.csv")
         print(f"\n=== Recycling, on {args.dialogue}\n", flush=True)
         recycling.main(["--model", args.dialogue, "--order", "both", "--out", str(args.out / "recycling"),
                         *(["--max-new-tokens", "5"] * args.quick), *quick, *common])  # fmt: skip

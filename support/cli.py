@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import os
 import signal
@@ -17,6 +16,8 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import tiktoken
 import torch
 from torch import Tensor
+
+from support.files import import_file
 
 if TYPE_CHECKING:
     from support.tracing import Trace
@@ -66,7 +67,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def add_cache_argument(self, default: type) -> None:
         """Add --cache (args.cache): a class, by default this one, or the class Cache of a Python file."""
-        self.add_argument("--cache", default=default, type=class_in("Cache"), metavar="FILE.py",
+        self.add_argument("--cache", default=default, type=cache_class, metavar="FILE.py",
                           help="use the class Cache of this file, such as chapters/02_kv_cache/exercise.py")
 
     def add_trace_argument(self, prefix: str = "") -> None:
@@ -230,26 +231,20 @@ def writable_folder(text: str) -> Path:
     return path
 
 
-def class_in(name: str) -> Callable[[str], type]:
-    """Return an argument type: Python files, as the class of this name in them."""
-
-    def convert(text: str) -> type:
-        if not Path(text).is_file():
-            raise argparse.ArgumentTypeError(f"there is no file {text}")
-        spec = importlib.util.spec_from_file_location(Path(text).stem, text)
-        if spec is None:
-            raise argparse.ArgumentTypeError(f"{text} is not a Python file, its name must end in .py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look themselves up
-        try:
-            spec.loader.exec_module(module)
-        except SyntaxError as error:
-            raise argparse.ArgumentTypeError(f"{text}, line {error.lineno}: {error.msg}") from error
-        if not isinstance(getattr(module, name, None), type):
-            raise argparse.ArgumentTypeError(f"{text} has no class {name}")
-        return getattr(module, name)
-
-    return convert
+def cache_class(text: str) -> type:
+    """Argument type: a Python file, as the class Cache in it."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    if path.suffix != ".py":
+        raise argparse.ArgumentTypeError(f"{text} is not a Python file, its name must end in .py")
+    try:
+        found = getattr(import_file(path), "Cache", None)
+    except SyntaxError as error:
+        raise argparse.ArgumentTypeError(f"{text}, line {error.lineno}: {error.msg}") from error
+    if not isinstance(found, type):
+        raise argparse.ArgumentTypeError(f"{text} has no class Cache")
+    return found
 
 
 def temperature(text: str) -> float:

@@ -1,20 +1,32 @@
-"""Files that are complete or absent, never half-written; JSON and CSV."""
+"""Files that are complete or absent, never half-written; JSON, CSV and Python."""
 
 from __future__ import annotations
 
 import csv
 import errno
+import importlib.util
 import itertools
 import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 UNFINISHED = ".unfinished-"  # how the folders begin in which files are made
+
+
+def import_file(path: Path) -> ModuleType:
+    """Return a Python file, whose name ends in .py, as a module."""
+    spec = importlib.util.spec_from_file_location(f"{path.resolve().parent.name}_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_json(path: Path) -> dict[str, Any]:

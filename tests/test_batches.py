@@ -13,6 +13,7 @@ import torch
 import benchmarks.__main__ as bench
 from benchmarks import batches
 from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of, summary
+from benchmarks.processes import serve
 from gpt_kv_cache import GPT, GPTConfig
 from pocket.checkpoints import export
 from support.tables import page
@@ -102,13 +103,15 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(mon
         measure(Path("."), GEOMETRY, [2], 1, "cpu", 1)
 
 
-def test_a_process_answers_one_request(folder: Path, monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture) -> None:  # fmt: skip
+def test_a_process_answers_requests(folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                    capsys: pytest.CaptureFixture) -> None:  # fmt: skip
     requests = requests_of(2, CONFIG.vocab_size, CONFIG.n_ctx)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"requests": requests})))
-    batches.main([PAGED, str(folder), "cpu", "1"])
-    answer = json.loads(capsys.readouterr().out)
-    assert [len(t) for t in answer["tokens"]] == [r["new"] for r in requests] and answer["seconds"] > 0
+    monkeypatch.setattr(sys, "argv", ["batches", PAGED, str(folder), "cpu", "1"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(2 * (json.dumps({"requests": requests}) + "\n")))
+    serve(batches.answers)
+    ready, *answers = map(json.loads, capsys.readouterr().out.splitlines())
+    assert ready == {"ready": PAGED} and len(answers) == 2 and answers[0]["tokens"] == answers[1]["tokens"]
+    assert all([len(t) for t in a["tokens"]] == [r["new"] for r in requests] and a["seconds"] > 0 for a in answers)
 
 
 @pytest.mark.slow

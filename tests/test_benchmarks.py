@@ -290,7 +290,7 @@ def test_floors_are_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_dies_while_it_waits_is_said(folder: Path) -> None:
-    with closing(bench.Worker(bench.BASE, folder, "cpu", 1, None)) as worker:
+    with closing(bench.Worker("contenders", bench.BASE, folder, "cpu", 1)) as worker:
         worker.process.kill()
         worker.process.wait()
         with pytest.raises(ValueError, match=r"gpt_kv_cache.py failed: it ended with status -9"):

@@ -1,9 +1,7 @@
 """CP-KVP stage by stage: a planted map is found, rank and linearity are those of planted data, bins add up."""
 
 import copy
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, own_queries, prefill
-from studies import projection, projection_measures, projection_report, projection_stages
+from studies import projection_measures, projection_report, projection_stages
 from studies.projection_methods import NEIGHBOUR, Experiment, Prompt, raw_tokens
 from studies.projection_stages import (
     FEW_STEPS,
@@ -239,18 +237,3 @@ def test_claims_follow_the_stages() -> None:
     for kind in record["kinds"].values():
         del kind["stages"]
     assert stage_claims(record, "S", "theirs") == [] == projection_stages.stage_tables(record)
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--quick"], "--part adds to a whole study's record"),
-    ([], "has no summary.json to add to"),
-    (["--seed", "7"], "'seed': 0}, quiz; asked for"),
-])  # fmt: skip
-def test_a_part_is_added_to_the_record_of_the_same_study_alone(arguments: list[str], message: str, tmp_path: Path,
-                                                                capsys: pytest.CaptureFixture[str]) -> None:
-    held = {"model": "pocket", "encoder": "pairs", "seed": 0, "kinds": {"quiz": {}}}
-    if "--seed" in arguments:
-        (tmp_path / "summary.json").write_text(json.dumps(held))
-    with pytest.raises(SystemExit):
-        projection.main(["--part", "stages", "--kinds", "quiz", "--out", str(tmp_path), *arguments])
-    assert message in capsys.readouterr().err

@@ -480,15 +480,15 @@ def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: P
     model, tokenizer = pocket
     library.guard, library.skip = True, 3
     library.save(tmp_path, "pairs")
-    again = Library.load(model, tokenizer, tmp_path, pytest.fail)
+    again = Library.load(model, tokenizer, tmp_path)
     assert same(library, again, tokenizer)
     for name in ("layout", "threshold", "texts", "guard", "skip", "checksums"):
         assert getattr(again, name) == getattr(library, name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["library.json", "library.safetensors"]
     with pytest.raises(ValueError, match="another model"):
-        Library.load(load_model("pocket", model_class=GPT, dtype=torch.float16), tokenizer, tmp_path, pytest.fail)
+        Library.load(load_model("pocket", model_class=GPT, dtype=torch.float16), tokenizer, tmp_path)
     with pytest.raises(FileNotFoundError):
-        Library.load(model, tokenizer, tmp_path / "nowhere", pytest.fail)
+        Library.load(model, tokenizer, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("n", [12, pytest.param(120, marks=pytest.mark.slow)])
@@ -512,7 +512,7 @@ def test_a_damaged_library_means_cold_starts_and_never_a_wrong_one(library: Libr
         path.write_bytes(content)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            again = Library.load(model, tokenizer, tmp_path, pytest.fail)
+            again = Library.load(model, tokenizer, tmp_path)
             for text, cache in right.items():
                 other = started(again, text, tokenizer)
                 if other is None:
@@ -530,7 +530,7 @@ def test_a_library_that_says_something_else_is_damaged(library: Library, pocket:
     for key, value in (("threshold", -1.0), ("texts", TEXTS[::-1]), ("others", []), ("checksums", []), ("layout", {})):
         (tmp_path / "library.json").write_text(json.dumps(about | {key: value}))
         with pytest.warns(UserWarning, match="damaged"):
-            again = Library.load(model, tokenizer, tmp_path, pytest.fail)
+            again = Library.load(model, tokenizer, tmp_path)
         assert started(again, TEXTS[0], tokenizer) is None
 
 

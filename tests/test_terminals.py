@@ -37,7 +37,7 @@ def test_a_script_lets_ctrl_c_end_it_before_anything_slow_is_imported(script: li
     modules = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                for node in sorted(imports, key=lambda node: node.lineno)]  # fmt: skip
     before = modules[: modules.index("support.interrupts")]
-    assert {*before} <= {"__future__", "sys"}
+    assert {*before} <= {"__future__", "pathlib", "sys"}
 
 
 def test_every_script_is_tested() -> None:

@@ -8,19 +8,16 @@ same with logits instead of text, and the checks of exercise.py. `--all` names t
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run or imported from any folder
 if __name__ == "__main__":
-    sys.path.insert(0, f"{sys.path[0]}/../..")  # run as a file, from any folder
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import hashlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from types import ModuleType
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
@@ -29,20 +26,10 @@ import gpt_baseline
 import gpt_bounded_cache
 from load_gpt2_weights import load_model, load_tokenizer
 from support.cli import CommandLine
+from support.files import import_file
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-
-
-def import_file(path: Path) -> ModuleType:
-    """Return a Python file as a module."""
-    spec = importlib.util.spec_from_file_location(f"zoo_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 MUTANTS = import_file(ROOT / "tests" / "test_mutants.py")
 PATCHES = {patch.stem: patch for patch in MUTANTS.PATCHES if patch.stem.startswith(("kv", "ring", "bct"))}
 FAMILIES = {

@@ -14,8 +14,6 @@ if __name__ == "__main__":
 import shutil
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from load_gpt2_weights import HERE, load_tokenizer
 from support.cli import CommandLine
 

@@ -13,9 +13,6 @@ if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import csv
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.scale import H100, ROOT, SHAPES, decode_s, prefill_s, seconds, token_operations
 from support.cli import CommandLine

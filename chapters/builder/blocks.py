@@ -7,7 +7,7 @@ A mark is a comment, which a rendered page doesn't show. A mark on a line of its
                                to the next that contains TO (or to that line alone)
   diff OLD NEW N [LAST]        hunk N (to LAST) of the difference between two files
   output COMMAND               what a command prints, run in the project's folder; python3 stands for this Python
-  table NAME                   a table of studies/pages.py or benchmarks/pages.py
+  table NAME                   a table of studies/pages.py
   picture NAME                 PICTURES[NAME] of the chapter's pictures.py, an SVG file and its alternative text
 
 and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expression makes of a JSON file, `r`: a
@@ -22,8 +22,8 @@ from __future__ import annotations
 import ast
 import difflib
 import html
-import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -31,23 +31,15 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from support.files import import_file
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
 BLOCK = re.compile(r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 NUMBER = re.compile(r"<!--= (\S+) (.*?) -->(.*?)<!--/-->", re.S)
 LINES = 40  # of code or diff that a chapter shows at once: more is not read
-
-
-def import_file(path: Path) -> ModuleType:
-    """Return a Python file as a module."""
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache
@@ -124,11 +116,16 @@ def diff(chapter: Path, old: str, new: str, number: str, last: str = "") -> str:
     return f"```diff\n{text}\n```\n<sub>{which} of {len(found)}, [{new}](../../{new}#L{chosen[0][2] + 1})</sub>"
 
 
+def execute(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command in the project's folder; python3 stands for this Python. options: subprocess.run()'s."""
+    words = (sys.executable if words[0] == "python3" else words[0], *words[1:])
+    return subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONUTF8": "1"}, capture_output=True, encoding="utf-8",
+                          **options)  # fmt: skip
+
+
 @cache
 def run(command: str) -> str:
-    words = shlex.split(command)
-    words[0] = sys.executable if words[0] == "python3" else words[0]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    result = execute(*shlex.split(command))
     if result.returncode:
         raise ValueError(f"{command} failed: {result.stderr.strip().splitlines()[-1]}")
     return result.stdout
@@ -142,11 +139,10 @@ def output(chapter: Path, *words: str) -> str:
 
 
 def table(chapter: Path, name: str) -> str:
-    """Return a table that is made of recorded results, links seen from the chapter."""
-    from benchmarks import pages as speed
+    """Return a table that is made of recorded results."""
     from studies import pages
 
-    return getattr(pages, name, getattr(speed, name, None))().replace("](results/", "](../../benchmarks/results/")
+    return getattr(pages, name, None)()
 
 
 def picture(chapter: Path, name: str) -> str:

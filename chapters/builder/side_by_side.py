@@ -134,9 +134,7 @@ def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
 
 def row(kind: str, a: int | None, left: list[str], b: int | None, right: list[str], notes: str) -> str:
     """Return a row of lines a and b, as HTML; in an addition, right takes the width of both."""
-    old = cells("a", a, "left", left)
-    if "added" in kind:
-        old = ""
+    old = "" if "added" in kind else cells("a", a, "left", left)
     return f'<tr class="{kind}">{old}{cells("b", b, "right", right, 1 if old else 3)}{notes}</tr>'
 
 
