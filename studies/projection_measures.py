@@ -327,14 +327,14 @@ def both_positions(encoder: str, families: Splits, seed: int) -> list[dict[str, 
                 compared += [(m, positions, "as proposed", Method("", layout, projected(layout, "compressed"))),
                              (m, positions, "raw, fitted prompt by prompt", raw_tokens(layout))]
         asked, found = experiment.related("test"), {}
-        families = groups([prompt for prompt, _ in asked])
+        together = groups([prompt for prompt, _ in asked])
         for m, positions, label, method in [*compared, (0, "true", NEIGHBOUR.name, NEIGHBOUR)]:
             kl = errors(experiment, method, asked)
             rows.append({"model": name, "m": m, "positions": positions, "method": label,
                          **kl_of(kl, [prompt for prompt, _ in asked])})
             after = found.setdefault((m, label), kl)
             if after is not kl:  # of the same prompts
-                pairs = np.array([[after[at].sum(), kl[at].sum()] for at in families])
+                pairs = np.array([[after[at].sum(), kl[at].sum()] for at in together])
                 rows[-1]["after_over_true"] = bootstrap(pairs, ratio_of_sums)
     return rows
 

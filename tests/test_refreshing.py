@@ -265,7 +265,7 @@ def test_claims_about_time_are_judged_at_a_real_size_only() -> None:
                 "conditions": {"model": "x", "parameters": 2, "layers": 1, "width": 1}}  # fmt: skip
 
     def verdicts(record: dict[str, Any] | None) -> list[str]:
-        where = "x of 2 parameters"
+        where = "x: 2 parameters"
         rows = [c for c in claims(made_up_record(), record) if c["ours"].startswith(where)]
         return [next(c["verdict"] for c in rows if c["quote"].startswith(start)) for start in TIMED] if rows else []
 
