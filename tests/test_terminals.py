@@ -17,8 +17,8 @@ FILES = ["gpt_baseline.py", "gpt_kv_cache.py", "gpt_bounded_cache.py", "load_gpt
          "projector.py", "overfill.py", "speculate.py", "paged.py", "pocket/corpus.py", "pocket/train.py",
          "pocket/coherence.py", "chapters/09_bug_zoo/zoo.py", "chapters/10_beyond/floors.py",
          "chapters/10_beyond/export.py"]  # fmt: skip
-STUDIES = ["article", "bounding", "claims", "latency", "lengths", "pages", "projection", "recall", "recycling",
-           "refreshing", "replay", "speculation", "weights"]  # fmt: skip
+STUDIES = ["article", "bounding", "claims", "latency", "lengths", "pages", "pretraining", "projection", "recall",
+           "recycling", "refreshing", "replay", "speculation", "weights"]  # fmt: skip
 MODULES = [*(f"studies.{name}" for name in STUDIES), "benchmarks", "benchmarks.pages", "chapters.builder",
            "chapters.grade"]  # fmt: skip
 SCRIPTS = [[name] for name in FILES] + [["-m", name] for name in MODULES]
