@@ -47,6 +47,7 @@ def check_counts(cache: PagedCache, texts: list[Text]) -> None:
     found = [cache.blocks]
     for parent in found:
         found += cache.children[parent].values()
+        assert len(found) == len({*found}), "a block is found in two places"
     assert {*found[1:]} == {block for block, at in enumerate(cache.listed) if at}, "listed, but not to be found"
 
 
