@@ -229,9 +229,10 @@ def summary(counts: dict[str, dict[str, Any]]) -> list[str | Table]:
     conditions = ""
     for count, found in sorted(counts.items(), key=lambda item: int(item[0])):
         threads = f"{found['threads']} thread{'s' * (found['threads'] > 1)}"
+        turns = f"medians of {found['turns']} turns" if found["turns"] > 1 else "one turn"
         now = (f"{found['model']}, {found['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
-               f"{found['read_ms']:.1f} ms; {found['machine']}; {threads}; medians of {found['turns']} "
-               f"turn{'s' * (found['turns'] > 1)}, {found['date']}.")  # fmt: skip
+               f"{found['read_ms']:.1f} ms; {found['machine']}; {threads}; {turns}, "
+               f"{found['date']}.")  # fmt: skip
         if now != conditions:
             parts.append(conditions := now)
         lengths = f"prompts of {min(found['prompts'])} to {max(found['prompts'])} tokens"
