@@ -18,3 +18,6 @@ class Ran(NamedTuple):
 def read_pocket_config(name: str) -> dict[str, Any]:
     """Return config.json of a shipped model."""
     return json.loads((ROOT / "pocket" / name / "config.json").read_text("utf-8"))
+
+
+N_CTX = read_pocket_config("teacher")["n_ctx"]  # of the shipped model

@@ -20,6 +20,7 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model
 from pocket.checkpoints import export
 from support.files import read_json
+from tests.helpers import N_CTX
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
@@ -359,7 +360,7 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "culprits"), [
-    (["--model", "gpt5"], ["gpt5"]), (["--lengths", "600", "--model", "pocket"], ["600", "512"]),
+    (["--model", "gpt5"], ["gpt5"]), (["--lengths", f"{N_CTX + 1}", "--model", "pocket"], [f"{N_CTX + 1}", f"{N_CTX}"]),
     (["--only", "nothing"], ["nothing"]), (["--turns", "0"], ["0"]), (["--scale", "nothing.json"], ["nothing.json"]),
     (["--scale", "pocket/teacher/figures.json"], ["summary.json", "perplexity"]),
     (["--peer-path", "nowhere"], ["nowhere", "folder"]), (["--ablate", "--batches", "1"], ["--batches"]),

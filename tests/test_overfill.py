@@ -33,7 +33,7 @@ from overfill import (
 )
 from pocket.pruning import Student
 from support.statistics import entropy, kl
-from tests.helpers import ROOT, Ran
+from tests.helpers import N_CTX, ROOT, Ran
 
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
@@ -546,8 +546,9 @@ def test_every_policy_writes_a_text_and_says_what_it_cost(policy: str, tmp_path:
 
 
 def test_a_text_past_the_context_goes_on() -> None:
-    status, out, _ = command("write", "--prompt", "Halek had a yellow cap. " * 60, "--max-new-tokens", "250")
-    assert status == 0 and "past the context of 512 the teacher began anew" in out and "its perplexity" not in out
+    prompt = "Halek had a yellow cap. " * (N_CTX // 9)  # most of the context
+    status, out, _ = command("write", "--prompt", prompt, "--max-new-tokens", f"{N_CTX // 2}")
+    assert status == 0 and f"past the context of {N_CTX} the teacher began anew" in out and "its perplexity" not in out
 
 
 @pytest.mark.parametrize(("words", "culprits"), [
@@ -564,7 +565,7 @@ def test_a_text_past_the_context_goes_on() -> None:
     (["write", "--policy", "dropout:1:0.1"], ["passes must be at least 2 and", "got 1"]),
     (["study", "--out", str(ROOT / "README.md")], ["README.md"]),
     (["study", "--max-new-tokens", "20"], ["20", "at least 40"]),
-    (["--max-new-tokens", "400"], ["192", "400", "context of 512"]),
+    (["--max-new-tokens", f"{N_CTX - 112}"], ["192", f"{N_CTX - 112}", f"context of {N_CTX}"]),
 ])  # fmt: skip
 def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str]) -> None:
     status, _, err = command(*words)

@@ -10,6 +10,7 @@ from gpt_bounded_cache import BCT, GPT, BoundedMemory, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import ablation, corpus, evaluation
 from pocket.evaluation import Windowed
+from tests.helpers import N_CTX
 
 FOLDER = Path(__file__).resolve().parent.parent / "pocket" / "bct"
 FIGURES = json.loads((FOLDER / "figures.json").read_text())
@@ -62,12 +63,12 @@ def test_what_was_said_long_ago_is_still_known(model: BCT) -> None:
 @pytest.mark.slow
 def test_text_goes_on_past_the_context_as_well_as_before(model: BCT) -> None:
     tokenizer = load_tokenizer("pocket-bct")
-    texts = "<|endoftext|>".join(document.text for document in corpus.documents("valid", 40))
-    ids = torch.tensor(tokenizer.encode(texts, allowed_special="all")[: 4 * 2048]).view(4, 2048)
+    texts = "<|endoftext|>".join(document.text for document in corpus.documents("valid", 40 * N_CTX // 512))
+    ids = torch.tensor(tokenizer.encode(texts, allowed_special="all")[: 16 * N_CTX]).view(4, 4 * N_CTX)
     with torch.no_grad():
         logits = model(ids, BoundedMemory())
     nats = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
-    assert nats[:, 1024:].mean() < nats[:, :512].mean() + 0.2
+    assert nats[:, 2 * N_CTX :].mean() < nats[:, :N_CTX].mean() + 0.2
 
 
 def test_the_plain_files_refuse_it_in_one_sentence() -> None:

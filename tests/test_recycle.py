@@ -36,6 +36,7 @@ from support.encoders import TokenEncoder, load_encoder, nearest
 from support.files import UNFINISHED
 from support.fingerprints import Weights, fingerprint
 from support.radix_tree import RadixTree, common_prefix
+from tests.helpers import N_CTX
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)
@@ -1125,7 +1126,7 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
     [
         (["study", "--prompts", "README.md", "README.md"], ["README.md", "lacks prompt"]),
         (["study", "--prompts", "nowhere.csv", "nowhere.csv"], ["nowhere.csv"]),
-        (["--max-new-tokens", "500"], ["500", "512"]),
+        (["--max-new-tokens", f"{N_CTX - 12}"], [f"{N_CTX - 12}", f"{N_CTX}"]),
         (["chat", "--capacity", "0"], ["capacity", "0"]),
         (["--store", "x"], ["--store", "chat"]),
         (["run", "--capacity", "9"], ["--capacity", "chat"]),
@@ -1161,16 +1162,16 @@ def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> N
 
 
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path) -> None:
-    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 3
+    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * (3 * N_CTX // 512)
     questions = "".join(
         f"{i}: which river does {town} stand on? {'Say which. ' * 10}\n" for i, town in enumerate(towns)
     )
     result = run(module.main, "chat", "--store", str(tmp_path), "--max-new-tokens", "8",
-                 text=questions + "word " * 300 + "\n")  # fmt: skip
+                 text=questions + "word " * N_CTX + "\n")  # fmt: skip
     assert result.status == 0, result.err
-    assert "context of 512 tokens is full" in result.out and "don't fit" in result.out
+    assert f"context of {N_CTX} tokens is full" in result.out and "don't fit" in result.out
     counts = reused(result.out)
-    assert len(counts) == 15 and max(counts) > 350
+    assert len(counts) == len(towns) and max(counts) > 2 * N_CTX // 3
     assert min(counts[5:]) < 20, "what moves to other positions is read again"
 
 
