@@ -10,7 +10,16 @@ from __future__ import annotations
 if __name__ == "__main__":
     import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
-from studies import article, bounding, lengths, projection_report, recall, recycling_report, refreshing_report
+from studies import (
+    article,
+    bounding,
+    lengths,
+    pretraining,
+    projection_report,
+    recall,
+    recycling_report,
+    refreshing_report,
+)
 from studies.protocol import Claim, benchmark, claim_tables, recorded, recorded_or_none
 from support.cli import CommandLine
 from support.tables import page
@@ -23,6 +32,7 @@ def every_claim() -> dict[str, list[Claim]]:
     return {
         "The KV cache": article.claims(window, speed, bench),
         "BCT": [*bounding.claims(recorded("bounding")), *recall.claims(recorded("recall")),
+                *pretraining.claims(recorded("pretraining")),
                 *lengths.claims(recorded("lengths"))],
         "KV recycling": recycling_report.claims(recorded("recycling"), recorded_or_none("recycling", "geometry.json"),
                                                 recorded("recycling", "law.json")),

@@ -15,6 +15,7 @@ from studies import (
     bounding,
     latency,
     lengths,
+    pretraining,
     projection_report,
     recall,
     recycling_report,
@@ -193,8 +194,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"papers": papers, "methods": methods},
     ROOT / "studies" / "README.md": {
         "claims": claims, "pocket": pocket, "memory": memory, "ablation": ablation,
-        "recall": tables_of(recall, "recall"), "lengths": tables_of(lengths, "lengths"), "recycling": recycle,
-        "replay": replay, "projection": tables_of(projection_report, "projection"),
+        "recall": tables_of(recall, "recall"), "pretraining": tables_of(pretraining, "pretraining"),
+        "lengths": tables_of(lengths, "lengths"), "recycling": recycle, "replay": replay,
+        "projection": tables_of(projection_report, "projection"),
         "refreshing": tables_of(refreshing_report, "refreshing"), "speculation": drafts,
     },
 }  # fmt: skip
@@ -211,6 +213,7 @@ def draw_figures() -> None:
     projection_report.draw(recorded("projection"), folder / "projection")
     refreshing_report.draw(recorded("refreshing"), folder / "refreshing")
     recall.draw(recorded("recall"), folder / "recall")
+    pretraining.draw(recorded("pretraining"), folder / "pretraining")
     lengths.draw(recorded("lengths"), folder / "lengths")
 
 
