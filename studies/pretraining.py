@@ -137,8 +137,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     full, sums, ours, window = (record["memories"][name] for name in (FULL, SUMS, OURS, WINDOW))
     worse, worse_ours = ([m["perplexity_against_full"][x] for x in ("change", "low", "high")] for m in (sums, ours))
     points = [full["bleu"] * sums["bleu_against_full"][x] for x in ("change", "low", "high")]
-    small = ("partly: built as BCTs, but of 3 million parameters, a capacity of 32 slots, and few tokens of training, "
-             "at one learning rate that was tuned for no model")  # fmt: skip
+    small = ("partly: built as BCTs, but of 3 million parameters, a capacity of 32 slots, read by their summed keys, "
+             "and few tokens of training, at one learning rate that was tuned for no model")  # fmt: skip
     here = conditions_line(record)
     return under(
         SOURCE, THEIRS, here,
