@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from gpt_baseline import GPT, generate
-from pocket import corpus
+from pocket import coherence, corpus
 from pocket.recipes import KINDS, Pruning, Recipe, size_of
+from support.files import read_json
 from support.tables import table
+
+EARLIER = Path(__file__).resolve().parent / "first_generation.json"  # figures, and three stories, of models that went
 
 ABOUT = {
     "teacher": """\
@@ -61,7 +66,15 @@ NOTES = {
 
 ## What it writes (greedy, in brackets)
 
-{samples}""",
+{samples}
+
+## Three stories (unchosen: temperature 0.8, seeds 0 to 2, after the first sentence)
+
+{stories}
+
+The first generation, asked the same:
+
+{earlier}""",
     "bct": """\
 The figures are explained on the card of [pocket/teacher](../teacher/README.md). The windows run on `{init}` as
 it is, at equal bytes of memory. The gain from each part of BCT in a short fine-tuning, and from fine-tuning a
@@ -89,6 +102,7 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
                   for i, p in enumerate(recipe.phases, 1)]  # fmt: skip
         header = "phase|steps|rows of documents|shuffled|random lists|tokens in a row|learning rate|answers|long rows"
         fields = {"phases": table(header.split("|"), phases, markdown=True), "samples": samples(recipe, model),
+                  "stories": quoted(stories(recipe, model)), "earlier": quoted(read_json(EARLIER)["stories"]),
                   "closed_book": len(corpus.closed_book_questions("test")), "last": recipe.config.n_ctx - 1,
                   "shuffled": next(i for i, p in enumerate(recipe.phases, 1) if p.shuffled)}  # fmt: skip
     elif recipe.kind == "student":
@@ -106,8 +120,8 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
 
 
 def tables(recipe: Recipe, figures: dict) -> list[str]:
-    """Return the figures as tables, each figure a row and each model a column."""
-    columns, found = {"value": figures}, []
+    """Return the figures as tables, each figure a row and each model a column; the first generation's are the last."""
+    before, found = earlier(recipe), []
     if recipe.kind == "rotary":
         columns = {f"`{recipe.init}`": figures["learned"], "rotary": figures["rotary"]}
     elif recipe.kind == "bct":
@@ -116,13 +130,27 @@ def tables(recipe: Recipe, figures: dict) -> list[str]:
                    f"sliding window of {window}": figures["window"],
                    f"4 sinks + window of {window - 4}": figures["sinks"]}  # fmt: skip
     elif recipe.kind == "student":
-        nats = [f"{value:.3f}" for value in figures["kl"].values()]
-        found = [KL.format(3 * recipe.config.n_ctx // 8), table(list(figures["kl"]), [nats], markdown=True),
+        rows = [["this model", *(f"{value:.3f}" for value in figures["kl"].values())]]
+        if before:
+            rows.append(["first generation", *(f"{value:.3f}" for value in before["kl"].values())])
+        found = [KL.format(3 * recipe.config.n_ctx // 8), table(["", *figures["kl"]], rows, markdown=True),
                  "Alone, on its own cache:"]  # fmt: skip
         columns = {"value": figures["student"]}
+    else:
+        columns = {"value": figures}
     first = next(iter(columns.values()))
-    rows = [[name, *(f"{column[name]:.4f}" for column in columns.values())] for name in first]
+    if before:
+        columns["first generation"] = before.get(recipe.kind, before)
+    rows = [[name, *(f"{column[name]:.4f}" if name in column else "" for column in columns.values())] for name in first]
     return [*found, table(["figure", *columns], rows, markdown=True)]
+
+
+def earlier(recipe: Recipe) -> dict:
+    """Return the figures of the model that a shipped one has replaced; {} for any other."""
+    if recipe.init not in (None, "pocket"):
+        return {}
+    kind = "dropout" if recipe.config.dropout else getattr(recipe, "mode", KINDS[0])
+    return read_json(EARLIER)[recipe.kind + f"-{kind}" * (kind != KINDS[0])]
 
 
 def student(recipe: Pruning) -> tuple[str, dict[str, str]]:
@@ -152,3 +180,19 @@ def samples(recipe: Recipe, model: GPT) -> str:
             text = text.partition("\n")[0]  # the answer to a short question ends with its line
         told.append(f"```\n{question.prompt}[{text}]\n```\nReference: {question.answer}")
     return "\n\n".join(told)
+
+
+def stories(recipe: Recipe, model: GPT) -> list[str]:
+    """Return three stories as a model goes on after their first sentences, at temperature 0.8, seeds 0 to 2."""
+    told, tokenizer = [], recipe.tokenizer
+    for seed, opening in enumerate(coherence.openings("test", 3)):
+        ids = torch.tensor([tokenizer.encode_ordinary(opening)])
+        new = generate(model, ids, 400, temperature=0.8, generator=torch.Generator().manual_seed(seed),
+                       stop_id=tokenizer.eot_token)  # fmt: skip
+        told.append(tokenizer.decode([*ids[0].tolist(), *(t.item() for t in new)]).removesuffix("<|endoftext|>"))
+    return told
+
+
+def quoted(texts: list[str]) -> str:
+    """Return texts as Markdown."""
+    return "\n\n".join(f"```\n{text.strip()}\n```" for text in texts)

@@ -1,4 +1,5 @@
-"""Rewrite the tables of README.md and studies/README.md from the recorded results: `python3 -m studies.pages`."""
+"""Rewrite the tables of README.md, studies/README.md and pocket/README.md from the recorded results:
+`python3 -m studies.pages`."""
 
 from __future__ import annotations
 
@@ -116,18 +117,32 @@ def bct_results() -> str:
     return page(claim_tables([claim for claim in every_claim()["BCT"] if claim["section"] == "4.3"]), markdown=True)
 
 
-def pocket() -> str:
-    """The table of pocket/teacher/figures.json."""
-    f = read_json(ROOT / "pocket" / "teacher" / "figures.json")
-    return table(["figure", "value"], [
-        ["perplexity", f"{f['perplexity']:.2f}"],
-        ["facts of its world, asked in new words: correct", f"{f['closed_book_share']:.1%}"],
-        ["loss on a new person's name, first and later mentions",
-         f"{f['name_first_nats']:.2f}, {f['name_nats']:.2f} nats per token"],
-        ["facts stated early in the prompt, asked at its end: correct", f"{f['recall_share']:.1%}"],
-        ["loss on a list of new objects, first and second time",
-         f"{f['list_first_nats']:.2f}, {f['list_second_nats']:.2f} nats per token"],
-    ], markdown=True)  # fmt: skip
+def generations() -> str:
+    """The figures of the pocket model, of the one before it, and what was to be reached."""
+    f, first = (read_json(ROOT / "pocket" / name) for name in ("teacher/figures.json", "first_generation.json"))
+    first = first["teacher"]
+    shares = [  # and the least of each
+        ("recall of early facts, in unseen wordings", "recall_share", 0.8),
+        ("closed book: facts of its world, in unseen wordings", "closed_book_share", 0.995),
+        ("stories that hold together, greedy", "coherent_share", 0.5),
+        ("the same, at temperature 0.8", "sampled_coherent_share", 0.3),
+        ("threads paid back as they were stated, greedy", "paid_share", 0.9),
+        ("the same, at temperature 0.8", "sampled_paid_share", 0.9),
+    ]
+    losses = [  # and the most of each
+        ("later mentions of a new name, nats per token", "name_nats", 0.05),
+        ("a list read the second time, nats per token", "list_second_nats", 0.1),
+        ("perplexity", "perplexity", 2.8),
+    ]
+    near, far = f["perplexity_before_512"], f["perplexity_after_512"]
+    rows = [[name, f"{first[key]:.1%}", f"{f[key]:.1%}", f"at least {100 * goal:g}%", f[key] >= goal]
+            for name, key, goal in shares]  # fmt: skip
+    rows += [[name, f"{first[key]:.2f}", f"{f[key]:.2f}", f"at most {goal:.2f}", f[key] <= goal]
+             for name, key, goal in losses]  # fmt: skip
+    rows.append(["perplexity at positions 256 to 511, and from 512 on", f"{first['perplexity_before_512']:.2f}, -",
+                 f"{near:.2f}, {far:.2f}", "equal, to 1%", far <= 1.01 * near])  # fmt: skip
+    header = ["figure", "first generation", "this one", "goal", "reached"]
+    return table(header, [[*row, "yes" if reached else "no"] for *row, reached in rows], markdown=True, left=1)
 
 
 def memory() -> str:
@@ -180,8 +195,8 @@ def drafts() -> str:
     return page([*speculation.tables(record),
                  f"Refreshed every 16 tokens the student has a perplexity of {here:.2f} here and of {there:.2f} in the "
                  f"study of refreshes, which has more and longer texts: {other['measured_prompts']} prompts, "
-                 f"{other['tokens']} written tokens and {other['seeds']} seeds; here {record['prompts']} prompts, "
-                 f"{record['tokens']} tokens and one seed. The intervals, {low:.2f} to {high:.2f} and {below:.2f} to "
+                 f"{other['tokens']:,} written tokens, {other['seeds']} of each prompt; here {record['prompts']} prompts, "
+                 f"{record['tokens']} tokens, one of each. The intervals, {low:.2f} to {high:.2f} and {below:.2f} to "
                  f"{above:.2f}, {overlap}."], markdown=True)  # fmt: skip
 
 
@@ -192,8 +207,9 @@ def tables_of(study: ModuleType, name: str) -> Callable[[], str]:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"papers": papers, "methods": methods},
+    ROOT / "pocket" / "README.md": {"generations": generations},
     ROOT / "studies" / "README.md": {
-        "claims": claims, "pocket": pocket, "memory": memory, "ablation": ablation,
+        "claims": claims, "memory": memory, "ablation": ablation,
         "recall": tables_of(recall, "recall"), "pretraining": tables_of(pretraining, "pretraining"),
         "lengths": tables_of(lengths, "lengths"), "recycling": recycle, "replay": replay,
         "projection": tables_of(projection_report, "projection"),

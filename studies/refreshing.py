@@ -43,7 +43,7 @@ from support.files import write_json
 from support.statistics import bootstrap, kl
 from support.tables import page, table
 
-FULL = Size(prompts=50, seeds=3, new_tokens=320, timed=4, repeats=4, facts=200, simulations=20)
+FULL = Size(prompts=50, seeds=1, new_tokens=1000, timed=3, repeats=3, facts=200, simulations=20)
 QUICK = Size(prompts=5, seeds=1, new_tokens=72, timed=1, repeats=1, facts=8, simulations=3)
 
 
@@ -206,8 +206,9 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
             before = measured.get((writer.student, writer.policy))
             record["students"][writer.name] = before or measures.figures_of(setup, setup.write(writer, 1.0))
     if known:
-        n = size.new_tokens // 2
-        record["lengths"] = by_prompt_length(setup, (32, 96, 192), n)
+        n = min(size.new_tokens // 2, 160)
+        longest = min(768, models["teacher"].config.n_ctx - n, models["student"].config.n_ctx - n)
+        record["lengths"] = by_prompt_length(setup, (32, 192, longest), n)
         record["facts"] = facts_right(setup, three_writers(setup))
     if not overfill.misfit(setup.models["teacher"], setup.models["student"]):  # else the two caches can't be compared
         gate = f"entropy, {BUDGETS[1]:g} in 1,000"

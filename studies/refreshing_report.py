@@ -14,10 +14,12 @@ import numpy as np
 import overfill
 from studies import refreshing_formulas, refreshing_times
 from studies.protocol import NOISE, UNKNOWN, Claim, conditions_of, judged, under, with_interval
-from studies.refreshing_measures import BUDGETS, PHASES, ratio
+from studies.refreshing_measures import BUDGETS, PHASES, SPANS, ratio
 from support.figures import figure
 from support.statistics import bootstrap
 from support.tables import Table, of_records
+
+LATE, VERY_LONG = SPANS[-1], 1000  # tokens: what comes after so many is judged, of texts at least so long
 
 
 def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> list[Claim]:
@@ -29,7 +31,7 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> lis
               "1.88")
     methods = record["methods"]
     gate, often, burst = f"entropy, {BUDGETS[0]:g} in 1,000", "periodic, 64", "speculative, 8"
-    base, small = methods["OverFill"], "partly: much smaller models, shorter texts"
+    base, small = methods["OverFill"], f"partly: much smaller models, {record['tokens']:,} tokens instead of 1,200"
 
     def ppl(*names: str) -> str:
         return ", ".join(f"{methods[name]['sampled']['ppl'][0]:.2f}" for name in names)
@@ -85,7 +87,7 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> lis
                bursts[2] < 0, f"perplexity {ppl(burst)}, {with_interval(bursts, '+.0%')} against none", small,
                bursts[1] > 0),
         *by_chance(methods, against, small), *compounding(methods, small), *divergences(record, small),
-        *by_length(record, small),
+        *by_length(record, small), *at_last(methods, small),
     ) + under(
         title, theirs, f"{quality}; the teacher's tokens and time for single refreshes",
         judged("Speculative Refresh, results", "the teacher’s workload is constant and small (always processing k "
@@ -143,7 +145,7 @@ def compounding(methods: dict[str, Any], small: str) -> list[Claim]:
 
 
 def by_length(record: dict[str, Any], small: str) -> list[Claim]:
-    """Return the claims on the lengths of prompts and texts."""
+    """Return the claim on the lengths of prompts."""
     if "lengths" not in record:
         return []
     short, long = record["lengths"][0], record["lengths"][-1]
@@ -155,9 +157,20 @@ def by_length(record: dict[str, Any], small: str) -> list[Claim]:
                f"perplexity of {first} tokens against {rival}'s: ratio {with_interval(far)} after prompts of "
                f"{long['tokens']}, {with_interval(near)} after {short['tokens']}", f"{small}; that rival is ours",
                far[1] > near[2]),
-        judged("Runtime", "Loses on very long outputs where Student drift accumulates", None, "",
-               f"no: {record['tokens']} tokens are not very long"),
     ]  # fmt: skip
+
+
+def at_last(methods: dict[str, Any], small: str) -> list[Claim]:
+    """Return the claim on the ends of long texts, by the perplexity of all after the first 512 tokens."""
+    quote, (over, alone) = "Loses on very long outputs where Student drift accumulates", (
+        {int(k): np.array(x) for k, x in methods[name]["sampled"]["nats"].items()} if name in methods else {}
+        for name in ("OverFill", "student trained alone"))  # fmt: skip
+    n = max(over)
+    if LATE not in alone or n < VERY_LONG:
+        return [judged("Runtime", quote, None, "", f"no: {n} tokens are not very long")]
+    late = [math.exp(x) for x in bootstrap((n * (over[n] - alone[n]) - LATE * (over[LATE] - alone[LATE])) / (n - LATE))]
+    return [judged("Runtime", quote, late[1] > 1, f"perplexity after the first {LATE} tokens, against student trained "
+                   f"alone's: ratio {with_interval(late)}", f"{small}; that rival is ours", late[2] < 1)]  # fmt: skip
 
 
 def divergences(record: dict[str, Any], small: str) -> list[Claim]:
@@ -303,7 +316,8 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
     tokens = record["prompt_tokens"]
     parts: list[str | Table] = [
         f"{record['measured_prompts']} held-out prompts of {'-'.join(map(str, dict.fromkeys((tokens[0], tokens[-1]))))}"
-        f" tokens and {record['tokens']} written ones, sampled at temperature 1 with {record['seeds']} seeds; one "
+        f" tokens and {record['tokens']} written ones, sampled at temperature 1 with {record['seeds']} seed"
+        f"{'s' * (record['seeds'] > 1)}; one "
         "column has greedy texts. Perplexity is the teacher's, with its 95% interval over prompts; tail is its mean "
         "log-probability of the last 50 tokens; a slip is a token to which the teacher gives less than 1%. Times are "
         f"of single prompts on a {record['device'].upper()}, medians of writers in turn.",

@@ -301,6 +301,19 @@ def test_the_recorded_cache_error_is_nothing_after_each_refresh() -> None:
         assert all((error < 1e-4) == (t % every == 0) for t, error in enumerate(errors, 1))
 
 
+def test_the_end_of_a_long_text_is_judged_by_itself() -> None:
+    quote, noise = "Loses on very long outputs", np.random.default_rng(1).normal(0, 0.01, 40)
+    assert found(made_up_record(), quote) == "NOT TESTED"  # 320 tokens
+    for ratio_at_last, verdict in ((1.2, "HOLDS"), (0.9, "DOES NOT HOLD"), (1.0, "NOT SHOWN")):
+        record = made_up_record()
+        record["methods"]["student trained alone"] = record["methods"]["student"] | {}
+        for name, figures in record["methods"].items():
+            late = math.log(ratio_at_last) + noise if name == "OverFill" else -noise
+            nats = {"512": [0.5] * 40, "1000": ((512 * 0.5 + 488 * late) / 1000).tolist()}
+            figures["sampled"] = figures["sampled"] | {"nats": nats}
+        assert found(record, quote) == verdict
+
+
 def test_the_source_s_code_moves_every_entry_by_one_token(teacher, student) -> None:
     ids = prompts()
     options = {"temperature": 0.0, "generator": None}
