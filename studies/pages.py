@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from pocket.recipes import TEACHER, size_of
 from studies import (
     bounding,
     latency,
@@ -119,30 +120,33 @@ def bct_results() -> str:
 
 def generations() -> str:
     """The figures of the pocket model, of the one before it, and what was to be reached."""
-    f, first = (read_json(ROOT / "pocket" / name) for name in ("teacher/figures.json", "first_generation.json"))
-    first = first["teacher"]
-    shares = [  # and the least of each
+    f, earlier = (read_json(ROOT / "pocket" / name) for name in ("teacher/figures.json", "first_generation.json"))
+    first, rows = earlier["teacher"], []
+    for name, key, goal in (
         ("recall of early facts, in unseen wordings", "recall_share", 0.8),
         ("closed book: facts of its world, in unseen wordings", "closed_book_share", 0.995),
         ("stories that hold together, greedy", "coherent_share", 0.5),
         ("the same, at temperature 0.8", "sampled_coherent_share", 0.3),
-        ("threads paid back as they were stated, greedy", "paid_share", 0.9),
+        ("threads paid off as they were stated, greedy", "paid_share", 0.9),
         ("the same, at temperature 0.8", "sampled_paid_share", 0.9),
-    ]
-    losses = [  # and the most of each
         ("later mentions of a new name, nats per token", "name_nats", 0.05),
         ("a list read the second time, nats per token", "list_second_nats", 0.1),
         ("perplexity", "perplexity", 2.8),
-    ]
+    ):
+        share = key.endswith("share")
+        form, limit = (".1%", f"at least {100 * goal:g}%") if share else (".3f", f"at most {goal:.2f}")
+        reached = f[key] >= goal if share else f[key] <= goal
+        rows.append([name, f"{first[key]:{form}}", f"{f[key]:{form}}", limit, "yes" if reached else "no"])
     near, far = f["perplexity_before_512"], f["perplexity_after_512"]
-    rows = [[name, f"{first[key]:.1%}", f"{f[key]:.1%}", f"at least {100 * goal:g}%", f[key] >= goal]
-            for name, key, goal in shares]  # fmt: skip
-    rows += [[name, f"{first[key]:.2f}", f"{f[key]:.2f}", f"at most {goal:.2f}", f[key] <= goal]
-             for name, key, goal in losses]  # fmt: skip
-    rows.append(["perplexity at positions 256 to 511, and from 512 on", f"{first['perplexity_before_512']:.2f}, -",
-                 f"{near:.2f}, {far:.2f}", "equal, to 1%", far <= 1.01 * near])  # fmt: skip
-    header = ["figure", "first generation", "this one", "goal", "reached"]
-    return table(header, [[*row, "yes" if reached else "no"] for *row, reached in rows], markdown=True, left=1)
+    rows.append(["perplexity at positions 256 to 511; from 512 on", "-", f"{near:.3f}; {far:.3f}",
+                 "from 512 on at most 1% higher", "yes" if far <= 1.01 * near else "no"])  # fmt: skip
+    c, tokens = TEACHER.config, size_of(TEACHER)[1]
+    header = ["figure", f"first generation: {earlier['tokens'] / 1e6:.1f} million tokens, context {earlier['n_ctx']:,}",
+              f"this one: {tokens / 1e6:.1f} million tokens, context {c.n_ctx:,}", "goal", "reached"]  # fmt: skip
+    return page([Table(header, rows), f"{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} goals are reached. The "
+                 f"first mention of a new name costs {f['name_first_nats']:.2f} nats per token, in the first "
+                 f"generation {first['name_first_nats']:.2f}: the more a model has read, the less it expects names "
+                 "that it has never seen, and perplexity includes these."], markdown=True)  # fmt: skip
 
 
 def memory() -> str:
@@ -195,9 +199,9 @@ def drafts() -> str:
     return page([*speculation.tables(record),
                  f"Refreshed every 16 tokens the student has a perplexity of {here:.2f} here and of {there:.2f} in the "
                  f"study of refreshes, which has more and longer texts: {other['measured_prompts']} prompts, "
-                 f"{other['tokens']:,} written tokens, {other['seeds']} of each prompt; here {record['prompts']} prompts, "
-                 f"{record['tokens']} tokens, one of each. The intervals, {low:.2f} to {high:.2f} and {below:.2f} to "
-                 f"{above:.2f}, {overlap}."], markdown=True)  # fmt: skip
+                 f"{other['tokens']:,} written tokens, {other['seeds']} of each prompt; here {record['prompts']} "
+                 f"prompts, {record['tokens']} tokens, one of each. The intervals, {low:.2f} to {high:.2f} and "
+                 f"{below:.2f} to {above:.2f}, {overlap}."], markdown=True)  # fmt: skip
 
 
 def tables_of(study: ModuleType, name: str) -> Callable[[], str]:
