@@ -115,7 +115,8 @@ def claims() -> str:
 
 def bct_results() -> str:
     """The claims of BCT's section of results, for the chapter on it."""
-    return page(claim_tables([claim for claim in every_claim()["BCT"] if claim["section"] == "4.3"]), markdown=True)
+    found = [claim for claim in every_claim()["BCT"] if claim["section"].startswith("4.3")]
+    return page(claim_tables(found), markdown=True)
 
 
 def generations() -> str:
