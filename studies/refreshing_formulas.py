@@ -9,6 +9,8 @@ import numpy as np
 from overfill import Periodic, speculative
 from studies.protocol import Claim, judged, under
 
+PRELIMINARY = 'the source notes: "Only preliminary results over 1 run of k"'
+PRINTED = {"entropy": [320], "variance": [112, 144, 176, 336]}  # steps of the simulation that fire, by the source
 RATES = {"teacher": 28.2, "OverFill": 28.5, "student": 29.4}  # tokens/s of decoding, by the source's first table
 
 
@@ -49,12 +51,12 @@ def claims(title: str, theirs: str) -> list[Claim]:
                f"at the source's {RATES['OverFill']} and {RATES['teacher']} tokens/s, a pass every 8 tokens costs at "
                f"least {burst_overhead(8):.1%}, every 64 {burst_overhead(64):.1%}, if a pass takes at least as long as "
                "a decoding step of the teacher, which reads the same weights", "partly: by arithmetic on the source's "
-               "tables, under that assumption; the source has one run"),
+               f"tables, under that assumption; {PRELIMINARY}"),
         judged("Budgeting", "You can estimate τ from the 95th–97th percentile", min(above) <= 3,
                f"{min(above):.0f} to {max(above):.0f} of 1,000 tokens lie above it, but the budget is ~2–3 "
                "refreshes: that takes a pause between refreshes, which the source doesn't mention",
                "partly: by arithmetic"),
         judged("Why is it cheap?", "Periodic with W=T=k yields the same post-refresh KV as speculative for the last k "
-               "positions", speculative(8) == Periodic(8, window=8), "argument: both replace the last 8 entries by the "
-               "teacher's after every 8 tokens, and here they are one policy", "yes"),
+               "positions", speculative(8) == Periodic(8, window=8), "both replace the last 8 entries by the "
+               "teacher's after every 8 tokens", "partly: by argument; here they are one policy"),
     )  # fmt: skip
