@@ -84,7 +84,7 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None,
         judged("Periodic refresh, quality", "0 (No Refresh) 1.88 … 256 1.86 … 128 1.81 … 64 1.71",
                all(a >= b for a, b in pairwise(means)) and better[2] < 0,
                f"perplexity {ppl(*names)} for none, {', '.join(map(str, periods))}; against none, " + ", ".join(
-                   f"every {k} {with_interval(against(f'periodic, {k}'), '+.0%')}" for k in (128, 64, 16)), small,
+                   f"every {k} {with_interval(against(f'periodic, {k}'), '+.0%')}" for k in (*periods, 16)), small,
                better[1] > 0),
         judged("Entropy Gating, results", "targeted refreshes achieve as low perplexity as the T=64 refresh",
                reached[2] < NOISE and better[2] < 0,
