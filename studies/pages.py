@@ -64,7 +64,7 @@ def papers() -> str:
         ["BCT: a memory of constant size does nearly as well",
          f"Constant in bytes and time. After equal, short training from scratch held-out perplexity is {paper} by the "
          f"paper's rule of writing, {ours} by ours, {window} with a window of equal bytes, {full} with full attention. "
-         "Asked for the value of one of 32 keys that it has read, models trained for that alone answer "
+         "Asked for the value of one of 32 keys they have read, models trained for that alone answer "
          f"{', '.join(most)} and {last} right"],
         ["KV recycling: reuse the cache of a stored prompt",
          f"Exact if only the shared prefix is reused: {same} of {len(prompts)} answers unchanged. The published call "
@@ -80,8 +80,8 @@ def papers() -> str:
          f"{beside(texts, 'student trained alone')}"],
         ["KV refresh: the large model renews that cache now and then",
          f"Perplexity {overfill} without, {beside(texts, 'periodic, 64')} with a refresh every 64 tokens, "
-         f"{beside(texts, 'periodic, 16')} every 16. Drafts that the large model checks become its own text, with "
-         f"{exact['passes_in_1000']:.0f} of its passes in 1,000 tokens and at {exact['tokens_per_s']:.0f} tokens/s here; "
+         f"{beside(texts, 'periodic, 16')} every 16. Drafts that the large model checks become its own text: "
+         f"{exact['passes_in_1000']:.0f} of its passes in 1,000 tokens, {exact['tokens_per_s']:.0f} tokens/s here; "
          f"a refresh every 4 tokens takes {renewed['passes_in_1000']:.0f}, at {renewed['tokens_per_s']:.0f}"],
     ], markdown=True, left=2)  # fmt: skip
 

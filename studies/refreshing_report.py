@@ -120,8 +120,8 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None,
     if at_size:
         rows += under(title, theirs, refreshing_times.condition(at_size), *refreshing_times.claims(at_size))
     if bench:
-        rows += under(title, theirs, conditions_of(bench), grown_cache(bench))
-    return [*rows, *refreshing_formulas.claims(title, theirs), *simulated(record, title, theirs),
+        rows += under(title, theirs, conditions_of(bench), refreshing_times.grown_cache(bench))
+    return [*rows, *refreshing_formulas.claims(title, theirs), *refreshing_formulas.simulated(record, title, theirs),
             *uncertainty(record, title, theirs), *our_questions(record, quality)]  # fmt: skip
 
 
@@ -135,18 +135,6 @@ def probes(record: dict[str, Any]) -> list[Claim]:
     return [judged("Entropy Gating", "This bounds Teacher calls to ⌊N/M⌋ probes.", calls <= most,
                    f"{calls:.0f} calls in {n:,} tokens with a probe every {PROBE_EVERY}, at most {most}; they read "
                    f"{tokens:.0f} tokens", "yes: a count, for any model")]  # fmt: skip
-
-
-def grown_cache(bench: dict[str, Any]) -> Claim:
-    """Return the claim that a token's time doesn't depend on the prompt's length, of a cache that grows."""
-    lengths, cells = bench["lengths"], bench["rows"]["gpt_kv_cache.py"]
-    first, last = (cells[f"1 x {n}"] for n in (lengths[0], lengths[-1]))
-    return judged("Runtime", "Student decode (per token): O(1) w.r.t. L using the cache.",
-                  last["step_ms"] <= (1 + NOISE) * first["step_ms"],
-                  f"ms per token after {' and '.join(f'{n:,}' for n in (lengths[0], lengths[-1]))} tokens: "
-                  f"{first['step_ms']:.1f} and {last['step_ms']:.1f}; each step reads the whole cache, "
-                  f"{first['cache_bytes'] / 1e6:.1f} and {last['cache_bytes'] / 1e6:.1f} MB",
-                  "partly: one growing cache, no student; up to 5% (our threshold) counts as noise")  # fmt: skip
 
 
 def by_chance(methods: dict[str, Any], against: Callable[..., list[float]], small: str) -> list[Claim]:
@@ -243,28 +231,6 @@ def divergences(record: dict[str, Any], small: str) -> list[Claim]:
             f"{small}; texts that OverFill wrote, {texts}; the verdict is on the same student",
             own["student"][1] > 0))
     return rows
-
-
-def simulated(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
-    """Return the claim on the simulated triggers, by the source's own output, and our question on one rule for both."""
-    first, end = next(phase[1:] for phase in PHASES if phase[0] == "alea")
-    printed = refreshing_formulas.PRINTED
-    inside = {name: [t for t in steps if first <= t < end] for name, steps in printed.items()}
-    runs = {rule: f"variance fires there in {fires['variance']:.0%} of the runs, entropy in {fires['entropy']:.0%}"
-            for rule, fires in record["ambiguous"].items()}  # fmt: skip
-    rows = under(title, theirs, "the source's printed output; 400 simulated steps of ours",
-                 judged("Simulation", "the MC Uncertainty trigger would correctly remains silent during the "
-                        "aleatoric (ambiguous) phase, while the entropy trigger incorrectly fires",
-                        bool(inside["entropy"]) and not inside["variance"],
-                        f"the source prints that variance fires at {printed['variance']}, entropy at "
-                        f"{printed['entropy']}; the phase is {first} to {end}. Repeated with thresholds read off its "
-                        f"plot, {runs['source']}", "yes"))  # fmt: skip
-    if "same rule" not in runs:
-        return rows
-    fires = record["ambiguous"]["same rule"]
-    return rows + under("", "", "400 simulated steps", judged(
-        "", "Is variance silent in the ambiguous phase, but not entropy, if one rule sets both thresholds?",
-        fires["variance"] == 0 and fires["entropy"] == 1, runs["same rule"], ""))
 
 
 def uncertainty(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
