@@ -44,6 +44,7 @@ from support.statistics import bootstrap, kl
 from support.tables import page, table
 
 FULL = Size(prompts=50, seeds=1, new_tokens=1000, timed=3, repeats=3, facts=200, simulations=20)
+PROMPT_TOKENS = 192
 QUICK = Size(prompts=5, seeds=1, new_tokens=72, timed=1, repeats=1, facts=8, simulations=3)
 ALONE = {"student": "student", "alone": "student trained alone"}  # students on a cache of their own, by model
 
@@ -263,7 +264,7 @@ def demo(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding, policies: dic
     policies = {"OverFill": Policy(), **policies}
     prompts = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")] * 6
     if not args.prompt and overfill.tokens_of(tokenizer) == overfill.tokens_of(load_tokenizer("pocket")):
-        prompts = measures.pocket_prompts(tokenizer, "test", 6, 192)
+        prompts = measures.pocket_prompts(tokenizer, "test", 6, PROMPT_TOKENS)
     n, room = args.max_new_tokens or 128, min(teacher.config.n_ctx, student.config.n_ctx)
     if len(prompts[0]) + n > room:
         raise ValueError(f"{len(prompts[0])} tokens of the prompt and {n} more exceed the context of {room}")
@@ -323,10 +324,10 @@ def main(argv: list[str] | None = None) -> None:
                     f"alone, random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH")  # fmt: skip
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that decodes")
     cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: "
-                     f"{FULL.new_tokens}, with --quick {QUICK.new_tokens}")  # fmt: skip
+                     f"{FULL.new_tokens}, or as many as fit, with --quick {QUICK.new_tokens}")  # fmt: skip
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own, for any models: CSV, column prompt")
     cli.add_argument("--prompt-tokens", type=whole_number(1), metavar="N",
-                     help="tokens of the pocket world's prompts; default: 192")  # fmt: skip
+                     help=f"tokens of the pocket world's prompts; default: {PROMPT_TOKENS}")  # fmt: skip
     with cli.parse(argv) as args:
         if args.prompts and args.prompt_tokens:
             raise ValueError("--prompt-tokens is the length of pocket's prompts, and --prompts are your own: choose")
@@ -338,15 +339,16 @@ def main(argv: list[str] | None = None) -> None:
         if not args.prompts and overfill.tokens_of(tokenizer) != overfill.tokens_of(load_tokenizer("pocket")):
             raise ValueError(f"{args.model} doesn't have the tokens of the pocket world: give it --prompts FILE")
         size = QUICK if args.quick else FULL
-        size = replace(size, new_tokens=args.max_new_tokens or size.new_tokens)
+        context, first = min(teacher.config.n_ctx, student.config.n_ctx), args.prompt_tokens or PROMPT_TOKENS
+        fits = max(measures.LEAST, min(size.new_tokens, context - first))
+        size = replace(size, new_tokens=args.max_new_tokens or fits)
         if size.new_tokens < measures.LEAST:
             raise ValueError(f"{size.new_tokens} tokens are too few to measure refreshes: at least {measures.LEAST}")
         models, names = {"teacher": teacher, "student": student}, {"student": args.student}
         if args.student == "pocket-student":
             names |= {kind: f"pocket-student-{kind}" for kind in ("alone", "prompt", "dropout")}
             models |= {kind: load_model(names[kind], model_class=GPT, **options) for kind in [*names][1:]}
-        room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
-        prompts = measures.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens or 192, room)
+        prompts = measures.prompts_of(tokenizer, args.prompts, size.prompts, first, context - size.new_tokens)
         rates = {key: rate for key, name in names.items() if (rate := overfill.dropout_of(name))}
         about = {"teacher": args.model, "student": args.student, "prompts": args.prompts or "pocket",
                  "device": args.device, "dtype": str(args.dtype).removeprefix("torch.")}  # fmt: skip
