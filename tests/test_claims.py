@@ -120,6 +120,86 @@ def test_recycling_follows_its_record_and_times_are_judged_at_the_papers_geometr
     assert row(recycling_report.claims(plain, geometry), speed)["verdict"] == "DOES NOT HOLD"
 
 
+def saves(alpha: float, prompt: dict[str, Any]) -> dict[str, Any]:
+    return {"latency_saved": alpha * prompt["published"]["reused_tokens"] / prompt["tokens"]}
+
+
+def resembles(similarity: float, prompt: dict[str, Any]) -> dict[str, Any]:
+    return {"similarity": similarity}
+
+
+RECYCLED = {  # a change of the published call's results; a value that holds, one that doesn't, and a mixture
+    "In our runs, α": (saves, [1.3], [0.1], [1.3, 0.1]),
+    "we expect consistent": (saves, [0.2], [0.01], [0.2, -0.1]),
+    "The average cosine": (resembles, [0.7], [0.9], [0.7, 0.9]),
+    "near identical": (resembles, [0.95], [0.5], [1, 1, 1, 1, 1, 0.5]),
+}
+
+
+@pytest.mark.parametrize("start", RECYCLED)
+def test_recycling_holds_with_the_whole_interval_on_one_side(start: str) -> None:
+    change, *several = RECYCLED[start]
+
+    def verdict(values: list[float]) -> str:
+        def made(record: dict[str, Any]) -> None:
+            record["conditions"] |= {"layers": 24, "heads": 16, "width": 1024}
+            for i, prompt in enumerate(record["prompts"]):
+                prompt["published"] = change(values[i % len(values)], prompt["published"])
+                prompt["similarity_to_others"] = 0.3
+
+        return row(recycling_report.claims(changed("recycling", made)), start)["verdict"]
+
+    assert [*map(verdict, several)] == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+
+
+def test_two_prompts_on_either_side_of_5_tokens_are_needed() -> None:
+    def verdict(depths: list[int], saved: list[float]) -> str:
+        def made(record: dict[str, Any]) -> None:
+            record["conditions"] |= {"layers": 24, "heads": 16, "width": 1024}
+            for prompt, depth, share in zip(record["prompts"], depths, saved, strict=True):
+                prompt["recycled"]["reused_tokens"], prompt["published"]["latency_saved"] = depth, share
+
+        return row(recycling_report.claims(changed("recycling", made)), "prompts with reuse of >5")["verdict"]
+
+    assert verdict([9, 9, 9, 9, 9, 5], [0.5] * 5 + [0.0]) == "NOT TESTED"
+    depths = [9, 9, 9, 5, 5, 5]
+    found = [verdict(depths, saved) for saved in ([0.5] * 3 + [0.0] * 3, [0.0] * 3 + [0.5] * 3, [0.1, 0.3] * 3)]
+    assert found == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+
+
+def test_the_context_is_extended_if_recycled_answers_take_fewer_positions() -> None:
+    def verdict(recycled: int) -> str:
+        def counted(record: dict[str, Any]) -> None:
+            for prompt in record["prompts"]:
+                prompt["cold"]["positions"], prompt["recycled"]["positions"] = 130, recycled
+
+        return row(recycling_report.claims(changed("recycling", counted)), "effectively extend")["verdict"]
+
+    assert [verdict(100), verdict(130)] == ["HOLDS", "DOES NOT HOLD"]
+
+
+def test_restoring_follows_the_law() -> None:
+    def found(waits: tuple[float, float]) -> list[str]:
+        cells = [{"m": k + 1, "k": k, "cold": 1.0, "warm disk": {"restore": wait, "ttft": 1.0}}
+                 for k, wait in zip((1, 999), waits, strict=True)]
+        law = {"layers": 1, "width": 8, "repeats": 1, "scan": cells[:1], "cells": cells[1:]}
+        return [c["verdict"] for c in recycling_report.restoring("S", "theirs", law)[:2]]
+
+    assert found((0.05, 0.2)) == ["HOLDS", "HOLDS"]
+    assert found((0.05, 0.09)) == ["HOLDS", "DOES NOT HOLD"]
+    assert found((0.2, 0.6)) == ["NOT SHOWN", "NOT SHOWN"]
+    assert found((0.6, 0.6))[0] == "DOES NOT HOLD"
+
+
+def test_what_holds_at_a_small_size_transfers_if_it_holds_at_the_papers() -> None:
+    def other(record: dict[str, Any]) -> None:
+        record["prompts"][0]["recycled"]["identical"] = False
+
+    found = [row(recycling_report.claims(recorded("recycling"), record), "conclusions about")["verdict"]
+             for record in (recorded("recycling", "geometry.json"), changed("recycling", other, "geometry.json"))]
+    assert found == ["HOLDS", "DOES NOT HOLD"]
+
+
 def test_prompts_without_a_hit_follow_their_record() -> None:
     def nothing(record: dict[str, Any]) -> None:
         record["without_overlap"] = record["prompts"]
@@ -263,7 +343,7 @@ def test_the_article_is_timed_on_equal_texts(monkeypatch: pytest.MonkeyPatch) ->
 def test_in_the_sources_order_all_cold_runs_come_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     events, read_all, generate = [], recycling.read_all, recycling.generate
     monkeypatch.setattr(recycling, "read_all", lambda *a: events.append("store") or read_all(*a))
-    monkeypatch.setattr(recycling, "generate", lambda *a, **k: events.append("cache" in k) or generate(*a, **k))
+    monkeypatch.setattr(recycling, "generate", lambda *a, **k: events.append(len(k["cache"]) > 0) or generate(*a, **k))
     tokenizer = load_tokenizer("pocket")
     model = GPT(GPTConfig(tokenizer.n_vocab, 64, 1, 1, 8)).eval()
 
@@ -276,6 +356,8 @@ def test_in_the_sources_order_all_cold_runs_come_before_anything_else(monkeypatc
                                 2, 3, "", Bar(), "source")  # fmt: skip
     assert events == [False, False, "store", "store", True, True, "done 4"]
     assert all(r["recycled"]["identical"] and r["recycled"]["reused_tokens"] for r in rows)
+    assert all(r["recycled"]["positions"] == r["cold"]["positions"] == r["tokens"] + 1 for r in rows)
+    assert [r["similarity_to_others"] for r in rows] == [0, 0], "the encoder's vectors are at right angles"
 
 
 def test_unrelated_prompts_begin_with_other_tokens() -> None:
