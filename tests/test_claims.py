@@ -144,7 +144,7 @@ def test_recycling_holds_with_the_whole_interval_on_one_side(start: str) -> None
         def made(record: dict[str, Any]) -> None:
             record["conditions"] |= {"layers": 24, "heads": 16, "width": 1024}
             for i, prompt in enumerate(record["prompts"]):
-                prompt["published"] = change(values[i % len(values)], prompt["published"])
+                prompt["published"] |= change(values[i % len(values)], prompt)
                 prompt["similarity_to_others"] = 0.3
 
         return row(recycling_report.claims(changed("recycling", made)), start)["verdict"]
