@@ -16,12 +16,14 @@ from studies import (
     article,
     bounding,
     projection_report,
+    projection_stages,
     recycling,
     recycling_report,
     refreshing_formulas,
     refreshing_report,
 )
 from studies.claims import every_claim
+from studies.projection_measures import APART, MAPPED, by_length
 from studies.protocol import Claim, benchmark, claim_tables, conditions_of, judged, recorded, under
 from studies.refreshing_measures import passes_ambiguity
 from support.conditions import conditions, is_geometry, random_model
@@ -129,7 +131,7 @@ def resembles(similarity: float, prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 RECYCLED = {  # a change of the published call's results; a value that holds, one that doesn't, and a mixture
-    "In our runs, α": (saves, [1.3], [0.1], [1.3, 0.1]),
+    "In our runs, α": (saves, [1.3], [0.1], [0.8, 1.9]),
     "we expect consistent": (saves, [0.2], [0.01], [0.2, -0.1]),
     "The average cosine": (resembles, [0.7], [0.9], [0.7, 0.9]),
     "near identical": (resembles, [0.95], [0.5], [1, 1, 1, 1, 1, 0.5]),
@@ -221,16 +223,76 @@ def test_cp_kvp_follows_its_record() -> None:
         for kind in record["kinds"].values():
             for b in kind["bins"]:
                 b["good"] = 1.0
-        for rows in record["lengths"].values():
-            for times in rows:
-                times["8 summary tokens, mapped at the start"] = 0.95 * times["cold"]
 
     before, after = (projection_report.claims(record) for record in (recorded("projection"),
                                                                      changed("projection", good)))  # fmt: skip
     assert [row(c, "Next-token KL")["verdict"] for c in (before, after)] == ["DOES NOT HOLD", "HOLDS"]
-    times = [[c["verdict"] for c in claims if c["quote"].startswith("CP-KVP can")] for claims in (before, after)]
-    assert times == [["HOLDS"], ["DOES NOT HOLD"]]  # of GPT-2 small; pocket's mean nothing
     assert row(projection_report.claims(recorded("projection")), "Storage")["figure"].count("2.4 GB for pocket") == 1
+
+
+def test_cp_kvps_times_are_judged_at_every_length_with_retrieval() -> None:
+    starts = ("≥35–60%", "CP-KVP can", "First-token latency dominated", "very large m")
+    good, bad = ({"form": {"quiz": x}} for x in ((0.9, 0.85, 0.95), (0.1, 0.0, 0.2)))
+
+    def found(forms: dict[str, Any], **short: float) -> list[str]:
+        """With the given seconds for 32 tokens; for 1,000 tokens a fixed good case."""
+        record = recorded("projection")
+        long = {"cold": 1.0, "mapped": 0.1, "doubled": 0.2, "stored": 0.04, "apart": 0.02}
+        names = {"cold": "cold", "mapped": MAPPED.format(8), "doubled": MAPPED.format(16), "stored": "8 summary tokens",
+                 "apart": APART}  # fmt: skip
+        rows = [{"length": n} | {names[key]: x for key, x in (long | times).items() if x is not None}
+                for n, times in ((32, short), (1000, {key: x for key, x in short.items() if x is None}))]
+        claims = projection_report.at_inference(record | {"lengths": {"GPT-2": rows}}, "S", "theirs", forms)
+        return [row(claims, start)["verdict"] for start in starts]
+
+    assert found(good) == ["HOLDS"] * 4
+    assert found(good, apart=None) == ["NOT SHOWN", "NOT SHOWN", "NOT TESTED", "HOLDS"]
+    assert found(good, doubled=None)[3] == "NOT TESTED"
+    assert found(good, apart=0.6) == ["NOT SHOWN", "HOLDS", "HOLDS", "HOLDS"]
+    assert found(bad)[1] == "DOES NOT HOLD" and found(good, stored=0.1)[2] == "NOT SHOWN"
+    assert found(good, doubled=0.12)[3] == "NOT SHOWN"
+
+
+def test_cp_kvp_can_do_nothing_if_no_start_is_sooner() -> None:
+    rows = [{"length": n, "cold": 1.0, MAPPED.format(8): 0.95, MAPPED.format(16): 0.95, "8 summary tokens": 0.9,
+             APART: 0.0} for n in (32, 1000)]  # fmt: skip
+    forms = {"form": {"quiz": (0.9, 0.85, 0.95)}}
+    claims = projection_report.at_inference(recorded("projection") | {"lengths": {"GPT-2": rows}}, "S", "theirs", forms)
+    verdicts = [row(claims, start)["verdict"] for start in ("≥35–60%", "CP-KVP can", "First-token", "very large m")]
+    assert verdicts == ["DOES NOT HOLD"] * 4
+
+
+def test_first_step_accuracy_is_guaranteed_by_the_same_token() -> None:
+    def verdict(*shares: list[float]) -> str:
+        def other(record: dict[str, Any]) -> None:
+            for kind, three in zip(record["kinds"].values(), (shares * 4)[:4], strict=True):
+                kind["methods"]["as proposed"]["retrieved"]["same_first"] = three
+
+        return row(projection_report.claims(changed("projection", other)), "Only first-step")["verdict"]
+
+    high, low, wide = [0.9, 0.85, 0.95], [0.1, 0.0, 0.2], [0.85, 0.7, 0.9]
+    assert [verdict(high), verdict(high, low), verdict(high, wide)] == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+
+
+def test_a_form_meets_the_threshold_with_all_kinds_and_misses_it_with_one() -> None:
+    def judge(*shares: tuple[float, float, float]) -> tuple[bool, bool]:
+        forms = {"form": {f"{i}": x for i, x in enumerate(shares)}}
+        return projection_report.meet(forms), projection_report.miss(forms)
+
+    high, low, wide = (0.9, 0.85, 0.95), (0.1, 0.0, 0.2), (0.8, 0.6, 0.9)
+    assert [judge(high, high), judge(high, low), judge(high, wide)] == [(True, False), (False, True), (False, False)]
+
+
+def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert projection_stages.third_difference() > 0.01
+    monkeypatch.setattr(projection_stages, "read_tokens", lambda s, v, P: P.sum((1, 2))[:, None, None] * v[..., 0, :])
+    assert projection_stages.third_difference() < 1e-12
+
+
+def test_first_token_times_are_those_of_the_runs() -> None:
+    rows = by_length(random_model(GPT, "1x1x8"), [12, 20], 1, (8, 16))
+    names = {"length", "cold", "exact prefix hit", MAPPED.format(8), MAPPED.format(16), "8 summary tokens", APART}
+    assert all({*row} == names and min(row.values()) > 0 for row in rows) and [r["length"] for r in rows] == [12, 20]
 
 
 def test_u_of_t_passes_ambiguity_if_the_record_says_so() -> None:
