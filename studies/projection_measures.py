@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from projector import Layout, Library, Projector, append_aligned, cache_of, generate_warm
+from projector import Compressor, Layout, Library, Projector, append_aligned, cache_of, generate_warm
 from recycle import read_all
 from studies.projection_methods import (
     NEIGHBOUR,
@@ -238,6 +238,19 @@ def sweep(experiment: Experiment, counts: Sequence[int]) -> list[dict[str, Any]]
         if m != PROPOSED.m:
             experiment.forget({here, there})
     return rows
+
+
+def maps_of(experiment: Experiment) -> tuple[Compressor, Projector]:
+    """Return both maps as proposed, fitted on a kind of prompts."""
+    return experiment.compressor(PROPOSED), experiment.projector(PROPOSED, experiment.compressed)
+
+
+def with_maps(experiment: Experiment, maps: tuple[Compressor, Projector]) -> dict[str, dict[str, Any]]:
+    """Return KL as proposed by a kind of prompts' own maps, and by those of another kind; the relative is given."""
+    compressor, project = maps
+    other = Method("", PROPOSED, lambda e, p: project(compressor([e.segments(p, PROPOSED)]))[0])
+    compared = {"own": Method("", PROPOSED, projected(PROPOSED, "compressed")), "another": other}
+    return {name: mean_error(experiment, method, experiment.related("test")) for name, method in compared.items()}
 
 
 def bins(experiment: Experiment, queries: list[Query], compared: Sequence[Method]) -> list[dict[str, Any]]:

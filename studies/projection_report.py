@@ -117,6 +117,8 @@ def claims(record: dict[str, Any]) -> list[Claim]:
         judged("Discussion", "Confidence can be estimated from sim score and projection residuals",
                *by_signals(kinds)),
         judged("Limitations", "Very small m can underfit", *by_m(kinds)),
+        judged("Limitations", "trained on paraphrases and templates may not transfer to domain-shifted prompts",
+               *by_maps(kinds)),
         judged("Limitations", "purely projected caches for many steps may drift",
                all(late > early for early, late in drift.values()) if drift else None,
                "mean KL in nats in the first and in the second half of the tokens after the first, without a swap: "
@@ -246,6 +248,16 @@ def by_m(kinds: dict[str, Any]) -> tuple[bool, str, str, bool]:
     few, many = ({end(by) for by in kl.values()} for end in (min, max))
     return (shown, f"KL in nats with {min(few)} and with {max(many)} summary tokens: {text}",
             "partly: the map is one matrix for all prompts", refuted)  # fmt: skip
+
+
+def by_maps(kinds: dict[str, Any]) -> tuple[bool | None, str, str, bool]:
+    """Return KL by the maps of another kind of prompts and by a kind's own: verdict, figure, tested as stated."""
+    pairs = {name: (kl_of(r["maps"]["another"]), kl_of(r["maps"]["own"])) for name, r in kinds.items() if r.get("maps")}
+    if not pairs:
+        return None, "", "no: no other kind's maps have been tried yet", False
+    shown, text, refuted = higher(pairs)
+    return (shown, f"KL in nats by the maps of {next(iter(kinds))}, and by their own: {text}",
+            "partly: the relative given, as proposed; both kinds are of one world", refuted)  # fmt: skip
 
 
 def at_inference(record: dict[str, Any], title: str, theirs: str, forms: dict[str, Shares]) -> list[Claim]:

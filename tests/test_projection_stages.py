@@ -190,6 +190,11 @@ def test_learned_summary_tokens_are_better_than_their_start(experiment: Experime
     assert all(p.grad is None for p in experiment.model.parameters())
 
 
+def test_a_kinds_own_maps_are_no_other_kinds(experiment: Experiment) -> None:
+    found = projection_measures.with_maps(experiment, projection_measures.maps_of(experiment))
+    assert found["another"]["kl"] == pytest.approx(found["own"]["kl"], rel=1e-3)
+
+
 def test_nothing_is_fitted_on_held_out_prompts(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr(projection_stages, "before_last", lambda m, p: (read.append(p), before_last(m, p))[1])
@@ -248,6 +253,19 @@ def test_a_linear_relation_is_that_of_the_logits_alone() -> None:
 
     high, low, wide = [0.9, 0.8, 1.0], [0.2, 0.1, 0.3], [0.6, 0.4, 0.7]
     assert [verdict(high), verdict(high, low), verdict(high, wide)] == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+
+
+def test_maps_may_not_transfer_if_another_kinds_are_worse() -> None:
+    def verdict(another: tuple[float, float, float]) -> str:
+        record = copy.deepcopy(recorded("projection"))
+        for kind in [*record["kinds"].values()][1:]:
+            kind["maps"] = {name: {"kl": kl, "interval": ends} for name, (kl, *ends) in {
+                "own": (1.0, 0.9, 1.1), "another": another}.items()}  # fmt: skip
+        return row(projection_report.claims(record), "trained on")["verdict"]
+
+    found = [verdict(x) for x in ((2.0, 1.5, 2.5), (0.5, 0.4, 0.6), (1.2, 1.0, 1.4))]
+    assert found == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+    assert row(projection_report.claims(recorded("projection")), "trained on")["verdict"] == "NOT TESTED"
 
 
 def test_figures_over_kinds_are_a_median_a_range_and_the_outermost_ends() -> None:
