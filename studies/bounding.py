@@ -33,7 +33,17 @@ from gpt_bounded_cache import SlidingWindowCache
 from load_gpt2_weights import find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers
-from studies.protocol import Claim, StudyLine, claim_tables, conditions_of, judged, under, with_interval
+from studies.protocol import (
+    NOISE,
+    Claim,
+    StudyLine,
+    claim_tables,
+    conditions_of,
+    judged,
+    spread,
+    under,
+    with_interval,
+)
 from support.cli import PROMPT, nonempty
 from support.conditions import conditions
 from support.figures import figure
@@ -45,6 +55,7 @@ SOURCE = "A Method for Building Large Language Models with Predefined KV Cache C
 THEIRS = ("a Transformer of 1 billion parameters with a capacity of 2,048, built as a BCT; Common Crawl, RefinedWeb, "
           "The Pile; no table of results, and lengths, hardware, BLEU's task and the reading of the memory not stated")
 SINKS = 4
+WORSE = 0.03  # ours: a perplexity that is higher by less is maintained
 COLORS = {"growing": "grey", "full": "black", "window": "C1", "sinks": "C2", "bct": "C0"}
 
 
@@ -210,6 +221,21 @@ def document_losses(memory: Memory, documents: list[list[int]]) -> list[list[flo
     return losses
 
 
+def training_seconds(memory: Memory, ids: Tensor, turns: int = 3) -> dict[str, list[float]]:
+    """Return the seconds that the loss of ids (1, T) and its gradients take, by turn, the text read at once and token
+    by token."""
+    seconds: dict[str, list[float]] = {"at once": [], "token by token": []}
+    for _ in range(turns):
+        for name, taken in seconds.items():
+            begun, cache = time.perf_counter(), memory.new_cache()
+            parts = [ids[:, :-1]] if name == "at once" else ids[:, :-1].split(1, dim=1)
+            logits = torch.cat([memory.model(part, cache) for part in parts], dim=1)
+            F.cross_entropy(logits[0].float(), ids[0, 1:]).backward()
+            memory.model.zero_grad()
+            taken.append(time.perf_counter() - begun)
+    return seconds
+
+
 @torch.no_grad()
 def parallel_difference(memory: Memory, ids: Tensor) -> float:
     """Return the largest difference of the logits of ids (1, T), read at once and token by token, over the largest."""
@@ -244,6 +270,14 @@ def change(figure: Callable[[np.ndarray], np.ndarray], counts: np.ndarray,
     return dict(zip(("change", "low", "high"), found, strict=True))
 
 
+def beyond(excess: Tensor, n_ctx: int) -> dict[str, list[float]]:
+    """Return by which share perplexity is above full attention's in the first n_ctx tokens and in those after them,
+    and how much more it is there, each with its 95% interval. excess (texts, T): nats above full attention's."""
+    within, after = (part.double().mean(dim=1).numpy() for part in (excess[:, :n_ctx], excess[:, n_ctx:]))
+    parts = {"within": within, "after": after, "more": after - within}
+    return {name: [math.expm1(x) for x in bootstrap(nats)] for name, nats in parts.items()}
+
+
 def quality(memories: dict[str, Memory], tokenizer: Any,
             size: Size) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:  # fmt: skip
     """Measure held-out text (split "test"): figures of each memory, and its mean nats at every token of long texts."""
@@ -263,14 +297,15 @@ def quality(memories: dict[str, Memory], tokenizer: Any,
     explain = corpus.explain_questions("test", size.explanations)
     figures, by_distance = {}, {}
     for key, memory in tqdm(memories.items(), desc="quality", leave=False):
-        by_distance[key] = stream_losses(memory, streams).mean(dim=0).cpu()
+        stream = stream_losses(memory, streams).cpu()
+        by_distance[key] = stream.mean(dim=0)
         losses = document_losses(memory, tokens)
         nats = np.array([[sum(document), len(document)] for document in losses])
         texts = explanations(memory, tokenizer, explain)
         grams = np.stack([bleu_counts(text, q.answer) for text, q in zip(texts, explain, strict=True)])
         recall_nats, recall_share = answers(memory, tokenizer, recall)
         if not figures:
-            full_nats, full_grams = nats, grams
+            full_nats, full_grams, full_stream = nats, grams, stream
         figures[key] = {
             "perplexity": float(perplexity(nats)),
             "perplexity_of_long_texts": by_distance[key].mean().exp().item(),
@@ -280,6 +315,8 @@ def quality(memories: dict[str, Memory], tokenizer: Any,
             "perplexity_against_full": change(perplexity, nats, full_nats),
             "bleu_against_full": change(bleu, grams, full_grams),
         }
+        if size.contexts > 1:
+            figures[key]["long_against_full"] = beyond(stream - full_stream, (width - 1) // size.contexts)
     return figures, by_distance
 
 
@@ -314,7 +351,8 @@ def report(name: str, slots: int, device: str, dtype: torch.dtype, prompt: Tenso
     by_distance: dict[str, Tensor] = {}
     if name == "pocket":
         text = torch.tensor([tokenizer.encode_ordinary(corpus.document("test", 0).text)[:n_ctx]], device=device)
-        record["parallel"] = {"tokens": text.size(1), "difference": parallel_difference(memories["bct"], text)}
+        record["parallel"] = {"tokens": text.size(1), "difference": parallel_difference(memories["bct"], text),
+                              "seconds": training_seconds(memories["bct"], text)}
         figures, by_distance = quality(compared, tokenizer, size)
         for key, values in figures.items():
             record["memories"][key] |= values
@@ -362,34 +400,56 @@ def spans_of(length: int, n_ctx: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+def bleu_claim(section: str, full: dict[str, Any], bct: dict[str, Any], partly: str, fair: bool = True) -> Claim:
+    """Return the source's claim on BLEU, not shown unless the comparison is fair."""
+    change = [bct["bleu_against_full"][x] for x in ("change", "low", "high")]
+    known = None not in change
+    _, low, high = points = [x * full["bleu"] for x in change] if known else change
+    return judged(section, "The BLEU scores are comparable to those of traditional methods, with differences within 3",
+                  fair and low > -3 if known else None, f"{bct['bleu']:.1f} against {full['bleu']:.1f} with full "
+                  f"attention: {with_interval(points, '+.1f')} points", f"partly: {partly}; \"within 3\" is read as at "
+                  "most 3 points worse; BLEU is against the corpus's own explanations",
+                  known and fair and high < -3)  # fmt: skip
+
+
 def claims(record: dict[str, Any]) -> list[Claim]:
     """Return the claims of BCT that the study's record decides."""
     bct, full, window = (record["memories"][name] for name in ("bct", "full", "window"))
-    bleu, worse = ([bct[f"{key}_against_full"][x] for x in ("change", "low", "high")] for key in ("bleu", "perplexity"))
-    points = [x * full["bleu"] for x in bleu]
-    sizes, apart = record["texts"], record["parallel"]
+    worse = [bct["perplexity_against_full"][x] for x in ("change", "low", "high")]
+    sizes, apart, long, holds, refuted = record["texts"], record["parallel"], bct.get("long_against_full"), None, False
+    lengths, seconds = "not measured yet", apart.get("seconds", {"at once": [], "token by token": []})
+    times = [b / a for a, b in zip(seconds["at once"], seconds["token by token"], strict=True)]
+    if long:
+        _, low, high = long["more"]
+        holds, refuted, n_ctx = high < WORSE, low > WORSE, record["n_ctx"]
+        lengths = (f"perplexity against full attention's, in the first {n_ctx} tokens and up to "
+                   f"{sizes['contexts'] * n_ctx:,}: " + ", ".join(with_interval(long[x], "+.1%")
+                   for x in ("within", "after"))
+                   + f"; {with_interval(long['more'], '+.1%')} from one to the other")  # fmt: skip
     ours = conditions_of(record, f"the BCT, {bct['label'].removeprefix('BCT: ')}, is pocket fine-tuned on pocket's own "
                          "predictions; full attention is pocket as it is, where that fine-tuning would begin at a loss "
                          f"of 0; {sizes['documents']} held-out documents, {sizes['explanations']} explanations")
     return under(
         SOURCE, THEIRS, ours,
-        judged("4.3", "The BLEU scores are comparable to those of traditional methods, with differences within 3",
-               points[1] > -3 and points[2] < 3,
-               f"{bct['bleu']:.1f} against {full['bleu']:.1f} with full attention: {with_interval(points, '+.1f')} "
-               f"points, {with_interval(bleu, '+.1%')}", "partly: our rule, and a pretrained model that was fine-tuned "
-               "for it; \"within 3\" is read as points, two-sided; BLEU is against the corpus's own explanations",
-               points[1] > 3 or points[2] < -3),
+        bleu_claim("4.3, fine-tuned", full, bct, "our rule, and a pretrained model that was fine-tuned for it"),
         judged("3.5", "refines the hidden state through a self-supervised learning approach during inference", None,
                "", "no: the source gives no rule, loss or figure for it"),
         judged("3.5", "it allows for token-level parallel training", apart["difference"] < 1e-4,
                f"{apart['tokens']} tokens read at once and token by token: the logits differ by "
-               f"{apart['difference']:.0e} of the largest", "partly: our rule; training time is not measured"),
+               f"{apart['difference']:.0e} of the largest", "partly: our rule"),
+        judged("3.5", "significantly enhancing training efficiency", min(times) > 1 + NOISE if times else None,
+               f"a training step on {apart['tokens']} tokens read at once is {spread(times, '.1f')} times as fast as "
+               "token by token" if times else "not measured yet", "partly: our rule; the source names nothing to "
+               f"compare with; up to {NOISE:.0%} (our threshold) counts as noise",
+               bool(times) and max(times) < 1 - NOISE),
+        judged("3.5", "ensuring stable performance across varying context lengths", holds, lengths, "partly: our rule; "
+               f"\"performance\" is read as quality; up to {WORSE:.0%} more (our threshold) counts as stable", refuted),
     ) + under(
         "", "", ours,
-        judged("", "Is BCT's perplexity within 3% (our threshold) of full attention's?",
-               worse[1] > -0.03 and worse[2] < 0.03,
-               f"{bct['perplexity']:.3f} against {full['perplexity']:.3f}: {with_interval(worse, '+.1%')}; a window of "
-               f"equal bytes, as it is, {window['perplexity']:.3f}", "", worse[1] > 0.03 or worse[2] < -0.03),
+        judged("", f"Is BCT's perplexity no more than {WORSE:.0%} (our threshold) above full attention's?",
+               worse[2] < WORSE, f"{bct['perplexity']:.3f} against {full['perplexity']:.3f}: "
+               f"{with_interval(worse, '+.1%')}; a window of equal bytes, as it is, {window['perplexity']:.3f}", "",
+               worse[1] > WORSE),
     ) + under(
         "", "", "argument, by algorithm 1 and section 3.2",
         judged("", "Do the source's algorithm and its text agree on the first token?", False,

@@ -38,7 +38,7 @@ def every_claim() -> dict[str, list[Claim]]:
                                                 recorded("recycling", "law.json")),
         "CP-KVP": projection_report.claims(recorded("projection")),
         "OverFill and KV refresh": refreshing_report.claims(recorded("refreshing"),
-                                                            recorded_or_none("refreshing", "geometry.json")),
+                                                            recorded_or_none("refreshing", "geometry.json"), bench),
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from projector import Layout, Library
+from projector import Compressor, Layout, Library, Projector
 from studies import projection_measures as quality
 from studies.projection_methods import (
     NEIGHBOUR,
@@ -63,8 +63,10 @@ QUICK = Scale(repeats=1, counts=(1, 8), tails=(1, 16), lengths=(32, 128), other_
 FEW = {"train": 20, "valid": 8, "test": 8}  # families of a quick run
 
 
-def examine(experiment: Experiment, scale: Scale, default: Method | None = None) -> dict[str, Any]:
-    """Run the whole protocol on one kind of prompts and return its record. default: our warm start of another kind."""
+def examine(experiment: Experiment, scale: Scale, default: Method | None = None,
+            maps: tuple[Compressor, Projector] | None = None) -> dict[str, Any]:  # fmt: skip
+    """Run the whole protocol on one kind of prompts and return its record. default: our warm start of another kind;
+    maps: that kind's."""
     steps = tqdm(total=6, desc=experiment.name, leave=False)
     tau, auc = quality.choose_tau(experiment)
     retrieved = {guard: quality.retrieve(experiment, "test", guard) for guard in (False, True)}
@@ -113,6 +115,7 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None)
         "bins": quality.bins(experiment, retrieved[False], (proposal, one, ours[0])),
         "tau_ablation": quality.ablate_tau(experiment, retrieved[False], proposal, ours[0]),
         **quality.confidence(experiment, one, high, rows[one.name]),
+        "maps": quality.with_maps(experiment, maps) if maps else None,
         "swap": quality.after_the_swap(experiment, ours[0], given[:24]),
         "verdicts": {method.name: verdict(record, method.name) for method in (proposal, *ours)},
     }
@@ -164,13 +167,13 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
     summary: dict[str, Any] = {"model": name_of_model, "conditions": conditions(name_of_model, model),
                                "encoder": Path(encoder).name, "repeats": scale.repeats, "seed": seed,
                                "kinds": {}}  # fmt: skip
-    default = None
+    default = maps = None
     for name, families in kinds.items():
         experiment = Experiment(model, tokenizer, name, families, encoder, seed)
-        record = examine(experiment, scale, default)
+        record = examine(experiment, scale, default, maps)
         ours = record.pop("best_method", None)
         if default is None and ours:
-            default = ours
+            default, maps = ours, quality.maps_of(experiment)
             library_of(experiment, ours, "test", record["tau"], guard=True).save(out / "library", encoder)
         summary["kinds"][name] = record
         print(page(details(name, record)), flush=True)
@@ -180,9 +183,10 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
     summary["lengths"] = {name_of_model: quality.by_length(model, lengths, scale.repeats)}
     if scale.other_models and name_of_model == "pocket":  # with random weights: times don't depend on them
         large = GPT(GPTConfig()).eval()
-        summary["lengths"]["GPT-2 124M"] = quality.by_length(large, scale.lengths, min(scale.repeats, 5))
+        summary["lengths"]["GPT-2 124M"] = quality.by_length(
+            large, scale.lengths, min(scale.repeats, 5), (quality.PROPOSED.m, 2 * quality.PROPOSED.m))
     for model_name, rows in summary["lengths"].items():
-        print(page([f"Seconds to the first token of {model_name}, without retrieval:", of_records(rows)]))
+        print(page([f"Seconds to the first token of {model_name}, and of retrieval apart:", of_records(rows)]))
     if scale.other_models and name_of_model == "pocket" and "quiz" in kinds:
         summary["positions"] = quality.both_positions(encoder, kinds["quiz"], seed)
     write_json(out / "summary.json", summary)

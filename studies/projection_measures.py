@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpt_kv_cache import GPT, KVCache, generate
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from projector import Layout, Library, Projector, append_aligned, cache_of, generate_warm
+from projector import Compressor, Layout, Library, Projector, append_aligned, cache_of, generate_warm
 from recycle import read_all
 from studies.projection_methods import (
     NEIGHBOUR,
@@ -36,6 +38,9 @@ from studies.projection_methods import (
 )
 from support.statistics import area_under_roc, bootstrap, f1, ratio_of_sums, rouge_l
 
+MINILM = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)  # all-MiniLM-L6-v2's geometry
+MAPPED, APART = "{} summary tokens, mapped at the start", "retrieval and loading"  # of by_length()
+LIBRARY = 1000  # stored prompts, for the time of retrieval
 GOOD_KL, GOOD_PERPLEXITY = 0.05, 0.05  # at most, of a good first token: the proposal's thresholds
 
 
@@ -233,6 +238,19 @@ def sweep(experiment: Experiment, counts: Sequence[int]) -> list[dict[str, Any]]
         if m != PROPOSED.m:
             experiment.forget({here, there})
     return rows
+
+
+def maps_of(experiment: Experiment) -> tuple[Compressor, Projector]:
+    """Return both maps as proposed, fitted on a kind of prompts."""
+    return experiment.compressor(PROPOSED), experiment.projector(PROPOSED, experiment.compressed)
+
+
+def with_maps(experiment: Experiment, maps: tuple[Compressor, Projector]) -> dict[str, dict[str, Any]]:
+    """Return KL as proposed by a kind of prompts' own maps, and by those of another kind; the relative is given."""
+    compressor, project = maps
+    other = Method("", PROPOSED, lambda e, p: project(compressor([e.segments(p, PROPOSED)]))[0])
+    compared = {"own": Method("", PROPOSED, projected(PROPOSED, "compressed")), "another": other}
+    return {name: mean_error(experiment, method, experiment.related("test")) for name, method in compared.items()}
 
 
 def bins(experiment: Experiment, queries: list[Query], compared: Sequence[Method]) -> list[dict[str, Any]]:
@@ -464,24 +482,41 @@ def on_the_plane(experiment: Experiment, split: str, counts: Sequence[int],
     return points
 
 
-def by_length(model: GPT, lengths: Sequence[int], repeats: int) -> list[dict[str, float]]:
+def by_length(model: GPT, lengths: Sequence[int], repeats: int,
+              counts: Sequence[int] = (PROPOSED.m,)) -> list[dict[str, float]]:  # fmt: skip
     """Return seconds to the first token over the length of the prompt: cold, after an exact prefix hit, and from
-    summary tokens, mapped at every start, as proposed, or when they were stored. Times don't depend on the numbers."""
-    c, m, device = model.config, PROPOSED.m, model.wte.weight.device
-    summaries = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
-    projector, summaries = Projector(summaries, summaries, penalty=1.0), summaries[:1]
+    summary tokens, so many of them mapped at every start, as proposed, or PROPOSED.m mapped when they were stored.
+
+    Apart from these: retrieval by an encoder of MINILM's geometry, with reading the summary tokens from the disk. Times
+    don't depend on the numbers, so that weights are random.
+    """
+    c, device = model.config, model.wte.weight.device
+    stored = {m: torch.zeros(1, c.n_layer, 2, c.n_head, m, c.head_dim) for m in counts}
+    maps = {m: Projector(both := torch.cat([kv, kv]), both, penalty=1.0) for m, kv in stored.items()}
+    encoder, embeddings = GPT(MINILM).to(device).eval(), torch.randn(LIBRARY, MINILM.n_embd, device=device)
 
     @torch.no_grad()
     def feed(ids: Tensor, cache: KVCache) -> Tensor:
         return model(ids[:, -1:] if len(cache) else ids, cache, last_only=True)
 
+    @torch.no_grad()
+    def retrieve_and_load(ids: Tensor) -> Tensor:
+        encoder(torch.zeros_like(ids[:, : MINILM.n_ctx]), KVCache(), last_only=True)
+        int((embeddings @ embeddings[0]).argmax())
+        return torch.load(file, weights_only=True)
+
+    m = PROPOSED.m
     runs = {
         "cold": lambda ids, exact: feed(ids, KVCache()),
         "exact prefix hit": lambda ids, exact: feed(ids, KVCache([*exact.layers], exact.pos)),
-        f"{m} summary tokens, mapped at the start": lambda ids, exact: feed(
-            ids, cache_of(model, projector(summaries)[0], len(exact))),
-        f"{m} summary tokens": lambda ids, exact: feed(ids, cache_of(model, summaries[0], len(exact))),
+        **{MAPPED.format(m): lambda ids, exact, m=m: feed(ids, cache_of(model, maps[m](stored[m])[0], len(exact)))
+           for m in counts},
+        f"{m} summary tokens": lambda ids, exact: feed(ids, cache_of(model, stored[m][0], len(exact))),
+        APART: lambda ids, exact: retrieve_and_load(ids),
     }
     texts = [torch.randint(c.vocab_size, (1, T), device=device) for T in lengths]
-    seconds = in_turn(runs, [(ids, read_all(model, ids[0, :-1].tolist())) for ids in texts], repeats)
+    with tempfile.TemporaryDirectory(prefix="projection-") as folder:
+        file = Path(folder) / "summary.pt"
+        torch.save(stored[m], file)
+        seconds = in_turn(runs, [(ids, read_all(model, ids[0, :-1].tolist())) for ids in texts], repeats)
     return [{"length": T} | {name: several[i] for name, several in seconds.items()} for i, T in enumerate(lengths)]

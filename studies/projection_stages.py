@@ -22,7 +22,7 @@ from projector import Layout, Projector, cache_of, own_queries, per_head, readou
 from recycle import read_all
 from studies import projection_measures as quality
 from studies.projection_methods import NEIGHBOUR, PROPOSED, Experiment, Method, Prompt, by_hidden_state, divergence
-from studies.protocol import Claim, conditions_of, judged, under, with_interval
+from studies.protocol import Claim, conditions_of, judged, spread, under, with_interval
 from support.statistics import bootstrap, kl, wilson
 from support.tables import Table
 
@@ -416,32 +416,28 @@ def stage_claims(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
         found = {name: row[stage, method] for name, row in rows.items()}
         low = {name: wilson(round(x["held out"]["low_kl"][0] * x["held out"]["prompts"]), x["held out"]["prompts"])
                for name, x in found.items()}  # fmt: skip
-        text = "; ".join(f"{name} {x['fitted']['kl'][0]:.2f} nats ({x['fitted']['low_kl'][0]:.0%}), "
-                         f"{x['held out']['kl'][0]:.2f} nats ({low[name][0]:.0%}, {low[name][1]:.0%} to "
-                         f"{low[name][2]:.0%})" for name, x in found.items())  # fmt: skip
+        fitted, held = (spread([x[part]["kl"][0] for x in found.values()]) for part in ("fitted", "held out"))
+        text = f"{fitted} nats on prompts of the fit, {held} on others, where it is at most 0.05 on {over(low, '.0%')}"
         return all(x[1] >= 0.8 for x in low.values()), text, any(x[2] < 0.8 for x in low.values())
 
     def either(stage: str) -> tuple[bool, str, bool]:
         """The same for both maps of stage 1: one is enough to hold, both have to be refuted."""
         (a, by_tokens, no_a), (b, by_segments, no_b) = share(stage, TOKENS), share(stage, SEGMENTS)
-        return a or b, f"{by_tokens}; our map over segments: {by_segments}", no_a and no_b
+        return a or b, f"KL over the kinds by P: {by_tokens}; by our map over segments: {by_segments}", no_a and no_b
 
     def r2(name: str, way: str) -> tuple[float, float, float]:
         return kinds[name]["hypothesis"][way]["r2"]["held out"]["median"]
 
-    def variance(way: str) -> dict[str, list[float]]:
-        return {name: s["hypothesis"][way]["spectrum"]["held out"] for name, s in kinds.items()}
-
-    both = "KL (share of at most 0.05) on prompts of the fit, then on held-out ones, by P: "
     mixed = ("P mixes the tokens of a head, the source's map also the 2d numbers of each; ours maps segments' means; "
              "the source has its threshold for the whole method")  # fmt: skip
     stage1, stages, rule = either("stage 1"), either("both stages"), share("positions", f"exact cache{THERE}")
-    logits, ridges = variance("next-token logits"), {name: r2(name, TOKENS) for name in kinds}
+    logits = {name: s["hypothesis"]["next-token logits"]["spectrum"]["held out"] for name, s in kinds.items()}
+    ridges = {name: r2(name, "next-token logits") for name in kinds}
+    unchanged = {name: s["hypothesis"]["next-token logits"]["r2_unchanged"]["median"] for name, s in kinds.items()}
+    summaries = {way: {name: r2(name, way) for name in kinds} for way in (TOKENS, SEGMENTS, OWN)}
     few, many = (RANKS.index(r) for r in (8, 32))
     whole = {name: (row["both stages", TOKENS + THERE]["held out"]["kl"], row["baseline", LEARNED]["held out"]["kl"])
              for name, row in rows.items()}  # fmt: skip
-    tops = {name: next(wilson(round(b["good"] * b["prompts"]), b["prompts"]) for b in s["bins"]
-                       if b["bin"] == "highest" and b["method"] == TOKENS + THERE) for name, s in kinds.items()}
     lengths = ", ".join(f"{s['padded']['tokens']} ({name})" for name, s in kinds.items())
     here = conditions_of(
         {"conditions": record.get("stages") or record["conditions"]},
@@ -452,59 +448,59 @@ def stage_claims(record: dict[str, Any], title: str, theirs: str) -> list[Claim]
     return under(
         title, theirs, here,
         judged("Why a linear map can work", "Linearity is enough for warm-start: We need only a good initial readout "
-               "for the first step(s)", stages[0], f"both stages, from a paraphrase. {both}{stages[1]}",
+               "for the first step(s)", stages[0], f"both stages, from a paraphrase. {stages[1]}",
                f"partly: {mixed}; last token at its true position", stages[2]),
         judged("Introduction", "the functional effect of a prefix on immediate next-token logits lies in a "
                "low-dimensional subspace", all(x[many] >= 0.9 for x in logits.values()),
-               "share of the held-out variance of next-token logits in the first 8 and 32 singular directions of the "
-               "fitted: " + ", ".join(f"{name} {x[few]:.0%}, {x[many]:.0%}" for name, x in logits.items())
-               + f"; of summary tokens ({TOKENS}): "
-               + ", ".join(f"{name} {x[few]:.0%}, {x[many]:.0%}" for name, x in variance(TOKENS).items())
-               + " (no intervals)",
+               "share of their held-out variance in the first 8 and 32 singular directions of the fitted, over the "
+               "kinds: " + ", ".join(spread([x[i] for x in logits.values()], ".0%") for i in (few, many)),
                "partly: \"low\" is read as 90% in 32 directions, less than half speaks against it (ours; 32 is the "
                "source's largest m)", all(x[many] < 0.5 for x in logits.values())),
         judged("Introduction", "that is linearly related across prompts", all(x[1] > 0.5 for x in ridges.values()),
-               "stage 2's R² on held-out pairs, median over heads: " + by_name(ridges) + "; from summary tokens fitted "
-               "prompt by prompt: " + by_name({name: r2(name, OWN) for name in kinds})
-               + "; from our map over segments: " + by_name({name: r2(name, SEGMENTS) for name in kinds})
-               + "; of the logits, by the identity instead of a fitted map: " + by_name({
-                   name: s["hypothesis"]["next-token logits"]["r2_unchanged"]["median"] for name, s in kinds.items()}),
-               "partly: of the summary tokens that stage 2 maps, on one prompt and its paraphrase; more than half of "
-               "the variance is our threshold",
+               f"held-out R² of next-token logits over the kinds: {over(ridges)} by a ridge from the similar prompt's "
+               f"last hidden state; {over(unchanged)} by that prompt's own logits, unchanged",
+               "partly: of a prompt and its paraphrase; more than half of the variance is our threshold",
                any(x[2] < 0.5 for x in ridges.values())),
-        judged("Decision thresholds", "Next-token KL ≤ 0.05 (or ≤ 5% relative perplexity increase) on ≥80% of test "
-               "prompts within high-similarity bin.", all(x[1] >= 0.8 for x in tops.values()), "as written, share in "
-               "the most similar third: " + ", ".join(f"{name} {with_interval(x, '.0%')}" for name, x in tops.items()),
-               "partly: the source names no bins, ours are thirds; by KL(cold || warm) alone",
-               any(x[2] < 0.8 for x in tops.values())),
     ) + under(
         "", "", here,
         judged("", "Does stage 1 alone keep a prompt's first token within the proposal's threshold, KL of at most 0.05 "
-               "on 80%?", stage1[0], f"a prompt from its own summary tokens. {both}{stage1[1]}. Squared error of "
-               "attention's output by P, over its square: " + "; ".join(
-                   f"{name} {s['readout'][TOKENS]['fitted']:.2f}, {s['readout'][TOKENS]['held out']:.2f}"
-                   for name, s in kinds.items()), "", stage1[2]),
+               "on 80%?", stage1[0], f"a prompt from its own summary tokens. {stage1[1]}", "", stage1[2]),
         judged("", "Does the rule of positions 0 to m−1 alone keep it so, with the exact cache instead of summary "
-               "tokens?", rule[0], "nothing is fitted. KL (share of at most 0.05) on training prompts, then on "
-               f"held-out ones: {rule[1]}", "", rule[2]),
+               "tokens?", rule[0], f"nothing is fitted. KL over the kinds: {rule[1]}", "", rule[2]),
         judged("", "Is the proposal as written better than its baseline of learned summary tokens, the same for all "
                "prompts?", all(x[2] < base[1] for x, base in whole.values()),
                "KL in nats as written, and by that baseline, learned through the model: "
                + ", ".join(f"{name} {x[0]:.2f} and {base[0]:.2f}" for name, (x, base) in whole.items()), "",
                all(x[1] > base[2] for x, base in whole.values())),
+        judged("", "Does stage 2 explain more than half of the variance of held-out summary tokens?",
+               any(all(x[1] > 0.5 for x in way.values()) for way in summaries.values()),
+               "R², median over heads, over the kinds: " + "; ".join(
+                   f"{name} {over(way)}" for name, way in summaries.items()), "",
+               all(any(x[2] < 0.5 for x in way.values()) for way in summaries.values())),
     )  # fmt: skip
 
 
-def by_name(values: dict[str, Sequence[float]]) -> str:
-    """Return figures with their intervals, kind by kind."""
-    return ", ".join(f"{name} {with_interval(three)}" for name, three in values.items())
+def over(values: dict[str, Sequence[float]], form: str = ".2f") -> str:
+    """Return the median and the range over kinds of figures with intervals, and the outermost ends of these."""
+    if len(values) == 1:
+        return with_interval(*values.values(), form)
+    middle, low, high = zip(*values.values(), strict=True)
+    return f"{spread(middle, form)[:-1]}; intervals {min(low):{form}} to {max(high):{form}})"
+
+
+def third_difference() -> float:
+    """Return the third difference of stage 1's loss along a line of maps, over the loss: 0 if the loss is quadratic in
+    the map, as a regression's is."""
+    rng = torch.Generator().manual_seed(0)
+    scores, values, out, P, step = (torch.randn(2, *shape, generator=rng, dtype=torch.float64) for shape in (
+        (16, 12), (16, 12, 4), (16, 4), (3, 12), (3, 12)))  # fmt: skip
+    loss = [float((read_tokens(scores, values, P + i * step) - out).square().mean()) for i in range(4)]
+    return abs(loss[3] - 3 * loss[2] + 3 * loss[1] - loss[0]) / loss[0]
 
 
 def storage_line(record: dict[str, Any]) -> str:
-    """Return the bytes that the maps take, beside the cache that they are to save; empty if they weren't counted."""
-    found = []
-    for name, s in stages_in(record).items():
-        size = s["storage"]
-        found.append(f"{name} {size['map over tokens'] / 1e6:.1f} MB, {size['stage 2'] / 1e6:.0f} MB (the caches of "
-                     f"{size['stage 2'] / size['cache']:.0f} prompts), {size['flattened map'] / 1e9:.1f} GB")
-    return f"; P over tokens, stage 2, and a flattened map for the longest prompt: {'; '.join(found)}" if found else ""
+    """Return the bytes of stage 2's maps, beside the caches that they are to save; empty if they weren't counted."""
+    sizes = [s["storage"] for s in stages_in(record).values()]
+    prompts = [size["stage 2"] / size["cache"] for size in sizes]
+    return (f"; stage 2's take {sizes[0]['stage 2'] / 1e6:.0f} MB, the caches of {min(prompts):.0f} to "
+            f"{max(prompts):.0f} prompts") if sizes else ""  # fmt: skip

@@ -76,17 +76,21 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
     if (longest := max(map(len, prompts))) + n_new > model.config.n_ctx:
         raise ValueError(f"a prompt of {longest} tokens and {n_new} new ones exceed the context, {model.config.n_ctx}")
     store.clear()  # of what an earlier run left
+    used: dict[str, KVCache] = {}  # by the latest run
 
     def cold(ids: list[int], record: list[int]) -> Iterator[Tensor]:
-        return generate(model, torch.tensor([ids], device=device), n_new, stop_id=stop)
+        used["cache"] = model.new_cache()
+        return generate(model, torch.tensor([ids], device=device), n_new, stop_id=stop, cache=used["cache"])
 
     def recycled(ids: list[int], record: list[int]) -> Iterator[Tensor]:
-        return generate(model, torch.tensor([ids], device=device), n_new, stop_id=stop, cache=store.get(ids))
+        used["cache"] = store.get(ids)
+        return generate(model, torch.tensor([ids], device=device), n_new, stop_id=stop, cache=used["cache"])
 
     def published(ids: list[int], record: list[int]) -> Iterator[Tensor]:
         if not usable(ids, record):
             return cold(ids, record)
-        new, cache = torch.tensor([ids[len(record) :]], device=device), store.get([*record, stop])
+        new = torch.tensor([ids[len(record) :]], device=device)
+        used["cache"] = cache = store.get([*record, stop])
         if len(cache) != len(record):
             raise OSError(f"the stored cache of {tokenizer.decode(record)!r} is lost: run again")
         return generate_as_published(model, new, cache, n_new, stop)
@@ -96,11 +100,13 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
 
     methods = {"cold": cold, "recycled": recycled, "published": published}
     runs: list[dict[str, list[Run]]] = [{name: [] for name in methods} for _ in prompts]
+    positions: list[dict[str, int]] = [{} for _ in prompts]  # that an answer's cache takes
 
     def answer(names: Sequence[str], found: list[list[int]]) -> None:
-        for ids, record, done in zip(prompts, found, runs, strict=True):
+        for ids, record, done, taken in zip(prompts, found, runs, positions, strict=True):
             for name in names:
                 done[name].append(timed(lambda name=name, ids=ids, record=record: methods[name](ids, record)))
+                taken[name] = len(used["cache"])
 
     if order == "source":
         answer(["cold"], prompts)  # the first answer is the first thing that the model does at all
@@ -117,10 +123,13 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
             bar.update()
     outputs = {name: [tokenizer.decode(done[name][0].ids) for done in runs] for name in methods}
     vectors = {name: encoder([text.removesuffix(END_OF_TEXT) for text in texts]) for name, texts in outputs.items()}
+    alike = vectors["cold"] @ vectors["cold"].T  # (N, N)
+    to_others = (alike.sum(1) - alike.diagonal()) / max(1, len(alike) - 1)
     rows = []
     for i, (ids, record, done) in enumerate(zip(prompts, found, runs, strict=True)):
         rows.append({"prompt": tests[i], "tokens": len(ids), "nearest": tokenizer.decode(record),
-                     "nearest_tokens": len(record), "nearest_prefix_tokens": common_prefix(ids, record)})  # fmt: skip
+                     "nearest_tokens": len(record), "nearest_prefix_tokens": common_prefix(ids, record),
+                     "similarity_to_others": float(to_others[i])})  # fmt: skip  of the cold answers
         for name, several in done.items():
             total, ttft = ([getattr(run, what) for run in several[1:] or several] for what in ("total", "ttft"))
             reused = {"cold": 0, "recycled": len(store.get(ids)), "published": usable(ids, record)}[name]
@@ -128,6 +137,7 @@ def experiment(store: Store, tokenizer: tiktoken.Encoding, encoder: Encoder, cac
                 "output": outputs[name][i], "new_tokens": len(several[0].ids), "reused_tokens": reused,
                 "latency_s": statistics.median(total), "ttft_s": statistics.median(ttft),
                 "similarity": float(vectors["cold"][i] @ vectors[name][i]),
+                "positions": positions[i][name],
                 "same_tokens": common_prefix(done["cold"][0].ids, several[0].ids),
                 "identical": done["cold"][0].ids == several[0].ids,
             }  # fmt: skip

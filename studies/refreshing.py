@@ -43,8 +43,10 @@ from support.files import write_json
 from support.statistics import bootstrap, kl
 from support.tables import page, table
 
-FULL = Size(prompts=50, seeds=3, new_tokens=320, timed=4, repeats=4, facts=200, simulations=20)
+FULL = Size(prompts=50, seeds=1, new_tokens=1000, timed=3, repeats=3, facts=200, simulations=20)
+PROMPT_TOKENS = 192
 QUICK = Size(prompts=5, seeds=1, new_tokens=72, timed=1, repeats=1, facts=8, simulations=3)
+ALONE = {"student": "student", "alone": "student trained alone"}  # students on a cache of their own, by model
 
 
 # --- What is compared -----------------------------------------------------------------------------------------------
@@ -145,11 +147,13 @@ def by_prompt_length(setup: Setup, lengths: Sequence[int], n: int) -> list[dict[
 
 @torch.no_grad()
 def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[str, dict[str, list[float]]]:
-    """Return, by writer, over the tokens of a text: the error of the student's cache, |C_S - C_T| / |C_T| with the
-    teacher's own cache (the source's E_t), and KL(teacher || student) of the next token in nats, the means over texts;
-    by text the error after 32 tokens and after all, and the mean KL after the first 64.
+    """Return, by writer, over the tokens of a text: the error of the written part of the student's cache,
+    |C_S - C_T| / |C_T| with the teacher's own cache (the source's E_t), and KL(teacher || student) of the next token in
+    nats, the means over texts; by text the error of the newest 32 entries after 32 tokens and after all, and the mean
+    KL of the first 32 and after the first 64. Of students alone, only KL.
 
     All writers read one text, which OverFill has written without a refresh, so that they differ by their caches alone.
+    The prompt's entries are left out: they are the teacher's own.
     """
     ids = max((ids for _, ids in setup.groups("test", 1)), key=len)[:prompts]  # of the commonest length
     generator = torch.Generator(setup.device).manual_seed(setup.seed)
@@ -157,24 +161,37 @@ def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[
     tokens, _ = setup.tokens(writer, ids, setup.size.new_tokens, temperature=1.0, generator=generator)
     new = torch.cat(list(tokens), 1)  # (B, N)
     truth = KVCache()
-    expected = setup.models["teacher"](torch.cat([ids, new], 1), truth)[:, ids.size(1) :]  # (B, N, V)
-    found = {}
+    begin, first = ids.size(1), min(measures.SPANS[0], new.size(1))
+    text = torch.cat([ids, new], 1)
+    expected = setup.models["teacher"](text, truth)[:, begin:]  # (B, N, V)
+
+    def divergence(kls: np.ndarray) -> dict[str, list[float]]:
+        """kls: nats (B, N)."""
+        return {"kl": kls.mean(0).round(5).tolist(), "first_kl_by_text": kls[:, :first].mean(1).round(5).tolist(),
+                "kl_by_text": kls[:, 64 if new.size(1) > 64 else 0 :].mean(1).round(5).tolist()}  # fmt: skip
+
+    def error(cache: KVCache, start: int) -> np.ndarray:
+        """Return the error (B,) of the entries of a cache from a position on."""
+        parts = [(a[..., start : len(cache), :], b[..., start : len(cache), :])
+                 for a, b in zip(cache.layers, truth.layers, strict=True)]  # fmt: skip
+        off, norm = (sum(x.square().sum((0, 2, 3, 4)).double().cpu().numpy() for x in xs)
+                     for xs in ((a - b for a, b in parts), (b for _, b in parts)))
+        return np.sqrt(off / norm)
+
+    found = {name: divergence(kl(expected, setup.models[key](text)[:, begin:]).double().cpu().numpy())
+             for key, name in ALONE.items() if key in setup.models}  # fmt: skip
     for writer in writers:
-        room = partial(SlidingWindowCache, ids.size(1) + new.size(1))
+        room = partial(SlidingWindowCache, text.size(1))
         pair = Pair(setup.models["teacher"], setup.models[writer.student], ids, room)
-        errors, divergences = [], []  # (B,), token by token
+        errors, newest, divergences = [], [], []  # (B,), token by token
         along = tqdm(overfill.read_along(pair, new, writer.policy), f"cache: {writer.name}", new.size(1), leave=False)
         for t, logits in enumerate(along):
             divergences.append(kl(expected[:, t], logits).double().cpu().numpy())
-            n = len(pair.cache)
-            parts = [(a[..., :n, :], b[..., :n, :]) for a, b in zip(pair.cache.layers, truth.layers, strict=True)]
-            off, norm = (sum(x.square().sum((0, 2, 3, 4)).double().cpu().numpy() for x in xs) for xs in
-                         ((a - b for a, b in parts), (b for _, b in parts)))  # fmt: skip
-            errors.append(np.sqrt(off / norm))
-        found[writer.name] = {"error": np.mean(errors, 1).round(5).tolist(),
-                              "kl": np.mean(divergences, 1).round(5).tolist(),
-                              "error_by_text": [errors[i].round(5).tolist() for i in (min(31, len(errors) - 1), -1)],
-                              "kl_by_text": np.mean(divergences[64:] or divergences, 0).round(5).tolist()}
+            errors.append(error(pair.cache, begin))
+            if t + 1 in (first, new.size(1)):
+                newest.append(error(pair.cache, len(pair.cache) - first).round(5).tolist())
+        found[writer.name] = {"error": np.mean(errors, 1).round(5).tolist(), "newest_by_text": newest,
+                              **divergence(np.stack(divergences, 1))}  # fmt: skip
     return found
 
 
@@ -206,8 +223,9 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
             before = measured.get((writer.student, writer.policy))
             record["students"][writer.name] = before or measures.figures_of(setup, setup.write(writer, 1.0))
     if known:
-        n = size.new_tokens // 2
-        record["lengths"] = by_prompt_length(setup, (32, 96, 192), n)
+        n = min(size.new_tokens // 2, 160)
+        longest = min(models[name].config.n_ctx for name in ("teacher", "student")) - n
+        record["lengths"] = by_prompt_length(setup, sorted({min(k, longest) for k in (32, 192, 768)}), n)
         record["facts"] = facts_right(setup, three_writers(setup))
     if not overfill.misfit(setup.models["teacher"], setup.models["student"]):  # else the two caches can't be compared
         gate = f"entropy, {BUDGETS[1]:g} in 1,000"
@@ -246,7 +264,7 @@ def demo(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding, policies: dic
     policies = {"OverFill": Policy(), **policies}
     prompts = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")] * 6
     if not args.prompt and overfill.tokens_of(tokenizer) == overfill.tokens_of(load_tokenizer("pocket")):
-        prompts = measures.pocket_prompts(tokenizer, "test", 6, 192)
+        prompts = measures.pocket_prompts(tokenizer, "test", 6, PROMPT_TOKENS)
     n, room = args.max_new_tokens or 128, min(teacher.config.n_ctx, student.config.n_ctx)
     if len(prompts[0]) + n > room:
         raise ValueError(f"{len(prompts[0])} tokens of the prompt and {n} more exceed the context of {room}")
@@ -306,10 +324,10 @@ def main(argv: list[str] | None = None) -> None:
                     f"alone, random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH")  # fmt: skip
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that decodes")
     cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: "
-                     f"{FULL.new_tokens}, with --quick {QUICK.new_tokens}")  # fmt: skip
+                     f"{FULL.new_tokens}, or as many as fit, with --quick {QUICK.new_tokens}")  # fmt: skip
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own, for any models: CSV, column prompt")
     cli.add_argument("--prompt-tokens", type=whole_number(1), metavar="N",
-                     help="tokens of the pocket world's prompts; default: 192")  # fmt: skip
+                     help=f"tokens of the pocket world's prompts; default: {PROMPT_TOKENS}")  # fmt: skip
     with cli.parse(argv) as args:
         if args.prompts and args.prompt_tokens:
             raise ValueError("--prompt-tokens is the length of pocket's prompts, and --prompts are your own: choose")
@@ -321,15 +339,16 @@ def main(argv: list[str] | None = None) -> None:
         if not args.prompts and overfill.tokens_of(tokenizer) != overfill.tokens_of(load_tokenizer("pocket")):
             raise ValueError(f"{args.model} doesn't have the tokens of the pocket world: give it --prompts FILE")
         size = QUICK if args.quick else FULL
-        size = replace(size, new_tokens=args.max_new_tokens or size.new_tokens)
+        context, first = min(teacher.config.n_ctx, student.config.n_ctx), args.prompt_tokens or PROMPT_TOKENS
+        fits = max(measures.LEAST, min(size.new_tokens, context - first))
+        size = replace(size, new_tokens=args.max_new_tokens or fits)
         if size.new_tokens < measures.LEAST:
             raise ValueError(f"{size.new_tokens} tokens are too few to measure refreshes: at least {measures.LEAST}")
         models, names = {"teacher": teacher, "student": student}, {"student": args.student}
         if args.student == "pocket-student":
             names |= {kind: f"pocket-student-{kind}" for kind in ("alone", "prompt", "dropout")}
             models |= {kind: load_model(names[kind], model_class=GPT, **options) for kind in [*names][1:]}
-        room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
-        prompts = measures.prompts_of(tokenizer, args.prompts, size.prompts, args.prompt_tokens or 192, room)
+        prompts = measures.prompts_of(tokenizer, args.prompts, size.prompts, first, context - size.new_tokens)
         rates = {key: rate for key, name in names.items() if (rate := overfill.dropout_of(name))}
         about = {"teacher": args.model, "student": args.student, "prompts": args.prompts or "pocket",
                  "device": args.device, "dtype": str(args.dtype).removeprefix("torch.")}  # fmt: skip

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from overfill import Periodic, speculative
 from studies.protocol import Claim, judged, under
+from studies.refreshing_measures import PHASES
 
+PRELIMINARY = 'the source notes: "Only preliminary results over 1 run of k"'
+PRINTED = {"entropy": [320], "variance": [112, 144, 176, 336]}  # steps of the simulation that fire, by the source
 RATES = {"teacher": 28.2, "OverFill": 28.5, "student": 29.4}  # tokens/s of decoding, by the source's first table
 
 
@@ -49,12 +53,33 @@ def claims(title: str, theirs: str) -> list[Claim]:
                f"at the source's {RATES['OverFill']} and {RATES['teacher']} tokens/s, a pass every 8 tokens costs at "
                f"least {burst_overhead(8):.1%}, every 64 {burst_overhead(64):.1%}, if a pass takes at least as long as "
                "a decoding step of the teacher, which reads the same weights", "partly: by arithmetic on the source's "
-               "tables, under that assumption; the source has one run"),
+               f"tables, under that assumption; {PRELIMINARY}"),
         judged("Budgeting", "You can estimate τ from the 95th–97th percentile", min(above) <= 3,
                f"{min(above):.0f} to {max(above):.0f} of 1,000 tokens lie above it, but the budget is ~2–3 "
                "refreshes: that takes a pause between refreshes, which the source doesn't mention",
                "partly: by arithmetic"),
         judged("Why is it cheap?", "Periodic with W=T=k yields the same post-refresh KV as speculative for the last k "
-               "positions", speculative(8) == Periodic(8, window=8), "argument: both replace the last 8 entries by the "
-               "teacher's after every 8 tokens, and here they are one policy", "yes"),
+               "positions", speculative(8) == Periodic(8, window=8), "both replace the last 8 entries by the "
+               "teacher's after every 8 tokens", "partly: by argument; here they are one policy"),
     )  # fmt: skip
+
+
+def simulated(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
+    """Return the claim on the simulated triggers, by the source's own output, and our question on one rule for both."""
+    first, end = next(phase[1:] for phase in PHASES if phase[0] == "alea")
+    inside = {name: [t for t in steps if first <= t < end] for name, steps in PRINTED.items()}
+    runs = {rule: f"variance fires there in {fires['variance']:.0%} of the runs, entropy in {fires['entropy']:.0%}"
+            for rule, fires in record["ambiguous"].items()}  # fmt: skip
+    rows = under(title, theirs, "the source's printed output; 400 simulated steps of ours",
+                 judged("Simulation", "the MC Uncertainty trigger would correctly remains silent during the "
+                        "aleatoric (ambiguous) phase, while the entropy trigger incorrectly fires",
+                        bool(inside["entropy"]) and not inside["variance"],
+                        f"the source prints that variance fires at {PRINTED['variance']}, entropy at "
+                        f"{PRINTED['entropy']}; the phase is {first} to {end}. Repeated with thresholds read off its "
+                        f"plot, {runs['source']}", "yes"))  # fmt: skip
+    if "same rule" not in runs:
+        return rows
+    fires = record["ambiguous"]["same rule"]
+    return rows + under("", "", "400 simulated steps", judged(
+        "", "Is variance silent in the ambiguous phase, but not entropy, if one rule sets both thresholds?",
+        fires["variance"] == 0 and fires["entropy"] == 1, runs["same rule"], ""))

@@ -32,9 +32,10 @@ from support.statistics import area_under_roc, bootstrap, entropy
 BUDGETS = (2.5, 7.8, 15.6)  # refreshes per 1,000 tokens: the source's, and those of T = 128 and T = 64
 PROBE_EVERY, PROBE_WINDOW = 32, 16
 LEAST = PROBE_EVERY + 8  # tokens to write, or else no probe is made
-SPANS = (32, 64, 128)  # first tokens of what is written; then all of it
+SPANS = (32, 64, 128, 512)  # first tokens of what is written; then all of it
 TAIL = 50  # tokens whose log-probability the source reports apart
 RARE = 0.01  # a token is a slip if the teacher gives it less
+OWN = 256  # tokens at most of a prompt that are of the document which it begins
 KINDS = ("story", "dialogue", "explain")  # of documents whose beginnings are prompts
 
 
@@ -55,15 +56,19 @@ class Size:
 
 
 def pocket_prompts(tokenizer: tiktoken.Encoding, split: str, n: int, tokens: int) -> list[list[int]]:
-    """Return the first tokens of n documents of a split that are longer. Raises ValueError if there are too few."""
-    found = []
+    """Return n prompts, the beginnings of n documents of a split; long ones have earlier documents before that. Raises
+    ValueError if there are too few."""
+    own = min(tokens, OWN)
+    found: list[list[int]] = []
+    earlier: list[int] = []
     for document in corpus.documents(split, 40 * n):
         ids = tokenizer.encode_ordinary(document.text)
-        if document.kind in KINDS and len(ids) > tokens:
-            found.append(ids[:tokens])
+        if document.kind in KINDS and len(ids) > own and len(earlier) >= tokens - own:
+            found.append(earlier[len(earlier) - tokens + own :] + ids[:own])
         if len(found) == n:
             return found
-    raise ValueError(f"only {len(found)} of {40 * n} documents have more than {tokens} tokens, {n} are needed")
+        earlier = [*earlier, *ids, tokenizer.eot_token][-tokens:]
+    raise ValueError(f"only {len(found)} of {40 * n} documents have more than {own} tokens, {n} are needed")
 
 
 def prompts_of(tokenizer: tiktoken.Encoding, path: str | None, n: int, tokens: int,

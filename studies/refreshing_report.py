@@ -14,22 +14,26 @@ import numpy as np
 import overfill
 from studies import refreshing_formulas, refreshing_times
 from studies.protocol import NOISE, UNKNOWN, Claim, conditions_of, judged, under, with_interval
-from studies.refreshing_measures import BUDGETS, PHASES, ratio
+from studies.refreshing_measures import BUDGETS, OWN, PHASES, PROBE_EVERY, SPANS, ratio
 from support.figures import figure
 from support.statistics import bootstrap
 from support.tables import Table, of_records
 
+LATE, VERY_LONG = SPANS[-1], 1000  # tokens: what comes after so many is judged, of texts at least so long
 
-def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> list[Claim]:
+
+def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None,
+           bench: dict[str, Any] | None = None) -> list[Claim]:  # fmt: skip
     """Return the claims of the refresh blog: sampled texts decide, and a difference, prompt by prompt, is shown if its
-    95% interval leaves out 0. at_size: times at a real model's geometry, for the claims about time."""
+    95% interval leaves out 0. at_size: times at a real model's geometry, for the claims about time; bench: those of a
+    cache that grows."""
     title = "KV-Cache Refresh Methods for Long Generation"
     theirs = ("Llama-3.2-3B-Instruct and a student pruned by 45%; 50 prompts of ELI5, 1,200 new tokens; no intervals, "
               "hardware or temperature stated; its first table has OverFill at a perplexity of 4.96, its second at "
               "1.88")
     methods = record["methods"]
     gate, often, burst = f"entropy, {BUDGETS[0]:g} in 1,000", "periodic, 64", "speculative, 8"
-    base, small = methods["OverFill"], "partly: much smaller models, shorter texts"
+    base, small = methods["OverFill"], f"partly: much smaller models, {record['tokens']:,} tokens instead of 1,200"
 
     def ppl(*names: str) -> str:
         return ", ".join(f"{methods[name]['sampled']['ppl'][0]:.2f}" for name in names)
@@ -54,6 +58,10 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> lis
     means = [methods[name]["sampled"]["ppl"][0] for name in names]
     above, below, better, reached, bursts = (against("teacher"), against("OverFill", "student"), against(often),
                                              against(gate, often), against(burst))  # fmt: skip
+    fairer, alone = "", "student trained alone"
+    if alone in methods:
+        fairer = f", {with_interval(against('OverFill', alone), '+.0%')} against one trained as long for writing alone"
+    repeats = [methods[name]["sampled"]["repeat_3"] for name in ("student", "OverFill")]
     early = against("OverFill", "student", min(base["sampled"]["nats"], key=int))
     constant = grows(burst)
     steps = {k: methods[f"periodic, {k}"]["times"]["by_length"] for k in (16, 32, 64, 128, 256)
@@ -66,14 +74,17 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> lis
         title, theirs, quality,
         judged("Takeaways", "Quality: Teacher > OverFill > Student by PPL.", above[2] < 0 and below[2] < 0,
                f"perplexity {ppl('teacher', 'OverFill', 'student')}; OverFill {with_interval(below, '+.0%')} against "
-               "the student", small, above[1] > 0 or below[1] > 0),
+               f"the same student on its own cache{fairer}", small, above[1] > 0 or below[1] > 0),
+        judged("Takeaways", "output collapses", repeats[0][1] > repeats[1][2], "share of repeated trigrams: student "
+               + ", OverFill ".join(with_interval(x, ".3f") for x in repeats) + "; the source's own, 0.028 and 0.072",
+               small, repeats[0][2] < repeats[1][1]),
         judged("Why this helps, A", "reducing early compounding error vs. a pure-Student run", early[2] < 0,
                f"perplexity of the first {min(base['sampled']['nats'], key=int)} tokens {with_interval(early, '+.0%')} "
                "against the same student", small, early[1] > 0),
-        judged("Periodic refresh", "0 (No Refresh) 1.88 … 256 1.86 … 128 1.81 … 64 1.71",
+        judged("Periodic refresh, quality", "0 (No Refresh) 1.88 … 256 1.86 … 128 1.81 … 64 1.71",
                all(a >= b for a, b in pairwise(means)) and better[2] < 0,
                f"perplexity {ppl(*names)} for none, {', '.join(map(str, periods))}; against none, " + ", ".join(
-                   f"every {k} {with_interval(against(f'periodic, {k}'), '+.0%')}" for k in (128, 64, 16)), small,
+                   f"every {k} {with_interval(against(f'periodic, {k}'), '+.0%')}" for k in (*periods, 16)), small,
                better[1] > 0),
         judged("Entropy Gating, results", "targeted refreshes achieve as low perplexity as the T=64 refresh",
                reached[2] < NOISE and better[2] < 0,
@@ -81,11 +92,11 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> lis
                f"{with_interval(better, '+.0%')} against none; the source has 1.70, 2.27, 2.19 with gates that refresh "
                "2.5, 2.0, 1.5 times, 1.71 every 64 and 1.88 without",
                f"{small}; up to 5% (our threshold) counts as equal", reached[1] > NOISE),
-        judged("Speculative Refresh, results", "Speculative (k=8) Constant (prefill over 8 tokens) ~1.9% 1.77",
-               bursts[2] < 0, f"perplexity {ppl(burst)}, {with_interval(bursts, '+.0%')} against none", small,
-               bursts[1] > 0),
+        judged("Speculative Refresh, quality", "Speculative (k=8) Constant (prefill over 8 tokens) … 1.77",
+               bursts[2] < 0, f"perplexity {ppl(burst)}, {with_interval(bursts, '+.0%')} against none",
+               f"{small}; {refreshing_formulas.PRELIMINARY}", bursts[1] > 0),
         *by_chance(methods, against, small), *compounding(methods, small), *divergences(record, small),
-        *by_length(record, small),
+        *by_length(record, small), *at_last(methods, small),
     ) + under(
         title, theirs, f"{quality}; the teacher's tokens and time for single refreshes",
         judged("Speculative Refresh, results", "the teacher’s workload is constant and small (always processing k "
@@ -104,11 +115,26 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None) -> lis
                    f"{k}: {at[0]['tokens']:.0f}, {1e3 * at[0]['seconds']:.1f} ms" for k, at in steps.items()),
                "partly: a count of tokens; \"unless windowed\" isn't tested, since our teacher reads all new tokens "
                "also where a window replaces few"),
+        *probes(record),
     )  # fmt: skip
     if at_size:
-        rows += under(title, theirs, refreshing_times.condition(at_size), *refreshing_times.claims(at_size, record))
-    return [*rows, *refreshing_formulas.claims(title, theirs), *simulated(record, title, theirs),
+        rows += under(title, theirs, refreshing_times.condition(at_size), *refreshing_times.claims(at_size))
+    if bench:
+        rows += under(title, theirs, conditions_of(bench), refreshing_times.grown_cache(bench))
+    return [*rows, *refreshing_formulas.claims(title, theirs), *refreshing_formulas.simulated(record, title, theirs),
             *uncertainty(record, title, theirs), *our_questions(record, quality)]  # fmt: skip
+
+
+def probes(record: dict[str, Any]) -> list[Claim]:
+    """Return the claim on the number of probes. Each reads the tokens since the last one."""
+    found = record["methods"].get(f"probe-KL, {BUDGETS[1]:g} in 1,000")
+    if not found:
+        return []
+    tokens, n = found["sampled"]["teacher_tokens"][0], record["tokens"]
+    calls, most = tokens / PROBE_EVERY, n // PROBE_EVERY
+    return [judged("Entropy Gating", "This bounds Teacher calls to ⌊N/M⌋ probes.", calls <= most,
+                   f"{calls:.0f} calls in {n:,} tokens with a probe every {PROBE_EVERY}, at most {most}; they read "
+                   f"{tokens:.0f} tokens", "yes: a count, for any model")]  # fmt: skip
 
 
 def by_chance(methods: dict[str, Any], against: Callable[..., list[float]], small: str) -> list[Claim]:
@@ -143,7 +169,7 @@ def compounding(methods: dict[str, Any], small: str) -> list[Claim]:
 
 
 def by_length(record: dict[str, Any], small: str) -> list[Claim]:
-    """Return the claims on the lengths of prompts and texts."""
+    """Return the claim on the lengths of prompts."""
     if "lengths" not in record:
         return []
     short, long = record["lengths"][0], record["lengths"][-1]
@@ -153,51 +179,57 @@ def by_length(record: dict[str, Any], small: str) -> list[Claim]:
     return [
         judged("Runtime", "Works best for long prompts + short/medium outputs", far[2] < near[1],
                f"perplexity of {first} tokens against {rival}'s: ratio {with_interval(far)} after prompts of "
-               f"{long['tokens']}, {with_interval(near)} after {short['tokens']}", f"{small}; that rival is ours",
-               far[1] > near[2]),
-        judged("Runtime", "Loses on very long outputs where Student drift accumulates", None, "",
-               f"no: {record['tokens']} tokens are not very long"),
+               f"{long['tokens']}, {with_interval(near)} after {short['tokens']}", f"{small}; that rival is ours; at "
+               f"most the last {OWN} tokens of a prompt are of the text that goes on", far[1] > near[2]),
     ]  # fmt: skip
 
 
+def at_last(methods: dict[str, Any], small: str) -> list[Claim]:
+    """Return the claim on the ends of long texts, by the perplexity of all after the first 512 tokens."""
+    quote, (over, alone) = "Loses on very long outputs where Student drift accumulates", (
+        {int(k): np.array(x) for k, x in methods[name]["sampled"]["nats"].items()} if name in methods else {}
+        for name in ("OverFill", "student trained alone"))  # fmt: skip
+    n = max(over)
+    if LATE not in alone or n < VERY_LONG:
+        short = f"{n:,} tokens are not very long: at least {VERY_LONG:,} (our threshold)"
+        return [judged("Runtime", quote, None, "", "no: no rival trained alone" if n >= VERY_LONG else f"no: {short}")]
+    late = [math.exp(x) for x in bootstrap((n * (over[n] - alone[n]) - LATE * (over[LATE] - alone[LATE])) / (n - LATE))]
+    return [judged("Runtime", quote, late[1] > 1, f"perplexity after the first {LATE} tokens, against student trained "
+                   f"alone's: ratio {with_interval(late)}", f"{small}; ours are that rival, and {LATE} and "
+                   f"{VERY_LONG:,} tokens for \"very long\"", late[2] < 1)]  # fmt: skip
+
+
 def divergences(record: dict[str, Any], small: str) -> list[Claim]:
-    """Return the claim on KL(teacher || student) after refreshes, on equal texts."""
+    """Return the claims on errors of the cache and on KL(teacher || student), on equal texts."""
     if "cache" not in record or record["tokens"] < 64 + 2 * 16:
         return []
-    none, often = (record["cache"][name] for name in ("OverFill", "periodic, 64"))
+    cache, first = record["cache"], SPANS[0]
+    none, often = (cache[name] for name in ("OverFill", "periodic, 64"))
     before, after = (statistics.mean(x["kl"][64:]) for x in (none, often))
-    off, less = (none["error"][31], none["error"][-1]), (after - before, *UNKNOWN)
-    grown, texts = (off[1] - off[0], *UNKNOWN), "no interval in the record"
+    less, texts = (after - before, *UNKNOWN), "no interval in the record"
     if "kl_by_text" in none:
         less = bootstrap(np.array(often["kl_by_text"]) - none["kl_by_text"])
-        grown = bootstrap(np.subtract(*none["error_by_text"][::-1]))
         texts = f"intervals over {len(none['kl_by_text'])} texts"
-    return [judged("KV Cache Refresh: How does it work?", "only approximates the teacher’s F_T, so errors accumulate "
-                   "over steps", grown[1] > 0, f"|C_S - C_T| / |C_T| without a refresh {off[0]:.2f} after 32 tokens, "
-                   f"{off[1]:.2f} after {len(none['error'])}: {with_interval(grown, '+.2f')}", f"{small}; {texts}",
-                   grown[2] < 0),
-            judged("Bayesian/Variational lens", "Refresh reduces KL(p_T∥q_u) for subsequent tokens by re-anchoring the "
+    rows = [judged("Bayesian/Variational lens", "Refresh reduces KL(p_T∥q_u) for subsequent tokens by re-anchoring the "
                    "state.", less[2] < 0, f"mean KL after the first refresh {after:.3f} nats, without any "
                    f"{before:.3f}: {with_interval(less, '+.3f')}", f"{small}; every 64 tokens; {texts}", less[1] > 0)]
-
-
-def simulated(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
-    """Return the claim on the simulated triggers, by the source's thresholds and, ours, by one rule for both."""
-    rows: list[Claim] = []
-    for rule, fires in record["ambiguous"].items():
-        steps = "; ".join(f"{name} at {at or 'no step'}" for name, at in record["simulation"]["fires"][rule].items())
-        holds = fires["variance"] == 0 and fires["entropy"] == 1
-        text = f"in the ambiguous phase variance fires in {fires['variance']:.0%} of the runs, entropy in " \
-               f"{fires['entropy']:.0%}; first run: {steps}"  # fmt: skip
-        if rule == "source":
-            rows += under(title, theirs, "400 simulated steps, thresholds read off the source's plot and output",
-                            judged("Simulation", "the MC Uncertainty trigger would correctly remains silent during the "
-                                   "aleatoric (ambiguous) phase, while the entropy trigger incorrectly fires", holds,
-                                   f"{text}. The source's own output has variance fire at 336, which is in that phase",
-                                   "partly: logits, thresholds and the checking interval are guessed from its output"))
-        else:
-            rows += under("", "", "400 simulated steps", judged("", "Is variance silent in the ambiguous phase, but "
-                          "not entropy, if one rule sets both thresholds?", holds, text, ""))  # fmt: skip
+    if "newest_by_text" in none:
+        early, late = np.array(none["newest_by_text"])
+        grown = bootstrap(late - early)
+        rows.append(judged(
+            "KV Cache Refresh: How does it work?", "only approximates the teacher’s F_T, so errors accumulate over "
+            "steps", grown[1] > 0, f"|C_S - C_T| / |C_T| of the newest {first} entries, without a refresh: "
+            f"{early.mean():.2f} after {first} tokens, {late.mean():.2f} after {record['tokens']:,}: "
+            f"{with_interval(grown, '+.2f')}", f"{small}; {texts}", grown[2] < 0))  # fmt: skip
+    if "first_kl_by_text" in none:
+        own = {name: bootstrap(np.array(none["first_kl_by_text"]) - cache[name]["first_kl_by_text"])
+               for name in ("student", "student trained alone") if name in cache}  # fmt: skip
+        rows.append(judged(
+            "Variational lens", "OverFill shrinks this KL initially by providing a Teacher-consistent C_0.",
+            own["student"][2] < 0, f"mean KL of the first {first} tokens {np.mean(none['first_kl_by_text']):.3f} nats; "
+            + ", ".join(f"against {name} {with_interval(x, '+.3f')}" for name, x in own.items()),
+            f"{small}; texts that OverFill wrote, {texts}; the verdict is on the same student",
+            own["student"][1] > 0))
     return rows
 
 
@@ -232,10 +264,10 @@ def uncertainty(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
                f"{with_interval(u['area'])}, entropy's {with_interval(entropy['area'])}, mutual information of the "
                f"same passes {with_interval(signals['MC dropout, mutual information']['area'])}", f"{student}; "
                "\"clear\" is read as clearer than entropy", high < 0),
-        judged("Simulation", "The MC dropout approach can be an efficient alternative to try out.", cost[2] < NOISE,
+        judged("Simulation", "The MC dropout approach can be an efficient alternative to try out.", None,
                f"{overfill.MonteCarloDropout.passes} more passes of the student a token, time here "
-               f"{with_interval(cost, '+.0%')}; perplexity with that gate and with entropy's {by_gate}", student,
-               cost[1] > NOISE),
+               f"{with_interval(cost, '+.0%')}; perplexity with that gate and with entropy's {by_gate}",
+               "no: the source gives no number of passes and no measure"),
     )  # fmt: skip
 
 
@@ -303,7 +335,8 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
     tokens = record["prompt_tokens"]
     parts: list[str | Table] = [
         f"{record['measured_prompts']} held-out prompts of {'-'.join(map(str, dict.fromkeys((tokens[0], tokens[-1]))))}"
-        f" tokens and {record['tokens']} written ones, sampled at temperature 1 with {record['seeds']} seeds; one "
+        f" tokens and {record['tokens']} written ones, sampled at temperature 1 with {record['seeds']} seed"
+        f"{'s' * (record['seeds'] > 1)}; one "
         "column has greedy texts. Perplexity is the teacher's, with its 95% interval over prompts; tail is its mean "
         "log-probability of the last 50 tokens; a slip is a token to which the teacher gives less than 1%. Times are "
         f"of single prompts on a {record['device'].upper()}, medians of writers in turn.",
@@ -362,7 +395,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
 
     def over_time(key: str, width: int) -> Callable[[Any], None]:
         def curves(axes: Any) -> None:
-            for i, (name, r) in enumerate(record["cache"].items()):
+            for i, (name, r) in enumerate((name, r) for name, r in record["cache"].items() if key in r):
                 values = np.convolve(r[key], np.ones(width) / width, "valid")
                 at = np.arange(len(values)) + (width + 1) / 2
                 axes.plot(at, values, STYLES[i % 4], color=f"C{i}", linewidth=1.4, label=name)
@@ -372,7 +405,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
 
     if "cache" in record:
         labels = {"xlabel": "tokens written", "ylabel": "|student's cache - teacher's| / |teacher's|"}
-        title = "Error of the cache, E_t, on equal texts"
+        title = "Error of the written part of the cache, E_t, on equal texts"
         figure(out / "cache_error.png", over_time("error", 1), title=title, **labels)
         labels["ylabel"] = "KL(teacher || student), nats"
         figure(out / "divergence.png", over_time("kl", 24), title="The next token, mean over 24 tokens", **labels)

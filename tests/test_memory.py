@@ -119,6 +119,20 @@ def test_explanations_in_one_batch_are_those_of_each_prompt_alone() -> None:
         assert together == [memory.explanations(memories[key], tokenizer, [q], tokens=12)[0] for q in questions]
 
 
+def test_training_is_timed_at_once_and_token_by_token_and_leaves_no_gradients() -> None:
+    model = model_of(SMALL_BCT).requires_grad_(True)
+    found = memory.training_seconds(memory.Memory("", model, BoundedMemory), ids_of(1, 9), turns=2)
+    assert [len(taken) for taken in found.values()] == [2, 2] and min(map(min, found.values())) > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_is_lost_beyond_the_context_has_its_own_interval() -> None:
+    excess = torch.cat([torch.full((4, 8), 0.1), torch.full((4, 24), 0.3)], dim=1)
+    found = memory.beyond(excess, 8)
+    for name, nats in (("within", 0.1), ("after", 0.3), ("more", 0.2)):
+        assert found[name] == pytest.approx([math.expm1(nats)] * 3)
+
+
 @pytest.mark.slow
 def test_the_report_says_and_writes_what_it_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture

@@ -84,7 +84,7 @@ def recorded() -> dict[str, Any]:
     ((0.0, 0.02), (-0.05, 0.05), ["HOLDS", "HOLDS"]),
     ((0.02, 0.04), (-0.2, 0.0), ["NOT SHOWN", "NOT SHOWN"]),
     ((0.04, 0.06), (-0.4, -0.2), ["DOES NOT HOLD", "DOES NOT HOLD"]),
-    ((0.04, 0.06), (0.2, 0.4), ["DOES NOT HOLD", "DOES NOT HOLD"]),
+    ((-0.3, -0.2), (0.2, 0.4), ["HOLDS", "HOLDS"]),
 ])  # fmt: skip
 def test_verdicts_follow_the_intervals(perplexity: tuple[float, float], bleu: tuple[float, float],
                                        verdicts: list[str]) -> None:  # fmt: skip
@@ -92,6 +92,8 @@ def test_verdicts_follow_the_intervals(perplexity: tuple[float, float], bleu: tu
     sums = record["memories"][SUMS]
     for key, (low, high) in (("perplexity_against_full", perplexity), ("bleu_against_full", bleu)):
         sums[key] = {"change": (low + high) / 2, "low": low, "high": high}
+    assert [claim["verdict"] for claim in claims(record)] == ["NOT SHOWN"] * 3, "full attention isn't ahead"
+    record["memories"][WINDOW]["perplexity_against_full"] = {"change": 0.2, "low": 0.1, "high": 0.3}
     quality, differences, ours = claims(record)
     assert [quality["verdict"], differences["verdict"]] == verdicts
     assert quality["source"] and not ours["source"] and ours["verdict"] in ("HOLDS", "YES")

@@ -190,6 +190,11 @@ def test_learned_summary_tokens_are_better_than_their_start(experiment: Experime
     assert all(p.grad is None for p in experiment.model.parameters())
 
 
+def test_a_kinds_own_maps_are_no_other_kinds(experiment: Experiment) -> None:
+    found = projection_measures.with_maps(experiment, projection_measures.maps_of(experiment))
+    assert found["another"]["kl"] == pytest.approx(found["own"]["kl"], rel=1e-3)
+
+
 def test_nothing_is_fitted_on_held_out_prompts(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr(projection_stages, "before_last", lambda m, p: (read.append(p), before_last(m, p))[1])
@@ -231,9 +236,39 @@ def test_claims_follow_the_stages() -> None:
     assert {claim["verdict"] for claim in before} <= {"DOES NOT HOLD", "NOT SHOWN", "HOLDS"} != {"HOLDS"}
     assert all(a["figure"] != b["figure"] for a, b in zip(before, after, strict=True))
     everything = projection_report.claims(record)
-    assert row(everything, "Storage")["figure"].count(" GB") == 2 + len(record["kinds"])
     kind = record["kinds"]["quiz"]
     assert f"{kind['stages']['storage']['stage 2'] / 1e6:.0f} MB" in row(everything, "Storage")["figure"]
     for kind in record["kinds"].values():
         del kind["stages"]
     assert stage_claims(record, "S", "theirs") == [] == projection_stages.stage_tables(record)
+
+
+def test_a_linear_relation_is_that_of_the_logits_alone() -> None:
+    def verdict(*r2: list[float]) -> str:
+        record = copy.deepcopy(recorded("projection"))
+        for kind, three in zip(record["kinds"].values(), (r2 * 4)[:4], strict=True):
+            for name, found in kind["stages"]["hypothesis"].items():
+                found["r2"]["held out"]["median"] = three if name == "next-token logits" else [0.1, 0.0, 0.2]
+        return row(stage_claims(record, "S", "theirs"), "that is linearly")["verdict"]
+
+    high, low, wide = [0.9, 0.8, 1.0], [0.2, 0.1, 0.3], [0.6, 0.4, 0.7]
+    assert [verdict(high), verdict(high, low), verdict(high, wide)] == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+
+
+def test_maps_may_not_transfer_if_another_kinds_are_worse() -> None:
+    def verdict(another: tuple[float, float, float]) -> str:
+        record = copy.deepcopy(recorded("projection"))
+        for kind in [*record["kinds"].values()][1:]:
+            kind["maps"] = {name: {"kl": kl, "interval": ends} for name, (kl, *ends) in {
+                "own": (1.0, 0.9, 1.1), "another": another}.items()}  # fmt: skip
+        return row(projection_report.claims(record), "trained on")["verdict"]
+
+    found = [verdict(x) for x in ((2.0, 1.5, 2.5), (0.5, 0.4, 0.6), (1.2, 1.0, 1.4))]
+    assert found == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+    assert row(projection_report.claims(recorded("projection")), "trained on")["verdict"] == "NOT TESTED"
+
+
+def test_figures_over_kinds_are_a_median_a_range_and_the_outermost_ends() -> None:
+    kinds = {"a": (0.5, 0.4, 0.6), "b": (0.2, 0.0, 0.3), "c": (0.7, 0.65, 0.9)}
+    assert projection_stages.over(kinds) == "0.50 (0.20 to 0.70; intervals 0.00 to 0.90)"
+    assert projection_stages.over({"a": kinds["a"]}, ".0%") == "50% (40% to 60%)"

@@ -131,7 +131,7 @@ def test_verdicts_follow_the_record() -> None:
         {FULL: 0.99, DIRECT: 0.6, STEP: 0.55, OURS: 0.7, WINDOW: 0.1}))  # fmt: skip
     assert good == ["HOLDS", "NOT SHOWN", "HOLDS", "DOES NOT HOLD", "DOES NOT HOLD"]
     assert bad == ["DOES NOT HOLD", "HOLDS", "DOES NOT HOLD", "HOLDS", "HOLDS"]
-    assert "60% (sum), full attention 99%" in recall.claims(made(**{FULL: 0.99, DIRECT: 0.6}))[0]["figure"]
+    assert "39 with 4 slots" in recall.claims(made(**{FULL: 0.99, DIRECT: 0.6}))[0]["figure"]
 
 
 def test_a_loss_that_more_slots_do_not_mend_may_be_for_want_of_training() -> None:
@@ -193,7 +193,26 @@ def test_the_claims_on_time_follow_the_record(tmp_path: Path, capsys: pytest.Cap
         for n in changed["lengths"]:
             changed["rows"]["BCT, 4 slots"][str(n)]["seconds"] = [factor] * 2
             changed["rows"][lengths.GROWING][str(n)]["seconds"] = [n**grows / 1000] * 2
-        constant, linear, growing, memory, lower, faster = lengths.claims(changed)
+        constant, linear, growing, memory, lower, faster, ours = lengths.claims(changed)
         assert (linear["verdict"], growing["verdict"]) == (quadratic, "HOLDS")
         assert "more until" in lower["figure"] and lower["verdict"] == "HOLDS"
         assert (constant["verdict"], memory["verdict"], faster["verdict"]) == ("HOLDS", "HOLDS", verdict)
+        assert ours["verdict"] == verdict and not ours["source"]
+    changed["rows"][lengths.GROWING]["64"]["seconds"] = [999.0, 1001.0]
+    assert lengths.claims(changed)[5]["verdict"] == "NOT SHOWN", "the capacity is as fast as the growing cache"
+
+
+def test_throughput_is_judged_at_the_sources_capacity_against_the_growing_cache() -> None:
+    def verdicts(**times: float) -> list[str]:
+        rows = {name: {str(n): {"seconds": [s, s], "bytes": 8 * (n if name == lengths.GROWING else 1)}
+                       for n in (1000, 4000, 16000)} for name, s in times.items()}  # fmt: skip
+        conditions = {"model": "GPT-2", "parameters": 9, "layers": 1, "width": 1}
+        *_, faster, fewer, capacity = lengths.claims({"lengths": [1000, 4000, 16000], "slots": [24, 2048], "recent": 8,
+                                                      "turns": 2, "rows": rows, "conditions": conditions})  # fmt: skip
+        assert "24" in fewer["quote"] and "2,048" in capacity["quote"]
+        return [claim["verdict"] for claim in (faster, fewer, capacity)]
+
+    few, many = "BCT, 24 slots", "BCT, 2,048 slots"
+    for growing, expected in ((3, "HOLDS"), (1, "NOT SHOWN"), (0.5, "DOES NOT HOLD")):
+        found = verdicts(**{lengths.GROWING: growing, lengths.AHEAD: 0.5, few: 0.1, many: 1})
+        assert found == [expected, "HOLDS", "DOES NOT HOLD"]
