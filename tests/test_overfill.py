@@ -556,7 +556,7 @@ def test_a_text_past_the_context_goes_on() -> None:
     (["write", "--policy", "often"], ["often", "periodic"]),
     (["write", "--student", "gpt5"], ["gpt5", "pocket-student"]),
     (["write", "--policy", "dropout:8:0.1"], ["pocket-student", "without dropout"]),
-    (["study", "--prompt-tokens", "400"], ["400", "192"]),
+    (["study", "--prompt-tokens", f"{N_CTX}"], [f"{N_CTX} tokens", f"{N_CTX - 40}"]),
     (["study", "--prompts", "nothing.csv"], ["nothing.csv"]),
     (["write", "--student", "pocket-bct"], ["slots"]),
     (["--max-new-tokens", "1"], ["at least 2", "'1'"]),
