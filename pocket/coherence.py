@@ -1,18 +1,19 @@
 """Do the stories that a model writes hold together? Read them back with the corpus's own sentences.
 
-  python pocket/coherence.py                  today's model, on openings of the split "test"
+  python pocket/coherence.py                  the shipped model, on openings of the split "test"
   python pocket/coherence.py --model FOLDER --split valid --n 100
 
-A story of the corpus is made of templates that share one set of values: who owns what, which door, how many. Every
-template becomes a pattern here; what the patterns find in a story is compared. A story holds together if it has none
-of these faults:
+A story of the corpus is made of templates that share one set of values. Its threads are details that it states early
+and needs again at its end: who owns the mug, the colour of the door, how many crates (see THREADS in
+sentences/stories.py). Every template becomes a pattern here; what the patterns find in a story is compared. A story
+holds together if it has none of these faults:
 
-meet ... hide  a thread (see THREADS in corpus.py) is paid back otherwise than it was stated
+meet ... hide  a thread is paid off otherwise than it was stated
 he or she      a pronoun isn't that of its person
 stranger       what the two travellers do is done by somebody else, or the town that they left is another
 two roles      somebody whom the travellers meet is one of the two
-from nowhere   a thread is paid back that was never stated
-left open      two threads or more are never paid back (the corpus itself leaves one open where a question asks for it)
+from nowhere   a thread is paid off that was never stated
+left open      two threads or more are never paid off (the corpus itself leaves one open where a question asks for it)
 unread         a sentence is none of the corpus's
 """
 
@@ -109,7 +110,7 @@ def statements(story: str) -> list[Statement]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The kinds of faults of a story, each once, and how often a thread is paid back, and is as it was stated."""
+    """The kinds of faults of a story, each once, and how often a thread is paid off, and as it was stated."""
 
     faults: list[str]
     paid: int
@@ -180,11 +181,13 @@ def write(model: gpt_kv_cache.GPT, tokenizer: tiktoken.Encoding, prompts: list[s
 
 
 def measure(stories: list[str]) -> tuple[dict[str, float], Counter[str]]:
-    """Return the share of the stories that hold together and of their threads that are paid back as they were stated,
-    of all that are paid back; and in how many stories there is each kind of fault."""
+    """Return the share of the stories that hold together, the share of the threads that are paid off as they were
+    stated, of all that are paid off, and how many those are in a story; and in how many stories each kind of fault is.
+    """
     verdicts = [judge(story) for story in stories]
     right, paid = sum(v.right for v in verdicts), sum(v.paid for v in verdicts)
-    shares = {"coherent_share": sum(not v.faults for v in verdicts) / len(stories), "paid_share": right / max(1, paid)}
+    shares = {"coherent_share": sum(not v.faults for v in verdicts) / len(stories), "paid_share": right / max(1, paid),
+              "paid_per_story": paid / len(stories)}  # fmt: skip
     return shares, Counter(kind for v in verdicts for kind in v.faults)
 
 
@@ -198,9 +201,9 @@ def main(argv: list[str] | None = None) -> None:
         for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
             shares, kinds = measure(write(model, tokenizer, openings(args.split, args.n), temperature))
             counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-            whole, right = shares.values()
-            print(f"{name}: {whole:.1%} of {args.n} stories hold together, {right:.1%} of what is paid back is right; "
-                  f"faults: {counts or 'none'}")  # fmt: skip
+            whole, right, paid = shares.values()
+            print(f"{name}: {whole:.1%} of {args.n} stories hold together; {paid:.1f} threads are paid off in a story, "
+                  f"{right:.1%} of them as they were stated; faults: {counts or 'none'}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
 
 
 def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
-    """A story in words; if mute, its first thread is stated but never paid back."""
+    """A story in words; if mute, its first thread is stated but never paid off."""
     early = [pen.say(stories.STATES[t], **v) for t in pen.rng.sample(threads, len(threads))]
     middle: list[str] = []
     while len(middle) < pen.pick([1, 1, 2, 2, 3]):

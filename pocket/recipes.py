@@ -58,7 +58,7 @@ class Recipe:
     """Everything that decides what a training run computes."""
 
     kind, model_class = "teacher", GPT  # of model
-    init = text = None  # the model that it begins as, and a file to train on instead of the corpus
+    init = begin = text = None  # what it learns from, what it begins as, and a file to train on instead of the corpus
 
     config: GPTConfig
     phases: tuple[Phase, ...]
@@ -66,6 +66,10 @@ class Recipe:
     seed: int = 0
     weight_decay: float = 0.1
     warmup: int = 100
+
+    @property
+    def name(self) -> str:
+        return self.kind
 
     @property
     def tokenizer(self) -> tiktoken.Encoding:
@@ -136,6 +140,11 @@ class Pruning(Recipe):
     text: str | None = None
     begin: str | None = None  # the student that it goes on from, instead of the pruned teacher
 
+    @property
+    def name(self) -> str:
+        kind = "dropout" if self.config.dropout else self.mode
+        return self.kind + f"-{kind}" * (kind != KINDS[0])
+
     def losses(self, model: nn.Module, teacher: gpt_kv_cache.GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
         cache, rows = gpt_kv_cache.KVCache(), batch.rows[:, :-1]
@@ -164,18 +173,20 @@ MEMORY = {"slots": 24, "recent": 8}
 STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
 
 
-SHORT = 512  # tokens of a row in the first half of a fine-tuning, which is faster
+SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 
 
 def phases_of(config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None,
               lists: int = 0) -> tuple[Phase, ...]:  # fmt: skip
-    """The phases of a model that begins as another: of a text; or of documents, the first half in shorter rows."""
+    """The phases of a model that begins as another: of a text; or of documents, two thirds of the steps in short rows,
+    the last third in long ones of unshuffled documents."""
     if text:  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
         return (Phase(steps=steps, documents=8, lists=0, context=config.n_ctx, lr=lr),)
-    long = steps // 2 if config.n_ctx > SHORT else 0
+    long = steps // 3 if config.n_ctx > SHORT else 0
     first = Phase(steps=steps - long, documents=3, lists=lists, context=min(SHORT, config.n_ctx), lr=lr, shuffled=1,
                   answers=answers)  # fmt: skip
-    return (first, replace(first, steps=long, documents=2, context=config.n_ctx)) if long else (first,)
+    last = replace(first, steps=long, documents=2, shuffled=0, context=config.n_ctx)
+    return (first, last) if long else (first,)
 
 
 def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gpt_baseline import GPT
-from load_gpt2_weights import UNREADABLE
+from load_gpt2_weights import UNREADABLE, load_model
 from pocket.batches import Corpus, batch_at, rank, text_of, world_size
 from pocket.recipes import Recipe, learning_rate, phase_at, size_of
 from pocket.starts import start
 from support.files import write_atomically
+from support.fingerprints import fingerprint
 
 
 def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device,
@@ -26,6 +27,12 @@ def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: t
     """Return this process's part of the step's mean loss (nats per token), from its share of the rows."""
     batch = batch_at(recipe, step, text).share(rank(), world_size(), device)
     return (recipe.losses(model, teacher, batch) * batch.weights).sum()
+
+
+def identity_of(recipe: Recipe) -> str:
+    """Return what a state belongs to: the recipe, and the weights of the models that it begins from."""
+    names = filter(None, (recipe.init, recipe.begin))
+    return "; ".join([repr(recipe), *(fingerprint(load_model(name, model_class=GPT)) for name in names)])
 
 
 def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
@@ -39,11 +46,12 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     steps, _ = size_of(recipe)
     if (rows := min(phase_at(recipe, step)[0].rows for step in range(steps))) < world_size():
         raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
-    identity, path, state = repr(recipe), run / "last.pt", None
+    identity, path, state = identity_of(recipe), run / "last.pt", None
     if path.exists():
         state = read_state(path)
         if state["recipe"] != identity:
-            raise ValueError(f"{path} belongs to another recipe; move it away to start anew")
+            raise ValueError(f"{path} belongs to another recipe, or begins from other weights; move it away to start "
+                             "anew")  # fmt: skip
         with torch.device("meta"):  # shapes without memory
             expected = recipe.model_class(recipe.config).state_dict()
         if {name: x.shape for name, x in expected.items()} != {n: x.shape for n, x in state["model"].items()}:

@@ -72,6 +72,16 @@ def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
         training.train(replace(TINY, seed=1), tmp_path)
 
 
+def test_a_run_from_other_weights_is_refused(teacher: str, tmp_path: Path) -> None:
+    recipe = replace(recipes.distillation(teacher, PLAIN, 3, **MEMORY), documents=60)
+    training.train(recipe, tmp_path, stop_at=1)
+    model = load_model(teacher, model_class=GPT)
+    model.wte.weight.data[0, 0] += 1
+    checkpoints.export(model, Path(teacher))
+    with pytest.raises(ValueError, match="other weights"):
+        training.train(recipe, tmp_path)
+
+
 @pytest.mark.slow
 def test_two_processes_compute_the_losses_of_one(tmp_path: Path) -> None:
     _, expected = training.train(TINY, tmp_path / "one")
