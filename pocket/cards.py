@@ -150,7 +150,8 @@ def tables(recipe: Recipe, figures: dict) -> list[str]:
 
 def earlier(recipe: Recipe) -> dict:
     """Return the figures of the model that a shipped one has replaced; {} for the model of any other recipe."""
-    shipped = size_of(recipe)[0] == STEPS.get(recipe.name, size_of(TEACHER)[0]) and recipe.init in (None, "pocket")
+    steps = STEPS.get(recipe.name) or STEPS.get(recipe.kind, size_of(TEACHER)[0])
+    shipped = size_of(recipe)[0] == steps and recipe.init in (None, "pocket")
     memory = {name: getattr(recipe.config, name, size) for name, size in MEMORY.items()}
     return read_json(EARLIER)[recipe.name] if shipped and memory == MEMORY else {}
 

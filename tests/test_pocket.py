@@ -130,6 +130,7 @@ def test_models_made_from_it_are_those_of_their_recipes_figures_and_cards(name: 
     assert json.loads((folder / "config.json").read_text())["resid_pdrop"] == recipe.config.dropout
     assert evaluation.failed_gates(recipe.kind, figures) == []
     assert cards.card(recipe, made, figures) == (folder / "README.md").read_text()
+    assert cards.earlier(recipe) and not cards.earlier(replace(recipe, phases=recipe.phases[:1]))
     names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors"}
     assert {path.name for path in folder.iterdir()} - {"ablation.json"} == names
 
