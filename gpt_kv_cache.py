@@ -335,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.cli import CommandLine
     from support.printing import stream
 
-    example = 'python3 %(prog)s --prompt "Halek lives in" --temperature 0.8'
+    example = 'python3 %(prog)s --prompt "Halek lived in" --temperature 0.8'
     cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--compare", action="store_true", help="write without the cache too")  # NEW

@@ -422,7 +422,7 @@ def claims(record: dict[str, Any]) -> list[Claim]:
     if long:
         _, low, high = long["more"]
         holds, refuted, n_ctx = high < WORSE, low > WORSE, record["n_ctx"]
-        lengths = (f"perplexity against full attention's, in the first {n_ctx} tokens and up to "
+        lengths = (f"perplexity against full attention's, in the first {n_ctx:,} tokens and up to "
                    f"{sizes['contexts'] * n_ctx:,}: " + ", ".join(with_interval(long[x], "+.1%")
                    for x in ("within", "after"))
                    + f"; {with_interval(long['more'], '+.1%')} from one to the other")  # fmt: skip

@@ -22,7 +22,7 @@ from support.files import import_file
 if TYPE_CHECKING:
     from support.tracing import Trace
 
-PROMPT = "Notes:"
+PROMPT = "One morning"
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -82,9 +82,30 @@ def test_names_come_from_the_prompt(model: GPT, tokenizer) -> None:
         assert old in texts[0] and new in texts[1] and old not in texts[1]
 
 
-def test_card_is_that_of_the_figures() -> None:
-    card = (FOLDER / "README.md").read_text()
-    assert all(f"| {name} | {value:.4f} |" in card for name, value in FIGURES.items())
+def test_the_teacher_s_card_is_that_of_its_recipe_and_figures() -> None:
+    card, (_, tokens) = (FOLDER / "README.md").read_text(), recipes.size_of(recipes.TEACHER)
+    stories = cards.quoted(json.loads(cards.EARLIER.read_text())["stories"])
+    parts = [*cards.tables(recipes.TEACHER, FIGURES), f"{tokens / 1e6:.1f} million tokens", stories]
+    assert all(part in card for part in parts)
+
+
+def test_the_models_are_small_enough_and_trained_no_shorter_than_the_first(model: GPT) -> None:
+    assert sum(path.stat().st_size for path in FOLDER.parent.glob("*/model.safetensors")) <= 40e6
+    steps = {"bct": 4000, "rotary": 2500, "student": 3000, "student-dropout": 600}
+    rows = {"bct": 4, "rotary": 5}  # of 512 tokens in each step
+    for name in OTHERS:
+        n = steps.get(name, 3000)
+        assert recipes.size_of(recipe_of(name, model.config)) >= (n, n * 512 * rows.get(name, 4))
+
+
+def test_the_last_third_of_a_fine_tuning_reads_long_rows() -> None:
+    config = replace(GPTConfig(), n_ctx=1280)
+    for steps, long in ((300, 100), (2, 0), (3, 1)):
+        phases = recipes.phases_of(config, steps, 1e-3, 4.0)
+        assert [p.steps for p in phases] == [steps - long, long][: 1 + (long > 0)]
+        assert [p.context for p in phases] == [512, 1280][: 1 + (long > 0)]
+    (short,) = recipes.phases_of(replace(config, n_ctx=64), 300, 1e-3, 4.0)
+    assert (short.steps, short.context) == (300, 64)
 
 
 OTHERS = ["bct", "rotary", *("student" if kind == recipes.KINDS[0] else f"student-{kind}" for kind in recipes.KINDS)]
@@ -109,6 +130,7 @@ def test_models_made_from_it_are_those_of_their_recipes_figures_and_cards(name: 
     assert json.loads((folder / "config.json").read_text())["resid_pdrop"] == recipe.config.dropout
     assert evaluation.failed_gates(recipe.kind, figures) == []
     assert cards.card(recipe, made, figures) == (folder / "README.md").read_text()
+    assert cards.earlier(recipe) and not cards.earlier(replace(recipe, phases=recipe.phases[:1]))
     names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors"}
     assert {path.name for path in folder.iterdir()} - {"ablation.json"} == names
 
