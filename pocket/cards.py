@@ -56,7 +56,7 @@ NOTES = {
 - perplexity: per token of 300 documents
 - closed_book: {closed_book} questions on the facts of the invented world
 - recall: 300 questions on facts stated early in prompts of at most 1,300 characters, in three wordings on each of 100
-  texts; no document is much longer, so nothing here shows recall over the whole context
+  texts; no document has more than 1,900, so nothing here shows recall over the whole context
 - name: nats for the rest of a new person's name, at the first mention and (name_nats) at all later ones
 - share: answered exactly, to the end of the line, by greedy decoding; nats: mean loss per token of the answer
 - list: loss per token of a list at the first reading, and at its repetition

@@ -1,4 +1,4 @@
-"""Language models built as BCTs: models of pocket's size, trained from scratch on the same text, each with its memory.
+"""Language models built as BCTs: nearly of pocket's size, trained from scratch on the same text, each with its memory.
 
 Full attention, BCT by its source's sum rule and by ours, and a window of equal bytes read the same batches, from
 GPT-2's own starting weights. `python3 -m studies.pretraining` takes about an hour on one core, and goes on where it
@@ -98,7 +98,7 @@ def measured(steps: int, documents: int, size: bounding.Size, state: Path) -> di
         sizes[name] = {"parameters": sum(p.numel() for p in model.parameters()), "bytes": cache.nbytes}
     figures, _ = bounding.quality(memories, read_tokenizer(TOKENIZER), size)
     return {
-        "conditions": conditions("GPT-2 of pocket's size, trained from scratch", memories[FULL].model), "steps": steps,
+        "conditions": conditions("GPT-2 of pocket's layers and width, trained from scratch", memories[FULL].model), "steps": steps,
         "context": recipe.config.n_ctx, "tokens": size_of(recipe)[1], "texts": asdict(size), "window": recipe.window,
         "memories": {name: figures[name] | sizes[name] | {"losses": [
             statistics.mean(losses[name][i : i + EVERY]) for i in range(0, steps, EVERY)]} for name in memories},
