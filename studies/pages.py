@@ -74,7 +74,7 @@ def papers() -> str:
          "to 50% are claimed"],
         ["CP-KVP: a first token from a similar prompt's projected cache",
          f"A proposal without results. Its own limit is a KL of {GOOD_KL} nats to the exact prediction; on quiz "
-         f"questions we saw {proposed:.1f}, and {neighbour:.1f} with the similar prompt's own prediction"],
+         f"questions we saw {proposed:.1f}, and {neighbour:.2f} with the similar prompt's own prediction"],
         ["OverFill: a small model continues from a large one's cache",
          f"Perplexity, by the large model, {overfill}; of the same small model without that cache "
          f"{beside(texts, 'student')}, of one trained to write alone {beside(texts, 'student trained alone')}"],
