@@ -3,7 +3,7 @@
 It has the tables of the source with means and intervals, the error of the cache itself, and a test of the gates'
 signals.
 
-`python3 -m studies.refreshing`, or `python3 overfill.py study`, takes half an hour; `--quick` a minute.
+`python3 -m studies.refreshing`, or `python3 overfill.py study`, takes an hour and a half; `--quick` a minute.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ same tokens:    as in the teacher's text, up to the first difference; each text 
 Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
 Approximate: every further token, because the student predicts it.
 
-The full study, in half an hour (--quick: in a minute): python3 overfill.py study""")
+The full study, in an hour and a half (--quick: in a minute): python3 overfill.py study""")
 
 
 def at_size(args: argparse.Namespace) -> None:
