@@ -216,8 +216,8 @@ def drafts() -> str:
     return page([*speculation.tables(record),
                  f"Refreshed every 16 tokens the student has a perplexity of {here:.2f} here and of {there:.2f} in the "
                  f"study of refreshes, which has more and longer texts: {other['measured_prompts']} prompts, "
-                 f"{other['tokens']:,} written tokens, {other['seeds']} of each prompt; here {record['prompts']} "
-                 f"prompts, {record['tokens']} tokens, one of each. The intervals, {low:.2f} to {high:.2f} and "
+                 f"{other['tokens']:,} written tokens; here {record['prompts']} prompts, "
+                 f"{record['tokens']:,} tokens. The intervals, {low:.2f} to {high:.2f} and "
                  f"{below:.2f} to {above:.2f}, {overlap}."], markdown=True)  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None,
     student = f"{record['student_parameters']:,}" if "student_parameters" in record else "fewer"
     quality = conditions_of(
         record, f"{record.get('student', 'a student')} of {student} parameters",
-        f"{record.get('measured_prompts', 0)} prompts, {record['tokens']} new tokens, sampled at temperature 1")
+        f"{record.get('measured_prompts', 0)} prompts, {record['tokens']:,} new tokens, sampled at temperature 1")
     rows = under(
         title, theirs, quality,
         judged("Takeaways", "Quality: Teacher > OverFill > Student by PPL.", above[2] < 0 and below[2] < 0,
@@ -281,7 +281,7 @@ def our_questions(record: dict[str, Any], quality: str) -> list[Claim]:
         begun = ratio(longest["OverFill"], longest["student trained alone"], first)
         rows.append(judged("", "Does OverFill write better than a student trained as long for writing alone?",
                              change[2] < 1, f"perplexity {over['ppl'][0]:.2f} and {alone['ppl'][0]:.2f}: ratio "
-                             f"{with_interval(change)} over {record['tokens']} tokens; over the first {first}, "
+                             f"{with_interval(change)} over {record['tokens']:,} tokens; over the first {first}, "
                              f"{with_interval(begun)}", "", change[1] > 1))  # fmt: skip
     if "as published, every 64" in methods:
         texts = {n: [methods[name]["sampled"] for name in (f"as published, every {n}", other)]
@@ -335,7 +335,7 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
     tokens = record["prompt_tokens"]
     parts: list[str | Table] = [
         f"{record['measured_prompts']} held-out prompts of {'-'.join(map(str, dict.fromkeys((tokens[0], tokens[-1]))))}"
-        f" tokens and {record['tokens']} written ones, sampled at temperature 1 with {record['seeds']} seed"
+        f" tokens and {record['tokens']:,} written ones, sampled at temperature 1 with {record['seeds']} seed"
         f"{'s' * (record['seeds'] > 1)}; one "
         "column has greedy texts. Perplexity is the teacher's, with its 95% interval over prompts; tail is its mean "
         "log-probability of the last 50 tokens; a slip is a token to which the teacher gives less than 1%. Times are "
