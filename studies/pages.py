@@ -173,7 +173,8 @@ def memory() -> str:
     bct, full, window = (f"{lists[name]['list_second_nats']:.2f}" for name in ("bct", "full", "window"))
     return page([*bounding.tables(record),
                  "Not in the table: BCT is bad at copying a list (its loss on the second copy is "
-                 f"{bct} nats per token; with full attention {full}, with the window {window})."], markdown=True)  # fmt: skip
+                 f"{bct} nats per token; with full attention {full}, with the window {window})."],
+                markdown=True)  # fmt: skip
 
 
 def ablation() -> str:

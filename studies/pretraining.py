@@ -98,8 +98,9 @@ def measured(steps: int, documents: int, size: bounding.Size, state: Path) -> di
         sizes[name] = {"parameters": sum(p.numel() for p in model.parameters()), "bytes": cache.nbytes}
     figures, _ = bounding.quality(memories, read_tokenizer(TOKENIZER), size)
     return {
-        "conditions": conditions("GPT-2 of pocket's layers and width, trained from scratch", memories[FULL].model), "steps": steps,
-        "context": recipe.config.n_ctx, "tokens": size_of(recipe)[1], "texts": asdict(size), "window": recipe.window,
+        "conditions": conditions("GPT-2 of pocket's layers and width, trained from scratch", memories[FULL].model),
+        "steps": steps, "context": recipe.config.n_ctx, "tokens": size_of(recipe)[1], "texts": asdict(size),
+        "window": recipe.window,
         "memories": {name: figures[name] | sizes[name] | {"losses": [
             statistics.mean(losses[name][i : i + EVERY]) for i in range(0, steps, EVERY)]} for name in memories},
     }  # fmt: skip
