@@ -1,7 +1,7 @@
 """OverFill: a teacher reads the prompt, a smaller student continues from its KV cache; and seven ways to refresh it.
 
 `python3 overfill.py` writes one text in five ways and compares them, in seconds; `write` shows one way at work; `study`
-measures all of them on long texts, in an hour and a half.
+measures all of them on long texts, in two hours.
 
 A student's own keys and values differ a little from the teacher's, and the student's next tokens are computed from
 them. At a refresh the teacher reads the new text, and its entries replace the student's. That needs two models with the

@@ -112,7 +112,7 @@ def read_prompts(path: Path) -> list[str]:
 def conditions_of(record: dict[str, Any], *data: str) -> str:
     """Return the model, the data and the machine of a record as a line."""
     c = {"model": record.get("teacher")} | (record.get("conditions") or record)
-    size = (f": {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']})" if "parameters" in c
+    size = (f": {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']:,})" if "parameters" in c
             else "")  # fmt: skip
     threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else ""
     return "; ".join(filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")]))
@@ -136,6 +136,7 @@ def with_interval(three: Sequence[float | None], form: str = ".2f") -> str:
     """Return a mean and its 95% interval as text, without an UNKNOWN one; "-" if there were too few texts for one."""
     if None in three:
         return "-"
+    form = f"{'+' * form.startswith('+')}z{form.removeprefix('+')}"  # z: no minus before zero
     return f"{three[0]:{form}}" + f" ({three[1]:{form}} to {three[2]:{form}})" * (tuple(three[1:]) != UNKNOWN)
 
 

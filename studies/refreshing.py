@@ -3,7 +3,7 @@
 It has the tables of the source with means and intervals, the error of the cache itself, and a test of the gates'
 signals.
 
-`python3 -m studies.refreshing`, or `python3 overfill.py study`, takes an hour and a half; `--quick` a minute.
+`python3 -m studies.refreshing`, or `python3 overfill.py study`, takes two hours; `--quick` a minute.
 """
 
 from __future__ import annotations
@@ -46,37 +46,40 @@ from support.tables import page, table
 FULL = Size(prompts=50, seeds=1, new_tokens=1000, timed=3, repeats=3, facts=200, simulations=20)
 PROMPT_TOKENS = 192
 QUICK = Size(prompts=5, seeds=1, new_tokens=72, timed=1, repeats=1, facts=8, simulations=3)
+MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 ALONE = {"student": "student", "alone": "student trained alone"}  # students on a cache of their own, by model
 
 
 # --- What is compared -----------------------------------------------------------------------------------------------
 
 
-def calibrated(setup: Setup) -> dict[str, overfill.Gate]:
-    """Return the gates, with thresholds that meet their budgets on the split "valid"."""
+def fitted(signals: Tensor, gate: overfill.Gate, budget: float) -> overfill.Gate:
+    """Return the gate with the threshold that meets a budget, given its signals (B, T) where nothing refreshes."""
+    n = gate.every  # signals are looked at every so many tokens
+    threshold = measures.threshold_for(signals[:, n - 1 :: n], budget * n, math.ceil(gate.cooldown / n))
+    return replace(gate, threshold=threshold)
 
-    def fitted(signals: Tensor, gate: overfill.Gate, budget: float) -> overfill.Gate:
-        n = gate.every  # signals are looked at every so many tokens
-        threshold = measures.threshold_for(signals[:, n - 1 :: n], budget * n, math.ceil(gate.cooldown / n))
-        return replace(gate, threshold=threshold)
 
+def calibrated(setup: Setup, temperature: float) -> dict[str, overfill.Gate]:
+    """Return the gates, with thresholds that meet their budgets on texts of that temperature, of the split "valid"."""
     never = math.inf
     probe = overfill.ProbeKL(never, every=measures.PROBE_EVERY)
     top = overfill.ProbeKL(never, every=measures.PROBE_EVERY, window=measures.PROBE_WINDOW, reads="window")
-    signals = setup.record("student", {"entropy": overfill.Entropy(never).signal, "probe": probe.signal}, "valid")
+    both = {"entropy": overfill.Entropy(never).signal, "probe": probe.signal}
+    signals = setup.record("student", both, "valid", temperature)
     gates: dict[str, overfill.Gate] = {
         f"entropy, {b:g} in 1,000": fitted(signals["entropy"], overfill.Entropy(never), b) for b in BUDGETS
     }
     gates[f"entropy, {BUDGETS[1]:g}, teacher's next"] = replace(gates[f"entropy, {BUDGETS[1]:g} in 1,000"],
                                                                 teacher_next=True)  # fmt: skip
     gates[f"probe-KL, {BUDGETS[1]:g} in 1,000"] = fitted(signals["probe"], probe, BUDGETS[1])
-    signals = setup.record("student", {"probe": top.signal}, "valid")
+    signals = setup.record("student", {"probe": top.signal}, "valid", temperature)
     gates[f"probe-KL, reads {measures.PROBE_WINDOW} on top"] = fitted(signals["probe"], top, BUDGETS[1])
     if setup.dropout:
         rate = setup.rates[setup.dropout]
-        both = {"entropy": overfill.Entropy(never), "MC dropout": overfill.MonteCarloDropout(never, rate=rate)}
-        signals = setup.record(setup.dropout, {name: gate.signal for name, gate in both.items()}, "valid")
-        for name, gate in both.items():
+        two = {"entropy": overfill.Entropy(never), "MC dropout": overfill.MonteCarloDropout(never, rate=rate)}
+        signals = setup.record(setup.dropout, {name: gate.signal for name, gate in two.items()}, "valid", temperature)
+        for name, gate in two.items():
             gates[f"dropout student: {name}, {BUDGETS[1]:g}"] = fitted(signals[name], gate, BUDGETS[1])
     return gates
 
@@ -97,13 +100,16 @@ def writers_of(setup: Setup, gates: dict[str, overfill.Gate]) -> list[Writer]:
                    for name, gate in gates.items()]  # fmt: skip
 
 
-def trained_differently(setup: Setup) -> list[Writer]:
-    """Return the writers for comparing students by their training."""
-    writers = []
+def trained_differently(setup: Setup, temperature: float) -> list[Writer]:
+    """Return the writers for comparing students by their training, each with a gate of its own."""
+    writers, entropy = [], overfill.Entropy(math.inf)
     for student in [name for name in ("alone", "prompt", "student") if name in setup.models]:
+        signals = setup.record(student, {"entropy": entropy.signal}, "valid", temperature)["entropy"]
+        gate = fitted(signals, entropy, BUDGETS[1])
         writers.append(Writer(f"{student}, alone", student))
         writers += [Writer(f"{student}, {label}", student, policy) for label, policy in
-                 (("OverFill", Policy()), ("periodic, 64", Periodic(64)), ("speculative, 8", speculative(8)))]
+                 (("OverFill", Policy()), ("periodic, 64", Periodic(64)), ("speculative, 8", speculative(8)),
+                  (f"entropy, {BUDGETS[1]:g} in 1,000", gate))]
     return writers
 
 
@@ -198,8 +204,8 @@ def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[
 def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
     """Measure everything; print the tables and the verdicts, write the record and draw the figures."""
     begun, size = time.perf_counter(), setup.size
-    gates = calibrated(setup)
-    writers = writers_of(setup, gates)
+    gates = {mode: calibrated(setup, temperature) for mode, temperature in MODES.items()}
+    writers = {mode: writers_of(setup, found) for mode, found in gates.items()}
     known = about["prompts"] == "pocket"  # whose documents come in any length, and have questions with answers
     models = setup.models
     record: dict[str, Any] = {**about, "conditions": conditions(about["teacher"], models["teacher"]),
@@ -207,21 +213,24 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
                               "tokens": size.new_tokens, "seeds": size.seeds,
                               "measured_prompts": len(setup.prompts["test"]),
                               "prompt_tokens": sorted({len(p) for p in setup.prompts["test"]}),
-                              "thresholds": {name: gate.threshold for name, gate in gates.items()}}  # fmt: skip
-    record["methods"] = {writer.name: {} for writer in writers}
-    for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        for writer in tqdm(writers, desc=mode, leave=False):
+                              "thresholds": {mode: {name: gate.threshold for name, gate in found.items()}
+                                             for mode, found in gates.items()}}  # fmt: skip
+    record["methods"] = {writer.name: {} for writer in writers["sampled"]}
+    for mode, temperature in MODES.items():
+        for writer in tqdm(writers[mode], desc=mode, leave=False):
             record["methods"][writer.name][mode] = measures.figures_of(setup, setup.write(writer, temperature))
     all_read = Writer("periodic, 64, all read", policy=Periodic(64, reads="all"))
-    for name, figures in measures.times(setup, [*writers, all_read]).items():
+    for name, figures in measures.times(setup, [*writers["sampled"], all_read]).items():
         record["methods"].setdefault(name, {})["times"] = figures
     if {"alone", "prompt"} & {*setup.models}:
-        measured = {(writer.student, writer.policy): record["methods"][writer.name]["sampled"] for writer in writers
-                    if not writer.published}  # fmt: skip
         record["students"] = {}
-        for writer in tqdm(trained_differently(setup), desc="students", leave=False):
-            before = measured.get((writer.student, writer.policy))
-            record["students"][writer.name] = before or measures.figures_of(setup, setup.write(writer, 1.0))
+        for mode, temperature in MODES.items():
+            measured = {(writer.student, writer.policy): record["methods"][writer.name][mode]
+                        for writer in writers[mode] if not writer.published}  # fmt: skip
+            for writer in tqdm(trained_differently(setup, temperature), desc=f"students, {mode}", leave=False):
+                before = measured.get((writer.student, writer.policy))
+                figures = before or measures.figures_of(setup, setup.write(writer, temperature))
+                record["students"].setdefault(writer.name, {})[mode] = figures
     if known:
         n = min(size.new_tokens // 2, 160)
         longest = min(models[name].config.n_ctx for name in ("teacher", "student")) - n
@@ -232,7 +241,7 @@ def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
         record["cache"] = cache_errors(setup, [
             Writer("OverFill", policy=Policy()), Writer("periodic, 64", policy=Periodic(64)),
             Writer("windowed, last 16 of 64", policy=Periodic(64, window=16)),
-            Writer("speculative, 8", policy=speculative(8)), Writer(gate, policy=gates[gate]),
+            Writer("speculative, 8", policy=speculative(8)), Writer(gate, policy=gates["sampled"][gate]),
             *(Writer(f"trained on {what}: OverFill", name, Policy()) for name, what in
               (("alone", "its own cache"), ("prompt", "prompts")) if name in setup.models),
         ], prompts=max(1, size.prompts // 6))  # fmt: skip
@@ -302,7 +311,7 @@ same tokens:    as in the teacher's text, up to the first difference; each text 
 Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
 Approximate: every further token, because the student predicts it.
 
-The full study, in an hour and a half (--quick: in a minute): python3 overfill.py study""")
+The full study, in two hours (--quick: in a minute): python3 overfill.py study""")
 
 
 def at_size(args: argparse.Namespace) -> None:

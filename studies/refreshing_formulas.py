@@ -54,10 +54,10 @@ def claims(title: str, theirs: str) -> list[Claim]:
                f"least {burst_overhead(8):.1%}, every 64 {burst_overhead(64):.1%}, if a pass takes at least as long as "
                "a decoding step of the teacher, which reads the same weights", "partly: by arithmetic on the source's "
                f"tables, under that assumption; {PRELIMINARY}"),
-        judged("Budgeting", "You can estimate τ from the 95th–97th percentile", min(above) <= 3,
-               f"{min(above):.0f} to {max(above):.0f} of 1,000 tokens lie above it, but the budget is ~2–3 "
-               "refreshes: that takes a pause between refreshes, which the source doesn't mention",
-               "partly: by arithmetic"),
+        judged("Budgeting", "target ~2–3 refreshes per 1k tokens (or any budget you want). You can estimate τ from the "
+               "95th–97th percentile", min(above) <= 3,
+               f"{min(above):.0f} to {max(above):.0f} of 1,000 tokens lie above it: for ~2–3 refreshes that takes a "
+               "pause between them, which the source doesn't mention", "partly: by arithmetic, for the budget named"),
         judged("Why is it cheap?", "Periodic with W=T=k yields the same post-refresh KV as speculative for the last k "
                "positions", speculative(8) == Periodic(8, window=8), "both replace the last 8 entries by the "
                "teacher's after every 8 tokens", "partly: by argument; here they are one policy"),

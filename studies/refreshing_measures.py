@@ -164,14 +164,15 @@ class Setup:
         return Written(torch.cat(ids).cpu(), torch.cat(nats).cpu(), *map(np.concatenate, others))
 
     @torch.no_grad()
-    def record(self, student: str, signals: dict[str, Callable[[Pair], Tensor]], split: str) -> dict[str, Tensor]:
-        """Return signals (B, N - 1) of a student at every token that it has read, on sampled texts that nothing
-        refreshes: what gates are calibrated on, and compared by."""
+    def record(self, student: str, signals: dict[str, Callable[[Pair], Tensor]], split: str,
+               temperature: float = 1.0) -> dict[str, Tensor]:  # fmt: skip
+        """Return signals (B, N - 1) of a student at every token that it has read, on texts that nothing refreshes:
+        what gates are calibrated on, and compared by."""
         generator = torch.Generator(self.device).manual_seed(self.seed + 1)
         found: dict[str, list[Tensor]] = {name: [] for name in signals}
         writer = Writer("", student, Policy())
         for _, ids in self.groups(split, 1):
-            tokens, pair = self.tokens(writer, ids, self.size.new_tokens, temperature=1.0, generator=generator)
+            tokens, pair = self.tokens(writer, ids, self.size.new_tokens, temperature=temperature, generator=generator)
             next(tokens)
             rows = [[signal(pair) for signal in signals.values()] for _ in tokens]
             for name, row in zip(signals, zip(*rows, strict=True), strict=True):

@@ -46,7 +46,7 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None,
         at = methods[name]["times"]["by_length"]
         if len(at) < 2 or not at[0]["tokens"]:
             return "too few refreshes to tell" if len(at) < 2 else "the teacher reads nothing", []
-        return (f"{at[0]['tokens']:.0f} to {at[-1]['tokens']:.0f} tokens, {1e3 * at[0]['seconds']:.1f} to "
+        return (f"{at[0]['tokens']:.0f} to {at[-1]['tokens']:,.0f} tokens, {1e3 * at[0]['seconds']:.1f} to "
                 f"{1e3 * at[-1]['seconds']:.1f} ms"), [at[0], at[-1]]  # fmt: skip
 
     def grows(name: str) -> bool | None:
@@ -73,7 +73,7 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None,
     rows = under(
         title, theirs, quality,
         judged("Takeaways", "Quality: Teacher > OverFill > Student by PPL.", above[2] < 0 and below[2] < 0,
-               f"perplexity {ppl('teacher', 'OverFill', 'student')}; OverFill {with_interval(below, '+.0%')} against "
+               f"perplexity {ppl('teacher', 'OverFill', 'student')}; OverFill {with_interval(below, '+.1%')} against "
                f"the same student on its own cache{fairer}", small, above[1] > 0 or below[1] > 0),
         judged("Takeaways", "output collapses", repeats[0][1] > repeats[1][2], "share of repeated trigrams: student "
                + ", OverFill ".join(with_interval(x, ".3f") for x in repeats) + "; the source's own, 0.028 and 0.072",
@@ -83,7 +83,8 @@ def claims(record: dict[str, Any], at_size: dict[str, Any] | None = None,
                "against the same student", small, early[1] > 0),
         judged("Periodic refresh, quality", "0 (No Refresh) 1.88 … 256 1.86 … 128 1.81 … 64 1.71",
                all(a >= b for a, b in pairwise(means)) and better[2] < 0,
-               f"perplexity {ppl(*names)} for none, {', '.join(map(str, periods))}; against none, " + ", ".join(
+               f"{'not in this order' if means != sorted(means, reverse=True) else 'in this order'}: perplexity "
+               f"{ppl(*names)} for none, {', '.join(map(str, periods))}; against none, " + ", ".join(
                    f"every {k} {with_interval(against(f'periodic, {k}'), '+.0%')}" for k in (*periods, 16)), small,
                better[1] > 0),
         judged("Entropy Gating, results", "targeted refreshes achieve as low perplexity as the T=64 refresh",
@@ -176,11 +177,14 @@ def by_length(record: dict[str, Any], small: str) -> list[Claim]:
     rival = "student trained alone" if "student trained alone" in short else "student"
     first = max(long["OverFill"]["nats"], key=int)
     near, far = (ratio(r["OverFill"], r[rival], first) for r in (short, long))
+    between = [f"{with_interval(ratio(r['OverFill'], r[rival], first))} after {r['tokens']}"
+               for r in record["lengths"][-2:0:-1]]
     return [
         judged("Runtime", "Works best for long prompts + short/medium outputs", far[2] < near[1],
                f"perplexity of {first} tokens against {rival}'s: ratio {with_interval(far)} after prompts of "
-               f"{long['tokens']}, {with_interval(near)} after {short['tokens']}", f"{small}; that rival is ours; at "
-               f"most the last {OWN} tokens of a prompt are of the text that goes on", far[1] > near[2]),
+               f"{long['tokens']}, {', '.join([*between, with_interval(near)])} after {short['tokens']}",
+               f"{small}; that rival is ours; at most the last {OWN} tokens of a prompt are of the text that goes on",
+               far[1] > near[2]),
     ]  # fmt: skip
 
 
@@ -258,7 +262,8 @@ def uncertainty(record: dict[str, Any], title: str, theirs: str) -> list[Claim]:
                "phase", passed[1] > 0.5 if passed else None,
                f"where entropy is in its highest tenth, does U(t) stay low when the teacher is unsure too? {area}"
                f"{correlations}; cost {with_interval(cost, '+.0%')} of OverFill's time",
-               student if passed else "no: not measured yet", bool(passed) and passed[2] < 0.5),
+               f"{student}; an area above 0.5 (ours) counts as silent" if passed else "no: not measured yet",
+               bool(passed) and passed[2] < 0.5),
         judged("Mathematical Formulation", "a clear signal of high epistemic uncertainty", low > 0,
                "area under ROC for the tenth of the tokens where student and teacher differ most "
                f"{with_interval(u['area'])}, entropy's {with_interval(entropy['area'])}, mutual information of the "
@@ -276,13 +281,13 @@ def our_questions(record: dict[str, Any], quality: str) -> list[Claim]:
     methods, rows = record["methods"], []
     if "student trained alone" in methods and "lengths" in record:
         over, alone = (methods[name]["sampled"] for name in ("OverFill", "student trained alone"))
-        change, longest = ratio(over, alone), record["lengths"][-1]
-        first = max(longest["OverFill"]["nats"], key=int)
-        begun = ratio(longest["OverFill"], longest["student trained alone"], first)
+        change, first = ratio(over, alone), max(record["lengths"][0]["OverFill"]["nats"], key=int)
+        begun = ", ".join(f"{with_interval(ratio(r['OverFill'], r['student trained alone'], first))} after prompts of "
+                          f"{r['tokens']}" for r in record["lengths"])
         rows.append(judged("", "Does OverFill write better than a student trained as long for writing alone?",
                              change[2] < 1, f"perplexity {over['ppl'][0]:.2f} and {alone['ppl'][0]:.2f}: ratio "
                              f"{with_interval(change)} over {record['tokens']:,} tokens; over the first {first}, "
-                             f"{with_interval(begun)}", "", change[1] > 1))  # fmt: skip
+                             f"{begun}", "", change[1] > 1))  # fmt: skip
     if "as published, every 64" in methods:
         texts = {n: [methods[name]["sampled"] for name in (f"as published, every {n}", other)]
                  for n, other in ((64, "periodic, 64"), (8, "speculative, 8"))}  # fmt: skip
@@ -337,9 +342,10 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
         f"{record['measured_prompts']} held-out prompts of {'-'.join(map(str, dict.fromkeys((tokens[0], tokens[-1]))))}"
         f" tokens and {record['tokens']:,} written ones, sampled at temperature 1 with {record['seeds']} seed"
         f"{'s' * (record['seeds'] > 1)}; one "
-        "column has greedy texts. Perplexity is the teacher's, with its 95% interval over prompts; tail is its mean "
-        "log-probability of the last 50 tokens; a slip is a token to which the teacher gives less than 1%. Times are "
-        f"of single prompts on a {record['device'].upper()}, medians of writers in turn.",
+        "column has greedy texts, and gates that are calibrated on greedy ones. Perplexity is the teacher's, with its "
+        "95% interval over prompts; tail is its mean log-probability of the last 50 tokens; a slip is a token to which "
+        f"the teacher gives less than 1%. Times are of single prompts on a {record['device'].upper()}, medians of "
+        "writers in turn.",
         Table(["", "perplexity", "95%", "tail", "slips", "Repeat@3", "characters", "refreshes", "teacher reads",
                "greedy: perplexity, Repeat@3, refreshes", "first token, ms", "tokens/s", "from end to end", "overhead"],
               [[name, *cells.values()] for name, cells in found.items()]),
@@ -349,8 +355,9 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
     ]  # fmt: skip
     if "students" in record:
         names, how = ([*dict.fromkeys(name.partition(", ")[i] for name in record["students"])] for i in (0, 2))
-        parts.append(Table(["perplexity, by the cache in training", *how], [
-            [TRAINED[name], *(f"{record['students'][f'{name}, {x}']['ppl'][0]:.2f}" for x in how)]
+        parts.append(Table(["perplexity, sampled; greedy: by the cache in training", *how], [
+            [TRAINED[name], *("; ".join(f"{record['students'][f'{name}, {x}'][mode]['ppl'][0]:.2f}"
+                                        for mode in ("sampled", "greedy")) for x in how)]
             for name in names]))  # fmt: skip
     if "facts" in record:
         right = ", ".join(f"{name} {with_interval(three, '.0%')}" for name, three in record["facts"].items())

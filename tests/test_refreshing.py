@@ -173,11 +173,12 @@ def test_gates_meet_their_budgets_where_nothing_refreshes(teacher) -> None:
     texts = {"valid": torch.randint(50, (12, 8), generator=torch.Generator().manual_seed(1)).tolist()}
     size = Size(12, 1, 240, 1, 1, 1, 1)
     setup = Setup(dict(zip(("teacher", "student"), long, strict=True)), None, texts, size, {})
-    gates = refreshing.calibrated(setup)
-    for name, budget in (("entropy, 7.8 in 1,000", 7.8), ("entropy, 15.6 in 1,000", 15.6)):
-        signals = setup.record("student", {"": gates[name].signal}, "valid")[""]
-        rate = 1000 * firings(signals, gates[name].threshold, 16) / signals.numel()
-        assert 0.7 * budget <= rate <= budget
+    for temperature in (0.0, 1.0):
+        gates = refreshing.calibrated(setup, temperature)
+        for name, budget in (("entropy, 7.8 in 1,000", 7.8), ("entropy, 15.6 in 1,000", 15.6)):
+            signals = setup.record("student", {"": gates[name].signal}, "valid", temperature)[""]
+            rate = 1000 * firings(signals, gates[name].threshold, 16) / signals.numel()
+            assert 0.7 * budget <= rate <= budget
     probe = gates["probe-KL, 7.8 in 1,000"]
     signals = setup.record("student", {"": probe.signal}, "valid")[""][:, 31::32]
     rate = 1000 * float((signals > probe.threshold).sum()) / (32 * signals.numel())

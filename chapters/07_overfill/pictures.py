@@ -32,8 +32,8 @@ def misplaced() -> str:
         return [*((str(i), "reused") for i in teacher), *((str(i), "new") for i in student)]
 
     return cells(
-        "Which token each slot of the cache holds when the published code writes after a prompt of 5 tokens and "
-        "refreshes every 4. Slots 5 to 8 hold tokens 4 to 7, one too few. The refresh puts tokens 5 to 8 there, as it "
+        "Which token each slot of the cache holds when the published listings write after a prompt of 5 tokens and "
+        "refresh every 4. Slots 5 to 8 hold tokens 4 to 7, one too few. The refresh puts tokens 5 to 8 there, as it "
         "should be. The student then reads token 8 again: slots 9 to 11 hold tokens 8 to 10.",
         [
             ("slot", numbers(12)),
