@@ -27,7 +27,7 @@ from studies import (
 )
 from studies import replay as replaying
 from studies.claims import every_claim
-from studies.projection_measures import GOOD_KL, MAPPED
+from studies.projection_measures import APART, GOOD_KL, MAPPED
 from studies.protocol import benchmark, claim_tables, recorded
 from studies.refreshing_measures import ratio
 from support.blocks import write_blocks
@@ -105,7 +105,8 @@ def methods() -> str:
     overfill, student, alone = (refreshing[name]["sampled"]["ppl"][0] for name in (
         "OverFill", "student", "student trained alone"))  # fmt: skip
     kl, at = quiz["methods"]["as proposed"]["retrieved"]["kl"][0], recorded("projection")["lengths"]["GPT-2 124M"]
-    short, long = ({"n": x["length"], "saved": 1 - x[MAPPED.format(8)] / x["cold"]} for x in (at[0], at[-1]))
+    short, long = ({"n": x["length"], "saved": 1 - (x[MAPPED.format(8)] + x[APART]) / x["cold"]}
+                   for x in (at[0], at[-1]))  # fmt: skip
     exact, every = drafts["exact, 8 by the student"]["greedy"], drafts["teacher alone"]["greedy"]
     requests = read_json(sorted((ROOT / "benchmarks" / "results").glob("*/requests.json"))[-1])
     many = requests["counts"]["16"]["rows"]["paged.py"]
