@@ -10,9 +10,6 @@ Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,8 +23,8 @@ from torch import Tensor, nn
 class GPTConfig:
     """Geometry of a GPT-2; the defaults are those of the 124M model.
 
-    head_dim and n_inner default to n_embd // n_head and 4 * n_embd; dropout acts in train() only.
-    Raises ValueError if a size is below 1, or n_head doesn't divide n_embd and head_dim is missing.
+    n_inner and head_dim follow from n_embd if they aren't given; dropout acts in train() only.
+    Raises ValueError if a number is out of range, or doesn't divide the one that it should.
     """
 
     vocab_size: int = 50257
@@ -35,8 +32,8 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    head_dim: int | None = None
     n_inner: int | None = None
+    head_dim: int | None = None
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -57,7 +54,7 @@ class GPTConfig:
 
 
 class Conv1D(nn.Module):
-    """GPT-2's linear layer, x @ W + b; W is stored (in, out), as in the public weights."""
+    """A linear layer, x @ W + b; W is stored (in, out), as in GPT-2's public weights."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -91,7 +88,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widen, GELU (tanh approximation, as GPT-2 was trained with), narrow."""
+    """The part of a block that computes each token alone: widen, bend, narrow."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -99,7 +96,8 @@ class MLP(nn.Module):
         self.c_proj = Conv1D(config.n_inner, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # (B, T, C)
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C); GPT-2's approximation
+        return self.c_proj(x)  # (B, T, C)
 
 
 class Block(nn.Module):
@@ -108,8 +106,8 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.attn = Attention(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
@@ -135,6 +133,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.context = config.n_ctx  # positions that a text may take
+        self.lm_head = self.wte
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -154,24 +153,20 @@ class GPT(nn.Module):
         if T < 1 or pos.max() >= self.context:
             limits = f"must be at least 1 and end within n_ctx = {self.context}"
             raise ValueError(f"{T} tokens after {start}: {limits}")
-        x = self.drop(self.embed(ids, pos))  # (B, T, C)
+        x = self.drop(self.wte(ids) + self.wpe(pos))  # (B, T, C)
         for block in self.h:
             x = block(x)
         return self.head(x[:, -1:] if last_only else x)
 
-    def embed(self, ids: Tensor, pos: Tensor) -> Tensor:
-        """Return (B, T, C): what ids (B, T) mean, and where they stand, at positions pos (T,)."""
-        return self.wte(ids) + self.wpe(pos)
-
     def head(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) of the last block's output (B, T, C)."""
-        return F.linear(self.ln_f(x), self.wte.weight)
+        return F.linear(self.ln_f(x), self.lm_head.weight)
 
 
 def context_start(n_tokens: int, n_ctx: int) -> int:
     """Index of the first of n_tokens still in the context: past n_ctx the oldest half is forgotten.
 
-    GPT-2 learned one vector per position and bakes it into K and V, so the other half is read again
+    Keys were computed for the positions at which they were read, so the other half is read again,
     from position 0. The index moves by half a context at a time: reading costs O(1) per token.
     """
     if n_tokens <= n_ctx:
@@ -193,7 +188,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None,
 
 
 @torch.no_grad()
-def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0,
+def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0,
              top_k: int | None = None, stop_id: int | None = None,
              generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known.

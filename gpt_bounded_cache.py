@@ -13,9 +13,6 @@ Large Language Models with Predefined KV Cache Capacity" (BCT).
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,8 +26,8 @@ from torch import Tensor, nn
 class GPTConfig:
     """Geometry of a GPT-2; the defaults are those of the 124M model.
 
-    head_dim and n_inner default to n_embd // n_head and 4 * n_embd; dropout acts in train() only.
-    Raises ValueError if a size is below 1, or n_head doesn't divide n_embd and head_dim is missing.
+    n_inner and head_dim follow from n_embd if they aren't given; dropout acts in train() only.
+    Raises ValueError if a number is out of range, or doesn't divide the one that it should.
     """
 
     vocab_size: int = 50257
@@ -38,8 +35,8 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    head_dim: int | None = None
     n_inner: int | None = None
+    head_dim: int | None = None
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -60,7 +57,7 @@ class GPTConfig:
 
 
 class Conv1D(nn.Module):
-    """GPT-2's linear layer, x @ W + b; W is stored (in, out), as in the public weights."""
+    """A linear layer, x @ W + b; W is stored (in, out), as in GPT-2's public weights."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -95,7 +92,9 @@ class KVCache:  # NEW
             kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
             if len(pos) > 1:  # NEW
                 mask = torch.cat([self.pos, pos]) <= pos[:, None]  # NEW  up to one's own position
-        self.layers[layer : layer + 1 if len(self) else None] = [kv]  # NEW  and nothing stale
+            self.layers[layer] = kv  # NEW
+        else:  # NEW
+            self.layers[layer:] = [kv]  # NEW  in place of what a failed pass left
         return kv[0], kv[1], mask  # NEW
 
     def check(self, held: Tensor, new: Tensor) -> None:  # NEW
@@ -193,7 +192,8 @@ class SlidingWindowCache(KVCache):  # RING
         if (T == 1 or n + T <= size) and not kv.requires_grad:  # RING  to the spare or empty slots
             slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)  # RING
             ring[..., slot : slot + T, :] = kv  # RING
-            kv, self.pending[layer:] = ring[..., : n + T, :], [None]  # RING
+            kv = ring[..., : n + T, :]  # RING
+            self.pending[layer:] = [None]  # RING
             if n + T < size and (T == 1 or not n):  # RING  no mask: the window hides nothing
                 return kv[0], kv[1], None  # RING
             k_pos = self.held(n + T)  # RING
@@ -264,7 +264,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widen, GELU (tanh approximation, as GPT-2 was trained with), narrow."""
+    """The part of a block that computes each token alone: widen, bend, narrow."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -272,7 +272,8 @@ class MLP(nn.Module):
         self.c_proj = Conv1D(config.n_inner, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # (B, T, C)
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C); GPT-2's approximation
+        return self.c_proj(x)  # (B, T, C)
 
 
 class Block(nn.Module):
@@ -281,8 +282,8 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.attn = Attention(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
@@ -311,6 +312,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.context = config.n_ctx  # positions that a text may take
+        self.lm_head = self.wte
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -337,7 +339,7 @@ class GPT(nn.Module):
         if T < 1 or pos.max() >= self.context:
             limits = f"must be at least 1 and end within n_ctx = {self.context}"
             raise ValueError(f"{T} tokens after {start}: {limits}")
-        x = self.drop(self.embed(ids, pos))  # (B, T, C)
+        x = self.drop(self.wte(ids) + self.wpe(pos))  # (B, T, C)
         for layer, block in enumerate(self.h):  # NEW
             x = block(x, pos, cache, layer)  # NEW
         logits = self.head(x[:, -1:] if last_only else x)  # NEW
@@ -345,19 +347,15 @@ class GPT(nn.Module):
             cache.commit(pos)  # NEW  last of all: a failure above leaves the cache as it was
         return logits  # NEW
 
-    def embed(self, ids: Tensor, pos: Tensor) -> Tensor:
-        """Return (B, T, C): what ids (B, T) mean, and where they stand, at positions pos (T,)."""
-        return self.wte(ids) + self.wpe(pos)
-
     def head(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) of the last block's output (B, T, C)."""
-        return F.linear(self.ln_f(x), self.wte.weight)
+        return F.linear(self.ln_f(x), self.lm_head.weight)
 
 
 def context_start(n_tokens: int, n_ctx: int) -> int:
     """Index of the first of n_tokens still in the context: past n_ctx the oldest half is forgotten.
 
-    GPT-2 learned one vector per position and bakes it into K and V, so the other half is read again
+    Keys were computed for the positions at which they were read, so the other half is read again,
     from position 0. The index moves by half a context at a time: reading costs O(1) per token.
     """
     if n_tokens <= n_ctx:
@@ -379,7 +377,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None,
 
 
 @torch.no_grad()
-def generate(model: GPT, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0,
+def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0,
              top_k: int | None = None, stop_id: int | None = None,
              generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
@@ -427,18 +425,26 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 class BCTConfig(GPTConfig):  # BCT
     """Geometry of a Bounded-Cache Transformer (BCT): a GPT-2's, and that of its memory.
 
-    Raises ValueError, like GPTConfig, and if slots is below 1, recent below 0, or rule unknown.
+    rule="sum", recent=0 is the paper's section 3.2 and nothing else; rule="mean" is ours, and adds
+    a mass of each slot, a step size and a share kept. recent tokens are ours under both rules.
+    Raises ValueError, like GPTConfig, and if slots is below 1, recent below 0, rule unknown, or
+    slots that are read as means begin with random numbers.
     """
 
-    slots: int = 24  # BCT  memory slots of a head
+    slots: int = 24  # BCT  memory slots of a head, M
     recent: int = 8  # BCT  latest tokens, kept exactly until they are written to the slots
     rule: str = "mean"  # BCT  a slot reads as the mean of its writes, or (the paper's) their sum
+    random_start: bool = False  # BCT  MV_0 is from N(0, 1), the same for all texts, and not zero
+    write_first: bool = True  # BCT  or the first token is only read, as in algorithm 1
 
     def __post_init__(self) -> None:  # BCT
         super().__post_init__()  # BCT
         if self.slots < 1 or self.recent < 0 or self.rule not in ("mean", "sum"):  # BCT
             given = f"slots {self.slots}, recent {self.recent}, rule {self.rule!r}"  # BCT
             raise ValueError(f"{given}: must be at least 1, at least 0, and mean or sum")  # BCT
+        if self.random_start and self.rule != "sum":  # BCT
+            given = f"random_start {self.random_start}, rule {self.rule!r}"  # BCT
+            raise ValueError(f"{given}: slots begin at random by the rule 'sum' only")  # BCT
 
 
 class BoundedMemory(KVCache):  # BCT
@@ -479,7 +485,8 @@ class BoundedMemory(KVCache):  # BCT
 
     @property  # BCT
     def nbytes(self) -> int:  # BCT
-        """Bytes of slots and recent tokens: 4 * L * B * H * (M * (2D + 1) + R * (2D + 1 + M))."""
+        """Bytes of slots and recent tokens: 4 * L * B * H * (M * (2D + 1) + R * (2D + 1 + M)); by
+        the rule "sum" a slot is 2D numbers."""
         return sum(x.nbytes for state in self.layers for x in state)  # BCT
 
     def __len__(self) -> int:  # BCT
@@ -494,16 +501,28 @@ class BoundedMemory(KVCache):  # BCT
 
 
 class WriteMemory(nn.Module):  # BCT
-    """BCT's attention: a query reads M memory slots and the R most recent tokens. The token that
-    leaves those is written to the slots, weighted by how well it fits their learned addresses.
+    """BCT's attention: every token is written to M memory slots, and a query attends to those.
 
-    A slot of the rule "mean" is read as if the mean of its writes were there as many times as its
-    mass says: one that holds a single token is that token, an empty one is not there.
+    Source: Yi et al. 2024, section 3.2, which the rule "sum" with no recent tokens is: "The write
+    query vector wq is then used to compute attention weights across the key vectors MK stored in
+    the cache. This is achieved through a dot-product operation, followed by a softmax
+    normalization" (wq = W_wq x, ww = softmax(wq MK^T)); "The update rule is applied by integrating
+    the attention weights ww with the write key-value vector wv": "MV = MV' + ww^T . wv". The
+    paper's separate W_wv is the block's own projection to keys and values, wv = [k; v]. Section
+    3.1: MV "can be initialized to zero or random values". How MV is read isn't stated: here as any
+    keys and values are. Of the first token the text says "the initial key-value vector sequence MV
+    is used" and updates it, while algorithm 1 only has MV_1 = MV_0 (write_first=False).
 
-    Source: Yi et al. 2024, section 3.2: wq = W_wq x, ww = softmax(wq MK^T), MV = MV' + ww^T wv,
-    with wv = [k; v]. The paper's pseudocode doesn't write its first token; its text and figure
-    write every one, and so do we. Ours: the mass, the recent tokens, and the gates. Its closest
-    relatives are ABC (Peng et al. 2022) and Gated Slot Attention (Zhang et al. 2024).
+    The rule "mean" is ours. It adds:
+    - the mass of a slot, the sum of the weights written to it. The slot is read as if the mean of
+      its writes were there as many times as its mass says: one that holds a single token is that
+      token, an empty one is not there;
+    - two gates of each token: its step size (section 3.5 mentions one, without a formula), and the
+      share of the slots that its write keeps;
+    - a bias in W_wq.
+    Ours too, under both rules: with recent=R the last R tokens are read as they are, and a token is
+    written when it leaves them. The closest relatives are ABC (Peng et al. 2022) and Gated Slot
+    Attention (Zhang et al. 2024).
     """
 
     chunk = 64  # BCT  tokens at once: more mean more work per token, and less overhead
@@ -514,23 +533,34 @@ class WriteMemory(nn.Module):  # BCT
         self.c_query = Conv1D(config.n_embd, H * D)  # BCT  W_wq
         self.addresses = nn.Parameter(torch.empty(H, M, D))  # BCT  MK
         self.c_gate = Conv1D(config.n_embd, 2 * H)  # BCT  step size, and share of the slots kept
+        if config.rule == "sum":  # BCT  the paper has no gates, and W_wq no bias
+            self.c_gate = None  # BCT
+            self.c_query.bias = None  # BCT
 
     def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:  # BCT
         """Return for x (B, T, C) the write weights (B, H, T, M), and the log of the share of the
         slots that each write keeps (B, H, T, 1)."""
         B, T, H = *x.shape[:2], self.config.n_head  # BCT
-        query = self.c_query(x).view(B, T, H, -1).transpose(1, 2)  # BCT  (B, H, T, D)
+        query = self.c_query(x).view(B, T, H, -1).transpose(1, 2)  # BCT  wq (B, H, T, D)
         w = (query @ self.addresses.mT).softmax(dim=-1)  # BCT  ww
+        if self.c_gate is None:  # BCT  all of the token is written, and all of the slots kept
+            return w, torch.zeros_like(w[..., :1])  # BCT
         step, keep = self.c_gate(x).float().view(B, T, 2, H).permute(2, 0, 3, 1)[..., None]  # BCT
         return w * step.sigmoid(), F.logsigmoid(keep)  # BCT
 
     def empty(self, x: Tensor) -> list[Tensor]:  # BCT
         """Return the state before the first token: of the slots, sums of keys and values
-        (B, H, M, D) and mass (B, H, M, 1); of the recent tokens, keys and values (B, H, R, D),
-        write weights (B, H, R, M) and log shares kept (B, H, R, 1)."""
-        c, M, R = self.config, self.config.slots, self.config.recent  # BCT
-        sizes = [(M, c.head_dim)] * 2 + [(M, 1)] + [(R, c.head_dim)] * 2 + [(R, M), (R, 1)]  # BCT
-        return [x.new_zeros(len(x), c.n_head, *s, dtype=torch.float32) for s in sizes]  # BCT
+        (B, H, M, D) and, by the rule "mean", mass (B, H, M, 1); of the recent tokens, keys and
+        values (B, H, R, D), write weights (B, H, R, M) and log shares kept (B, H, R, 1)."""
+        c, D, M, R = self.config, self.config.head_dim, self.config.slots, self.config.recent  # BCT
+        slots = [(M, D), (M, D), (M, 1)] if c.rule == "mean" else [(M, D), (M, D)]  # BCT
+        sizes = [*slots, (R, D), (R, D), (R, M), (R, 1)]  # BCT
+        state = [x.new_zeros(len(x), c.n_head, *s, dtype=torch.float32) for s in sizes]  # BCT
+        if c.random_start:  # BCT
+            draws = torch.Generator().manual_seed(0)  # BCT
+            for part in state[:2]:  # BCT
+                part.copy_(torch.randn(c.n_head, M, D, generator=draws))  # BCT
+        return state  # BCT
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: BoundedMemory,  # BCT
                 layer: int) -> Tensor:  # BCT
@@ -538,12 +568,16 @@ class WriteMemory(nn.Module):  # BCT
         written. Raises ValueError if the memory is of another batch size, geometry or device."""
         c, n, read = self.config, len(memory), []  # BCT
         state = memory.layers[layer] if n else self.empty(x)  # BCT
-        have = [*state[0].shape, state[5].size(2), state[0].device]  # BCT
-        want = [len(x), c.n_head, c.slots, c.head_dim, c.recent, x.device]  # BCT
+        rule = "mean" if len(state) == 7 else "sum"  # BCT  which has no mass
+        have = [rule, *state[0].shape, state[-1].size(2), state[0].device]  # BCT
+        want = [c.rule, len(x), c.n_head, c.slots, c.head_dim, c.recent, x.device]  # BCT
         if have != want:  # BCT
-            raise ValueError(f"a memory for [B, H, M, D, R, device] {have} got {want}")  # BCT
-        slots, recent = state[:3], state[3:]  # BCT
-        new = [t.float() for t in (q, k, v, *self.writes(x))]  # BCT
+            raise ValueError(f"a memory for [rule, B, H, M, D, R, device] {have} got {want}")  # BCT
+        slots, recent = state[:-4], state[-4:]  # BCT
+        w, log_keep = self.writes(x)  # BCT
+        if n == 0 and not c.write_first:  # BCT
+            w = torch.cat([torch.zeros_like(w[:, :, :1]), w[:, :, 1:]], dim=2)  # BCT
+        new = [t.float() for t in (q, k, v, w, log_keep)]  # BCT
         for part, *more in zip(*(t.split(self.chunk, dim=2) for t in new), strict=True):  # BCT
             tokens = [torch.cat(pair, dim=2) for pair in zip(recent, more, strict=True)]  # BCT
             T = part.size(2)  # BCT
@@ -554,35 +588,38 @@ class WriteMemory(nn.Module):  # BCT
         memory.pending[layer:] = [[*slots, *(t.clone() for t in recent)]]  # BCT  not a chunk's view
         return torch.cat(read, dim=2).to(x.dtype)  # BCT
 
-    def counted(self, mass: Tensor) -> tuple[Tensor, Tensor]:  # BCT
+    def counted(self, mass: Tensor | None = None) -> tuple[Tensor | int, Tensor | int]:  # BCT
         """Return what a slot's sums are divided by, and the log of how many times it counts."""
-        if self.config.rule == "sum":  # BCT
-            mass = torch.ones_like(mass)  # BCT
+        if mass is None:  # BCT  the paper's sums are read as they are, and count once
+            return 1, 0  # BCT
         times = mass.clamp_min(1e-30).log().masked_fill(mass == 0, -1e9)  # BCT
         return mass.clamp_min(1e-6), times  # BCT  nearly empty slots fade, and magnify no rounding
 
     def recurrent(self, q: Tensor, slots: list[Tensor], tokens: list[Tensor],  # BCT
                   n_empty: int) -> list[Tensor]:  # BCT
-        """Return what a query q (B, H, 1, D) reads, and the slots' three tensors afterwards.
-        tokens: the R recent ones, of which n_empty don't exist yet, and the new one; the oldest is
-        written."""
+        """Return what a query q (B, H, 1, D) reads, and the slots' tensors afterwards. tokens: the
+        R recent ones, of which n_empty don't exist yet, and the new one; the oldest is written."""
+        keys, values, *mass = slots  # BCT  a mass by the rule "mean" only
         k, v, w, log_keep = (t[:, :, :1] for t in tokens)  # BCT  the oldest token's
         keep, w = log_keep.exp(), w.mT  # BCT  (B, H, 1, 1), (B, H, M, 1)
-        writes = w @ k, w @ v, w  # BCT
-        keys, values, mass = (keep * t + new for t, new in zip(slots, writes, strict=True))  # BCT
-        size, times = self.counted(mass)  # BCT
-        k, v = (t[:, :, 1:] for t in tokens[:2])  # BCT  a recent token counts once
-        once = k.new_zeros(*k.shape[:3], 1)  # BCT  log 1
-        once[:, :, : max(0, n_empty - 1)] = -1e9  # BCT
+        keys = keep * keys + w @ k  # BCT  MV = MV' + ww^T wv, wv = [k; v]
+        values = keep * values + w @ v  # BCT
+        mass = [keep * m + w for m in mass]  # BCT
+        size, times = self.counted(*mass)  # BCT
+        k, v = (t[:, :, 1:] for t in tokens[:2])  # BCT  the recent ones
         k, v = torch.cat([keys / size, k], dim=2), torch.cat([values / size, v], dim=2)  # BCT
-        y = F.scaled_dot_product_attention(q, k, v, torch.cat([times, once], dim=2).mT)  # BCT
-        return [y, keys, values, mass]  # BCT
+        M = keys.size(2)  # BCT
+        mask = k.new_zeros(*k.shape[:3], 1)  # BCT  a recent token counts once: log 1
+        mask[:, :, :M] = times  # BCT
+        mask[:, :, M : M + n_empty - 1] = -1e9  # BCT
+        y = F.scaled_dot_product_attention(q, k, v, mask.mT)  # BCT
+        return [y, keys, values, *mass]  # BCT
 
     def parallel(self, q: Tensor, slots: list[Tensor], tokens: list[Tensor],  # BCT
                  n_empty: int) -> list[Tensor]:  # BCT
         """Return the same for T queries q (B, H, T, D), by two masked products that don't copy the
         slots: while the T queries come, the first T of the R + T tokens leave and are written."""
-        (keys, values, mass), (k, v, w, log_keep) = slots, tokens  # BCT
+        (keys, values, *mass), (k, v, w, log_keep) = slots, tokens  # BCT
         D, T, R = q.size(3), q.size(2), self.config.recent  # BCT
         i, j = (torch.arange(end, device=q.device) for end in (T, R + T))  # BCT
         i = i[:, None]  # BCT  query i reads token j, or the slots that it was written to
@@ -591,16 +628,18 @@ class WriteMemory(nn.Module):  # BCT
         since = (kept[:, :, :T] - kept.mT).masked_fill(~written, -math.inf).exp()  # BCT  of j, at i
         kept = kept[:, :, :T].exp()  # BCT  (B, H, T, 1), of the slots as they were
         scores = q @ k.mT  # BCT  (B, H, T, R + T)
-        size, times = self.counted(kept * mass.mT + since @ w)  # BCT  (B, H, T, M)
+        size, times = self.counted(*(kept * m.mT + since @ w for m in mass))  # BCT  (B, H, T, M)
         far = (kept * (q @ keys.mT) + (scores * since) @ w) / size / math.sqrt(D) + times  # BCT
         near = scores.masked_fill(~recent, -math.inf) / math.sqrt(D)  # BCT  (B, H, T, R + T)
         p = torch.cat([far, near], dim=-1).softmax(dim=-1)  # BCT  (B, H, T, M + R + T)
         far, near = p[..., : w.size(3)] / size, p[..., w.size(3) :]  # BCT
         y = (near + since * (far @ w.mT)) @ v + kept * (far @ values)  # BCT  (B, H, T, D)
         w = (since[:, :, -1:, :T].mT * w[:, :, :T]).mT  # BCT  (B, H, M, T), what is left at last
-        writes = w @ k[:, :, :T], w @ v[:, :, :T], w.sum(dim=3, keepdim=True)  # BCT
         keep = kept[:, :, -1:]  # BCT
-        return [y, *(keep * t + new for t, new in zip(slots, writes, strict=True))]  # BCT
+        keys = keep * keys + w @ k[:, :, :T]  # BCT
+        values = keep * values + w @ v[:, :, :T]  # BCT
+        mass = [keep * m + w.sum(dim=3, keepdim=True) for m in mass]  # BCT
+        return [y, keys, values, *mass]  # BCT
 
 
 class MemoryBlock(Block):  # BCT
@@ -629,12 +668,14 @@ class BCT(GPT):  # BCT
     def __init__(self, config: BCTConfig) -> None:  # BCT
         super().__init__(config)  # BCT
         self.context = math.inf  # BCT
+        self.wpe.register_forward_pre_hook(self.cycle)  # BCT
 
     def init_weights(self) -> None:  # BCT
-        """Start as GPT-2 did, with both gates open: sigmoid(4) = 0.98."""
+        """Start as GPT-2 did, with both gates, if there are any, open: sigmoid(4) = 0.98."""
         super().init_weights()  # BCT
-        for block in self.h:  # BCT
-            nn.init.constant_(block.memory.c_gate.bias, 4.0)  # BCT
+        for name, parameter in self.named_parameters():  # BCT
+            if name.endswith("c_gate.bias"):  # BCT
+                nn.init.constant_(parameter, 4.0)  # BCT
 
     def forward(self, ids: Tensor, cache: BoundedMemory | None = None,  # BCT
                 last_only: bool = False) -> Tensor:  # BCT
@@ -644,11 +685,12 @@ class BCT(GPT):  # BCT
             raise ValueError(f"a BCT can't use a {type(cache).__name__}")  # BCT
         return super().forward(ids, cache, last_only)  # BCT
 
-    def embed(self, ids: Tensor, pos: Tensor) -> Tensor:  # BCT
-        """Return (B, T, C). Positions go through the upper half of wpe again and again."""
+    def cycle(self, _: nn.Module, pos: tuple[Tensor]) -> Tensor:  # BCT
+        """Return where in wpe the positions are (T,): past its end, in the upper half once more."""
         half = self.config.n_ctx // 2  # BCT
-        above = half + (pos - half) % (self.config.n_ctx - half)  # BCT
-        return super().embed(ids, torch.where(pos < half, pos, above))  # BCT
+        above = half + (pos[0] - half) % (self.config.n_ctx - half)  # BCT
+        return torch.where(pos[0] < half, pos[0], above)  # BCT
+
 
 
 def main(argv: list[str] | None = None) -> None:

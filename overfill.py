@@ -1,76 +1,91 @@
-"""OverFill: a teacher reads the prompt, a smaller student continues from its KV cache; and seven ways to refresh it.
+"""OverFill: a teacher reads the prompt, a smaller student continues from its KV cache; and ways to
+refresh it.
 
-`python3 overfill.py` writes one text in five ways and compares them, in seconds; `write` shows one way at work; `study`
-measures all of them on long texts, in two hours.
+`python3 overfill.py` writes one text in five ways and compares them, in seconds; `write` shows one
+way at work. `python3 -m studies.refreshing` measures all of them on long texts, in two hours.
 
-A student's own keys and values differ a little from the teacher's, and the student's next tokens are computed from
-them. At a refresh the teacher reads the new text, and its entries replace the student's. That needs two models with the
-same layers, heads and head size; otherwise the student reads everything itself. All of this approximates the teacher;
-speculate.py writes exactly the teacher's own text, with the same two models.
+A student's own keys and values differ a little from the teacher's, and the student's next tokens
+are computed from them. At a refresh the teacher reads the new text, and its entries replace the
+student's. That needs two models with the same layers, heads and head size; otherwise the student
+reads everything itself. All of this approximates the teacher; speculate.py writes exactly the
+teacher's own text, with the same two models.
 
-Shapes: B texts, T tokens, S tokens in a cache, N passes, L layers, H heads, D head size, V vocabulary.
+Shapes: B texts, T tokens, S tokens in a cache, N passes, L layers, H heads, D head size, V
+vocabulary.
 
-Source: Emara, Kim and Abdelfattah 2025, "KV-Cache Refresh Methods for Long Generation"; Kim et al. 2025, "OverFill";
-Gal and Ghahramani 2016, "Dropout as a Bayesian Approximation".
+Source: Emara, Kim and Abdelfattah 2025, "KV-Cache Refresh Methods for Long Generation"; Kim et al.
+2025, "OverFill"; Gal and Ghahramani 2016, "Dropout as a Bayesian Approximation".
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, KVCache, check_options, context_start, sample
-from load_gpt2_weights import find_file, load_model, load_tokenizer
-from support.files import read_json
+from gpt_kv_cache import GPT, KVCache, check_options, context_start, generate, sample
+from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
+from pocket import corpus
+from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
+from support.files import check_fields, read_json
 from support.printing import stream
 from support.statistics import entropy, kl
+from support.tables import table
 
 if TYPE_CHECKING:
     from support.tracing import Trace
 
-GEOMETRY = ("n_layer", "n_head", "head_dim", "n_ctx")  # what keys and values, and the positions in them, depend on
+GEOMETRY = (
+    "n_layer",
+    "n_head",
+    "head_dim",
+    "n_ctx",
+)  # what keys and values, and the positions in them, depend on
 
 
-# --- Two models, one text -------------------------------------------------------------------------------------------
+# --- Two models, one text -------------------------------------------------------------------------
 
 
 def misfit(teacher: GPT, student: GPT) -> str:
     """Return how the geometry of the two differs, "" if one's cache serves the other."""
-    pairs = ((name, getattr(teacher.config, name), getattr(student.config, name)) for name in GEOMETRY)
+    pairs = (
+        (name, getattr(teacher.config, name), getattr(student.config, name)) for name in GEOMETRY
+    )
     return ", ".join(f"{name} {a} against {b}" for name, a, b in pairs if a != b)
 
 
 def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
-    """Replace in place the last counts (B,) tokens of each row of a cache by those of a source that ends where it does.
+    """Replace in place the last counts (B,) tokens of each row of a cache by those of a source that
+    ends where it does.
 
-    Raises ValueError, and changes nothing, if the two don't end at the same position or one has too few tokens.
+    Raises ValueError, and changes nothing, if the two don't end at the same position or one has too
+    few tokens.
     """
     n = int(counts.max())
     if cache.next_pos != source.next_pos or not 0 <= n <= min(len(cache), len(source)):
-        raise ValueError(f"can't replace {n} of {len(cache)} tokens up to position {cache.next_pos} by those of "
-                         f"{len(source)} up to {source.next_pos}")  # fmt: skip
+        raise ValueError(
+            f"can't replace {n} of {len(cache)} tokens up to position {cache.next_pos} by those of "
+            f"{len(source)} up to {source.next_pos}"
+        )
     replaced = torch.arange(n, 0, -1, device=counts.device) <= counts[:, None]  # (B, n)
     for old, new in zip(cache.layers, source.layers, strict=True):
-        old, new = old[..., len(cache) - n : len(cache), :], new[..., len(source) - n : len(source), :]
+        old = old[..., len(cache) - n : len(cache), :]
+        new = new[..., len(source) - n : len(source), :]
         old.copy_(torch.where(replaced[None, :, None, :, None], new, old))  # (2, B, H, n, D)
 
 
 @dataclass
 class Refresh:
-    """One refresh: after how many written tokens, in how many rows, the teacher's tokens, and the time."""
+    """One refresh: after how many written tokens, in how many rows, the teacher's tokens, and the
+    time."""
 
     written: int
     rows: int
@@ -82,84 +97,111 @@ class Refresh:
 class Pair:
     """A teacher and a student at work on the same texts.
 
-    The student's cache begins as the teacher's, of the prompt. Where their geometry differs the student reads the
-    prompt itself, and a refresh is its reading again of what it wrote: by then that changes nothing but rounding.
+    The student's cache begins as the teacher's, of the prompt. Where their geometry differs the
+    student reads the prompt itself, and a refresh is its reading again of what it wrote: by then
+    that changes nothing but rounding.
     """
 
-    def __init__(self, teacher: GPT, student: GPT, ids: Tensor, new_cache: Callable[[], KVCache] = KVCache) -> None:
+    def __init__(
+        self, teacher: GPT, student: GPT, ids: Tensor, new_cache: Callable[[], KVCache] = KVCache
+    ) -> None:
         """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
         if teacher.config.vocab_size != student.config.vocab_size:
-            raise ValueError(f"teacher and student must share a vocabulary, but have {teacher.config.vocab_size:,} and "
-                             f"{student.config.vocab_size:,} tokens")  # fmt: skip
+            raise ValueError(
+                f"teacher and student must share a vocabulary, but have {teacher.config.vocab_size:,} and "
+                f"{student.config.vocab_size:,} tokens"
+            )
         self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
         self.fits = not misfit(teacher, student)
         self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
         self.cached_from = 0  # index in ids of the first cached token
-        self.read, self.cache = new_cache(), new_cache()  # what the teacher has read; what the student writes on
+        self.read, self.cache = (
+            new_cache(),
+            new_cache(),
+        )  # what the teacher has read; what the student writes on
         self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
-        self.consulted: tuple[KVCache, Tensor] | None = None  # what the teacher has read at this token, and its logits
+        self.consulted: tuple[KVCache, Tensor] | None = (
+            None  # what the teacher has read at this token, and its logits
+        )
         self.written = 0  # tokens after the prompt that the student has read
-        # (B,) each: tokens that the student has read since the last refresh; those that a teacher with this row alone
-        # would not have read yet, and has read after the prompt; refreshes.
-        self.since, self.unread, self.teacher_tokens, self.counts = ids.new_zeros(4, ids.size(0)).unbind()
+        nothing = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
+        self.since = nothing  # tokens that the student has read since the last refresh
+        self.unread = nothing  # tokens that a teacher with this row alone would not have read yet
+        self.teacher_tokens = nothing  # tokens that such a teacher has read after the prompt
+        self.passes = nothing  # in so many passes
+        self.counts = nothing  # refreshes
         self.refreshes: list[Refresh] = []
         self.seconds = 0.0  # that the teacher's reading after the prompt, and splicing, have taken
 
     def prefill(self) -> None:
-        """Let the teacher read the text, or what of it stays in the context, and hand its cache over."""
+        """Let the teacher read the text, or what of it stays in the context, and hand its cache
+        over."""
         self.cached_from = context_start(self.ids.size(1), self.n_ctx)
         self.read, self.cache, self.consulted = self.new_cache(), self.new_cache(), None
-        self.logits = self.teacher(self.ids[:, self.cached_from :], self.read, last_only=True)[:, -1]
+        logits = self.teacher(self.ids[:, self.cached_from :], self.read, last_only=True)
+        self.logits = logits[:, -1]
         if self.fits:
             self.hand_over(0)
         else:
             self.student(self.ids[:, self.cached_from :], self.cache, last_only=True)
-        self.since.zero_()
-        self.unread.zero_()
+        self.since = torch.zeros_like(self.since)
+        self.unread = torch.zeros_like(self.unread)
 
     def hand_over(self, first: int) -> None:
-        """Replace the student's entries, from this index in its cache on, by a copy of the teacher's."""
+        """Replace the student's entries, from this index in its cache on, by a copy of the
+        teacher's."""
         self.cache.truncate(first)
         for layer, kv in enumerate(self.read.layers):
             self.cache.append(layer, *kv[..., first : len(self.read), :], self.read.pos[first:])
         self.cache.commit(self.read.pos[first:])
 
     def step(self, token: Tensor) -> None:
-        """Let the student read the next token (B, 1); past the context the teacher starts again with the later half."""
+        """Let the student read the next token (B, 1); past the context the teacher starts again
+        with the later half."""
         self.ids = torch.cat([self.ids, token], 1)
         self.written += 1
         self.consulted = None
         if context_start(self.ids.size(1), self.n_ctx) > self.cached_from:
             self.prefill()
-            self.teacher_tokens += len(self.read)
+            self.teacher_tokens = self.teacher_tokens + len(self.read)
+            self.passes = self.passes + 1
             return
         self.logits = self.student(token, self.cache, last_only=True)[:, -1]
-        self.since += 1
-        self.unread += 1
+        self.since = self.since + 1
+        self.unread = self.unread + 1
 
     def consult(self, rows: Tensor, policy: Policy) -> tuple[KVCache, Tensor]:
-        """Let the teacher read, as the policy has it; return its cache and its logits (B, V) of the next token.
+        """Let the teacher read, as the policy has it; return its cache and its logits (B, V) of the
+        next token.
 
-        rows (B,): for which it counts. All rows are read, so that they stay equally long; what a row would cost alone
-        is in teacher_tokens. A second call at the same token returns the same. Raises ValueError, and changes nothing,
-        if the student has read nothing since the teacher handed its cache over.
+        rows (B,): for which it counts. All rows are read, so that they stay equally long; what a
+        row would cost alone is in teacher_tokens. A second call at the same token returns the same.
+        Raises ValueError, and changes nothing, if the student has read nothing since the teacher
+        handed its cache over.
         """
         if self.consulted is not None:
             return self.consulted
         if not self.since.any():
-            raise ValueError(f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read")
+            raise ValueError(
+                f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read"
+            )
         begun = time.perf_counter()
         cache, n = self.read, self.ids.size(1) - self.cached_from - len(self.read)
         counts = self.unread
-        if policy.reads == "window" and self.fits:  # what precedes the window stays as the student wrote it
+        if (
+            policy.reads == "window" and self.fits
+        ):  # what precedes the window stays as the student wrote it
             n = min(policy.window, int(self.since.max()))
-            cache = KVCache([kv[..., : len(self.cache) - n, :] for kv in self.cache.layers], self.cache.pos[:-n])
+            cache = KVCache(
+                [kv[..., : len(self.cache) - n, :] for kv in self.cache.layers], self.cache.pos[:-n]
+            )
             counts = self.since.clamp(max=n)
         elif policy.reads == "all":
             n = self.ids.size(1) - self.cached_from
             cache = self.read = self.new_cache()
             counts = torch.full_like(self.unread, n)
-        self.teacher_tokens += counts * rows
+        self.teacher_tokens = self.teacher_tokens + counts * rows
+        self.passes = self.passes + rows
         self.unread = self.unread * ~rows
         self.consulted = cache, self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
         self.seconds += time.perf_counter() - begun
@@ -171,34 +213,46 @@ class Pair:
         return self.read.nbytes + self.cache.nbytes
 
     def refresh(self, rows: Tensor, policy: Policy) -> None:
-        """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by the teacher's."""
+        """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by
+        the teacher's."""
         tokens, seconds = int(self.teacher_tokens.sum()), self.seconds
         counts = self.since * rows  # (B,)
         if policy.window is not None:
             counts = counts.clamp(max=policy.window)
-        if self.fits or policy.teacher_next:
-            source, expected = self.consult(rows, policy)
+        if self.fits:
+            source, _ = self.consult(rows, policy)
         begun = time.perf_counter()
-        if policy.teacher_next:
-            self.logits = torch.where(rows[:, None], expected, self.logits)
         if self.fits:
             splice_last(self.cache, source, counts)
         elif n := int(counts.max()):
             self.cache.truncate(len(self.cache) - n)
             self.student(self.ids[:, -n:], self.cache, last_only=True)
         self.since = self.since * ~rows
-        self.counts += rows
-        n_rows, read = int(rows.sum()), int(self.teacher_tokens.sum()) - tokens  # int() waits for the device
+        self.counts = self.counts + rows
+        n_rows, read = (
+            int(rows.sum()),
+            int(self.teacher_tokens.sum()) - tokens,
+        )  # int() waits for the device
         self.seconds += time.perf_counter() - begun
-        self.refreshes.append(Refresh(self.written, n_rows, read, int(counts.max()), self.seconds - seconds))
+        self.refreshes.append(
+            Refresh(self.written, n_rows, read, int(counts.max()), self.seconds - seconds)
+        )
 
 
 @torch.no_grad()
-def generate_refreshed(pair: Pair, max_new_tokens: int, policy: Policy | None = None, *, temperature: float = 0.0,
-                       top_k: int | None = None, stop_id: int | None = None,
-                       generator: torch.Generator | None = None) -> Iterator[Tensor]:  # fmt: skip
-    """Yield up to max_new_tokens tokens (B, 1) after the pair's prompts, each as soon as it is known: the first from
-    the teacher's own reading of the prompt, all others from the student, on a cache that the policy has refreshed.
+def generate_refreshed(
+    pair: Pair,
+    max_new_tokens: int,
+    policy: Policy | None = None,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    stop_id: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Yield up to max_new_tokens tokens (B, 1) after the pair's prompts, each as soon as it is
+    known: the first from the teacher's own reading of the prompt, all others from the student, on a
+    cache that the policy has refreshed.
 
     Options and errors are those of gpt_kv_cache.generate().
     """
@@ -224,7 +278,8 @@ def generate_refreshed(pair: Pair, max_new_tokens: int, policy: Policy | None = 
 
 @torch.no_grad()
 def read_along(pair: Pair, new: Tensor, policy: Policy) -> Iterator[Tensor]:
-    """Let a pair read new tokens (B, N) after its prompts, as if it wrote them; yield the logits (B, V) after each."""
+    """Let a pair read new tokens (B, N) after its prompts, as if it wrote them; yield the logits
+    (B, V) after each."""
     pair.prefill()
     for token in new.split(1, 1):
         pair.step(token)
@@ -236,9 +291,12 @@ def read_along(pair: Pair, new: Tensor, policy: Policy) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def teacher_nats(teacher: GPT, ids: Tensor, new: Tensor) -> Tensor:
-    """Return the nats (B, N) of new tokens (B, N) after ids (B, T) by a teacher; exp of their mean is perplexity."""
+    """Return the nats (B, N) of new tokens (B, N) after ids (B, T) by a teacher; exp of their mean
+    is perplexity."""
     text = torch.cat([ids, new], 1)
-    rows = max(1, 40_000_000 // (text.size(1) * teacher.config.vocab_size))  # logits of so many at once
+    rows = max(
+        1, 40_000_000 // (text.size(1) * teacher.config.vocab_size)
+    )  # logits of so many at once
     nats = []
     for part in text.split(rows):
         logits = teacher(part[:, :-1])[:, ids.size(1) - 1 :].float()
@@ -246,37 +304,43 @@ def teacher_nats(teacher: GPT, ids: Tensor, new: Tensor) -> Tensor:
     return torch.cat(nats)
 
 
-# --- When to refresh ------------------------------------------------------------------------------------------------
+# --- When to refresh ------------------------------------------------------------------------------
 
-# What the teacher reads at a refresh: what it has not read yet, on its own cache; the whole text again, for the same
-# entries at a cost that grows with the text; or the last tokens of the window on top of the student's cache, which is
-# an approximation of an approximation.
+# What the teacher reads at a refresh: what it has not read yet, on its own cache; the whole text
+# again, for the same entries at a cost that grows with the text; or the last tokens of the window
+# on top of the student's cache, which is an approximation of an approximation.
 READS = ("new", "all", "window")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When the teacher refreshes, and how much of the cache. This one: never, which is OverFill as it is.
+    """When the teacher refreshes, and how much of the cache. This one: never, which is OverFill as
+    it is.
 
     Raises ValueError if a value is out of range.
     """
 
     window: int | None = field(default=None, kw_only=True)  # at most so many tokens are replaced
     reads: str = field(default="new", kw_only=True)  # see READS
-    teacher_next: bool = field(default=False, kw_only=True)  # its reading yields logits: the next token is of these
 
     def __post_init__(self) -> None:
         if self.reads not in READS:
             raise ValueError(f"reads must be one of {', '.join(READS)}, got {self.reads!r}")
         if self.reads == "window" and self.window is None:
             raise ValueError("reads='window' needs a window: how many tokens the teacher reads")
-        for name, least, most in (("window", 1, 2**31 - 1), ("every", 1, 2**31 - 1), ("cooldown", 1, 2**31 - 1),
-                                  ("passes", 2, 1024)):  # fmt: skip
+        for name, least, most in (
+            ("window", 1, 2**31 - 1),
+            ("every", 1, 2**31 - 1),
+            ("cooldown", 1, 2**31 - 1),
+            ("passes", 2, 1024),
+        ):
             value = getattr(self, name, None)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"{name} must be at least {least} and at most {most}, got {value}")
         if math.isnan(getattr(self, "threshold", 0.0)):
             raise ValueError("threshold must be a number, got nan")
+        if not 0 <= getattr(self, "rate", 0.0) < 1:
+            raise ValueError(f"a dropout of {self.rate} is not from 0 to less than 1")
 
     def due(self, pair: Pair) -> Tensor:
         """Return which rows (B,) to refresh now, after the student has read a token."""
@@ -285,7 +349,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Every `every` tokens; with a window the sliding-window refresh."""
+    """Every `every` tokens. With a window at most its tokens are replaced, and with reads="window"
+    that is also all that the teacher reads, as in the source's cost formula; the source's listing
+    lets it read all new tokens."""
 
     every: int
 
@@ -293,15 +359,42 @@ class Periodic(Policy):
         return pair.since >= self.every
 
 
-def speculative(burst: int, **options: bool) -> Periodic:
-    """Return the speculative refresh: the student writes a burst, and the teacher corrects exactly that."""
-    return Periodic(burst, window=burst, **options)
+def windowed(every: int, window: int) -> Periodic:
+    """Return the sliding-window refresh of the source's cost formula: k_r = min(W, tokens since the
+    last refresh)."""
+    return Periodic(every, window=window, reads="window")
+
+
+def windowed_listing(every: int, window: int) -> Periodic:
+    """Return the sliding-window refresh of the source's listing: the teacher reads all new tokens,
+    and of its entries the last ones replace the student's."""
+    return Periodic(every, window=window)
+
+
+def speculative(burst: int) -> Periodic:
+    """Return the speculative refresh: the student writes a burst, and the teacher corrects exactly
+    that."""
+    return Periodic(burst, window=burst)
+
+
+def predicted_seconds(
+    tokens: int, tps: float, reads: Iterable[float], prefill: Callable[[float], float]
+) -> float:
+    """Return the seconds that tokens take by the source's cost model, N / TPS + the sum of
+    prefill(k_r): the student's decoding, at so many tokens a second, and the teacher's passes over
+    k_r tokens each, prefill(k) seconds for k.
+
+    Source: section "Why is it cheap?". The prompt's prefill and a gate's own computation aren't in
+    it.
+    """
+    return tokens / tps + sum(prefill(k) for k in reads)
 
 
 @dataclass(frozen=True)
 class Gate(Policy):
-    """If a signal exceeds a threshold, but no sooner than `cooldown` tokens after a refresh: the cause of a high signal
-    is often a hard word, and still there at the next token. Looked at every so many tokens."""
+    """If a signal exceeds a threshold, but no sooner than `cooldown` tokens after a refresh: the
+    cause of a high signal is often a hard word, and still there at the next token. Looked at every
+    so many tokens."""
 
     threshold: float
     cooldown: int = field(default=16, kw_only=True)
@@ -328,7 +421,8 @@ class Entropy(Gate):
 
 @dataclass(frozen=True)
 class ProbeKL(Gate):
-    """If teacher and student disagree: every `every` tokens the teacher reads along, KL(teacher || student) in nats."""
+    """If teacher and student disagree: every `every` tokens the teacher reads along, KL(teacher ||
+    student) in nats."""
 
     def signal(self, pair: Pair) -> Tensor:
         everyone = torch.ones_like(pair.since, dtype=torch.bool)
@@ -344,11 +438,14 @@ class MonteCarloDropout(Gate):
     rate: float = 0.1  # the dropout that the student was trained with
 
     def signal(self, pair: Pair) -> Tensor:
-        return logit_variance(dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, self.passes, self.rate))
+        return logit_variance(
+            dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, self.passes, self.rate)
+        )
 
 
 def logit_variance(logits: Tensor) -> Tensor:
-    """Return U(t) (...), the mean over the vocabulary of the variance of logits (..., N, V) over N passes."""
+    """Return U(t) (...), the mean over the vocabulary of the variance of logits (..., N, V) over N
+    passes."""
     return logits.float().var(-2, correction=0).mean(-1)
 
 
@@ -371,15 +468,21 @@ def with_dropout(model: GPT, rate: float) -> Iterator[None]:
 
 @torch.no_grad()
 def dropout_logits(model: GPT, token: Tensor, cache: KVCache, passes: int, rate: float) -> Tensor:
-    """Return the logits (B, N, V) of N passes with dropout over the last token (B, 1) that a cache holds.
+    """Return the logits (B, N, V) of N passes with dropout over the last token (B, 1) that a cache
+    holds.
 
-    The passes are queries side by side: all see the tokens before, each its own keys and values of the last. So they
-    cost what reading N tokens does, and the cache stays as it is. Source: section "Monte Carlo Dropout".
+    The passes are queries side by side: all see the tokens before, each its own keys and values of
+    the last. So they cost what reading N tokens does, and the cache stays as it is. Source: section
+    "Monte Carlo Dropout".
     """
     n = len(cache) - 1
-    mask = torch.cat([torch.ones(passes, n), torch.eye(passes)], 1).bool().to(token.device)  # (N, n + N)
+    mask = (
+        torch.cat([torch.ones(passes, n), torch.eye(passes)], 1).bool().to(token.device)
+    )  # (N, n + N)
     with with_dropout(model, rate):
-        x = model.drop((model.wte(token) + model.wpe(cache.pos[-1:])).expand(-1, passes, -1))  # (B, N, C)
+        x = model.drop(
+            (model.wte(token) + model.wpe(cache.pos[-1:])).expand(-1, passes, -1)
+        )  # (B, N, C)
         for block, kv in zip(model.h, cache.layers, strict=True):
             q, k, v = block.attn.project(block.ln_1(x))  # (B, H, N, D) each
             k, v = torch.cat([kv[0, :, :, :n], k], 2), torch.cat([kv[1, :, :, :n], v], 2)
@@ -388,37 +491,81 @@ def dropout_logits(model: GPT, token: Tensor, cache: KVCache, passes: int, rate:
     return model.head(x)
 
 
-# --- Command line ---------------------------------------------------------------------------------------------------
+# --- Command line ---------------------------------------------------------------------------------
 
-FORMS: dict[str, tuple[Callable[..., Policy], tuple[type, ...], str, str]] = {
-    "none": (Policy, (), "", "never: OverFill as it is"),
-    "periodic": (Periodic, (int,), "T", "every T tokens"),
-    "windowed": (lambda every, window: Periodic(every, window=window), (int, int), "TW", "every T, the last W of them"),
-    "speculative": (speculative, (int,), "K", "after bursts of K tokens"),
-    "entropy": (Entropy, (float,), "H", "if the student's next token has more than H bits"),
-    "probe": (lambda every, limit: ProbeKL(limit, every=every), (int, float), "MD",
-              "every M tokens, if it is D nats from the teacher's"),
-    "dropout": (lambda passes, limit: MonteCarloDropout(limit, passes), (int, float), "NU",
-                "if the logits of N passes with dropout vary by U"),
-}  # fmt: skip
+
+class Form(NamedTuple):
+    """A kind of policy: what makes it of the values in its name, these with their types, what it
+    does, and the ways of this kind that the study measures. A way is a policy's name, such as
+    periodic:64, or that of a gate without its last value, the threshold: entropy~2.5 is the gate
+    whose threshold makes it fire 2.5 times in 1,000 tokens."""
+
+    make: Callable[..., Policy]
+    values: dict[str, type]
+    about: str
+    ways: tuple[str, ...]
+
+
+# All policies. A new one is a class and a line here: the command line, the tests and the study go
+# over this table.
+POLICIES = {
+    "none": Form(Policy, {}, "never: OverFill as it is", ("none",)),
+    "periodic": Form(
+        Periodic,
+        {"T": int},
+        "every T tokens",
+        ("periodic:256", "periodic:128", "periodic:64", "periodic:32", "periodic:16"),
+    ),
+    "windowed": Form(
+        windowed, {"T": int, "W": int}, "every T, the last W of them", ("windowed:64:16",)
+    ),
+    "windowed-listing": Form(
+        windowed_listing,
+        {"T": int, "W": int},
+        "the same, and the teacher reads all T",
+        ("windowed-listing:64:16",),
+    ),
+    "speculative": Form(speculative, {"K": int}, "after bursts of K tokens", ("speculative:8",)),
+    "entropy": Form(
+        Entropy,
+        {"H": float},
+        "if the student's next token has more than H bits",
+        ("entropy~2.5", "entropy~7.8", "entropy~15.6"),
+    ),
+    "probe": Form(
+        lambda every, limit: ProbeKL(limit, every=every),
+        {"M": int, "D": float},
+        "every M tokens, if it is D nats from the teacher's",
+        ("probe:32~7.8",),
+    ),
+    "dropout": Form(
+        lambda passes, limit: MonteCarloDropout(limit, passes),
+        {"N": int, "U": float},
+        "if the logits of N passes with dropout vary by U",
+        ("dropout:8~7.8",),
+    ),
+}
 
 
 def parse_policy(text: str) -> Policy:
-    """Return the policy that a text such as periodic:64 stands for. Raises ValueError if there is none."""
+    """Return the policy that a text such as periodic:64 stands for. Raises ValueError if there is
+    none."""
     name, *values = text.split(":")
-    if name not in FORMS:
-        raise ValueError(f"unknown policy {name!r}: choose {', '.join(FORMS)}")
-    make, types, letters, _ = FORMS[name]
-    if len(values) != len(types):
-        raise ValueError(f"the policy {text!r} must have the form {':'.join([name, *letters])}")
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}: choose {', '.join(POLICIES)}")
+    form = POLICIES[name]
+    if len(values) != len(form.values):
+        raise ValueError(f"the policy {text!r} must have the form {':'.join([name, *form.values])}")
     numbers = []
-    for kind, letter, value in zip(types, letters, values, strict=True):
+    for (letter, kind), value in zip(form.values.items(), values, strict=True):
         try:
             numbers.append(kind(value))
         except ValueError as error:
             what = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{letter} of the policy {text!r} must be {what}, got {value!r}") from error
-    return make(*numbers)
+            raise ValueError(
+                f"{letter} of the policy {text!r} must be {what}, got {value!r}"
+            ) from error
+    return form.make(*numbers)
 
 
 def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
@@ -430,22 +577,35 @@ def load_pair(teacher: str, student: str, **options: Any) -> tuple[GPT, GPT, tik
     """Return two models and their tokenizer. Raises ValueError if they don't have the same."""
     tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
     if tokens_of(tokenizer) != tokens_of(other):
-        raise ValueError(f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
-                         f"{other.n_vocab:,} tokens, those of equal number differ")  # fmt: skip
+        raise ValueError(
+            f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
+            f"{other.n_vocab:,} tokens, those of equal number differ"
+        )
     models = [load_model(name, model_class=GPT, **options) for name in (teacher, student)]
     if differs := misfit(*models):
-        print(f"[the cache of {teacher} doesn't fit {student} ({differs}): the student reads everything itself, and a "
-              "refresh changes nothing but rounding]")  # fmt: skip
+        print(
+            f"[the cache of {teacher} doesn't fit {student} ({differs}): the student reads everything itself, and a "
+            "refresh changes nothing but rounding]"
+        )
     return *models, tokenizer
 
 
 def dropout_of(name: str) -> float:
-    """Return the dropout that a model was trained with, by its config.json; Hugging Face's default is 0.1."""
-    return float(read_json(find_file(name, "config.json")).get("resid_pdrop", 0.1))
+    """Return the dropout that a model was trained with, by its config.json; Hugging Face's default
+    is 0.1. Raises ValueError if it is no number."""
+    path = find_file(name, "config.json")
+    config = {"resid_pdrop": 0.1} | read_json(path)
+    return float(check_fields(config, str(path), resid_pdrop=float)["resid_pdrop"])
 
 
-def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, trace: Trace | None = None,
-          **options: Any) -> None:  # fmt: skip
+def write(
+    pair: Pair,
+    tokenizer: tiktoken.Encoding,
+    n: int,
+    policy: Policy,
+    trace: Trace | None = None,
+    **options: Any,
+) -> None:
     """Print a prompt, its continuation, the places of the refreshes, and their cost."""
     prompt = pair.ids
     print(tokenizer.decode(prompt[0].tolist()), end="", flush=True)
@@ -453,56 +613,188 @@ def write(pair: Pair, tokenizer: tiktoken.Encoding, n: int, policy: Policy, trac
     ids, _ = stream(tokens, tokenizer, pair, trace)
     at = [r.written for r in pair.refreshes]
     shown = ", ".join(map(str, at if len(at) <= 12 else [*at[:8], "...", *at[-3:]])) or "none"
-    print(f"[refreshed after tokens: {shown}; the teacher read {int(pair.teacher_tokens)} tokens after the prompt, "
-          f"which took {1e3 * pair.seconds:.1f} ms, splicing included]")  # fmt: skip
+    print(
+        f"[refreshed after tokens: {shown}; the teacher read {int(pair.teacher_tokens)} tokens after the prompt, "
+        f"which took {1e3 * pair.seconds:.1f} ms, splicing included]"
+    )
     if prompt.size(1) + len(ids) <= pair.n_ctx:
         nats = teacher_nats(pair.teacher, prompt, torch.tensor([ids], device=prompt.device))
         print(f"[its perplexity of the text: {nats.mean().exp():.2f}]")
     else:
-        print(f"[past the context of {pair.n_ctx} the teacher began anew with the later half: no perplexity of it all]")
+        print(
+            f"[past the context of {pair.n_ctx} the teacher began anew with the later half: no perplexity of it all]"
+        )
+
+
+@torch.no_grad()
+def demo(
+    teacher: GPT,
+    student: GPT,
+    tokenizer: tiktoken.Encoding,
+    names: list[str],
+    policies: list[Policy],
+    prompt: str | None,
+    n: int,
+    seed: int,
+) -> None:
+    """Print what the teacher, the student and pairs of both write greedily after a prompt, how long
+    it takes, and how far their predictions are from the teacher's on texts that it has sampled.
+
+    Without a prompt these are the beginnings of six documents of the corpus. Raises ValueError if
+    the prompt and the new tokens exceed the context.
+    """
+    prompts = [tokenizer.encode(prompt or PROMPT, allowed_special="all")] * 6
+    if prompt is None and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
+        prompts = corpus.beginnings(tokenizer, "test", 6, 192)
+    width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
+    if width + n > room:
+        raise ValueError(f"{width} tokens of the prompt and {n} more exceed the context of {room}")
+    ids = torch.tensor(prompts, device=teacher.wte.weight.device)
+    generator = torch.Generator(ids.device).manual_seed(seed)
+    new = torch.cat(
+        list(generate(teacher, ids, n, temperature=1.0, generator=generator)), 1
+    )  # (B, n)
+    ways = dict(
+        zip(
+            ["OverFill", *(f"OverFill, {name}" for name in names)],
+            [Policy(), *policies],
+            strict=True,
+        )
+    )
+    models = {"teacher": teacher, "student alone": student}
+    logits = {
+        name: model(torch.cat([ids, new], 1))[:, width:] for name, model in models.items()
+    }  # (B, n, V)
+    for name, policy in ways.items():
+        logits[name] = torch.stack(list(read_along(Pair(teacher, student, ids), new, policy)), 1)
+    texts, reads = {}, {"student alone": "0", "teacher": f"{width} + {n - 1}"}
+    seconds = dict.fromkeys(logits, math.inf)
+    for name in 2 * [*logits]:  # in turn, and the faster turn counts
+        pair = Pair(teacher, student, ids[:1])
+        begun = time.perf_counter()
+        alone = models.get(name)
+        tokens = generate(alone, pair.ids, n) if alone else generate_refreshed(pair, n, ways[name])
+        texts[name] = [int(token) for token in tokens]
+        seconds[name] = min(seconds[name], time.perf_counter() - begun)
+        reads.setdefault(name, f"{width} + {int(pair.teacher_tokens)}")
+    rows, same = [], {}
+    for name, text in texts.items():
+        same[name] = next((i for i in range(n) if text[i] != texts["teacher"][i]), n)
+        apart = float(kl(logits["teacher"], logits[name]).mean())
+        rows.append(
+            [
+                name,
+                f"{1e3 * seconds[name]:.0f}",
+                f"{n / seconds[name]:.0f}",
+                reads[name],
+                f"{apart:z.3f}",
+                f"{same[name]} of {n}",
+            ]
+        )
+    print(
+        f"A prompt of {width} tokens, which ends with: {tokenizer.decode(ids[0, -20:].tolist())!r}\n"
+    )
+    print(table(["", "ms", "tokens/s", "teacher reads", "KL to teacher", "same tokens"], rows))
+    print(f"""
+ms, tokens/s:   {n} tokens after the prompt, always the likeliest; prefill included; the faster of two turns
+teacher reads:  tokens of the prompt + tokens of the text
+KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
+same tokens:    as in the teacher's text, up to the first difference; each text goes on from there:
+""")
+    for name, text in texts.items():
+        at = same[name] % n
+        print(
+            f"  {name:{max(map(len, texts))}}  {'... ' * (at > 0)}{tokenizer.decode(text[at : at + 20])!r}"
+        )
+    print("""
+Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
+Approximate: every further token, because the student predicts it.
+
+The full study, in two hours (--quick: in a minute): python3 -m studies.refreshing""")
 
 
 def main(argv: list[str] | None = None) -> None:
-    from load_gpt2_weights import NAMES
-    from studies import refreshing
-    from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
-
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["study"]:
-        return refreshing.main(argv[1:])
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
-    cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write", "study"),
-                     help="demo: compare ways to write a text; write: continue a prompt in one way; study: "
-                     "measure all ways on many prompts, see `study --help`")  # fmt: skip
+    cli.add_argument(
+        "what",
+        nargs="?",
+        default="demo",
+        choices=("demo", "write"),
+        help="demo: compare ways to write a text; write: continue a prompt in one way",
+    )
     cli.add_model_arguments("--teacher")
-    cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that decodes")
-    forms = (":".join([name, *letters]) + f" ({about})" for name, (_, _, letters, about) in FORMS.items())
-    cli.add_argument("--policy", metavar="P", help=f"when to refresh, one of {'; '.join(forms)}; gates wait "
-                     f"{Gate.cooldown} tokens after a refresh; default: periodic:64, in the demo 16 too")  # fmt: skip
-    cli.add_argument("--prompt", type=nonempty, metavar="TEXT",
-                     help=f"text to continue; default: {PROMPT}; in the demo the beginning of a longer text")
-    cli.add_argument("--temperature", type=temperature, metavar="X", help="write: 0 (default): the likeliest token")
-    cli.add_argument("--top-k", type=whole_number(1), metavar="N", help="write: sample from the N likeliest tokens")
+    cli.add_argument(
+        "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
+    )
+    forms = (f"{':'.join([name, *form.values])} ({form.about})" for name, form in POLICIES.items())
+    cli.add_argument(
+        "--policy",
+        metavar="P",
+        help=f"when to refresh, one of {'; '.join(forms)}; gates wait "
+        f"{Gate.cooldown} tokens after a refresh; default: periodic:64, in the demo 16 too",
+    )
+    cli.add_argument(
+        "--prompt",
+        type=nonempty,
+        metavar="TEXT",
+        help=f"text to continue; default: {PROMPT}; in the demo the beginning of a longer text",
+    )
+    cli.add_argument(
+        "--temperature",
+        type=temperature,
+        metavar="X",
+        help="write: 0 (default): the likeliest token",
+    )
+    cli.add_argument(
+        "--top-k",
+        type=whole_number(1),
+        metavar="N",
+        help="write: sample from the N likeliest tokens",
+    )
     cli.add_trace_argument("write: ")
-    cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N",
-                     help="tokens to write; default: write 250, demo 128")
+    cli.add_argument(
+        "--max-new-tokens",
+        type=whole_number(2),
+        metavar="N",
+        help="tokens to write; default: write 250, demo 128",
+    )
     with cli.parse(argv) as args:
-        cli.only(args.what, "write", {"--temperature": args.temperature, "--top-k": args.top_k,
-                                      "--trace": args.trace_file})  # fmt: skip
-        names = [args.policy] if args.policy else ["periodic:64", "periodic:16"][: 2 if args.what == "demo" else 1]
-        policies = {f"OverFill, {name}": parse_policy(name) for name in names}
-        teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
-        if any(isinstance(policy, MonteCarloDropout) for policy in policies.values()):
-            if not (rate := dropout_of(args.student)):
-                raise ValueError(f"{args.student} was trained without dropout: passes with it say nothing")
-            policies = {name: replace(policy, rate=rate) for name, policy in policies.items()}
+        cli.only(
+            args.what,
+            "write",
+            {"--temperature": args.temperature, "--top-k": args.top_k, "--trace": args.trace_file},
+        )
+        names = ["periodic:64"] if args.what == "write" else ["periodic:64", "periodic:16"]
+        if args.policy is not None:
+            names = [args.policy]
+        policies = [parse_policy(name) for name in names]
+        teacher, student, tokenizer = load_pair(
+            args.model, args.student, device=args.device, dtype=args.dtype
+        )
+        for i, policy in enumerate(policies):
+            if isinstance(policy, MonteCarloDropout):
+                rate = dropout_of(args.student)
+                if not rate:
+                    raise ValueError(
+                        f"{args.student} was trained without dropout: passes with it say nothing"
+                    )
+                policies[i] = replace(policy, rate=rate)
         if args.what == "demo":
-            return refreshing.demo(teacher, student, tokenizer, policies, args)
-        ids = torch.tensor([tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device)
-        write(Pair(teacher, student, ids), tokenizer, args.max_new_tokens or 250, *policies.values(),
-              top_k=args.top_k, temperature=args.temperature or 0.0,
-              generator=torch.Generator(args.device).manual_seed(args.seed),
-              trace=cli.trace(args, tokenizer, student, ids))  # fmt: skip
+            n = args.max_new_tokens or 128
+            return demo(teacher, student, tokenizer, names, policies, args.prompt, n, args.seed)
+        ids = torch.tensor(
+            [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device
+        )
+        write(
+            Pair(teacher, student, ids),
+            tokenizer,
+            args.max_new_tokens or 250,
+            *policies,
+            top_k=args.top_k,
+            temperature=args.temperature or 0.0,
+            generator=torch.Generator(args.device).manual_seed(args.seed),
+            trace=cli.trace(args, tokenizer, student, ids),
+        )
 
 
 if __name__ == "__main__":

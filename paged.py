@@ -17,9 +17,6 @@ PagedAttention"; Yu et al. 2022, "Orca" (continuous batching); Agrawal et al. 20
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -31,9 +28,10 @@ import torch
 from torch import Tensor
 
 from gpt_kv_cache import GPT, check_options, context_start, sample
-from support.radix_tree import common_prefix
+from support.prefix import common_prefix
 
 FAR = 1 << 40  # a position after every query's
+MOST = 16  # texts that are written at once, by default
 
 
 @dataclass(eq=False)
@@ -236,7 +234,7 @@ class Server:
     """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk
     of the one text that is being read, or over the last token of all that are being written."""
 
-    def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = 16) -> None:
+    def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = MOST) -> None:
         """chunk: tokens of a prompt in a pass at most; most: texts that are written at once. Masked
         or not, all their tokens meet in attention, whose cost is the square of their number."""
         if chunk < 1 or most < 1:
@@ -271,11 +269,10 @@ class Server:
         """The texts that are being written, with one unread token each."""
         return [text for text in self.running if text.unread == 1]
 
-    def add(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None,
-            temperature: float = 0.0, top_k: int | None = None, seed: int = 0) -> int:
-        """Let a prompt wait, and return its number. Raises ValueError if it is empty, has a token
-        that the model doesn't know, or needs more blocks than there are, even alone; or if an
-        option is out of range."""
+    def check(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None,
+              temperature: float = 0.0, top_k: int | None = None) -> None:  # fmt: skip
+        """Raise ValueError if a prompt is empty, has a token that the model doesn't know, or needs
+        more blocks than there are, even alone; or if an option is out of range."""
         check_options(torch.tensor([ids]), max_new_tokens, temperature, top_k)
         vocabulary, size = self.model.config.vocab_size, self.cache.size
         if not 0 <= min(ids) <= max(ids) < vocabulary:
@@ -284,6 +281,11 @@ class Server:
         if need > self.cache.blocks:
             lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks"
             raise ValueError(f"{lengths} of {size}, there are {self.cache.blocks}")
+
+    def add(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None,
+            temperature: float = 0.0, top_k: int | None = None, seed: int = 0) -> int:  # fmt: skip
+        """Let a prompt wait, and return its number. Raises ValueError as check() does."""
+        self.check(ids, max_new_tokens, stop_id, temperature, top_k)
         generator = torch.Generator(self.cache.pool.device).manual_seed(seed)
         text = Text(self.arrived, [*ids], len(ids) + max_new_tokens, stop_id, temperature, top_k,
                     generator, context_start(len(ids), self.model.context))  # fmt: skip
@@ -341,17 +343,22 @@ class Server:
 
 
 def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], *,
-          blocks: int, size: int = 16, chunk: int = 64, most: int = 16, seed: int = 0,
-          **options: Any) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Yield (text, token) as they come. Text i continues prompt i, and draws with seed + i. Its
-    tokens are those that generate() yields for it alone with that seed, up to what rounding does to
-    a tie. Prompts may be equal: their texts share the blocks, and are samples of one prompt.
+          blocks: int, size: int = 16, chunk: int = 64, most: int = MOST, samples: int = 1,
+          seed: int = 0, **options: Any) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """Yield (text, token) as they come. Text i continues prompt i // samples, and draws with
+    seed + i. Its tokens are those that generate() yields for it alone with that seed, up to what
+    rounding does to a tie. Samples of one prompt share the blocks that hold it.
     max_new_tokens: of all, or of each prompt. options: stop_id, temperature and top_k, of all texts.
-    Raises ValueError, at the first token, if a prompt can't be served, as Server.add() does."""
+    Raises ValueError, at the first token, if a prompt can't be served, as Server.check() does."""
     server = Server(model, PagedCache(model, blocks, size), chunk, most)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    for i, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
+    for ids, limit in zip(prompts, limits, strict=True):
+        server.check(ids, limit, **options)
+    texts = (text for text in zip(prompts, limits, strict=True) for _ in range(samples))
+    for i, (ids, limit) in enumerate(texts):
         server.add(ids, limit, seed=seed + i, **options)
+        while len(server.texts) >= 2 * most:  # the others need not wait in memory
+            yield from server.step()
     while server.busy:
         yield from server.step()
 
@@ -360,6 +367,7 @@ def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from studies import paging
     from support.cli import CommandLine, temperature, whole_number
+    from support.files import read_text
 
     count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
@@ -384,25 +392,29 @@ def main(argv: list[str] | None = None) -> None:
         cli.only(args.what, "run", {"--trace": args.trace_file})
         cli.only(args.what, "serve", {"--samples": args.samples, "--temperature": args.temperature,
                                       "--top-k": args.top_k})  # fmt: skip
-        trace = cli.trace_path(args)
-        lines = Path(args.file).read_text(encoding="utf-8").splitlines() if args.file else []
-        lines = [line for line in lines if line.strip() for _ in range(args.samples or 1)]
+        lines = read_text(Path(args.file)).splitlines() if args.file else []
+        lines = [line for line in lines if line.strip()]
         if args.file and not lines:
             raise ValueError(f"{args.file} has no line to continue")
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
         if args.what == "run":
-            return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, trace)
+            return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, args.trace_file)
         prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
-        enough = sum(math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts)
-        written: list[list[int]] = [[] for _ in prompts]
+        samples = args.samples or 1
+        needs = sorted(math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts)
+        enough = sum(sorted(needs * min(samples, MOST))[-MOST:])
+        written: dict[int, list[int]] = {}
         for i, token in serve(model, prompts, n, blocks=args.blocks or enough, size=size,
-                              chunk=args.chunk, seed=args.seed, stop_id=tokenizer.eot_token,
-                              temperature=args.temperature or 0.0, top_k=args.top_k):  # fmt: skip
+                              chunk=args.chunk, samples=samples, seed=args.seed,
+                              stop_id=tokenizer.eot_token, temperature=args.temperature or 0.0,
+                              top_k=args.top_k):  # fmt: skip
+            text = written.setdefault(i, [])
             if token != tokenizer.eot_token:
-                written[i].append(token)
-            if token == tokenizer.eot_token or len(written[i]) == n:
-                print(f"[{i + 1}] {lines[i]}{tokenizer.decode(written[i])}\n", flush=True)
+                text.append(token)
+            if token == tokenizer.eot_token or len(text) == n:
+                print(f"[{i + 1}] {lines[i // samples]}{tokenizer.decode(text)}\n", flush=True)
+                del written[i]
 
 
 if __name__ == "__main__":

@@ -1,401 +1,60 @@
 """KV caches that outlive their prompt: a new prompt reuses the longest prefix that is stored.
-`recycle.py` answers six prompts with and without the caches of ten others, `recycle.py chat` is a
-conversation whose every turn reuses all earlier ones, `recycle.py study` is the paper's experiment.
+`recycle.py` answers prompts as the paper does, by the nearest stored prompt, and by the longest
+stored prefix; `recycle.py chat` is a conversation whose every turn reuses all earlier ones;
+`recycle.py study` puts the paper's claims to the test.
 
 The keys and values of a token depend only on the tokens up to it. The keys and values of a common
-prefix are therefore valid in every text that begins with it. A radix tree of token ids finds the
-longest stored prefix of a prompt; the keys and values themselves are on disk or in memory.
+prefix are therefore valid in every text that begins with it. support/store.py keeps them, on disk or
+in memory, and finds the longest stored prefix of a prompt.
 
-Shapes: L layers, H heads, D head size, S tokens of a cache, n tokens of a node.
+Shapes: N texts, C numbers of an embedding, T tokens, k tokens of a stored prompt.
 
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
-import errno
-import math
-import os
-import shutil
+import statistics
 import sys
+import tempfile
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tiktoken
 import torch
-from filelock import FileLock
-from safetensors.torch import save
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
-from support.entries import DAMAGED, ENTRY, HEADER, checksum, digest, entry_name, ids_of, read_entry
-from support.files import UNFINISHED, write_atomically
-from support.fingerprints import Weights, fingerprint
-from support.radix_tree import Node, RadixTree
+from support.encoders import load_encoder, nearest
+from support.files import read_csv, write_csv
+from support.prefix import common_prefix
+from support.store import Store
+from support.tables import table
 
 if TYPE_CHECKING:
     from support.tracing import Trace
 
-BLOCKS = 2**14  # bytes to delete beyond the need on a full disk: files and folders take whole blocks
-PATIENCE = 30  # seconds to wait for a folder's lock, which another process may never release
-
-
-class Store:
-    """KV caches of a model by the tokens they were computed from, in a folder or in memory.
-
-    Any number of processes may use a folder at once, and be killed at any moment: each takes a lock
-    for the time of a get() or put(). An entry holds the keys and values of a node: kv (L, 2, H, n, D),
-    ids (n,), and as metadata the model's fingerprint, a digest of all tokens before the node, and a
-    checksum over all of these. It is written beside its place, moved there, and never changed.
-    Everything in it is verified before use. An entry that fails is deleted with a warning, together
-    with those that follow it, and the model reads those tokens again. A checksum finds accidents, not
-    forgeries; and as files are mapped, nobody may change one in place while it is in use.
-
-    A folder that can't be used is one warning, and the model reads all tokens; one that can't be
-    locked, or a full disk on which making room doesn't help, is one warning, and is read only.
-
-    capacity: bytes of this model's files, which they never exceed, unfinished ones included: the ends
-    of the texts that were used longest ago are deleted before more is written. The model must be in eval()
-    and its weights must stay as they are: Weights says which changes are noticed, by get() and put().
-    Not for several threads at once.
-    """
-
-    def __init__(self, model: GPT, folder: Path | str | None = None,
-                 capacity: float = float("inf")) -> None:  # fmt: skip
-        if not capacity > 0:  # nor is nan
-            raise ValueError(f"the capacity must be more than 0 bytes, got {capacity}")
-        self.model, self.capacity, c = model, capacity, model.config
-        self.dtype, self.device = model.wte.weight.dtype, model.wte.weight.device
-        self.fingerprint, self.weights = fingerprint(model), Weights(model)
-        self.token_bytes = 2 * c.n_layer * c.n_head * c.head_dim * self.dtype.itemsize  # of keys and values
-        self.tree = RadixTree()
-        self.memory: dict[str, tuple[dict[str, str], dict[str, Tensor]]] = {}  # entries, without a folder
-        self.scanned = -1  # when the folder had last changed when it was read
-        self.folder = None if folder is None else Path(folder) / self.fingerprint[:16]  # one a model
-        self.lock = None if folder is None else FileLock(self.folder / "lock")
-        self.patience, self.warned, self.full = PATIENCE, False, False
-        with self.locked():
-            pass
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all entries."""
-        return sum(node.nbytes for node in self.tree.order)
-
-    def size(self, n: int) -> int:
-        """Return how many bytes an entry of n tokens takes at most."""
-        return n * (self.token_bytes + 8) + (HEADER if self.folder else 0)
-
-    @property
-    def writable(self) -> bool:
-        """Whether entries may be written and deleted now."""
-        return self.lock is None or self.lock.is_locked
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes out; first take note of their changes. Raises ValueError if the weights are
-        no longer those that the stored caches were computed with, or the model is in train()."""
-        if any(module.training for module in self.model.modules()):
-            raise ValueError("the model is in train(), where dropout makes its caches random: call model.eval() first")
-        if self.weights.changed():
-            raise ValueError("the model's weights have changed since this store was opened: open a new one")
-        try:
-            if self.folder:
-                try:
-                    self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted all of it
-                    self.lock.acquire(timeout=self.patience, poll_interval=0.001)
-                    self.patience = PATIENCE
-                except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-                    self.patience = 0
-                    self.warn(error)
-                with self.excused():
-                    self.refresh()
-            with self.excused():
-                yield
-        finally:
-            if self.lock:
-                self.lock.release()
-
-    @contextmanager
-    def excused(self) -> Iterator[None]:
-        """Turn an OSError into a warning. Whatever is raised, forget what the tree says of the files."""
-        try:
-            yield
-        except BaseException as error:  # also Ctrl-C
-            self.forget()
-            if self.lock:
-                self.lock.release()  # what isn't known can't be kept in its capacity: write nothing
-            if not isinstance(error, OSError):
-                raise
-            self.warn(error)
-
-    def warn(self, error: Exception) -> None:
-        """Say once in a store's life that its folder can't be used in full."""
-        if not self.warned:
-            warnings.warn(f"the KV cache store can't be used in full, which costs time and changes no token: {error}",
-                          stacklevel=2)  # fmt: skip
-        self.warned = True
-
-    def forget(self) -> None:
-        """Empty the tree; refresh() finds again what is in the folder."""
-        self.tree, self.scanned = RadixTree(), -1
-        self.memory.clear()
-
-    def get(self, ids: Sequence[int]) -> KVCache:
-        """Return a new cache of the longest stored prefix of ids, but never of all: one token has to
-        be fed to get logits. The cache is empty if nothing is stored."""
-        found: list[Tensor] = []
-        with self.locked():
-            path = self.tree.match(ids[:-1])
-            for node, shared in path:
-                kv = self.load(node)
-                if kv is None:
-                    break
-                found.append(kv[..., :shared, :])
-            self.use(node for node, _ in path[: len(found)])
-        if not found:
-            return KVCache()
-        # A single entry is used where it is mapped: KVCache copies what it appends to.
-        layers = found[0] if len(found) == 1 else [torch.cat(kv, dim=2) for kv in zip(*found, strict=True)]
-        layers = [layer[:, None].to(self.device) for layer in layers]  # (2, 1, H, S, D)
-        return KVCache(layers, torch.arange(layers[0].size(3), device=self.device))
-
-    def put(self, ids: Sequence[int], cache: KVCache) -> int:
-        """Store what cache has read of ids, as far as it isn't there yet and fits; return the bytes written.
-
-        Raises ValueError if cache is not that of the first tokens of a single text, read by this model.
-        """
-        n = len(cache)
-        if n > len(ids) or cache.pos.tolist() != list(range(n)) or (n and cache.layers[0].size(1) != 1):
-            raise ValueError(f"the cache, {n} tokens, must be that of the first tokens of ids, {len(ids)}, in one row")
-        if n and (cache.layers[0].dtype != self.dtype or cache.nbytes != n * self.token_bytes):
-            raise ValueError(f"the cache, {cache.nbytes} bytes of {cache.layers[0].dtype}, is not one of this model, "
-                             f"{n * self.token_bytes} of {self.dtype}")  # fmt: skip
-        with self.locked():
-            if not self.writable:
-                return 0
-            try:
-                written, self.full = self.insert(tuple(ids[:n]), cache, self.capacity), False
-                return written
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self.full:
-                    raise
-                self.full = True  # until a put() succeeds: a disk that others fill must not empty the store
-                self.forget()
-                self.refresh()
-                room = self.nbytes - self.size(n) - BLOCKS
-                if room > 0 and (written := self.insert(tuple(ids[:n]), cache, room)):
-                    return written
-                raise
-        return 0
-
-    def insert(self, ids: tuple[int, ...], cache: KVCache, limit: float) -> int:
-        """Add ids to the tree and write the new entry, as far as limit bytes allow; return the bytes written.
-
-        What has to go goes first: the folder never holds more than limit bytes.
-        """
-        self.evict(limit)
-        written, path = 0, self.tree.match(ids)
-        if path and sum(shared for _, shared in path) < len(ids) and path[-1][1] < len(path[-1][0].ids):
-            written = self.split(*path[-1], limit)
-            path = self.tree.match(ids)
-        nodes, at = [node for node, _ in path], sum(shared for _, shared in path)
-        if at < len(ids):
-            self.evict(limit - self.size(len(ids) - at), nodes)
-            if (excess := self.nbytes + self.size(len(ids) - at) - limit) > 0:
-                ids = ids[: max(at, len(ids) - math.ceil(excess / (self.size(1) - self.size(0))))]
-        if at < len(ids):
-            nodes.append(self.tree.add(nodes[-1] if nodes else self.tree.root, ids[at:]))
-            kv = [layer[:, 0, :, at : len(ids)].to("cpu") for layer in cache.layers]
-            written += self.write(nodes[-1], torch.stack(kv))
-        self.use(nodes)
-        return written
-
-    def split(self, whole: Node, n: int, limit: float) -> int:
-        """Make two entries of one: its first n tokens, and the others; return their bytes.
-
-        The halves are written first, and the whole is deleted last: refresh() finds the one or the
-        other, whenever the process is killed. Without room for that, the other tokens are given up.
-        """
-        kv = self.load(whole)
-        if kv is None:
-            return 0
-        if not self.evict(limit - self.size(n) - self.size(len(whole.ids) - n), self.tree.path(whole)):
-            self.cut(whole, n)
-            return 0
-        name, upper = whole.name, self.tree.split(whole, n)
-        written = self.write(upper, kv[..., :n, :]) + self.write(whole, kv[..., n:, :])
-        self.delete(name)
-        return written
-
-    def evict(self, limit: float, kept: Sequence[Node] = ()) -> bool:
-        """Delete ends of the least recently used texts until at most limit bytes are left; return whether that worked.
-
-        kept: a path from the root that stays.
-        """
-        while (excess := self.nbytes - limit) > 0 and len(self.tree.order) > len(kept):
-            leaf, keep = self.tree.oldest(math.ceil(excess / self.token_bytes), kept)
-            with suppress(FileNotFoundError):
-                if self.folder and (used := (self.folder / leaf.name).stat().st_mtime_ns) > leaf.used:
-                    leaf.used = used  # by another process
-                    self.tree.use(self.tree.path(leaf))
-                    continue
-            self.cut(leaf, keep)
-        return excess <= 0
-
-    def cut(self, leaf: Node, n: int) -> None:
-        """Delete a leaf, but for its first n tokens."""
-        kv = self.load(leaf) if n else None
-        if leaf not in self.tree.order:  # it couldn't be read
-            return
-        if kv is not None:
-            kv = kv[..., :n, :].clone()
-        self.delete(leaf.name)  # before writing, since there may be no room for both
-        if beginning := self.tree.cut(leaf, n):
-            beginning.used = leaf.used
-            self.write(beginning, kv)
-
-    def load(self, node: Node) -> Tensor | None:
-        """Return the keys and values (L, 2, H, n, D) of a node; None if they can't be used: then the
-        node and all that follows it are gone."""
-        try:
-            return self.verified(node.name, self.tree.text(node.parent), node.ids)
-        except DAMAGED as error:
-            for one in self.tree.remove(node):
-                self.discard(one.name, error if one is node else "")
-            return None
-
-    def verified(self, name: str, prefix: Sequence[int], ids: tuple[int, ...]) -> Tensor:
-        """Return the keys and values of an entry. Raises one of DAMAGED with what is wrong."""
-        c = self.model.config
-        shape = (c.n_layer, 2, c.n_head, len(ids), c.head_dim)
-        metadata, tensors = read_entry(self.folder / name) if self.folder else self.memory[name]
-        kv, own, before = tensors["kv"], tensors["ids"], digest(prefix)
-        if metadata.get("fingerprint") != self.fingerprint:
-            raise ValueError("it belongs to another model")
-        if metadata.get("prefix") != before or own.tolist() != list(ids):
-            raise ValueError("it holds other tokens")
-        if kv.dtype != self.dtype or kv.shape != shape:
-            raise ValueError(f"it holds {kv.dtype} {tuple(kv.shape)} instead of {self.dtype} {shape}")
-        if metadata.get("checksum") != checksum(self.fingerprint, before, own, kv):
-            raise ValueError("its checksum is wrong")
-        return kv
-
-    def write(self, node: Node, kv: Tensor) -> int:
-        """Store kv (L, 2, H, n, D) as the entry of a node; return its bytes."""
-        prefix, tensors = self.tree.text(node.parent), {"kv": kv.contiguous(), "ids": torch.tensor(node.ids)}
-        metadata = {"fingerprint": self.fingerprint, "prefix": digest(prefix)}
-        metadata["checksum"] = checksum(self.fingerprint, metadata["prefix"], tensors["ids"], tensors["kv"])
-        node.name = entry_name(prefix, node.ids)
-        if self.folder is None:
-            self.memory[node.name] = metadata, tensors
-            node.nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        else:
-            path, content, node.used = self.folder / node.name, save(tensors, metadata), node.used or time.time_ns()
-            self.delete(node.name)  # a link or a pipe of that name, which would be written to
-            write_atomically(path, lambda file: file.write_bytes(content))
-            os.utime(path, ns=(node.used, node.used))
-            node.nbytes = len(content)
-        return node.nbytes
-
-    def use(self, nodes: Iterable[Node]) -> None:
-        """Count a path as used now, for other processes too: a file's time is that of its last use."""
-        nodes, now = list(nodes), time.time_ns()
-        self.tree.use(nodes)
-        for node in nodes:
-            node.used = now
-            if self.folder:
-                with suppress(OSError):  # somebody has deleted it
-                    os.utime(self.folder / node.name, ns=(now, now))
-
-    def delete(self, name: str) -> None:
-        """Delete an entry, if there is one."""
-        self.memory.pop(name, None)
-        if self.folder and self.writable:
-            (self.folder / name).unlink(missing_ok=True)
-
-    def discard(self, name: str, reason: str | Exception = "") -> None:
-        """Delete an entry that can't be used, if it is ours to delete; with a warning if it has a reason."""
-        if getattr(reason, "errno", None) not in (None, errno.ENOENT):  # no permission, too many open files:
-            raise reason  # the entry isn't damaged
-        if reason and not isinstance(reason, FileNotFoundError):
-            warnings.warn(f"the stored KV cache {name} is not used: {reason}", stacklevel=2)
-        with suppress(OSError):
-            self.delete(name)
-
-    def clear(self) -> None:
-        """Delete all that is stored for this model."""
-        with self.locked():
-            for node in list(self.tree.order):
-                self.delete(node.name)
-            self.tree = RadixTree()
-
-    def refresh(self) -> None:
-        """Take note of what other processes, or earlier ones, have written and deleted; delete what
-        a killed one has left unfinished, and entries whose beginning is lost."""
-        changed = self.folder.stat().st_mtime_ns
-        if changed == self.scanned:
-            return
-        settled = time.time_ns() - changed > 2 * 10**9  # file times are coarse: 2 seconds on some file systems
-        if self.writable:
-            for folder in self.folder.glob(UNFINISHED + "*"):  # whoever wrote there was killed: the lock is ours
-                if folder.is_dir():  # rmtree waits for a pipe
-                    shutil.rmtree(folder, ignore_errors=True)
-        files = {}
-        for entry in os.scandir(self.folder):
-            with suppress(FileNotFoundError):  # deleted at this moment
-                if ENTRY.fullmatch(entry.name) and entry.is_file():
-                    files[entry.name] = entry.stat()
-        for node in list(self.tree.order):
-            if node.name not in files and node in self.tree.order:
-                self.tree.remove(node)
-        waiting: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # by the digest of what precedes
-        for name in files.keys() - {node.name for node in self.tree.order}:
-            try:
-                waiting.setdefault(name[:32], []).append((name, ids_of(read_entry(self.folder / name)[1])))
-            except DAMAGED as error:
-                self.discard(name, error)
-        parents = [(digest(()), self.tree.root), *((node.name[33:65], node) for node in self.tree.order)]
-        found = []
-        for end, parent in parents:
-            prefix = self.tree.text(parent) if end in waiting else ()
-            for name, ids in sorted(waiting.pop(end, []), key=lambda entry: -len(entry[1])):
-                if name != entry_name(prefix, ids):
-                    self.discard(name, "it holds other tokens")
-                elif ids[0] in parent.children:  # half of a longer one that was about to be split
-                    self.discard(name)
-                else:
-                    node = self.tree.add(parent, ids)
-                    node.name, node.nbytes, node.used = name, files[name].st_size, files[name].st_mtime_ns
-                    parents.append((name[33:65], node))
-                    found.append(node)
-        for name, _ in (entry for entries in waiting.values() for entry in entries):
-            self.discard(name)
-        for node in sorted(found, key=lambda node: node.used):
-            self.tree.use(self.tree.path(node))
-        self.scanned = changed if settled and self.writable else -1
+DATA = Path(__file__).resolve().parent / "data"
 
 
 def read_all(model: GPT, ids: Sequence[int]) -> KVCache:
     """Return the cache of a text after one forward pass."""
-    cache = KVCache()
+    cache = model.new_cache()
     with torch.no_grad():
         model(torch.tensor([ids], device=model.wte.weight.device), cache, last_only=True)
     return cache
 
 
 def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -> Iterator[Tensor]:
-    """Yield what generate() yields after ids (1, T) with the store's model, but read only what the store doesn't hold,
-    and leave what was read there: the tokens are those of a cold run, up to what rounding does to a tie. Raises
-    ValueError as generate() does.
+    """Yield what generate() yields after ids (1, T) with the store's model, but read only what the
+    store doesn't hold, and leave what was read there: the tokens are those of a cold run, up to what
+    rounding does to a tie. Raises ValueError as generate() does.
     """
     n_ctx = store.model.config.n_ctx
     if ids.dim() != 2 or ids.size(0) != 1:
@@ -409,6 +68,266 @@ def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -
             yield token
     finally:  # also if nobody wants the rest; the last token has not been read
         store.put(text[context_start(len(text) - 1, n_ctx) :], cache)
+
+
+# The source's way: sections 2.4, 2.5 and 3.1.
+
+
+@dataclass(frozen=True)
+class Record:
+    """A stored prompt (C[i] in section 2.4): its text and ids; similarity: the dot product of its
+    embedding and the new prompt's. Its keys and values are in the store."""
+
+    text: str
+    ids: list[int]
+    similarity: float
+
+
+class Recycler:
+    """KV recycling as its source describes it: the cache of the nearest stored prompt is reused if
+    all of that prompt is a prefix of the new one. "This intentionally conservative condition ensures
+    that all cached KVs correspond exactly to the first k tokens" (section 3.1).
+
+    encoder: turns N texts into unit vectors (N, C), as support.encoders.load_encoder() returns it;
+    name: tells its vectors in the store from those of other encoders.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tokenizer: tiktoken.Encoding,
+        encoder: Callable[[list[str]], np.ndarray],
+        name: str = "tokens",
+    ) -> None:
+        self.store, self.tokenizer, self.encoder, self.name = store, tokenizer, encoder, name
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self.tokenizer.encode(text, allowed_special={END_OF_TEXT})
+
+    def add(self, text: str) -> None:
+        """Store a prompt: its text, its ids, its cache and its embedding. "We run a single forward
+        pass with caching enabled", "move these tensors to the CPU and serialize a record" (section
+        2.4)."""
+        ids = self.encode(text)
+        cache, embedding = read_all(self.store.model, ids), self.encoder([text])[0]
+        self.store.put(ids, cache, text, embedding, self.name)
+
+    def nearest(self, text: str) -> Record | None:
+        """Return the stored prompt with the largest dot product of embeddings, None if none is
+        stored: "we retrieve the most similar cached prompt by dot product" (section 2.5)."""
+        embedding = self.encoder([text])
+        stored = self.store.prompts(self.name)
+        if not stored:
+            return None
+        vectors = np.stack([vector for *_, vector in stored])  # E in section 2.4: (N, C)
+        i = nearest(vectors, embedding)[0]
+        found, ids, vector = stored[i]
+        return Record(found, ids, float(vector @ embedding[0]))
+
+    def reuse(self, text: str, ending: str = "") -> KVCache:
+        """Return the cache of the nearest prompt, of k tokens, if the reuse depth r is k: "we require
+        the cached prompt to be a full prefix of the test prompt, i.e., r=k" (section 3.1); else an
+        empty one: "prompts that diverged early in the sequence fell back to baseline behavior" (5.3).
+        A token of the text is always left to feed.
+
+        ending: what follows the text, and no stored prompt, such as the end of a turn.
+        """
+        ids, record = self.encode(text + ending), self.nearest(text)
+        if record is None:
+            return self.store.model.new_cache()
+        r, k = common_prefix(ids, record.ids), len(record.ids)
+        return self.store.get(ids[: k + 1]) if r == k else self.store.model.new_cache()
+
+
+@torch.no_grad()
+def generate_as_published(
+    model: GPT, new: Tensor, cache: KVCache, max_new_tokens: int, stop_id: int | None = None
+) -> Iterator[Tensor]:
+    """Yield what the source's call writes (section 4.4.3), `model.generate(input_ids=new,
+    past_key_values=cache)` in its version of transformers, 4.45.2.
+
+    Given a cache, that generate() takes input_ids for the whole text. Of T new tokens (1, T) after k
+    cached ones it drops the first k, or all but the last if T is no more than k; and it counts
+    positions from the first new token on. So the model sees a text with a hole, at positions it has
+    used before. For comparison only: changes the cache.
+    """
+    k, T = len(cache), new.size(1)
+    fed = new[:, k:] if k < T else new[:, -1:]
+    at = T - fed.size(1)  # position of the first token fed
+    cache.pos = torch.arange(at - k, at, device=new.device)  # seen, wherever it was read
+    for _ in range(max_new_tokens):
+        fed = model(fed, cache, last_only=True)[:, -1].argmax(dim=-1, keepdim=True)
+        yield fed
+        if int(fed) == stop_id:
+            return
+
+
+# The demonstration: the source's protocol (section 4.4), reduced.
+
+WAYS = {
+    "cold": "cold: all of it is read",
+    "source": "source: the nearest prompt, r = k",
+    "published": "source, by its published call",
+    "longest": "ours: the longest stored prefix",
+}
+NEAREST = ("source", "published")  # the ways that look for the nearest prompt
+
+
+@dataclass
+class Run:
+    """One generation: its tokens, and the seconds to the first of them and to the last."""
+
+    ids: list[int]
+    ttft: float
+    total: float
+
+
+def timed(generation: Callable[[], Iterator[Tensor]]) -> Run:
+    """Run a generation to its end; int() waits for the device."""
+    ids, ttft, begun = [], 0.0, time.perf_counter()
+    for token in generation():
+        ids.append(int(token))
+        ttft = ttft or time.perf_counter() - begun
+    return Run(ids, ttft, time.perf_counter() - begun)
+
+
+def prompt_files(model: str) -> list[Path]:
+    """Return the prompts to store and those to test: the source's, for pocket its own."""
+    own = "pocket_" if model == "pocket" else ""
+    return [DATA / f"{own}{kind}_prompts.csv" for kind in ("cache", "test")]
+
+
+def answer(
+    recycler: Recycler, way: str, text: str, ending: str, n: int
+) -> tuple[int, Iterator[Tensor]]:
+    """Return how many tokens of a prompt one of WAYS reuses, and up to n greedy tokens after it."""
+    store, stop = recycler.store, recycler.tokenizer.eot_token
+    ids = recycler.encode(text + ending)
+    cache = store.model.new_cache()
+    if way == "longest":
+        cache = store.get(ids)
+    elif way != "cold":
+        cache = recycler.reuse(text, ending)
+    k, prompt = len(cache), torch.tensor([ids], device=store.device)
+    if way == "published" and k:
+        return k, generate_as_published(store.model, prompt[:, k:], cache, n, stop)
+    return k, generate(store.model, prompt, n, stop_id=stop, cache=cache)
+
+
+def compared(
+    recycler: Recycler, text: str, ending: str, n: int, repeats: int = 5
+) -> dict[str, dict[str, Any]]:
+    """Return what each of WAYS makes of a prompt, taken in turns: seconds to the first token, the
+    median of `repeats`, and to the last of n; the text, and its likeness to the cold one."""
+    reused = {way: answer(recycler, way, text, ending, 1)[0] for way in WAYS}  # warms up, too
+    record = recycler.nearest(text)
+    first: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(repeats):
+        for way in WAYS:
+            first[way].append(timed(lambda way=way: answer(recycler, way, text, ending, 1)[1]).ttft)
+    runs = {way: timed(lambda way=way: answer(recycler, way, text, ending, n)[1]) for way in WAYS}
+    outputs = [recycler.tokenizer.decode(run.ids) for run in runs.values()]
+    vectors = recycler.encoder([output.removesuffix(END_OF_TEXT) for output in outputs])
+    rows = {}
+    for (way, run), output, vector in zip(runs.items(), outputs, vectors, strict=True):
+        rows[way] = {
+            "prompt": text,
+            "output": output,
+            "reused_tokens": reused[way],
+            "cache_similarity": record.similarity if record and way in NEAREST else "",
+            "first_token_s": statistics.median(first[way]),
+            "latency_s": run.total,
+            "similarity": float(vectors[0] @ vector),
+            "same_tokens": common_prefix(run.ids, runs["cold"].ids),
+            "identical": run.ids == runs["cold"].ids,
+        }
+    return rows
+
+
+def demo(
+    store: Callable[[str], Store],
+    tokenizer: tiktoken.Encoding,
+    encoder: Callable[[list[str]], np.ndarray],
+    name: str,
+    n: int,
+    out: Path,
+) -> None:
+    """Run the source's protocol, and with one more, long prompt; write baseline.csv and
+    recycled.csv (section 4.4), and print what reuse saves beside the exact result.
+
+    store: makes an empty one, given a name. Raises ValueError if a prompt leaves no room for n tokens.
+    """
+    cached, tests = [
+        [row["prompt"] for row in read_csv(path, "prompt")] for path in prompt_files(name)
+    ]
+    whole = "\n".join(cached)
+    ending = END_OF_TEXT * ("DialoGPT" in name)
+    short, long = (Recycler(store(kind), tokenizer, encoder) for kind in ("short", "long"))
+    size, n_ctx = len(long.encode(f"{whole}\n{tests[0]}{ending}")), long.store.model.config.n_ctx
+    if size + n > n_ctx:
+        raise ValueError(f"a prompt of {size} tokens and {n} new ones exceed the context, {n_ctx}")
+    for text in cached:
+        short.add(text)
+    long.add(whole)
+    texts = [(short, text) for text in tests] + [(long, f"{whole}\n{tests[0]}")]
+    rows = [
+        compared(recycler, text, ending, n)
+        for recycler, text in tqdm(texts, desc="prompts", leave=False)
+    ]
+    write_results(rows, out)
+    cells = []
+    for (_, text), row in zip(texts, rows, strict=True):
+        shown = text.partition("\n")[0]
+        cells.append([f"{shown[:30]}...", str(len(short.encode(text + ending)))])
+        cells[-1] += [str(row[way]["reused_tokens"]) for way in ("source", "longest")]
+        for way in ("source", "published", "longest"):
+            same = f"differs at token {row[way]['same_tokens'] + 1}"
+            cells[-1].append("the same" if row[way]["identical"] else same)
+    header = ["prompt", "tokens", "reused: source", "ours", "text: source", "published", "ours"]
+    print(
+        f"The caches of {len(cached)} prompts are stored, and {len(tests)} other prompts are "
+        f"answered; then a long one that begins with all {len(cached)}.\n"
+        f"{n} greedy tokens each; the texts beside a cold run's:\n\n{table(header, cells)}\n"
+    )
+    header = ["way", "first token", "of the long one", "time saved", "similarity", "the same text"]
+    print(f"{table(header, [summary(way, rows) for way in WAYS])}\n")
+    print(
+        "First token: milliseconds, medians of 5, with retrieval and restoring. Time saved: to the "
+        "last token,\nthe mean over prompts (the source's S). Similarity: the mean cosine of "
+        "embeddings, to the cold text.\n"
+        "Exact: cold, source, ours. The published call (transformers 4.45.2) is not: it skips "
+        "tokens of the prompt,\nand uses positions twice.\n"
+        'The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was '
+        '0.66–0.82, indicating near\nidentical responses" (5.4).\n\n'
+        f"Written to {out}: baseline.csv, recycled.csv\n"
+        "The full study: python3 recycle.py study"
+    )
+
+
+def summary(way: str, rows: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
+    """Return what a way's rows, of which the last is the long prompt's, come to: cells of a table."""
+    own = [row[way] for row in rows]
+    first = statistics.mean(row["first_token_s"] for row in own[:-1])
+    saved = [1 - row[way]["latency_s"] / row["cold"]["latency_s"] for row in rows]  # S / 100
+    return [
+        WAYS[way],
+        f"{1e3 * first:.1f}",
+        f"{1e3 * own[-1]['first_token_s']:.1f}",
+        f"{statistics.mean(saved):z.0%}" if way != "cold" else "-",
+        f"{statistics.mean(row['similarity'] for row in own):.2f}",
+        f"{sum(row['identical'] for row in own)} of {len(own)}",
+    ]
+
+
+def write_results(rows: Sequence[dict[str, dict[str, Any]]], out: Path) -> None:
+    """Write baseline.csv and recycled.csv: of each prompt and way, what sections 3.4 and 4.4.3
+    log."""
+    kinds = ["prompt", "output", "latency_s", "first_token_s", "reused_tokens"]
+    kinds += ["cache_similarity", "similarity"]
+    for file, ways in (("baseline", ["cold"]), ("recycled", ["source", "published", "longest"])):
+        lines = [[way, *(row[way][kind] for kind in kinds)] for row in rows for way in ways]
+        write_csv(out / f"{file}.csv", ["way", *kinds], lines)
 
 
 def typed(lines: Iterable[str]) -> Iterator[str]:
@@ -436,7 +355,9 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
         said = line.strip() + END_OF_TEXT if dialogue else f"Question: {line.strip()}\nAnswer:"
         turn = tokenizer.encode(said, allowed_special={END_OF_TEXT})
         if len(turn) + max_new_tokens > n_ctx // 2:
-            print(f"[{len(turn)} tokens and an answer of {max_new_tokens} don't fit in half the context, {n_ctx // 2}]")
+            print(
+                f"[{len(turn)} tokens and an answer of {max_new_tokens} don't fit in half the context, {n_ctx // 2}]"
+            )
             continue
         before = len(turns)
         if sum(map(len, turns)) + len(turn) + max_new_tokens > n_ctx:
@@ -451,7 +372,9 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
         if trace:
             trace.begin(ids, reused)
         prompt = torch.tensor([ids], device=store.device)
-        for token in generate(model, prompt, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache):
+        for token in generate(
+            model, prompt, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache
+        ):
             reply.append(int(token))
             first = first or time.perf_counter() - begun
             if trace:
@@ -466,8 +389,14 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
         begun = time.perf_counter()
         read_all(model, ids)
         cold = time.perf_counter() - begun
-        without = f", without reuse {1000 * cold:.1f} ms" if reused else ": nothing was stored that it begins with"
-        print(f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms{without}]\n")
+        without = (
+            f", without reuse {1000 * cold:.1f} ms"
+            if reused
+            else ": nothing was stored that it begins with"
+        )
+        print(
+            f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms{without}]\n"
+        )
     if trace and trace.steps:
         trace.write()
         print(f"[step by step: {trace.path}]")
@@ -482,24 +411,54 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["study"]:
         return recycling.main(argv[1:])
     cli = CommandLine(__doc__, "python3 %(prog)s chat", NAMES)
-    cli.add_argument("what", nargs="?", default="run", choices=("run", "chat", "study"),
-                     help="run: what reuse saves, in seconds; chat: a conversation; study: the paper's experiment, "
-                     "with options of its own")  # fmt: skip
+    cli.add_argument(
+        "what",
+        nargs="?",
+        default="run",
+        choices=("run", "chat", "study"),
+        help="run: the paper's protocol beside ours, in seconds; chat: a conversation; study: the "
+        "paper's claims, with options of its own",
+    )
     cli.add_model_arguments()
-    cli.add_argument("--max-new-tokens", type=whole_number(1), default=100, metavar="N", help="tokens to write")
-    cli.add_argument("--store", metavar="FOLDER", help="chat: where caches are kept; default: results/recycle/store")
-    cli.add_argument("--capacity", type=whole_number(1, 2**63 - 1), metavar="BYTES",
-                     help="chat: store size limit; default: 10**9")  # fmt: skip
+    cli.add_argument(
+        "--max-new-tokens", type=whole_number(1), default=60, metavar="N", help="tokens to write"
+    )
+    cli.add_argument(
+        "--encoder",
+        metavar="NAME",
+        help="run: embeddings for the nearest prompt: tokens, the model's own, or a model of "
+        "sentence-transformers, such as all-MiniLM-L6-v2; default: tokens",
+    )
+    cli.add_argument(
+        "--store",
+        metavar="FOLDER",
+        help="chat: where caches are kept; default: results/recycle/store",
+    )
+    cli.add_argument(
+        "--capacity",
+        type=whole_number(1, 2**63 - 1),
+        metavar="BYTES",
+        help="chat: store size limit; default: 10**9",
+    )
     cli.add_trace_argument("chat: ")
     with cli.parse(argv) as args:
-        cli.only(args.what, "chat", {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file})
+        options = {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file}
+        cli.only(args.what, "chat", options)
+        cli.only(args.what, "run", {"--encoder": args.encoder})
+        if args.store == "":
+            raise ValueError("--store is empty, but a folder needs a name")
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "run":
-            return recycling.demo(model, tokenizer, args.model, args.max_new_tokens)
+            encoder = load_encoder(args.encoder or "tokens", model, tokenizer)
+            with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
+                new_store = lambda kind: Store(model, Path(folder) / kind)  # noqa: E731
+                out = Path("results/recycle")
+                return demo(new_store, tokenizer, encoder, args.model, args.max_new_tokens, out)
         store = Store(model, args.store or "results/recycle/store", args.capacity or 10**9)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
-        chat(store, tokenizer, typed(sys.stdin), args.max_new_tokens, "DialoGPT" in args.model, trace)
+        dialogue = "DialoGPT" in args.model
+        chat(store, tokenizer, typed(sys.stdin), args.max_new_tokens, dialogue, trace)
 
 
 if __name__ == "__main__":

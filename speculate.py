@@ -17,9 +17,6 @@ Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -184,7 +181,7 @@ def demo(teacher: torch.nn.Module, student: torch.nn.Module, prompts: list[Tenso
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES
-    from studies.refreshing_measures import pocket_prompts
+    from pocket import corpus
     from support.cli import PROMPT, CommandLine, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
@@ -211,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
             written, _ = stream(tokens, tokenizer, pair)
             return print(f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
                          f"{passes.agreed} of {passes.drafted} drafted tokens stayed]")  # fmt: skip
-        prompts = [torch.tensor([p], device=args.device) for p in pocket_prompts(tokenizer, "test", 3, 192)]
+        prompts = [torch.tensor([p], device=args.device) for p in corpus.beginnings(tokenizer, "test", 3, 192)]
         n = args.max_new_tokens or 128
         print(f"{len(prompts)} texts of {n} tokens after prompts of 192, always the likeliest:\n")
         demo(teacher, student, prompts, n)

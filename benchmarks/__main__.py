@@ -10,12 +10,11 @@ figures.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts: waiting threads must not spin
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # read when torch starts: waiting threads must not spin
 
 import argparse
 import importlib.util
@@ -25,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,20 +35,30 @@ from benchmarks import batches as together
 from benchmarks import scale
 from benchmarks.contenders import CONTENDERS, WITHOUT, Contender
 from benchmarks.processes import ROOT, Worker
+from benchmarks.report import (
+    BASE,
+    UNCACHED,
+    ablation,
+    ablation_table,
+    disturbance,
+    disturbed,
+    draw,
+    report,
+    summary,
+)
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import check_sizes, find_file, load_model, read_config, read_tensors
 from pocket.checkpoints import export
 from support.cli import CommandLine, whole_number, writable_folder
 from support.conditions import SIZES, machine
-from support.figures import figure
 from support.files import read_json, write_json
-from support.tables import Table, page, table
+from support.tables import page
 
-BASE = "gpt_kv_cache.py"  # what ratios are to
-DECODED, UNCACHED = 16, 3  # tokens after each prompt; of an implementation that reads the whole text for each
-SLOW = ("gpt_baseline.py", "LLMs-from-scratch, PyPI, no cache")
+DECODED, FEW = (
+    16,
+    3,
+)  # tokens after each prompt; of an implementation that reads the whole text for each
 NARROW = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
-BUSY = 0.10  # more than this share of the time without a processor, or of change of the bandwidth, is a disturbance
 
 
 # --- Weights --------------------------------------------------------------------------------------------------------
@@ -86,7 +95,9 @@ def geometry_of(folder: Path) -> dict[str, int]:
 
 def available(contender: Contender, device: str, peer: Path | None) -> str:
     """Return why a contender can't take part, "" if it can."""
-    if missing := [name for name in contender.package.split() if not importlib.util.find_spec(name)]:
+    if missing := [
+        name for name in contender.package.split() if not importlib.util.find_spec(name)
+    ]:
         return f"not installed: python3 -m pip install {' '.join(missing)}"
     if contender.file and not (peer and (peer / contender.file).is_file()):
         return f"needs --peer-path with {contender.file}"
@@ -95,8 +106,16 @@ def available(contender: Contender, device: str, peer: Path | None) -> str:
     return ""
 
 
-def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]], turns: int, device: str, threads: int,
-            peer: Path | None, decoded: int = DECODED) -> dict[str, Any]:  # fmt: skip
+def measure(
+    folder: Path,
+    names: Sequence[str],
+    cells: Sequence[tuple[int, int]],
+    turns: int,
+    device: str,
+    threads: int,
+    peer: Path | None,
+    decoded: int = DECODED,
+) -> dict[str, Any]:
     """Return all raw figures: of every contender for each cell, a batch size and a prompt length, and of the machine's
     floors.
 
@@ -105,7 +124,10 @@ def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]]
     """
     geometry = geometry_of(folder)
     generator = torch.Generator().manual_seed(0)
-    prompts = {(B, T): torch.randint(geometry["vocab_size"], (B, T), generator=generator).tolist() for B, T in cells}
+    prompts = {
+        (B, T): torch.randint(geometry["vocab_size"], (B, T), generator=generator).tolist()
+        for B, T in cells
+    }
     raw: dict[str, Any] = {name: {f"{B} x {T}": [] for B, T in prompts} for name in names}
     reuse: dict[str, list[float]] = {name: [] for name in names}
     floor: list[dict[str, Any]] = []
@@ -118,9 +140,11 @@ def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]]
             if name == "floor":
                 floor.append(worker(geometry=geometry, rows=sorted({B * T for B, T in cells})))
                 return
-            decode = UNCACHED if name in SLOW else decoded
+            decode = FEW if name in UNCACHED else decoded
             for ids in prompts.values():
-                worker(ids=ids, decode=0 if name in SLOW else 3, cached=0)  # warms up: memory, kernels, compilers
+                worker(
+                    ids=ids, decode=0 if name in UNCACHED else 3, cached=0
+                )  # warms up: memory, kernels, compilers
             for (B, T), ids in prompts.items():
                 raw[name][f"{B} x {T}"].append(worker(ids=ids, decode=decode, cached=0))
             done = worker(ids=prompts[batch, longest][:1], decode=0, cached=longest * 9 // 10)
@@ -136,72 +160,37 @@ def measure(folder: Path, names: Sequence[str], cells: Sequence[tuple[int, int]]
                 failed[name] = str(error)
         for name in {BASE, "floor"} & {*failed}:
             raise ValueError(failed[name])
-    return {"geometry": geometry, "floor": floor, "contenders": {n: r for n, r in raw.items() if n not in failed},
-            "reuse": reuse, "reuse_lengths": [longest, longest * 9 // 10], "failed": failed,
-            "timed_cpu": device == "cpu" and threads == 1}  # fmt: skip
+    return {
+        "geometry": geometry,
+        "floor": floor,
+        "contenders": {n: r for n, r in raw.items() if n not in failed},
+        "reuse": reuse,
+        "reuse_lengths": [longest, longest * 9 // 10],
+        "failed": failed,
+        "timed_cpu": device == "cpu" and threads == 1,
+    }
 
 
-def overheads(geometry: dict[str, int], names: Sequence[str], turns: int, device: str, threads: int,
-              peer: Path | None) -> dict[str, float]:  # fmt: skip
+def overheads(
+    geometry: dict[str, int],
+    names: Sequence[str],
+    turns: int,
+    device: str,
+    threads: int,
+    peer: Path | None,
+) -> dict[str, float]:
     """Return, by contender, the milliseconds of a step that aren't arithmetic: those of a model with as many layers and
     heads, but so narrow that there is hardly anything to compute."""
     layers, heads = geometry["n_layer"], geometry["n_head"]
-    config = GPTConfig(vocab_size=64, n_ctx=128, n_layer=layers, n_head=heads, n_embd=NARROW * heads)
+    config = GPTConfig(
+        vocab_size=64, n_ctx=128, n_layer=layers, n_head=heads, n_embd=NARROW * heads
+    )
     with random_weights(config) as folder:
         raw = measure(folder, names, [(1, 32)], turns, device, threads, peer, decoded=4 * DECODED)
-    return {name: median(median(t["steps_ms"]) for t in cells["1 x 32"]) for name, cells in raw["contenders"].items()}
-
-
-def summary(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures: medians over turns, ratios turn by turn, shares of the floors, and what disturbed them (of
-    waiting, the share of the time that a process of one CPU thread didn't compute)."""
-    floor, geometry = raw["floor"], raw["geometry"]
-    speeds = [f["bytes_per_ms"] for f in floor]
-    roofline = geometry["weights"] / median(speeds)
-    rows: dict[str, Any] = {}
-    waited = []
-    for name, cells in raw["contenders"].items():
-        rows[name] = {}
-        for cell, turns in cells.items():
-            B, T = map(int, cell.split(" x "))
-            base = raw["contenders"][BASE][cell]
-            steps = [median(t["steps_ms"]) for t in turns]
-            ratios = [median(b["steps_ms"]) / s for b, s in zip(base, steps, strict=True)]
-            firsts = [b["first_ms"] / t["first_ms"] for b, t in zip(base, turns, strict=True)]
-            waited += [1 - (t["first_cpu_ms"] + sum(t["steps_cpu_ms"])) / (t["first_ms"] + sum(t["steps_ms"]))
-                       for t in turns]  # fmt: skip
-            products = median(f["products_ms"][str(B * T)] for f in floor)
-            rows[name][cell] = {
-                "step_ms": median(steps), "tokens_per_s": 1e3 * B / median(steps), "decode_ratio": median(ratios),
-                "of_roofline": roofline / median(steps), "first_ms": median(t["first_ms"] for t in turns),
-                "first_ratio": median(firsts), "ratios": ratios, "first_ratios": firsts,
-                "of_products": products / median(t["first_ms"] for t in turns),
-                "same_tokens": all(row == expected[: len(row)] for t, b in zip(turns, base, strict=True)
-                                   for row, expected in zip(t["tokens"], b["tokens"], strict=True)),
-                "cache_bytes": turns[-1]["nbytes"],
-            }  # fmt: skip
-        rows[name]["peak_bytes"] = max(t["peak_bytes"] for turns in cells.values() for t in turns)
-        if raw["reuse"][name]:
-            rows[name]["reuse_ms"] = median(raw["reuse"][name])
-        if name in raw.get("overheads", {}):
-            rows[name]["overhead_ms"] = raw["overheads"][name]
-    unrest = (max(speeds) - min(speeds)) / median(speeds)
-    return {"rows": rows, "roofline_ms": roofline, "gb_per_s": median(speeds) / 1e6,
-            "products_ms": {T: median(f["products_ms"][T] for f in floor) for T in floor[0]["products_ms"]},
-            "bandwidth_change": unrest, "waited": mean(waited) if raw["timed_cpu"] else None}  # fmt: skip
-
-
-def ahead(rows: dict[str, Any]) -> list[str]:
-    """Return, a line for each other implementation, where it is faster than BASE in the same precision."""
-    lines = []
-    for name in [c.name for c in CONTENDERS if (c.package or c.file) and c.name in rows]:
-        base = BASE + next((f", {kind}" for kind in ("bfloat16", "int8") if kind in name), "")
-        ratios = {f"{what} {cell}": rows[name][cell][key] / rows[base][cell][key]
-                  for what, key in (("decoding", "decode_ratio"), ("first token", "first_ratio"))
-                  for cell in rows.get(base, {}) if " x " in cell}  # fmt: skip
-        if found := [f"{where} ({ratio:.2f})" for where, ratio in ratios.items() if ratio >= 1.005]:
-            lines.append(f"{name} is ahead of {base}: {', '.join(found)}")
-    return lines
+    return {
+        name: median(median(t["steps_ms"]) for t in cells["1 x 32"])
+        for name, cells in raw["contenders"].items()
+    }
 
 
 # --- Ablation -------------------------------------------------------------------------------------------------------
@@ -209,146 +198,113 @@ def ahead(rows: dict[str, Any]) -> list[str]:
 
 def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
     """Return the shares of the time to the first token of T by PyTorch's profiler, the largest first."""
-    kinds = {"addmm": "products with weights", "mm": "products with weights", "gelu": "GELU", "copy_": "copies",
-             "cat": "copies"}  # fmt: skip
+    kinds = {
+        "addmm": "products with weights",
+        "mm": "products with weights",
+        "gelu": "GELU",
+        "copy_": "copies",
+        "cat": "copies",
+    }
     model = load_model(str(folder), model_class=GPT, device=device)
-    ids = torch.randint(model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(
+        model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     for _ in range(2):  # the first warms up
         with torch.profiler.profile() as profile:
             model(ids, gpt_kv_cache.KVCache(), last_only=True)
     shares: dict[str, float] = {}
-    events = [e for e in profile.key_averages() if e.key.startswith("aten::")]  # what a GPU's kernels take is theirs
-    times = {e.key: e.self_device_time_total if device == "cuda" else e.self_cpu_time_total for e in events}
+    events = [
+        e for e in profile.key_averages() if e.key.startswith("aten::")
+    ]  # what a GPU's kernels take is theirs
+    times = {
+        e.key: e.self_device_time_total if device == "cuda" else e.self_cpu_time_total
+        for e in events
+    }
     for key, took in times.items():
-        kind = "attention" if "attention" in key else kinds.get(key.removeprefix("aten::"), "all else")
+        kind = (
+            "attention" if "attention" in key else kinds.get(key.removeprefix("aten::"), "all else")
+        )
         shares[kind] = shares.get(kind, 0.0) + took / sum(times.values())
     return dict(sorted(shares.items(), key=lambda item: (item[0] == "all else", -item[1])))
-
-
-# --- Output ---------------------------------------------------------------------------------------------------------
-
-
-def print_summary(record: dict[str, Any]) -> None:
-    """Print the figures, one line per contender."""
-    rows, lengths, batches = record["rows"], record["lengths"], record["batches"]
-    print(f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32; "
-          f"{record['machine']}; {record['threads']} thread{'s' * (record['threads'] > 1)}; medians of "
-          f"{record['turns']} turns")  # fmt: skip
-    print(f"in float32: read at {record['gb_per_s']:.1f} GB/s, {record['roofline_ms']:.1f} ms a token at least; the "
-          f"products of so many tokens: {', '.join(f'{n}: {ms:,.0f} ms' for n, ms in record['products_ms'].items())}")
-    for B in batches:
-        cells = [cell for cell in rows[BASE] if cell.startswith(f"{B} x ")]
-        header = ["", *(cell.partition(" x ")[2] for cell in cells)]
-        for title, form in (
-            (f"decoding, tokens/s (share of the roofline, ratio to {BASE}) after so many tokens",
-             "{tokens_per_s:,.1f} ({of_roofline:.2f}, {decode_ratio:.2f})"),
-            (f"first token, ms (share of the products alone, ratio to {BASE})",
-             "{first_ms:,.0f} ({of_products:.2f}, {first_ratio:.2f})"),
-        ):  # fmt: skip
-            print(f"\n{title}, batch {B}")
-            print(table(header, [[name, *(form.format(**r[c]) for c in cells)] for name, r in rows.items()]))
-    print("\nwhere others are ahead, by texts x tokens (times as fast)")
-    print(*(f"  {line}" for line in ahead(rows) or ["nowhere"]), sep="\n")
-    print("\nbytes of cache after so many tokens (CTranslate2's by formula); most memory that the process had, in MB")
-    print(table(["", *map(str, lengths), "process"], [
-        [name, *(f"{r[f'{batches[0]} x {T}']['cache_bytes']:,}" for T in lengths),
-         f"{r['peak_bytes'] / 1e6:,.0f}"]
-        for name, r in rows.items()]))  # fmt: skip
-    print(f"\noverhead: ms a step of a model with as many layers, {NARROW * record['geometry']['n_head']} wide")
-    print(table(["", "ms"], [[name, f"{r['overhead_ms']:.2f}"] for name, r in rows.items() if "overhead_ms" in r]))
-    total, cached = record["reuse_lengths"]
-    reuse = [f"{name} {r['reuse_ms']:,.0f} ms ({r['reuse_ms'] / r[f'{batches[0]} x {total}']['first_ms']:.2f} of cold)"
-             for name, r in rows.items() if "reuse_ms" in r]  # fmt: skip
-    print(f"\nfirst token of {total} with {cached} of them cached: {'; '.join(reuse)}")
-    for name, why in record["absent"].items():
-        print(f"not measured: {name} ({why})")
-
-
-def disturbed(found: dict[str, Any]) -> bool:
-    """Return whether the machine was too busy for figures that mean something."""
-    return max(found["bandwidth_change"], found["waited"] or 0) > BUSY
-
-
-def disturbance(record: dict[str, Any]) -> str:
-    """Return the change of the machine's speed, and how long a single thread waited for it."""
-    waited = "" if record["waited"] is None else f", and processes waited for {record['waited']:.0%} of their time"
-    return f"its bandwidth changed by {record['bandwidth_change']:.0%} between turns{waited}"
-
-
-def ablation(rows: dict[str, Any], lengths: Sequence[int]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Return how many times as long decoding and the first token take without each choice: median, least and most of
-    the turns."""
-
-    def spread(ratios: Sequence[float]) -> list[float]:
-        inverse = [1 / ratio for ratio in ratios]
-        return [median(inverse), min(inverse), max(inverse)]
-
-    return {name: {str(T): {"decode": spread(r[f"1 x {T}"]["ratios"]), "first": spread(r[f"1 x {T}"]["first_ratios"])}
-                   for T in lengths} for name, r in rows.items() if name != BASE}  # fmt: skip
-
-
-def ablation_table(without: dict[str, dict[str, dict[str, list[float]]]], lengths: Sequence[int]) -> Table:
-    """Return how many times as long all takes without each choice, from ablation()."""
-    header = ["without", *(f"{what} {T:,}" for what in ("a token after", "first token of") for T in lengths)]
-    return Table(header, [[name, *("{:.2f} ({:.2f}-{:.2f})".format(*r[str(T)][what]) for what in ("decode", "first")
-                                   for T in lengths)] for name, r in without.items()])  # fmt: skip
-
-
-def draw(record: dict[str, Any], out: Path) -> None:
-    """Draw decoding, the first token and the bytes against the length of the text, and their floors."""
-    lengths, B = record["lengths"], record["batches"][0]
-    marks = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
-
-    def lines(axes: Any, key: str, scale: float, label: str = "", floor: Sequence[float] = ()) -> None:
-        for i, (name, r) in enumerate((n, r) for n, r in record["rows"].items() if key == "first_ms" or n not in SLOW):
-            values = [scale * r[f"{B} x {T}"][key] for T in lengths]
-            axes.plot(lengths, values, marks[i % 8], markersize=5, linewidth=1, label=name)
-        if label:
-            axes.plot(lengths, floor, color="black", linewidth=2, label=label)
-        axes.set(xlim=(0, None), ylim=(0, None))
-
-    roofline = [1e3 / record["roofline_ms"]] * len(lengths)
-    products = [record["products_ms"][str(B * T)] for T in lengths]
-    for name, title, xlabel, ylabel, *what in (
-        ("decoding", "Decoding", "tokens in the cache", "tokens/s",
-         "tokens_per_s", 1, "float32 weights read, nothing else", roofline),
-        ("first_token", "Time to the first token", "tokens of the prompt", "ms",
-         "first_ms", 1, "matrix products alone, float32", products),
-        ("memory", "Bytes of the cache", "tokens of the prompt", "MB", "cache_bytes", 1e-6),
-    ):  # fmt: skip
-        figure(out / f"{name}.png", lambda axes, what=what: lines(axes, *what), xlabel=xlabel, ylabel=ylabel,
-               title=f"{title}, {record['model']}, batch {B}")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m benchmarks --threads 2")
     cli.prog = "python3 -m benchmarks"
     names = [contender.name for contender in CONTENDERS]
-    cli.add_argument("--model", default="124M", metavar="NAME",
-                     help=f"random weights of the size of {', '.join(SIZES)}, or a model's name or folder")
-    cli.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of {'; '.join(names)}; default: all")
-    cli.add_argument("--peer-path", type=Path, metavar="FOLDER",
-                     help="a folder with gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py of LLMs-from-scratch")
-    cli.add_argument("--lengths", nargs="+", type=whole_number(2), metavar="N",
-                     help="tokens of prompts; default: 128 512 1000, or an eighth, half and all of a smaller context")
-    cli.add_argument("--batches", nargs="+", type=whole_number(1, 4096), metavar="N",
-                     help="texts at once: the fewest of all lengths, more of the shortest only; default: 1 8")
-    cli.add_argument("--turns", type=whole_number(1), default=5, metavar="N", help="each figure is the median of N")
-    cli.add_argument("--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads")
+    cli.add_argument(
+        "--model",
+        default="124M",
+        metavar="NAME",
+        help=f"random weights of the size of {', '.join(SIZES)}, or a model's name or folder",
+    )
+    cli.add_argument(
+        "--only",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help=f"of {'; '.join(names)}; default: all",
+    )
+    cli.add_argument(
+        "--peer-path",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder with gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py of LLMs-from-scratch",
+    )
+    cli.add_argument(
+        "--lengths",
+        nargs="+",
+        type=whole_number(2),
+        metavar="N",
+        help="tokens of prompts; default: 128 512 1000, or an eighth, half and all of a smaller context",
+    )
+    cli.add_argument(
+        "--batches",
+        nargs="+",
+        type=whole_number(1, 4096),
+        metavar="N",
+        help="texts at once: the fewest of all lengths, more of the shortest only; default: 1 8",
+    )
+    cli.add_argument(
+        "--turns",
+        type=whole_number(1),
+        default=5,
+        metavar="N",
+        help="each figure is the median of N",
+    )
+    cli.add_argument(
+        "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
+    )
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
-    cli.add_argument("--requests", nargs="*", type=whole_number(1), metavar="N",
-                     help="measure N requests of different lengths at once instead, and keep the record of other N in "
-                     f"the folder; default: {' '.join(map(str, together.COUNTS))}")
-    cli.add_argument("--scale", metavar="FILE", type=Path, help="predict larger models from a recorded summary.json")
-    cli.add_argument("--out", type=writable_folder, metavar="FOLDER",
-                     help="where results go; default: results/benchmarks")  # fmt: skip
+    cli.add_argument(
+        "--requests",
+        nargs="*",
+        type=whole_number(1),
+        metavar="N",
+        help="measure N requests of different lengths at once instead, and keep the record of other N in "
+        f"the folder; default: {' '.join(map(str, together.COUNTS))}",
+    )
+    cli.add_argument(
+        "--scale",
+        metavar="FILE",
+        type=Path,
+        help="predict larger models from a recorded summary.json",
+    )
+    cli.add_argument(
+        "--out",
+        type=writable_folder,
+        metavar="FOLDER",
+        help="where results go; default: results/benchmarks",
+    )
     with cli.parse(argv) as args:
         if args.scale:
-            print(scale.note(read_json(args.scale)))
+            print(page(scale.note(args.scale)))
             return
         if sys.platform == "win32":
-            raise ValueError("benchmarks run on Linux and macOS: on Windows Python can't read a process's peak memory")
+            raise ValueError(
+                "benchmarks run on Linux and macOS: on Windows Python can't read a process's peak memory"
+            )
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
         if args.peer_path and not args.peer_path.is_dir():
@@ -369,47 +325,78 @@ def main(argv: list[str] | None = None) -> None:
             lengths = sorted({*(args.lengths or ((128, 512, 1000) if most >= 1000 else shorter))})
             batches = sorted({*(args.batches or ([1] if args.ablate else [1, 8]))})
             if lengths[-1] > most:
-                raise ValueError(f"{lengths[-1]} tokens and {DECODED} more exceed the context of {args.model}, "
-                                 f"{geometry['n_ctx']}")  # fmt: skip
+                raise ValueError(
+                    f"{lengths[-1]} tokens and {DECODED} more exceed the context of {args.model}, "
+                    f"{geometry['n_ctx']}"
+                )
             out.mkdir(parents=True, exist_ok=True)  # before anything takes time
             cells = [(batches[0], T) for T in lengths] + [(B, lengths[0]) for B in batches[1:]]
-            options = {"turns": args.turns, "device": args.on, "threads": args.threads, "peer": args.peer_path}
-            raw = measure(folder, [c.name for c in chosen if c.name not in absent], cells, **options)
+            options = {
+                "turns": args.turns,
+                "device": args.on,
+                "threads": args.threads,
+                "peer": args.peer_path,
+            }
+            raw = measure(
+                folder, [c.name for c in chosen if c.name not in absent], cells, **options
+            )
             if args.ablate:
                 torch.set_num_threads(args.threads)
                 with torch.no_grad():
                     shares = where_time_goes(folder, lengths[-1], args.on)
             else:
                 raw["overheads"] = overheads(geometry, list(raw["contenders"]), **options)
-        record = {**about(args, geometry), "lengths": lengths, "batches": batches,
-                  "reuse_lengths": raw["reuse_lengths"], "absent": absent | raw["failed"], **summary(raw)}  # fmt: skip
+        record = {
+            **about(args, geometry),
+            "lengths": lengths,
+            "batches": batches,
+            "reuse_lengths": raw["reuse_lengths"],
+            "absent": absent | raw["failed"],
+            **summary(raw),
+        }
         exact = [c.name for c in chosen if c.exact and c.name in record["rows"]]
-        record["different"] = [name for name in exact if not all(
-            x["same_tokens"] for cell, x in record["rows"][name].items() if " x " in cell)]  # fmt: skip
+        record["different"] = [name for name in exact if not same_everywhere(record["rows"][name])]
         record["disturbed"] = disturbed(record)
         if args.ablate:
-            without = ablation(record["rows"], lengths)
+            without = ablation(record.pop("rows"), lengths)
+            write_json(
+                out / "ablation.json",
+                {**record, "without": without, "first_token": shares},
+                indent=1,
+            )
             goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
-            print(page([f"{BASE}: how many times as long without each of its choices (least to most)",
-                        ablation_table(without, lengths), f"first token of {lengths[-1]}: {goes}"]))
-            kept = {key: value for key, value in record.items() if key not in ("rows", "absent", "reuse_lengths")}
-            write_json(out / "ablation.json", {**kept, "without": without, "first_token": shares}, indent=1)
+            print(f"{BASE}: how many times as long without each of its choices (least to most)\n")
+            print(page([ablation_table(without, lengths), f"first token of {lengths[-1]}: {goes}"]))
         else:
-            print_summary(record)
             write_json(out / "summary.json", record, indent=1)
+            print(page(report(record)))
             draw(record, out)
         for name in record["different"]:  # what makes figures worth less
             print(f"{name}: WRITES OTHER TOKENS than {BASE}")
         if record["disturbed"]:
-            print(f"THE MACHINE WAS DISTURBED: {disturbance(record)}; measure again when it is quiet")
+            print(
+                f"THE MACHINE WAS DISTURBED: {disturbance(record)}; measure again when it is quiet"
+            )
         print(f"\nWritten to {out}")
+
+
+def same_everywhere(row: dict[str, Any]) -> bool:
+    """Return whether a contender wrote BASE's tokens in every cell."""
+    return all(figures["same_tokens"] for cell, figures in row.items() if " x " in cell)
 
 
 def about(args: argparse.Namespace, geometry: dict[str, int]) -> dict[str, Any]:
     """Return the conditions for a record: the model, the machine and the day."""
-    return {"model": args.model, "machine": machine(args.on), "device": args.on, "threads": args.threads,
-            "turns": args.turns, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
-            "geometry": geometry}  # fmt: skip
+    return {
+        "model": args.model,
+        "machine": machine(args.on),
+        "device": args.on,
+        "threads": args.threads,
+        "turns": args.turns,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "geometry": geometry,
+    }
 
 
 def measure_requests(args: argparse.Namespace, out: Path) -> None:
@@ -420,13 +407,13 @@ def measure_requests(args: argparse.Namespace, out: Path) -> None:
             raise ValueError(f"--requests has no --{option.replace('_', '-')}: see --help")
     out.mkdir(parents=True, exist_ok=True)
     path = out / "requests.json"
-    kept = read_json(path)["counts"] if path.exists() else {}
+    kept = read_json(path, counts=dict)["counts"] if path.exists() else {}
     with weights(args.model) as folder:
         geometry, counts = geometry_of(folder), sorted({*(args.requests or together.COUNTS)})
         found = together.measure(folder, geometry, counts, args.turns, args.on, args.threads)
     new = {count: about(args, geometry) | figures for count, figures in found.items()}
-    print(page(together.summary(new)))
     write_json(path, {"counts": kept | new}, indent=1)
+    print(page(together.summary(new)))
     print(f"\nWritten to {path}")
 
 

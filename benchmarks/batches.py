@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.contenders import Clock
 from benchmarks.processes import Worker, serve
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
@@ -29,7 +28,9 @@ from support.tables import Table
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
 COUNTS = (1, 4, 16, 64)
 SIZE, CHUNK = 16, 256  # tokens of a block, and of a prompt's pass
-Requests = list[dict[str, Any]]  # ids, new (tokens to write), arrival (in seconds; 0: all are there from the beginning)
+Requests = list[
+    dict[str, Any]
+]  # ids, new (tokens to write), arrival (in seconds; 0: all are there from the beginning)
 
 
 def requests_of(count: int, vocab_size: int, n_ctx: int) -> Requests:
@@ -51,14 +52,16 @@ def one_at_a_time(folder: Path, device: str) -> Callable[[Requests], dict[str, A
     model = load_model(str(folder), model_class=GPT, device=device)
 
     def run(requests: Requests) -> dict[str, Any]:
-        texts, held, wasted = paging.one_at_a_time(model, *zip(*((r["ids"], r["new"]) for r in requests), strict=True))
+        texts, held, wasted = paging.one_at_a_time(
+            model, *zip(*((r["ids"], r["new"]) for r in requests), strict=True)
+        )
         return {"tokens": texts, "held": held, "wasted": wasted}
 
     return run
 
 
 def paged(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
-    model, clock = load_model(str(folder), model_class=GPT, device=device), Clock(device)
+    model = load_model(str(folder), model_class=GPT, device=device)
 
     def run(requests: Requests) -> dict[str, Any]:
         blocks = sum(-(-(len(r["ids"]) + r["new"] - 1) // SIZE) for r in requests)
@@ -67,33 +70,17 @@ def paged(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
         for request in requests:
             server.add(request["ids"], request["new"])
         texts: list[list[int]] = [[] for _ in requests]
-        used, steps, gathers = 0, [], []
-        gather = cache.gather
-
-        def timed_gather(*args: Any) -> torch.Tensor:
-            ms, _, result = clock(lambda: gather(*args))
-            gathers[-1] += ms
-            return result
-
-        cache.gather = timed_gather
+        used = filled = 0  # blocks, and tokens in them, when most are in use
         while server.busy:
-            gathers.append(0.0)
-            ms, _, written = clock(server.step)
-            steps.append((len(written), server.has_read, ms, gathers[-1]))
-            for number, token in written:
+            for number, token in server.step():
                 texts[number].append(token)
-            if (now := cache.blocks - len(cache.free)) > used:
-                used, filled = now, sum(text.n_read for text in server.running)  # no two begin alike
+            now = cache.blocks - len(cache.free)
+            if now > used:
+                used = now
+                filled = sum(text.n_read for text in server.running)  # no two begin alike
         block = cache.pool[..., 0, :, :].nbytes
-        result = {"tokens": texts, "held": used * block, "wasted": (used * SIZE - filled) * block // SIZE}
-        most = max((n for n, read, *_ in steps if not read), default=0)
-        if most:  # steps that wrote to as many texts as any
-            full = [(ms, gathered) for n, read, ms, gathered in steps if n == most and not read]
-            ids = torch.zeros(1, most, dtype=torch.long, device=device)
-            alone = median(clock(lambda: model(ids))[0] for _ in range(5))
-            result |= {"texts": most, "step_ms": median(ms for ms, _ in full), "gather_ms": median(g for _, g in full),
-                       "no_cache_ms": alone}  # fmt: skip
-        return result
+        wasted = (used * SIZE - filled) * block // SIZE
+        return {"tokens": texts, "held": used * block, "wasted": wasted}
 
     return run
 
@@ -101,20 +88,36 @@ def paged(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
 def padded(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
     import transformers
 
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    model = (
+        transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    )
     model.generation_config.eos_token_id = None
 
     def run(requests: Requests) -> dict[str, Any]:
         width, new = max(len(r["ids"]) for r in requests), max(r["new"] for r in requests)
-        ids = torch.tensor([[0] * (width - len(r["ids"])) + r["ids"] for r in requests], device=device)
-        mask = torch.tensor([[0] * (width - len(r["ids"])) + [1] * len(r["ids"]) for r in requests], device=device)
-        done = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0,
-                              use_cache=True, return_dict_in_generate=True)  # fmt: skip
+        ids = torch.tensor(
+            [[0] * (width - len(r["ids"])) + r["ids"] for r in requests], device=device
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(r["ids"])) + [1] * len(r["ids"]) for r in requests], device=device
+        )
+        done = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            use_cache=True,
+            return_dict_in_generate=True,
+        )
         rows = done.sequences[:, width:].tolist()
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in done.past_key_values.layers)
         real = sum(len(r["ids"]) + r["new"] - 1 for r in requests)
-        return {"tokens": [row[: r["new"]] for row, r in zip(rows, requests, strict=True)], "held": held,
-                "wasted": held - held * real // (len(requests) * (width + new - 1))}  # fmt: skip
+        return {
+            "tokens": [row[: r["new"]] for row, r in zip(rows, requests, strict=True)],
+            "held": held,
+            "wasted": held - held * real // (len(requests) * (width + new - 1)),
+        }
 
     return run
 
@@ -123,13 +126,21 @@ def continuous(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    model = (
+        transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    )
     generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(requests: Requests) -> dict[str, Any]:
         blocks = sum(-(-(len(r["ids"]) + r["new"]) // SIZE) for r in requests) + 1
-        config = transformers.ContinuousBatchingConfig(page_size=SIZE, num_blocks=blocks, max_batch_tokens=CHUNK)
-        options = {"generation_config": generation, "continuous_batching_config": config, "warmup": False}
+        config = transformers.ContinuousBatchingConfig(
+            page_size=SIZE, num_blocks=blocks, max_batch_tokens=CHUNK
+        )
+        options = {
+            "generation_config": generation,
+            "continuous_batching_config": config,
+            "warmup": False,
+        }
         texts: dict[str, list[int]] = {}
         with model.continuous_batching_context_manager(**options) as manager:
             names = [manager.add_request(r["ids"], max_new_tokens=r["new"]) for r in requests]
@@ -145,8 +156,12 @@ def continuous(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]
     return run
 
 
-CONTENDERS = {BASE: one_at_a_time, PAGED: paged, "transformers, padded generate": padded,
-              "transformers, continuous batching": continuous}  # fmt: skip
+CONTENDERS = {
+    BASE: one_at_a_time,
+    PAGED: paged,
+    "transformers, padded generate": padded,
+    "transformers, continuous batching": continuous,
+}
 
 
 def answers(name: str, folder: Path, device: str) -> Callable[..., dict[str, Any]]:
@@ -171,16 +186,26 @@ def ask(name: str, *where: Any, **request: Any) -> dict[str, Any]:
         return worker(**request)
 
 
-def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns: int, device: str,
-            threads: int) -> dict[str, Any]:  # fmt: skip
+def measure(
+    folder: Path,
+    geometry: dict[str, int],
+    counts: Sequence[int],
+    turns: int,
+    device: str,
+    threads: int,
+) -> dict[str, Any]:
     """Return the record of each number of requests: the medians over turns of every contender, and the bound: a
     prompt's products, then all weights once for each further token of the text that is written longest.
 
     One that fails is left out from there on, and said in "failed". Raises ValueError if BASE fails, or PAGED.
     """
-    failed = {} if importlib.util.find_spec("transformers") else \
-        {name: "not installed: python3 -m pip install transformers" for name in CONTENDERS if "transformers" in name}
-    raw: dict[int, dict[str, list[dict[str, Any]]]] = {count: {name: [] for name in CONTENDERS} for count in counts}
+    failed = {}
+    if not importlib.util.find_spec("transformers"):
+        theirs = [name for name in CONTENDERS if "transformers" in name]
+        failed = dict.fromkeys(theirs, "not installed: python3 -m pip install transformers")
+    raw: dict[int, dict[str, list[dict[str, Any]]]] = {
+        count: {name: [] for name in CONTENDERS} for count in counts
+    }
     floor, rows = [], geometry["n_ctx"] // 2
     for turn in tqdm(range(turns), desc="turns", leave=False):
         floor.append(ask("floor", folder, device, threads, geometry=geometry, rows=[rows]))
@@ -192,7 +217,9 @@ def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns
                 bar.set_description(f"{count} requests, {name}")
                 try:
                     if name not in failed:
-                        raw[count][name].append(ask(name, folder, device, threads, requests=requests))
+                        raw[count][name].append(
+                            ask(name, folder, device, threads, requests=requests)
+                        )
                 except ValueError as error:
                     failed[name] = str(error)
                     if name in (BASE, PAGED):
@@ -204,21 +231,36 @@ def measure(folder: Path, geometry: dict[str, int], counts: Sequence[int], turns
         requests = requests_of(count, geometry["vocab_size"], geometry["n_ctx"])
         new, lengths = [r["new"] for r in requests], [len(r["ids"]) for r in requests]
         bound = token * sum(lengths) + read * (max(new) - 1)
-        found: dict[str, Any] = {"floor": floor, "read_ms": 1e3 * read, "failed": failed, "prompts": lengths,
-                                 "new": new, "arrivals": [r["arrival"] for r in requests], "bound_s": bound,
-                                 "bound_tokens_per_s": sum(new) / bound, "rows": {}}  # fmt: skip
+        found: dict[str, Any] = {
+            "floor": floor,
+            "read_ms": 1e3 * read,
+            "failed": failed,
+            "prompts": lengths,
+            "new": new,
+            "arrivals": [r["arrival"] for r in requests],
+            "bound_s": bound,
+            "bound_tokens_per_s": sum(new) / bound,
+            "rows": {},
+        }
         base = raw[count][BASE]
         for name, turns_of in raw[count].items():
             if name in failed:
                 continue
             seconds = [t["seconds"] for t in turns_of]
-            middle = turns_of[seconds.index(sorted(seconds)[(len(seconds) - 1) // 2])]  # a turn's figures fit together
+            middle = turns_of[
+                seconds.index(sorted(seconds)[(len(seconds) - 1) // 2])
+            ]  # a turn's figures fit together
             found["rows"][name] = {
-                "seconds": seconds, "tokens_per_s": sum(new) / median(seconds),
-                "times_as_fast": median(b["seconds"] / s for b, s in zip(base, seconds, strict=True)),
-                "same_tokens": all(t["tokens"] == b["tokens"] for t, b in zip(turns_of, base, strict=True)),
+                "seconds": seconds,
+                "tokens_per_s": sum(new) / median(seconds),
+                "times_as_fast": median(
+                    b["seconds"] / s for b, s in zip(base, seconds, strict=True)
+                ),
+                "same_tokens": all(
+                    t["tokens"] == b["tokens"] for t, b in zip(turns_of, base, strict=True)
+                ),
                 **{key: value for key, value in middle.items() if key not in ("seconds", "tokens")},
-            }  # fmt: skip
+            }
         result[str(count)] = found
     return result
 
@@ -230,27 +272,46 @@ def summary(counts: dict[str, dict[str, Any]]) -> list[str | Table]:
     for count, found in sorted(counts.items(), key=lambda item: int(item[0])):
         threads = f"{found['threads']} thread{'s' * (found['threads'] > 1)}"
         turns = f"medians of {found['turns']} turns" if found["turns"] > 1 else "one turn"
-        now = (f"{found['model']}, {found['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
-               f"{found['read_ms']:.1f} ms; {found['machine']}; {threads}; {turns}, "
-               f"{found['date']}.")  # fmt: skip
+        now = (
+            f"{found['model']}, {found['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
+            f"{found['read_ms']:.1f} ms; {found['machine']}; {threads}; {turns}, "
+            f"{found['date']}."
+        )
         if now != conditions:
             parts.append(conditions := now)
         lengths = f"prompts of {min(found['prompts'])} to {max(found['prompts'])} tokens"
-        parts.append(f"{count} request{'s' * (count != '1')}, all there at the beginning; {lengths}, "
-                     f"{min(found['new'])} to {max(found['new'])} to write: {sum(found['new']):,} in all:")  # fmt: skip
+        parts.append(
+            f"{count} request{'s' * (count != '1')}, all there at the beginning; {lengths}, "
+            f"{min(found['new'])} to {max(found['new'])} to write: {sum(found['new']):,} in all:"
+        )
         rows = []
         for name, r in found["rows"].items():
             memory = [f"{r[key]:,}" if r[key] is not None else "-" for key in ("held", "wasted")]
-            rows.append([name, f"{r['tokens_per_s']:,.1f}", f"{r['times_as_fast']:.2f}",
-                         f"{r['tokens_per_s'] / found['bound_tokens_per_s']:.2f}", *memory,
-                         "yes" if r["same_tokens"] else "NO"])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    f"{r['tokens_per_s']:,.1f}",
+                    f"{r['times_as_fast']:.2f}",
+                    f"{r['tokens_per_s'] / found['bound_tokens_per_s']:.2f}",
+                    *memory,
+                    "yes" if r["same_tokens"] else "NO",
+                ]
+            )
         rows.append(["bound", f"{found['bound_tokens_per_s']:,.1f}", "-", "1.00", "-", "-", "-"])
-        parts.append(Table(["", "tokens/s", "times as fast", "of the bound", "bytes held", "wasted", "same tokens"],
-                           rows))  # fmt: skip
-        if "step_ms" in (r := found["rows"][PAGED]):
-            texts = f"{r['texts']} text{'s' * (r['texts'] > 1)}"
-            parts.append(f"In `paged.py` a step of {texts} takes {r['step_ms']:.1f} ms, of which gathering "
-                         f"blocks {r['gather_ms']:.1f}; without a cache it takes {r['no_cache_ms']:.1f}.")  # fmt: skip
+        parts.append(
+            Table(
+                [
+                    "",
+                    "tokens/s",
+                    "times as fast",
+                    "of the bound",
+                    "bytes held",
+                    "wasted",
+                    "same tokens",
+                ],
+                rows,
+            )
+        )
         parts += [f"Not measured: {name} ({why})." for name, why in found["failed"].items()]
     return parts
 

@@ -23,7 +23,15 @@ import benchmarks.runners as runners
 import gpt_baseline
 import gpt_bounded_cache
 from benchmarks.processes import serve
-from benchmarks.runners import Int8, Ours, RandomBCT, Runner, Static, Transformers
+from benchmarks.runners import (
+    CTranslate2,
+    FromScratch,
+    Int8,
+    Ours,
+    RandomBCT,
+    Runner,
+    Transformers,
+)
 
 
 @dataclass(frozen=True)
@@ -41,35 +49,31 @@ class Contender:
 
     def make(self, folder: Path, device: str, peer: Path | None) -> Runner:
         """Load the weights in a folder."""
-        return self.runner(folder, device, **self.options, **({"file": peer / self.file} if self.file else {}))
+        return self.runner(
+            folder, device, **self.options, **({"file": peer / self.file} if self.file else {})
+        )
 
 
-BFLOAT16, COMPILED = {"dtype": torch.bfloat16}, {"compiled": True}
-STATIC, HF, CT2 = {"static": True}, "transformers", "ctranslate2 transformers"
+BOUNDED = {"module": gpt_bounded_cache}
+HF, CT2 = "transformers", "ctranslate2 transformers"
 CONTENDERS = (
     Contender("gpt_baseline.py", Ours, {"module": gpt_baseline}),
     Contender("gpt_kv_cache.py", Ours),
-    Contender("gpt_bounded_cache.py, preallocated", Ours, {"module": gpt_bounded_cache, "window": runners.ENDLESS}),
-    Contender("gpt_bounded_cache.py, window of 256", Ours, {"module": gpt_bounded_cache, "window": 256}, exact=False),
+    Contender("gpt_bounded_cache.py, preallocated", Ours, BOUNDED | {"window": runners.ENDLESS}),
+    Contender("gpt_bounded_cache.py, window of 256", Ours, BOUNDED | {"window": 256}, exact=False),
     Contender("gpt_bounded_cache.py, BCT, 24 slots", RandomBCT, exact=False),
-    Contender("gpt_kv_cache.py, bfloat16", Ours, BFLOAT16, exact=False),
+    Contender("gpt_kv_cache.py, bfloat16", Ours, {"dtype": torch.bfloat16}, exact=False),
     Contender("gpt_kv_cache.py, int8", Int8, device="cpu", exact=False),
-    Contender("static step", Static),
-    Contender("static step, bfloat16", Static, BFLOAT16, device="cuda", exact=False),
-    Contender("static step, torch.compile", Static, COMPILED, device="cuda"),
-    Contender("static step, bfloat16, torch.compile", Static, BFLOAT16 | COMPILED, device="cuda", exact=False),
-    Contender("transformers, DynamicCache", Transformers, {}, HF),
-    Contender("transformers, StaticCache", Transformers, STATIC, HF),
-    Contender("transformers, StaticCache, torch.compile", Transformers, STATIC | COMPILED, HF, device="cuda"),
-    Contender("transformers, StaticCache, bfloat16, torch.compile", Transformers, STATIC | BFLOAT16 | COMPILED, HF,
-              device="cuda", exact=False),
-    Contender("CTranslate2", runners.CTranslate2, {}, CT2, device="cpu"),
-    Contender("CTranslate2, int8", runners.CTranslate2, {"compute_type": "int8"}, CT2, device="cpu", exact=False),
-    Contender("LLMs-from-scratch, PyPI, no cache", runners.FromScratch, {"cached": False}, "llms_from_scratch"),
-    Contender("LLMs-from-scratch, PyPI", runners.FromScratch, {}, "llms_from_scratch"),
-    Contender("LLMs-from-scratch, concat cache", runners.FromScratch, file="gpt_with_kv_cache.py"),
-    Contender("LLMs-from-scratch, optimized", runners.FromScratch, file="gpt_with_kv_cache_optimized.py"),
-)  # fmt: skip
+    Contender("transformers, DynamicCache", Transformers, package=HF),
+    Contender("transformers, StaticCache", Transformers, {"static": True}, package=HF),
+    Contender("CTranslate2", CTranslate2, package=CT2, device="cpu"),
+    Contender(
+        "CTranslate2, int8", CTranslate2, {"compute_type": "int8"}, CT2, device="cpu", exact=False
+    ),
+    Contender("LLMs-from-scratch, PyPI, no cache", FromScratch, package="llms_from_scratch"),
+    Contender("LLMs-from-scratch, concat cache", FromScratch, file="gpt_with_kv_cache.py"),
+    Contender("LLMs-from-scratch, optimized", FromScratch, file="gpt_with_kv_cache_optimized.py"),
+)
 WITHOUT = tuple(Contender(name, runners.Without, {"name": name}) for name in runners.ablations())
 
 
@@ -106,9 +110,15 @@ def timed(runner: Runner, clock: Clock, ids: Tensor, decode: int) -> dict[str, A
         written.append(token)
         steps.append(ms)
         steps_cpu.append(cpu_ms)
-    return {"first_ms": first, "first_cpu_ms": cpu, "steps_ms": steps, "steps_cpu_ms": steps_cpu,
-            "tokens": torch.cat(written, 1).tolist(), "nbytes": runner.nbytes,
-            "peak_bytes": peak_bytes(clock.cuda)}  # fmt: skip
+    return {
+        "first_ms": first,
+        "first_cpu_ms": cpu,
+        "steps_ms": steps,
+        "steps_cpu_ms": steps_cpu,
+        "tokens": torch.cat(written, 1).tolist(),
+        "nbytes": runner.nbytes,
+        "peak_bytes": peak_bytes(clock.cuda),
+    }
 
 
 def peak_bytes(cuda: bool) -> int:
@@ -119,7 +129,9 @@ def peak_bytes(cuda: bool) -> int:
         return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
     import resource  # which Windows doesn't have
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int]) -> dict[str, Any]:
@@ -128,11 +140,20 @@ def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int])
     times = 20 if clock.cuda else 1  # a GPU is told to begin so many times before the clock stops
     matrix = torch.rand(8192, 16384, device=device)  # 512 MiB
     vector = torch.rand(1, 8192, device=device)
-    calls = (lambda: matrix.sum(), lambda: vector @ matrix, lambda: matrix @ torch.ones(16384, device=device))
-    read = matrix.nbytes / min(clock(lambda call=call: [call() for _ in range(times)])[0] / times
-                               for call in calls for _ in range(4))  # fmt: skip
+    calls = (
+        lambda: matrix.sum(),
+        lambda: vector @ matrix,
+        lambda: matrix @ torch.ones(16384, device=device),
+    )
+    read = matrix.nbytes / min(
+        clock(lambda call=call: [call() for _ in range(times)])[0] / times
+        for call in calls
+        for _ in range(4)
+    )
     C, inner, HD, V = (geometry[name] for name in ("n_embd", "n_inner", "attention", "vocab_size"))
-    weights = [torch.rand(a, b, device=device) for a, b in ((C, 3 * HD), (HD, C), (C, inner), (inner, C))]
+    weights = [
+        torch.rand(a, b, device=device) for a, b in ((C, 3 * HD), (HD, C), (C, inner), (inner, C))
+    ]
     head, products = torch.rand(C, V, device=device), {}
     for T in rows:
         x = {w.size(0): torch.rand(T, w.size(0), device=device) for w in weights}
@@ -150,7 +171,9 @@ def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int])
     return {"bytes_per_ms": read, "products_ms": products}
 
 
-def answers(name: str, folder: Path, device: str, peer: Path | None = None) -> Callable[..., dict[str, Any]]:
+def answers(
+    name: str, folder: Path, device: str, peer: Path | None = None
+) -> Callable[..., dict[str, Any]]:
     """Return what answers requests to a contender, or to the "floor" of the machine."""
     clock = Clock(device)
     if name == "floor":

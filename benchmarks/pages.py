@@ -1,9 +1,6 @@
-"""Rewrite the tables of speed in benchmarks/README.md and the demo in README.md: `python3 -m benchmarks.pages`."""
+"""Rewrite the tables of speed in benchmarks/ and the demo in README.md: `python3 -m benchmarks.pages`."""
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import subprocess
 import sys
@@ -11,8 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batches
-from benchmarks.__main__ import ablation_table, ahead, disturbance, draw
+from benchmarks import batches, scale
+from benchmarks.report import (
+    BASE,
+    ablation_table,
+    ahead,
+    as_list,
+    conditions,
+    decoding,
+    disturbance,
+    draw,
+    limits,
+    memory,
+    shown,
+)
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_json
@@ -22,92 +31,121 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 
+def newest(pattern: str) -> Path:
+    """Return the newest file of results that a pattern fits."""
+    return sorted((HERE / "results").glob(pattern))[-1]
+
+
+def xeon() -> dict[str, Any]:
+    return read_json(newest("*-1-thread/summary.json"))
+
+
+def amd() -> dict[str, Any]:
+    return read_json(newest("*-1-thread-amd/summary.json"))
+
+
+def processors() -> str:
+    """The headline figures on two processors, side by side."""
+    rows = []
+    for name in shown(amd()):
+        cells = []
+        for record in (xeon(), amd()):
+            row = record["rows"][name]
+            for cell in ("1 x 128", "1 x 1000"):
+                cells.append(f"{row[cell]['tokens_per_s']:.1f}")
+            cells.append(f"{row['1 x 1000']['first_ms']:,.0f}")
+        rows.append([name, *cells])
+    columns = ["tokens/s after 128", "after 1,000", "first of 1,000, ms"]
+    header = ["", *(f"{short}: {column}" for short in ("Intel", "AMD") for column in columns)]
+    return page([Table(header, rows)], markdown=True)
+
+
+def difference() -> str:
+    """What the processors differ in, by the first token of 1,000 and decoding in int8."""
+
+    def first(record: dict[str, Any]) -> float:
+        rows = record["rows"]
+        return rows[BASE]["1 x 1000"]["first_ms"] / rows["CTranslate2"]["1 x 1000"]["first_ms"]
+
+    def int8(record: dict[str, Any]) -> float:
+        ours, theirs = (
+            record["rows"][f"{name}, int8"]["1 x 128"] for name in (BASE, "CTranslate2")
+        )
+        return theirs["tokens_per_s"] / ours["tokens_per_s"]
+
+    return (
+        f"On the AMD, PyTorch's products (by MKL) take AVX2, and CTranslate2's first token comes {first(amd()):.1f} "
+        f"times as soon as ours; on the Intel ours comes {1 / first(xeon()):.2f} times as soon as its. In int8 it is "
+        f"the other way round: after 128 tokens CTranslate2 writes {int8(xeon()):.2f} times as fast as we do on the "
+        f"Intel, and we write {1 / int8(amd()):.2f} times as fast on the AMD."
+    )
+
+
+def conditions_of_both() -> str:
+    return as_list(f"{conditions(record)}." for record in (xeon(), amd()))
+
+
 def standing() -> str:
-    """The tables of the newest folders in benchmarks/results: all implementations, and our choices one by one."""
-    folder, other = (sorted((HERE / "results").glob(f"*-{threads}"))[-1]
-                     for threads in ("1-thread", "2-threads"))  # fmt: skip
-    record, two = (read_json(path / "summary.json") for path in (folder, other))
-    ablation = read_json(folder / "ablation.json")
-    lengths, rows = record["lengths"], record["rows"]
-    one, many, last = record["batches"][0], record["batches"][-1], lengths[-1]
-    speeds, at = [f"tokens/s after {T:,}" for T in lengths], f"{one} x {last}"
-
-    def speed(r: dict[str, Any], cell: str, form: str = ".1f") -> str:
-        return f"{r[cell]['tokens_per_s']:{form}} ({r[cell]['decode_ratio']:.2f})"
-
-    def cells(r: dict[str, Any]) -> list[str]:
-        return [speed(r, f"{one} x {T}") for T in lengths]
-
-    def first(r: dict[str, Any]) -> str:
-        return f"{r[at]['first_ms']:,.0f} ms ({r[at]['first_ratio']:.2f})"
-
-    def ms(r: dict[str, Any], key: str, form: str) -> str:
-        return f"{r[key]:{form}} ms" if key in r else "-"
-
+    """The tables of the newest records of one and two threads: all implementations, and our choices one by one."""
+    record, two = xeon(), read_json(newest("*-2-threads/summary.json"))
+    choices = read_json(newest("*-1-thread/ablation.json"))
+    threads = (("one thread", record), ("two threads", two))
     parts: list[str | Table] = [
-        f"GPT-2 {record['model']}, float32 unless it says otherwise, {record['machine']}, {threads_of(record)}, "
-        f"{record['date']}; medians of {record['turns']} turns. In brackets: how many times as fast as "
-        "`gpt_kv_cache.py` in the same turn:",
-        Table(["", *speeds, f"{many} texts, after {lengths[0]:,}", f"first token of {last:,}",
-               f"{last * 9 // 10:,} of them cached", f"bytes of cache for {last:,}", "overhead"],
-              [[name, *cells(r), speed(r, f"{many} x {lengths[0]}", ".0f"), first(r), ms(r, "reuse_ms", ",.0f"),
-                f"{r[at]['cache_bytes']:,}", ms(r, "overhead_ms", ".1f")] for name, r in rows.items()]),
-    ]  # fmt: skip
-    for threads, r in (("one thread", rows), ("two threads", two["rows"])):
-        parts += [f"Where others are ahead with {threads}, by texts x tokens (times as fast):",
-                  "\n".join(f"- {line}" for line in ahead(r) or ["nowhere"])]
-    if "CTranslate2" in rows:
-        parts.append("The bytes of CTranslate2's cache are computed, not measured.")
-    goes = ", ".join(f"{kind} {share:.0%}" for kind, share in ablation["first_token"].items())
-    ours = [rows["gpt_kv_cache.py"][f"{one} x {T}"] for T in lengths]
-    images = folder.relative_to(HERE)
-    different = f", but for {', '.join(record['different'])}" if record["different"] else ""
-    parts += [
-        f"A token takes at least as long as reading the weights, in float32 {record['roofline_ms']:.1f} ms here "
-        f"({record['gb_per_s']:.1f} GB/s): `gpt_kv_cache.py` reaches {min(x['of_roofline'] for x in ours):.2f} to "
-        f"{max(x['of_roofline'] for x in ours):.2f} of that. Of its first token of {last:,} the matrix products alone "
-        f"would take {ours[-1]['of_products']:.2f}. PyTorch's profiler divides that time into {goes}. Overhead is the "
-        "time of a step in a model with as many layers and hardly anything to compute.\n"
-        f"![Tokens per second by tokens in the cache]({images}/decoding.png)\n"
-        f"![Time to the first token by the prompt's length]({images}/first_token.png)",
-        f"All implementations that compute in float32 with full attention write the same tokens{different}.",
+        f"{conditions(record)}. In brackets: how many times as fast as `{BASE}` in the same turn.",
+        decoding(record, ["1 x 128", "1 x 512", "1 x 1000", "8 x 128"]),
+        memory(record),
+        limits(record),
+        f"{conditions(two)}:",
+        decoding(two, ["1 x 128", "1 x 512", "1 x 1000"]),
     ]
-    if failed := [why for why in record["absent"].values() if "failed" in why]:
-        parts.append(f"Not measured: {'; '.join(failed)}.")
+    for words, r in threads:
+        said = as_list(ahead(r["rows"]) or ["nowhere"])
+        parts.append(
+            f"Where others are ahead with {words}, by texts x tokens (times as fast):\n\n{said}"
+        )
+    for words, r in threads:
+        if r["disturbed"]:
+            parts.append(f"The machine was disturbed while {words} ran: {disturbance(r)}.")
+    goes = ", ".join(f"{kind} {share:.0%}" for kind, share in choices["first_token"].items())
     parts += [
-        f"With two threads ([{two['date']}]({other.relative_to(HERE)}/summary.json)) reading the weights takes "
-        f"{two['roofline_ms']:.1f} ms:",
-        Table(["", *speeds, f"first token of {last:,}"],
-              [[name, *cells(r), first(r)] for name, r in two["rows"].items()]),
-        *(f"The machine was disturbed while {threads_of(r)} ran: {disturbance(r)}." for r in (record, two)
-          if r["disturbed"]),
-        "How many times as long `gpt_kv_cache.py` takes without each of its choices (in brackets the minimum and "
-        "the maximum over the turns):",
-        ablation_table(ablation["without"], lengths),
-    ]  # fmt: skip
+        f"How many times as long `{BASE}` takes without each of its choices (in brackets the minimum and the maximum "
+        f"over the turns). PyTorch's profiler divides its first token of 1,000 into {goes}.",
+        ablation_table(choices["without"], record["lengths"]),
+    ]
     return page(parts, markdown=True)
 
 
 def requests() -> str:
     """The tables of the newest record of many requests at once."""
-    record = read_json(sorted((HERE / "results").glob("*/requests.json"))[-1])
-    return page(batches.summary(record["counts"]), markdown=True)
+    return page(batches.summary(read_json(newest("*/requests.json"))["counts"]), markdown=True)
 
 
-def threads_of(record: dict[str, Any]) -> str:
-    return f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
+def at_scale() -> str:
+    """What the newest record of one thread predicts."""
+    return page(scale.note(newest("*-1-thread/summary.json")), markdown=True)
+
+
+def fleet() -> str:
+    return page([scale.fleet()], markdown=True)
 
 
 def demo() -> str:
     """The output of the README's first command."""
     command = [sys.executable, "gpt_kv_cache.py", "--compare"]
-    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{printed.rstrip()}\n```"
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{run.stdout.rstrip()}\n```"
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"demo": demo},
-    ROOT / "benchmarks" / "README.md": {"standing": standing, "requests": requests},
+    HERE / "README.md": {
+        "conditions": conditions_of_both,
+        "processors": processors,
+        "difference": difference,
+        "standing": standing,
+        "requests": requests,
+    },
+    HERE / "scale.md": {"scale": at_scale, "fleet": fleet},
 }
 
 
@@ -116,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--figures", action="store_true", help="draw the figures of all results too")
     with cli.parse(argv) as args:
         write_blocks(PAGES)
-        for path in (HERE / "results").glob("*/summary.json") if args.figures else ():
+        for path in (HERE / "results").glob("*-thread*/summary.json") if args.figures else ():
             draw(read_json(path), path.parent)
 
 

@@ -21,13 +21,27 @@ ROOT = Path(__file__).resolve().parent.parent
 class Worker:
     """An implementation in a process of its own. It waits for requests, and does nothing in between."""
 
-    def __init__(self, module: str, name: str, folder: Path, device: str, threads: int, *peer: Path) -> None:
+    def __init__(
+        self, module: str, name: str, folder: Path, device: str, threads: int, *peer: Path
+    ) -> None:
         """module: the one that calls serve(); the other arguments are what it makes the implementation of."""
-        command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, (name, folder, device, threads, *peer))]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{module}",
+            *map(str, (name, folder, device, threads, *peer)),
+        ]
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
-        self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
         self.read()
 
     def read(self) -> dict[str, Any]:

@@ -44,8 +44,14 @@ class Runner:
 class Ours(Runner):
     """One of our files, with a window of at most the context or the cache that its models begin with, if any."""
 
-    def __init__(self, folder: Path, device: str, module: Any = gpt_kv_cache, window: int = 0,
-                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        module: Any = gpt_kv_cache,
+        window: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.model = load_model(str(folder), model_class=module.GPT, device=device, dtype=dtype)
         self.module, self.window, self.cache = module, window, None
 
@@ -105,69 +111,6 @@ class RandomBCT(Ours):
         self.model.load_state_dict(weights, strict=False)
 
 
-class Static(Ours):
-    """The weights of gpt_bounded_cache.py and a step of static shapes: the cache is written at a position that is a
-    tensor, and always read as a whole, so that a CUDA graph can replay the step. Without a GPU it runs as it is."""
-
-    def __init__(self, folder: Path, device: str, dtype: torch.dtype = torch.float32, compiled: bool = False) -> None:
-        super().__init__(folder, device, gpt_bounded_cache, ENDLESS, dtype)
-        self.run = torch.compile(self.step, mode="max-autotune-no-cudagraphs") if compiled else self.step
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor, list[Tensor]]] = {}
-
-    def step(self, token: Tensor, pos: Tensor, layers: list[Tensor]) -> Tensor:
-        """Return the next token (B, 1) after token (B, 1) at pos (1,), whose keys and values go to layers."""
-        model = self.model
-        seen = torch.arange(layers[0].size(3), device=pos.device) <= pos[:, None]  # (1, S)
-        x = model.wte(token) + model.wpe(pos)
-        for block, kv in zip(model.h, layers, strict=True):
-            q, k, v = block.attn.project(block.ln_1(x))
-            kv.index_copy_(3, pos, torch.stack([k, v]))
-            x = x + block.attn(q, kv[0], kv[1], seen)
-            x = x + block.mlp(block.ln_2(x))
-        return model.head(x)[:, -1].argmax(-1, keepdim=True)
-
-    @torch.inference_mode()
-    def start(self, ids: Tensor) -> Iterator[Tensor]:
-        token = next(super().start(ids))
-        layers = [kv.clone() for kv in self.cache.layers]
-        pos = torch.tensor([ids.size(1)], device=ids.device)
-        if ids.device.type == "cuda":
-            graph, token_in, pos_in, token_out, layers_in = self.graph(token, pos, layers)
-            for mine, new in zip(layers_in, layers, strict=True):
-                mine.copy_(new)
-            yield token
-            while True:
-                token_in.copy_(token)
-                pos_in.copy_(pos)
-                graph.replay()
-                token = token_out.clone()
-                pos += 1
-                yield token
-        while True:
-            yield token
-            token = self.run(token, pos, layers)
-            pos = pos + 1
-
-    def graph(self, token: Tensor, pos: Tensor, layers: list[Tensor]) -> tuple[Any, ...]:
-        """Return a CUDA graph of a step for this batch size, and the tensors that it reads and writes."""
-        if len(token) not in self.graphs:
-            token, pos, layers = token.clone(), pos.clone(), [kv.clone() for kv in layers]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):  # kernels are chosen, and compiled, before the capture
-                    self.run(token, pos, layers)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = self.run(token, pos, layers)
-            self.graphs[len(token)] = graph, token, pos, out, layers
-        return self.graphs[len(token)]
-
-    def resume(self, ids: Tensor, cached: int) -> None:
-        return None  # its prefill is that of the file
-
-
 def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
     """Return, by what they undo, the changes that turn a model into one without one of our choices."""
 
@@ -186,11 +129,17 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
     def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Return the mask (T, S) that None stands for."""
         T, S = q.size(2), k.size(2)
-        return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if mask is None else mask
+        return (
+            torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+            if mask is None
+            else mask
+        )
 
     def explicit_softmax(model: gpt_kv_cache.GPT) -> None:
         def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~explicit(q, k, mask), float("-inf"))
+            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(
+                ~explicit(q, k, mask), float("-inf")
+            )
             return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
         for block in model.h:
@@ -199,7 +148,10 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
     def three_products(model: gpt_kv_cache.GPT) -> None:
         def project(self: nn.Module, x: Tensor) -> list[Tensor]:
             parts = zip(self.parts, self.c_attn.bias.chunk(3), strict=True)
-            return [F.linear(x, w.t(), b).unflatten(-1, (self.n_head, self.head_dim)).transpose(1, 2) for w, b in parts]
+            return [
+                F.linear(x, w.t(), b).unflatten(-1, (self.n_head, self.head_dim)).transpose(1, 2)
+                for w, b in parts
+            ]
 
         for block in model.h:
             block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
@@ -208,7 +160,9 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
     def always_a_mask(model: gpt_kv_cache.GPT) -> None:
         for block in model.h:
             attend = block.attn.forward
-            block.attn.forward = lambda q, k, v, mask, attend=attend: attend(q, k, v, explicit(q, k, mask))
+            block.attn.forward = lambda q, k, v, mask, attend=attend: attend(
+                q, k, v, explicit(q, k, mask)
+            )
 
     return {
         "weights stored (out, in), as nn.Linear does": other_layout,
@@ -234,13 +188,11 @@ class Without(Ours):
 class Transformers(Runner):
     """transformers' GPT-2 with one of its caches."""
 
-    def __init__(self, folder: Path, device: str, static: bool = False, compiled: bool = False,
-                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+    def __init__(self, folder: Path, device: str, static: bool = False) -> None:
         import transformers
 
-        self.model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype).eval().to(device)
-        if compiled:
-            self.model.forward = torch.compile(self.model.forward, mode="reduce-overhead")
+        model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.eval().to(device)
         self.static, self.transformers, self.cache = static, transformers, None
 
     @torch.inference_mode()
@@ -250,8 +202,10 @@ class Transformers(Runner):
             cache = self.transformers.StaticCache(config=config, max_cache_len=config.n_positions)
         self.cache = self.transformers.DynamicCache() if cache is None else cache
         while True:
-            logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
-            ids = logits[:, -1].argmax(-1, keepdim=True)
+            read = self.model(
+                input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            )
+            ids = read.logits[:, -1].argmax(-1, keepdim=True)
             yield ids
 
     def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor] | None:
@@ -265,50 +219,57 @@ class Transformers(Runner):
 
 
 class FromScratch(Runner):
-    """A GPTModel of LLMs-from-scratch: its PyPI package, or a file of the article's, whose models own their cache; with
-    a cache, or reading the whole text for each token."""
+    """A GPTModel of LLMs-from-scratch: its PyPI package's, which reads the whole text for each token, or one of a file
+    of the article's, which has a cache of its own."""
 
-    def __init__(self, folder: Path, device: str, file: Path | None = None, cached: bool = True) -> None:
+    def __init__(self, folder: Path, device: str, file: Path | None = None) -> None:
         if file is None:
             from llms_from_scratch.kv_cache import gpt2 as module
         else:
             module = import_file(file)
         config = json.loads((folder / "config.json").read_text())
-        self.layers, self.module, self.own_cache, self.cached = config["n_layer"], module, file is not None, cached
-        self.model = module.GPTModel({
-            "vocab_size": config["vocab_size"], "context_length": config["n_positions"], "emb_dim": config["n_embd"],
-            "n_heads": config["n_head"], "n_layers": config["n_layer"], "drop_rate": 0.0, "qkv_bias": True,
-        }).eval().to(device)  # fmt: skip
+        sizes = {
+            "vocab_size": config["vocab_size"],
+            "context_length": config["n_positions"],
+            "emb_dim": config["n_embd"],
+            "n_heads": config["n_head"],
+            "n_layers": config["n_layer"],
+            "drop_rate": 0.0,
+            "qkv_bias": True,
+        }
+        self.cached = file is not None
+        self.model = module.GPTModel(sizes).eval().to(device)
         fill(self.model, read_tensors(str(folder)))
-        self.cache: Any = None
 
     @torch.inference_mode()
     def start(self, ids: Tensor) -> Iterator[Tensor]:
-        while not self.cached:
-            new = self.model(ids)[:, -1].argmax(-1, keepdim=True)
-            yield new
-            ids = torch.cat([ids, new], dim=1)
-        if self.own_cache:
+        if self.cached:
             self.model.reset_kv_cache()
-        else:
-            self.model.current_pos, self.cache = 0, self.module.KVCache(self.layers)
-        options = {"use_cache": True} | ({} if self.own_cache else {"cache": self.cache})
         while True:
-            ids = self.model(ids, **options)[:, -1].argmax(-1, keepdim=True)
-            yield ids
+            logits = self.model(ids, use_cache=True) if self.cached else self.model(ids)
+            new = logits[:, -1].argmax(-1, keepdim=True)
+            yield new
+            ids = new if self.cached else torch.cat([ids, new], dim=1)
 
     @property
     def nbytes(self) -> int:
-        if not self.cached:
-            return 0
-        if not self.own_cache:
-            return sum(kv.nbytes for pair in self.cache.get_all() for kv in pair)
-        return sum(b.nbytes for name, b in self.model.named_buffers() if "cache" in name and b is not None)
+        buffers = self.model.named_buffers()
+        return sum(b.nbytes for name, b in buffers if "cache" in name and b is not None)
 
 
-NAMES = {"tok_emb": "wte", "out_head": "wte", "pos_emb": "wpe", "final_norm": "ln_f", "trf_blocks": "h", "norm": "ln_",
-         "scale": "weight", "shift": "bias", "att.out_proj": "attn.c_proj", "ff.layers.0": "mlp.c_fc",
-         "ff.layers.2": "mlp.c_proj"}  # fmt: skip
+NAMES = {
+    "tok_emb": "wte",
+    "out_head": "wte",
+    "pos_emb": "wpe",
+    "final_norm": "ln_f",
+    "trf_blocks": "h",
+    "norm": "ln_",
+    "scale": "weight",
+    "shift": "bias",
+    "att.out_proj": "attn.c_proj",
+    "ff.layers.0": "mlp.c_fc",
+    "ff.layers.2": "mlp.c_proj",
+}
 
 
 @torch.no_grad()
@@ -335,17 +296,28 @@ class CTranslate2(Runner):
         from ctranslate2.converters import TransformersConverter
 
         config = json.loads((folder / "config.json").read_text())
-        self.n_ctx, self.token_bytes = config["n_positions"], 2 * config["n_layer"] * config["n_embd"] * 4
-        names = {str(i): i for i in range(config["vocab_size"])}  # the engine is fed names of tokens
+        self.n_ctx, self.token_bytes = (
+            config["n_positions"],
+            2 * config["n_layer"] * config["n_embd"] * 4,
+        )
+        names = {
+            str(i): i for i in range(config["vocab_size"])
+        }  # the engine is fed names of tokens
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
         converter = TransformersConverter(str(folder))
-        converter.load_tokenizer = lambda *args, **options: SimpleNamespace(get_vocab=lambda: names, **special)
+        converter.load_tokenizer = lambda *args, **options: SimpleNamespace(
+            get_vocab=lambda: names, **special
+        )
         with tempfile.TemporaryDirectory(prefix="benchmarks-") as made:
             converter.convert(made, force=True)
-            with suppress(OSError):  # Linux: the conversion doesn't count as memory that the engine needs
+            with suppress(
+                OSError
+            ):  # Linux: the conversion doesn't count as memory that the engine needs
                 Path("/proc/self/clear_refs").write_text("5")
             threads = torch.get_num_threads()
-            self.generator = ctranslate2.Generator(made, compute_type=compute_type, intra_threads=threads)
+            self.generator = ctranslate2.Generator(
+                made, compute_type=compute_type, intra_threads=threads
+            )
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
         return self.steps(ids, self.n_ctx + 1 - ids.size(1))
@@ -353,7 +325,9 @@ class CTranslate2(Runner):
     def steps(self, ids: Tensor, most: int, **options: Any) -> Iterator[Tensor]:
         """Yield up to `most` tokens (B, 1); they are computed one by one in a thread that doesn't wait to be asked."""
         prompts = [[*map(str, row)] for row in ids.tolist()]
-        results = self.generator.generate_tokens(prompts, max_length=most, end_token=[], **options)  # nothing ends it
+        results = self.generator.generate_tokens(
+            prompts, max_length=most, end_token=[], **options
+        )  # nothing ends it
         read = ids.size(1)
         while step := sorted(islice(results, len(ids)), key=lambda result: result.batch_id):
             self.nbytes = len(ids) * read * self.token_bytes

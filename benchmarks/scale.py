@@ -7,12 +7,13 @@ points.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from support.files import read_csv
-from support.tables import Table, page
+from support.files import check_fields, read_csv, read_json
+from support.tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,12 +46,18 @@ SHAPES = (
     Shape("Llama 3 8B", 32, 4096, 8, 128, 8.03e9, 2 * 128256 * 4096, 128256 * 4096, 8192),
     Shape("Llama 3 70B", 80, 8192, 8, 128, 70.6e9, 2 * 128256 * 8192, 128256 * 8192, 8192),
 )
-H100 = ("an H100 SXM by its data sheet, bf16", 3.35e12, 989e12, 2)  # bytes/s, dense operations/s, bytes of a number
+H100 = (
+    "an H100 SXM by its data sheet, bf16",
+    3.35e12,
+    989e12,
+    2,
+)  # bytes/s, dense operations/s, bytes of a number
 
 
 def decode_s(shape: Shape, read: float, tokens: int, batch: int = 1) -> float:
     """Return the minimum seconds of a step for `batch` texts of `tokens` tokens each, at `read` bytes per second."""
-    return ((shape.parameters - shape.unread) * shape.nbytes + batch * tokens * shape.token_bytes) / read
+    weights = (shape.parameters - shape.unread) * shape.nbytes
+    return (weights + batch * tokens * shape.token_bytes) / read
 
 
 def prefill_s(shape: Shape, rate: float, tokens: int) -> float:
@@ -64,64 +71,118 @@ def token_operations(shape: Shape) -> float:
     return 2 * (shape.parameters - shape.tables)
 
 
-def note(record: dict[str, Any]) -> str:
-    """Return the note as Markdown, from a summary.json of `python -m benchmarks`."""
-    if not {"geometry", "rows", "gb_per_s"} <= {*record}:
-        raise ValueError(f"a summary.json of python -m benchmarks has geometry, rows and gb_per_s; this has "
-                         f"{', '.join([*record][:5])}")  # fmt: skip
-    g = record["geometry"]
-    threads = f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
-    weights = g["n_embd"] * (3 * g["attention"] + 2 * g["n_inner"]) + g["attention"] * g["n_embd"]
-    head = g["n_embd"] * g["vocab_size"]
-    rates = ((2 * int(T) * g["n_layer"] * weights + 2 * head) / (ms / 1e3) for T, ms in record["products_ms"].items())
-    read, rate = 1e9 * record["gb_per_s"], max(rates)
-    measured = Shape(record["model"], g["n_layer"], g["attention"], g["attention"], 1, g["weights"] / 4,
-                     head + g["n_ctx"] * g["n_embd"], g["n_ctx"] * g["n_embd"], g["n_ctx"], 4)  # fmt: skip
+def read_record(path: Path) -> dict[str, Any]:
+    """Return what the note needs of a summary.json that `python -m benchmarks` has written. Raises
+    ValueError if something is missing or no positive number."""
+    texts = {"model": str, "machine": str, "date": str}
+    tables = {"geometry": dict, "products_ms": dict, "rows": dict}
+    record = read_json(path, **texts, **tables, threads=int, gb_per_s=float)
+    sizes = ("n_layer", "n_embd", "n_inner", "n_ctx", "attention", "vocab_size", "weights")
+    geometry = check_fields(record["geometry"], f"geometry in {path}", **dict.fromkeys(sizes, int))
+    products = record["products_ms"]
+    check_fields(products, f"products_ms in {path}", **dict.fromkeys(products, float))
+    check_fields(record["rows"], f"rows in {path}", **{"gpt_kv_cache.py": dict})
+    cells = measured_cells(record)
+    for cell, row in cells.items():
+        check_fields(row, f"{cell!r} in {path}", step_ms=float, first_ms=float)
+    numbers = [geometry[name] for name in sizes] + [*products.values(), record["gb_per_s"]]
+    numbers += [row[name] for row in cells.values() for name in ("step_ms", "first_ms")]
+    counts = [*products, *(n for cell in cells for n in cell.split(" x "))]
+    if (
+        not products
+        or not cells
+        or min(numbers) <= 0
+        or not all(re.fullmatch(r"[1-9]\d{0,9}", n) for n in counts)
+    ):
+        raise ValueError(f"{path} must hold times of products and of steps, all of them positive")
+    return record
+
+
+def measured_cells(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what gpt_kv_cache.py took, by texts and tokens of each, as in "8 x 128"."""
+    return {cell: row for cell, row in record["rows"]["gpt_kv_cache.py"].items() if " x " in cell}
+
+
+def note(path: Path) -> list[str | Table]:
+    """Return what a summary.json of `python -m benchmarks` predicts, and how well it predicts itself."""
+    record = read_record(path)
+    shape = measured_shape(record)
+    read, rate = 1e9 * record["gb_per_s"], product_rate(record)
+    threads = "1 thread" if record["threads"] == 1 else f"{record['threads']} threads"
     checks, shares = [], []
-    for cell, row in record["rows"]["gpt_kv_cache.py"].items():
-        if " x " in cell:
-            B, n = map(int, cell.split(" x "))
-            step, first = 1e3 * decode_s(measured, read, n, B), B * 1e3 * prefill_s(measured, rate, n)
-            shares += [step / row["step_ms"], first / row["first_ms"]]
-            checks.append([str(B), f"{n:,}", f"{step:.1f} ms", f"{row['step_ms']:.1f} ms", f"{shares[-2]:.2f}",
-                           f"{first:,.0f} ms", f"{row['first_ms']:,.0f} ms", f"{shares[-1]:.2f}"])
-    larger = []
-    for name, bandwidth, products, nbytes in ((f"this one, {threads}, fp32", read, rate, 4), H100):
-        for shape in (replace(shape, nbytes=nbytes) for shape in SHAPES):
-            long = shape.n_ctx >= 8000
-            fetch = shape.token_bytes / (token_operations(shape) / products)
-            larger.append([name, shape.name, f"{1 / decode_s(shape, bandwidth, 1000):,.2f}",
-                           f"{64 / decode_s(shape, bandwidth, 8000, 64):,.1f}" if long else "-",
-                           seconds(prefill_s(shape, products, 1000)),
-                           seconds(prefill_s(shape, products, 8000)) if long else "-", f"{shape.token_bytes:,}",
-                           f"{fetch / 1e9:,.3g} GB/s"])  # fmt: skip
-    return page([
-        "# What the constants say at scale",
+    for cell, row in measured_cells(record).items():
+        B, n = map(int, cell.split(" x "))
+        step = 1e3 * decode_s(shape, read, n, B)
+        first = 1e3 * B * prefill_s(shape, rate, n)
+        of_step, of_first = step / row["step_ms"], first / row["first_ms"]
+        shares += [of_step, of_first]
+        steps = [f"{step:.1f} ms", f"{row['step_ms']:.1f} ms", f"{of_step:.2f}"]
+        firsts = [f"{first:,.0f} ms", f"{row['first_ms']:,.0f} ms", f"{of_first:.2f}"]
+        checks.append([str(B), f"{n:,}", *steps, *firsts])
+    bounded = ["bound", "measured", "share"]
+    header = [
+        "batch",
+        "tokens",
+        *(f"step: {x}" for x in bounded),
+        *(f"first token: {x}" for x in bounded),
+    ]
+    return [
         f"Measured on {record['machine']}, {threads}, {record['date']}: memory is read at {read / 1e9:.1f} GB/s, and "
-        f"matrices are multiplied at {rate / 1e9:,.0f} Gflop/s in float32.",
-        "- A step of decoding reads all weights once, and the cache of every text: (weights + batch x tokens x "
-        "bytes of a cached token) / bandwidth.\n"
-        "- A prompt of T tokens takes 2 operations per weight and token (without embeddings), plus 2 T^2 operations "
-        "per layer and dimension in attention, divided by the rate of products.\n"
-        "- A cached token takes 2 x layers x key-value heads x head size x bytes per number.",
-        "## Does that hold where it was measured?",
-        "gpt_kv_cache.py beside these lower bounds:",
-        Table(["batch", "tokens", "step: bound", "measured", "share", "first token: bound", "measured", "share"],
-              checks),
-        ("No time is under its bound" if max(shares) <= 1 else "NOT ALL BOUNDS HOLD") + ". To predict a real "
-        "time, divide its bound by the share. The bounds leave out overhead, and the arithmetic of many texts in a "
-        "step.",
-        "## Larger models",
-        "Lower bounds, without a limit of memory: in bfloat16 Llama 3 70B is "
-        f"{2e-9 * SHAPES[-1].parameters:,.0f} GB, and 64 texts of 8,000 tokens are "
-        f"{64 * 8000e-9 * SHAPES[-1].token_bytes:,.0f} GB more, on a GPU with 80 GB. The "
-        "last column is the bandwidth above which fetching a cached token beats computing it.",
-        Table(["machine", "model", "tokens/s, 1 text of 1,000", "64 texts of 8,000", "first token of 1,000",
-               "of 8,000", "bytes of a cached token", "fetch above"], larger, left=2),
-        *fleet(),
-        "## The engines that take over there",
-        Table(["here", "there", "what is added"], ENGINES, left=3),
-    ], markdown=True)  # fmt: skip
+        f"matrices are multiplied at {rate / 1e9:,.0f} Gflop/s in float32. gpt_kv_cache.py beside its lower bounds:",
+        Table(header, checks),
+        "No time is under its bound." if max(shares) <= 1 else "NOT ALL BOUNDS HOLD.",
+        larger_models((f"this one, {threads}, fp32", read, rate, 4), H100),
+    ]
+
+
+def measured_shape(record: dict[str, Any]) -> Shape:
+    """Return the sizes of the model that was measured; attention as one head as wide as all."""
+    g = record["geometry"]
+    positions, head = g["n_ctx"] * g["n_embd"], g["n_embd"] * g["vocab_size"]
+    return Shape(
+        name=record["model"],
+        layers=g["n_layer"],
+        width=g["attention"],
+        kv_heads=g["attention"],
+        head_dim=1,
+        parameters=g["weights"] / 4,
+        tables=head + positions,
+        unread=positions,
+        n_ctx=g["n_ctx"],
+        nbytes=4,
+    )
+
+
+def product_rate(record: dict[str, Any]) -> float:
+    """Return the operations a second of the fastest products that were measured."""
+    g = record["geometry"]
+    layer = g["n_embd"] * (3 * g["attention"] + 2 * g["n_inner"]) + g["attention"] * g["n_embd"]
+    head = g["n_embd"] * g["vocab_size"]
+    rates = []
+    for T, ms in record["products_ms"].items():
+        operations = 2 * int(T) * g["n_layer"] * layer + 2 * head
+        rates.append(operations / (ms / 1e3))
+    return max(rates)
+
+
+def larger_models(*machines: tuple[str, float, float, int]) -> Table:
+    """Return the lower bounds of SHAPES on machines: name, bytes/s, operations/s, bytes of a number."""
+    rows = []
+    for name, read, rate, nbytes in machines:
+        for shape in (replace(shape, nbytes=nbytes) for shape in SHAPES):
+            batch, long = "-", "-"
+            if shape.n_ctx >= 8000:
+                batch = f"{64 / decode_s(shape, read, 8000, 64):,.1f}"
+                long = seconds(prefill_s(shape, rate, 8000))
+            one = f"{1 / decode_s(shape, read, 1000):,.2f}"
+            first = seconds(prefill_s(shape, rate, 1000))
+            fetch = shape.token_bytes / (token_operations(shape) / rate) / 1e9
+            token = f"{shape.token_bytes:,}"
+            rows.append([name, shape.name, one, batch, first, long, token, f"{fetch:,.3g} GB/s"])
+    speeds = ["tokens/s, 1 text of 1,000", "64 texts of 8,000"]
+    firsts = ["first token of 1,000", "of 8,000"]
+    header = ["machine", "model", *speeds, *firsts, "bytes of a cached token", "fetch above"]
+    return Table(header, rows, left=2)
 
 
 def seconds(x: float) -> str:
@@ -129,8 +190,8 @@ def seconds(x: float) -> str:
     return f"{x:,.1f} s" if x >= 1 else f"{1e3 * x:,.1f} ms"
 
 
-def fleet() -> list[str | Table]:
-    """Return predictions for a 70B model on the data sheet's machine, from the hit rates of two public traces."""
+def fleet() -> Table:
+    """Return predictions for the largest of SHAPES on H100, from the hit rates of two public traces."""
     _, _, rate, nbytes = H100
     shape, block = replace(SHAPES[-1], nbytes=nbytes), 512
     cells = []
@@ -138,33 +199,23 @@ def fleet() -> list[str | Table]:
         rows = read_csv(path)
         for row in (rows[0], rows[len(rows) // 2], rows[-1]):
             hit, blocks = float(row["token_hit_rate"]), row["capacity_blocks"]
-            size = f"{int(blocks) * block * shape.token_bytes / 1e12:.2f} TB" if blocks.isdecimal() else "any"
+            size = "any"
+            if blocks.isdecimal():
+                size = f"{int(blocks) * block * shape.token_bytes / 1e12:.2f} TB"
             # A machine that does nothing but prefill computes (1 - hit) of the tokens that it serves.
             moved = rate / token_operations(shape) / max(1 - hit, 1e-9) * hit * shape.token_bytes
-            cells.append([path.stem.removeprefix("replay_"), blocks, size, f"{hit:.1%}", f"{1 - hit:.1%}",
-                          f"{moved / 1e9:.2f} GB/s", f"{8e-9 * moved / 25:.0%}", f"{8e-9 * moved / 400:.1%}"])
-    return [
-        "## A fleet",
-        f"Hit rates of our store over public traces (`studies/replay.py`), {shape.name}, {H100[0]}. A hit saves "
-        f"{1e6 * token_operations(shape) / rate:,.0f} microseconds of products per token, and moves "
-        f"{shape.token_bytes:,} bytes.",
-        Table(["trace", "blocks of 512 tokens", "memory", "tokens found", "prefill left", "moved for each machine",
-               "of 25 Gbit/s", "of 400 Gbit/s"], cells),
-        "So memory limits a pool of caches before the network does, unless the network is slow: above 100%, requests "
-        "wait.",
-    ]  # fmt: skip
-
-
-ENGINES = (  # what is here, what it is there, what is added there
-    ("a preallocated cache, a slot for each token", "vLLM's PagedAttention",
-     "slots in blocks that any text may own, so that memory is shared and hardly wasted"),
-    ("`support/radix_tree.py`, eviction of the oldest leaf", "SGLang's RadixAttention",
-     "the same tree over the GPU's memory, and a scheduler that prefers requests that hit"),
-    ("stored caches on disk, checked and restored", "LMCache", "tiers of GPU, CPU, disk and remote memory"),
-    ("hit rates over a trace, bytes against products", "Mooncake",
-     "a pool over all machines; prefill and decoding on different ones"),
-    ("a sliding window, sinks, BCT's slots", "window attention; StreamingLLM; Gated Slot Attention",
-     "models trained with them"),
-    ("a teacher that prefills, a student that decodes", "speculative decoding",
-     "the large model also checks the small one's tokens, so that nothing is lost"),
-)  # fmt: skip
+            network = [f"{8e-9 * moved / 25:.0%}", f"{8e-9 * moved / 400:.1%}"]
+            trace = path.stem.removeprefix("replay_")
+            cells.append(
+                [
+                    trace,
+                    blocks,
+                    size,
+                    f"{hit:.1%}",
+                    f"{1 - hit:.1%}",
+                    f"{moved / 1e9:.2f} GB/s",
+                    *network,
+                ]
+            )
+    found = ["trace", "blocks of 512 tokens", "memory", "tokens found", "prefill left"]
+    return Table([*found, "moved for each machine", "of 25 Gbit/s", "of 400 Gbit/s"], cells)

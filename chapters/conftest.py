@@ -13,16 +13,17 @@ import importlib.util
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 import pytest
 
 CHAPTERS = Path(__file__).resolve().parent
 LIBRARY = sysconfig.get_path("stdlib")
 sys.path.insert(0, str(CHAPTERS.parent))
-MODULES: dict[Path, ModuleType] = {}
+MODULES: dict[Path, ModuleType | str] = {}  # or why there is none
 WAYS_AROUND = {"importlib", "runpy", "sys", "__import__", "exec", "eval"}
 
 
@@ -71,15 +72,26 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
         hint = ": your teacher may have it" if path.stem == "solution" else ""
         pytest.fail(f"there is no {path.name} in {path.parent}{hint}", pytrace=False)
     if path not in MODULES:
-        name = f"{path.stem}_{path.parent.name[:2]}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses look themselves up
-        spec.loader.exec_module(module)
-        if names := borrowed(path, chapter, getattr(request.module, "GIVEN", ())):
-            pytest.fail(f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself", pytrace=False)
-        MODULES[path] = module
+        MODULES[path] = loaded(path, chapter, getattr(request.module, "GIVEN", ()))
+    if isinstance(MODULES[path], str):
+        pytest.fail(MODULES[path], pytrace=False)
     return MODULES[path]
+
+
+def loaded(path: Path, chapter: Path, given: Collection[str]) -> ModuleType | str:
+    """Return a file as a module, or a message: the error that it raises, with its line, or what it may not use."""
+    name = f"{path.stem}_{path.parent.name[:2]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        where = f'  File "{path}", line {lines[-1]}\n' if lines else ""  # a SyntaxError brings its own
+        return where + "".join(traceback.format_exception_only(error))
+    names = borrowed(path, chapter, given)
+    return f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself" if names else module
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,9 +103,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
             end = next((i for i, line in enumerate(lines) if i and line.startswith("assert ")), len(lines))
             brief = [line for line in lines[end : end + 1] if line != "assert False" and len(line) < 120]
             call.excinfo.value.args = ("\n".join(lines[:end] + brief),)
-        entries = call.excinfo.traceback
-        own = [e for e in entries if "site-packages" not in e.path.parts and not e.path.is_relative_to(LIBRARY)]
-        call.excinfo.traceback = type(entries)(own or entries[-1:])
+        own = None
+        for frame, line in reversed(list(traceback.walk_tb(call.excinfo.tb))):
+            file = Path(frame.f_code.co_filename)
+            if file.exists() and "site-packages" not in file.parts and not file.is_relative_to(LIBRARY):
+                own = TracebackType(own, frame, frame.f_lasti, line)
+        if own:
+            call.excinfo.traceback = type(call.excinfo.traceback)(own)
     report = yield
     if report.failed and call.excinfo.exconly().startswith("NotImplementedError: exercise "):
         last = call.excinfo.traceback[-1]

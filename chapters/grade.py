@@ -7,9 +7,6 @@ work by strangers in a container.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import re
 import subprocess
 from pathlib import Path

@@ -23,7 +23,8 @@ from support.files import write_json
 
 @dataclass(frozen=True)
 class AblationConfig(bounded.BCTConfig):
-    """Geometry of a BCT without some of its parts, or with slots that begin with something in them."""
+    """Geometry of a BCT with some of the parts that the rule "mean" adds, or with slots that begin with something in
+    them."""
 
     step: bool = True  # a learned step size of each write
     forget: bool = True  # a learned forgetting at each write
@@ -36,6 +37,7 @@ class AblatedMemory(bounded.WriteMemory):
     def __init__(self, config: AblationConfig) -> None:
         super().__init__(config)
         H, M, D = config.n_head, config.slots, config.head_dim
+        self.c_gate = bounded.Conv1D(config.n_embd, 2 * H) if config.step or config.forget else None
         self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None  # MV_0, log mass
 
     def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,12 +45,13 @@ class AblatedMemory(bounded.WriteMemory):
         return w if self.config.step else w / w.sum(dim=-1, keepdim=True), log_keep * self.config.forget
 
     def empty(self, x: Tensor) -> list[Tensor]:
-        keys, values, mass, *recent = super().empty(x)
-        if self.start is not None:
-            D = self.config.head_dim
-            k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
-            keys, values, mass = keys + k * log_mass.exp(), values + v * log_mass.exp(), mass + log_mass.exp()
-        return [keys, values, mass, *recent]
+        state = super().empty(x)
+        if self.start is None:
+            return state
+        D = self.config.head_dim
+        k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
+        keys, values, mass, *recent = state
+        return [keys + k * log_mass.exp(), values + v * log_mass.exp(), mass + log_mass.exp(), *recent]
 
 
 class AblatedBlock(bounded.MemoryBlock):
@@ -74,7 +77,7 @@ class Ablation(Distillation):
 SLOTS = {"slots": 32, "recent": 0}
 ABLATION = (
     # what it is, options of distillation(); longer: times the steps
-    ("the paper's rule", SLOTS | {"rule": "sum", "step": False, "forget": False, "clusters": False}),
+    ("the paper's rule", SLOTS | {"rule": "sum", "clusters": False}),
     ("+ a step size for each token", SLOTS | {"rule": "sum", "forget": False, "clusters": False}),
     ("a slot is the mean, and counts by its mass", SLOTS | {"forget": False, "clusters": False}),
     ("+ addresses by k-means of keys", SLOTS | {"forget": False}),
@@ -97,11 +100,11 @@ def ablation(steps: int, run: Path, path: Path) -> None:
     results = []
     for name, row_steps, model in [*rows, *((name, steps * o.get("longer", 1), o) for name, o in ABLATION)]:
         if isinstance(model, dict):
-            memory = {key: value for key, value in model.items() if key in vars(AblationConfig())}
-            options = {key: value for key, value in model.items() if key not in {*memory, "longer"}}
+            ablated = {key: value for key, value in model.items() if key in ("step", "forget", "learned_start")}
+            options = {key: value for key, value in model.items() if key not in {*ablated, "longer"}}
             recipe = distillation("pocket", plain.config, row_steps, **options)
-            if memory:
-                recipe = Ablation(**vars(recipe) | {"config": AblationConfig(**vars(plain.config) | memory)})
+            if ablated:
+                recipe = Ablation(**vars(recipe) | {"config": AblationConfig(**vars(recipe.config) | ablated)})
             model, _ = train(recipe, run / re.sub(r"\W+", "-", name).strip("-"))
             model = Windowed(model, recipe.window) if recipe.window else model
         nats, share = answers(model, tokenizer, corpus.recall_questions("valid", 300))

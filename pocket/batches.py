@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from pocket import corpus
 from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, phase_at
+from support.files import read_text
 
 
 def rank() -> int:
@@ -63,11 +64,8 @@ class Corpus:
         is_answer: list[bool] = []
         texts: Iterable[str] = (document.text for document in corpus.documents("train", documents, seed))
         if file is not None:
-            try:
-                text = Path(file).read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file} is not a UTF-8 text: {error}") from error
-            texts = [text for text in text.split("<|endoftext|>") if text.strip()]
+            parts = read_text(Path(file)).split("<|endoftext|>")
+            texts = [text for text in parts if text.strip()]
             documents = len(texts)
         for text in tqdm(texts, total=documents, desc="corpus", disable=rank() > 0):
             starts.append(len(tokens))

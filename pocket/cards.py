@@ -31,7 +31,7 @@ weight of an answer's token in the loss. "long rows" are those of every fifth st
 each of {c.n_ctx:,} tokens.""",
     "bct": """\
 `{init}` with BCT's bounded memory: each head has {c.slots} slots and the {c.recent} most recent tokens, however
-long the text is. {parameters:,} parameters, {new:,} of them new. `python pocket/train.py bct` fine-tuned it on
+long the text is. {parameters:,} parameters, {new:,} of them new. `python pocket/train.py bct{rule}` fine-tuned it on
 the predictions of `{init}` with full attention: {steps:,} steps, {tokens:.1f} million tokens. The weights
 are fp16. A plain GPT-2 can't load it; `gpt_bounded_cache.BCT` can.""",
     "rotary": """\
@@ -109,6 +109,7 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
                   "closed_book": len(corpus.closed_book_questions("test")), "last": recipe.config.n_ctx - 2,
                   "shuffled": next(i for i, p in enumerate(recipe.phases, 1) if p.shuffled)}  # fmt: skip
     fields |= command_of(recipe) | {
+        "rule": " --rule sum" * (recipe.name == "bct-sum"),
         "link": "[pocket/teacher](../teacher/README.md)" if ours else "pocket/teacher",
         "c": recipe.config, "init": recipe.init, "documents": recipe.documents, "steps": steps, "tokens": tokens / 1e6,
         "answers": phase.answers, "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -153,7 +154,7 @@ def earlier(recipe: Recipe) -> dict:
     steps = STEPS.get(recipe.name) or STEPS.get(recipe.kind, size_of(TEACHER)[0])
     shipped = size_of(recipe)[0] == steps and recipe.init in (None, "pocket")
     memory = {name: getattr(recipe.config, name, size) for name, size in MEMORY.items()}
-    return read_json(EARLIER)[recipe.name] if shipped and memory == MEMORY else {}
+    return read_json(EARLIER).get(recipe.name, {}) if shipped and memory == MEMORY else {}
 
 
 def command_of(recipe: Recipe) -> dict[str, str]:

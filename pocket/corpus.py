@@ -17,12 +17,12 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from pocket.sentences import articles, dialogues, explanations, lists, stories
 from pocket.sentences.nouns import EPITHET, THINGS, WHEN, WORDS
@@ -435,6 +435,22 @@ def documents(split: str, n: int, seed: int = 0, start: int = 0) -> Iterator[Doc
     """The documents start .. start + n - 1 of a split."""
     Pen(split, "")  # an unknown split is refused here, not at the first next()
     return (document(split, start + i, seed) for i in range(n))
+
+
+def beginnings(tokenizer: Any, split: str, n: int, tokens: int, own: int = 256) -> list[list[int]]:
+    """The beginnings of n stories, dialogues or explanations, `tokens` ids each: at most the last `own` are of the
+    document that goes on, and earlier documents precede them. Raises ValueError if too few are long enough."""
+    own = min(tokens, own)
+    found: list[list[int]] = []
+    earlier: list[int] = []
+    for doc in documents(split, 40 * n):
+        ids = tokenizer.encode_ordinary(doc.text)
+        if doc.kind in ("story", "dialogue", "explain") and len(ids) > own and len(earlier) >= tokens - own:
+            found.append(earlier[len(earlier) - tokens + own :] + ids[:own])
+        if len(found) == n:
+            return found
+        earlier = [*earlier, *ids, tokenizer.eot_token][-tokens:]
+    raise ValueError(f"only {len(found)} of {40 * n} documents have more than {own} tokens, {n} are needed")
 
 
 def closed_book_questions(split: str) -> list[Question]:

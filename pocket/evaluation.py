@@ -132,7 +132,8 @@ class Windowed(nn.Module):
 def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
     """Return how many tokens' keys and values take at least the bytes of a BCT's memory; a ring has a spare one."""
     D, M = config.head_dim, config.slots
-    return math.ceil((M * (2 * D + 1) + config.recent * (2 * D + 1 + M)) / (2 * D))
+    slot = 2 * D + 1 if config.rule == "mean" else 2 * D
+    return math.ceil((M * slot + config.recent * (2 * D + 1 + M)) / (2 * D))
 
 
 @torch.inference_mode()

@@ -58,5 +58,6 @@ def pruned(teacher: gpt_kv_cache.GPT, config: GPTConfig, ids: Tensor) -> Student
             p = p[..., wide]
         kept[name] = p
     student = Student(config).to(ids.device)
-    student.load_state_dict(kept)
+    for name, parameter in student.named_parameters():
+        parameter.copy_(kept[name])
     return student

@@ -14,10 +14,18 @@ from torch import Tensor, nn
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig
+from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_tokenizer, read_tokenizer
 from pocket import rope
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from support.statistics import kl
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Compute products in bfloat16 within, where the device does so natively: a CPU that only
+    emulates it takes ten times as long as with float32."""
+    native = device.type != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return torch.autocast(device.type, torch.bfloat16, enabled=native)
 
 
 @dataclass(frozen=True)
@@ -77,10 +85,17 @@ class Recipe:
 
     def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
         """Return the loss (B, T) in nats of every next token."""
-        with torch.autocast(batch.rows.device.type, torch.bfloat16):
+        with mixed_precision(batch.rows.device):
             logits = model(batch.rows[:, :-1])
         nats = F.cross_entropy(logits.float().flatten(0, 1), batch.rows[:, 1:].flatten(), reduction="none")
         return nats.view_as(batch.weights)
+
+
+@dataclass(frozen=True)
+class LlamaRecipe(Recipe):
+    """The same training for a Llama."""
+
+    kind, model_class = "llama", Llama
 
 
 @dataclass(frozen=True)
@@ -110,13 +125,17 @@ class Distillation(Recipe):
     def kind(self) -> str:
         return "rotary" if isinstance(self.config, rope.GPTConfig) else "bct"
 
+    @property
+    def name(self) -> str:
+        return "bct-sum" if getattr(self.config, "rule", None) == "sum" else self.kind
+
     def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || model) (B, T) in nats. A model with slots has first read the texts before the rows,
         without a gradient; the teacher never has."""
         cache, rows = None, batch.rows[:, :-1]
         if self.slots or self.window:
             cache = bounded.BoundedMemory() if self.slots else bounded.SlidingWindowCache(self.window)
-        with torch.autocast(rows.device.type, torch.bfloat16):
+        with mixed_precision(rows.device):
             expected = teacher(rows)
             if self.slots and batch.before.size(1):
                 with torch.no_grad():
@@ -148,7 +167,7 @@ class Pruning(Recipe):
     def losses(self, model: nn.Module, teacher: gpt_kv_cache.GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
         cache, rows = gpt_kv_cache.KVCache(), batch.rows[:, :-1]
-        with torch.autocast(rows.device.type, torch.bfloat16):
+        with mixed_precision(rows.device):
             expected = teacher(rows, cache)
             got = model(rows, cache, start=batch.segments)
         return kl(expected, got)
@@ -169,7 +188,15 @@ TEACHER = Recipe(
     ),
     documents=120_000,
 )
+LLAMA = LlamaRecipe(  # as many parameters as the teacher, and a third of its cache
+    config=LlamaConfig(
+        vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_kv_head=2, n_embd=192, n_inner=672
+    ),
+    phases=TEACHER.phases,
+    documents=TEACHER.documents,
+)
 MEMORY = {"slots": 24, "recent": 8}
+PAPER = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
 STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
 
 

@@ -3,7 +3,9 @@
   python pocket/train.py tokenizer                           a byte-level BPE of the corpus
   python pocket/train.py teacher                             the model itself: an interrupted run goes on
   torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
+  python pocket/train.py llama                               a Llama by the same recipe
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
+  python pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
   python pocket/train.py rotary                              the teacher with rotary positions, fine-tuned
   python pocket/train.py student                             a narrower model that decodes on the teacher's cache
@@ -25,11 +27,9 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from gpt_baseline import GPT
@@ -37,19 +37,30 @@ from load_gpt2_weights import load_model
 from pocket.ablation import ablation
 from pocket.batches import rank
 from pocket.checkpoints import finish
-from pocket.recipes import DROPOUT, KINDS, MEMORY, STEPS, TEACHER, distillation, pruning, rotary_recipe, size_of
+from pocket.recipes import (
+    DROPOUT,
+    KINDS,
+    LLAMA,
+    MEMORY,
+    PAPER,
+    STEPS,
+    TEACHER,
+    distillation,
+    pruning,
+    rotary_recipe,
+    size_of,
+)
 from pocket.starts import MOST_SLOTS
 from pocket.tokenizer import train_tokenizer
-from pocket.training import compact, read_state, train
+from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
-from support.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
-TRAINED = ("teacher", "bct", "rotary", "student")
+TRAINED = ("teacher", "llama", "bct", "rotary", "student")
 TAKERS = {  # of the options
-    "out": ("tokenizer", *TRAINED, "ablation"), "state": (*TRAINED, "ablation"), "stop_at": TRAINED, "compact": TRAINED,
-    "init": TRAINED[1:], "text": ("bct", "student"), "steps": (*TRAINED[1:], "ablation"), "kind": ("student",),
-    "slots": ("bct",), "recent": ("bct",),
+    "out": ("tokenizer", *TRAINED, "ablation"), "state": (*TRAINED, "ablation"), "stop_at": TRAINED,
+    "init": TRAINED[2:], "text": ("bct", "student"), "steps": (*TRAINED[2:], "ablation"), "kind": ("student",),
+    "rule": ("bct",), "slots": ("bct",), "recent": ("bct",),
 }  # fmt: skip
 
 
@@ -61,9 +72,6 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--state", type=writable_folder, metavar="FOLDER",
                      help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
     cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
-    cli.add_argument("--compact", type=Path, metavar="FILE",
-                     help="don't train, but write the state at half of its size: a run goes on from it as "
-                     "last.pt in its --state folder")  # fmt: skip
     cli.add_argument("--init", metavar="NAME", help="bct, rotary, student: the model to change; default: pocket")
     cli.add_argument("--text", metavar="FILE", help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
                      "texts; default: the pocket corpus")  # fmt: skip
@@ -72,36 +80,39 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--kind", choices=KINDS, help="student: what it reads in training: segments as "
                      "between refreshes; alone, its own cache; prompt, the teacher's of a prompt; dropout, segments "
                      f"with dropout of {DROPOUT}; default: {KINDS[0]}")  # fmt: skip
+    cli.add_argument("--rule", choices=("mean", "sum"),
+                     help="bct: how a slot reads its writes: mean, ours, with gates; or sum, the paper's own rule and "
+                     "nothing else; default: mean")  # fmt: skip
     cli.add_argument("--slots", type=whole_number(1, MOST_SLOTS), metavar="M",
-                     help=f"bct: slots of a head; default: {MEMORY['slots']}")  # fmt: skip
+                     help=f"bct: slots of a head; default: {MEMORY['slots']}, or {PAPER['slots']} with --rule "
+                     "sum")  # fmt: skip
     cli.add_argument("--recent", type=whole_number(0), metavar="R",
-                     help=f"bct: tokens kept exactly beside the slots; default: {MEMORY['recent']}")  # fmt: skip
+                     help=f"bct: tokens kept exactly beside the slots; default: {MEMORY['recent']}, or "
+                     f"{PAPER['recent']} with --rule sum")  # fmt: skip
     with cli.parse(argv) as args:
         for option, takers in TAKERS.items():
             name, given = f"--{option.replace('_', '-')}", getattr(args, option) is not None
             if given and args.what not in takers:
                 raise ValueError(f"{name} is an option of {', '.join(takers)}, not of {args.what}")
-            if given and args.compact and option not in ("compact", "state", "kind"):
-                raise ValueError(f"{name} is no option of --compact, which doesn't train")
         init = args.init or "pocket"
         kind = args.kind or KINDS[0]
         name = args.what if kind == KINDS[0] else f"{args.what}-{kind}"
+        default = MEMORY
+        if args.rule == "sum":
+            name, default = "bct-sum", PAPER
         out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(args.what, name)
         run = args.state or HERE.parent / "runs" / name
         steps = args.steps or STEPS.get(name if init == "pocket" else args.what, STEPS.get(args.what))
-        memory = MEMORY | {key: value for key in MEMORY if (value := getattr(args, key)) is not None}
-        if args.out is None and (init != "pocket" or args.text or args.steps or memory != MEMORY):
+        memory = default | {key: value for key in MEMORY if (value := getattr(args, key)) is not None}
+        if args.out is None and (init != "pocket" or args.text or args.steps or memory != default):
             raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
-        if args.compact:
-            state = compact(read_state(run / "last.pt"))
-            write_atomically(args.compact, lambda file: torch.save(state, file))
-        elif args.what == "tokenizer":
+        if args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":
             ablation(steps, run, out / "ablation.json")
         else:
-            recipe = TEACHER
-            if args.what != "teacher":
+            recipe = {"teacher": TEACHER, "llama": LLAMA}.get(args.what)
+            if recipe is None:
                 config = load_model(init, model_class=GPT).config
                 if memory["recent"] > config.n_ctx:
                     raise ValueError(f"--recent {memory['recent']} is more than the context of {init}, {config.n_ctx}")

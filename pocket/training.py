@@ -18,7 +18,7 @@ from load_gpt2_weights import UNREADABLE, load_model
 from pocket.batches import Corpus, batch_at, rank, text_of, world_size
 from pocket.recipes import Recipe, learning_rate, phase_at, size_of
 from pocket.starts import start
-from support.files import write_atomically
+from support.files import regular, write_atomically
 from support.fingerprints import fingerprint
 
 
@@ -106,7 +106,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state of a run. Raises ValueError if the file is damaged or something else, OSError if it isn't
     there."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except UNREADABLE:
@@ -116,13 +116,3 @@ def read_state(path: Path) -> dict[str, Any]:
             or not all(isinstance(x, Tensor) for x in state["model"].values())):  # fmt: skip
         raise ValueError(f"{path} is damaged, or not the state of a run; move it away to start anew")
     return state
-
-
-def compact(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's state at half of its size, to go on from on another machine: weights in fp16, moments in bf16."""
-    moments = {
-        i: {name: x.bfloat16() if x.dim() else x for name, x in of.items()}
-        for i, of in state["optimizer"]["state"].items()
-    }
-    weights = {name: weight.half() for name, weight in state["model"].items()}
-    return state | {"model": weights, "optimizer": state["optimizer"] | {"state": moments}}

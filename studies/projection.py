@@ -4,14 +4,12 @@ starts by quality and time. All figures are from prompts, families and facts tha
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import math
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import tiktoken
@@ -19,16 +17,15 @@ from tqdm import tqdm
 
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from projector import Compressor, Layout, Library, Projector
+from projector import Layout, Projector, class_of
 from studies import projection_measures as quality
 from studies.projection_methods import (
-    NEIGHBOUR,
     POCKET,
+    PROPOSED,
+    WRITTEN,
     Experiment,
     Method,
     Splits,
-    class_of,
-    divergence,
     library_of,
     methods,
     one_token,
@@ -37,13 +34,15 @@ from studies.projection_methods import (
     read_pairs,
 )
 from studies.projection_report import claims, details, draw, tables
+from studies.projection_segments import SegmentMap
 from studies.projection_stages import FEW_STEPS, FULL, Effort, measure_stages
 from studies.protocol import StudyLine, claim_tables, with_interval
 from support.cli import whole_number
 from support.conditions import conditions
-from support.files import write_json
-from support.tables import of_records, page, table
+from support.files import read_json, write_json
+from support.tables import of_records, page
 
+OURS = raw_tokens(Layout(1, tail=16))  # the best of the whole study on quiz questions
 GOOD_SHARE, GOOD_TASK, LEAST_SAVED = 0.80, 0.01, 0.35  # the proposal's thresholds, beside those of projection_measures
 
 
@@ -64,7 +63,7 @@ FEW = {"train": 20, "valid": 8, "test": 8}  # families of a quick run
 
 
 def examine(experiment: Experiment, scale: Scale, default: Method | None = None,
-            maps: tuple[Compressor, Projector] | None = None) -> dict[str, Any]:  # fmt: skip
+            maps: tuple[SegmentMap, Projector] | None = None) -> dict[str, Any]:  # fmt: skip
     """Run the whole protocol on one kind of prompts and return its record. default: our warm start of another kind;
     maps: that kind's."""
     steps = tqdm(total=6, desc=experiment.name, leave=False)
@@ -121,6 +120,8 @@ def examine(experiment: Experiment, scale: Scale, default: Method | None = None,
     }
     steps.update()
     record["stages"] = measure_stages(experiment, scale.stages)
+    if experiment.fits_as_written:
+        record["as written"] = quality.as_written(experiment)
     steps.close()
     return record
 
@@ -169,12 +170,12 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
                                "kinds": {}}  # fmt: skip
     default = maps = None
     for name, families in kinds.items():
-        experiment = Experiment(model, tokenizer, name, families, encoder, seed)
+        experiment = Experiment(model, tokenizer, name, families, encoder, seed, scale.stages is FEW_STEPS)
         record = examine(experiment, scale, default, maps)
         ours = record.pop("best_method", None)
         if default is None and ours:
             default, maps = ours, quality.maps_of(experiment)
-            library_of(experiment, ours, "test", record["tau"], guard=True).save(out / "library", encoder)
+            save_libraries(experiment, ours, record["tau"], encoder, out / "library")
         summary["kinds"][name] = record
         print(page(details(name, record)), flush=True)
         write_json(out / "summary.json", summary)
@@ -195,61 +196,38 @@ def report(model: GPT, tokenizer: tiktoken.Encoding, kinds: dict[str, Splits], e
     print(f"\nWritten to {out}; `python3 projector.py ask QUESTION --library {out / 'library'}` asks it")
 
 
-# --- The demo, and the library of `projector.py ask` ---------------------------------------------------------------
-
-DEMO = {"train": 20, "valid": 4, "test": 16}  # of three questions each
-OURS = raw_tokens(Layout(8, tail=16))  # the best of the whole study on quiz questions
-EXPLANATION = """
-Exact: the cold start, and the rival, which stores the questions' shared beginning and reads the rest.
-Approximate: the others. They read the end of the question or nothing of it, and a stored neighbour stands in.
-Only the first token is approximate: the prompt is read meanwhile, and all others come from the exact cache.
-To survive its own test a warm start must save at least 35%, with KL <= 0.05 on at least 80% of the prompts.
-
-The whole test, on four kinds of prompts, takes 15 to 30 minutes (--quick: one): python3 projector.py study"""
-
-
-def demo(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> None:
-    """Fit the proposal on a few quiz questions, and print its first tokens on others beside the exact ones."""
-    families = pocket_families("quiz", seed, DEMO, wordings=3)
-    experiment = Experiment(model, tokenizer, "quiz", families, "pairs", seed)
-    compared = {"as proposed: 8 projected summary tokens, 1 token read": methods()[0],
-                "ours: 8 summary tokens as stored, 16 tokens read": OURS,
-                "control: the neighbour's logits, nothing read": NEIGHBOUR}
-    starts = {"cold: the prompt is read": lambda p: quality.read_cold(experiment, p),
-              "rival: exact shared prefix, the rest read": lambda p: quality.read_rest(experiment, p)}
-    for name, method in compared.items():
-        starts[name] = quality.whole_start(experiment, method)
-    asked = [p for p, _ in experiment.related("test")]
-    seconds = quality.in_turn(starts, [(p,) for p in asked], 5)
-    cold = next(iter(seconds.values()))
-    rows = []
-    for name, start in starts.items():
-        pairs = [(p.exact.logits, start(p).flatten()) for p in asked]
-        kl = [float(divergence(*pair)) for pair in pairs]
-        saved = 1 - mean(warm / exact for warm, exact in zip(seconds[name], cold, strict=True))
-        rows.append([name, f"{1000 * median(seconds[name]):.1f}", f"{saved:.0%}", f"{mean(kl):.2f}",
-                     f"{mean(x <= quality.GOOD_KL for x in kl):.0%}",
-                     f"{mean(int(exact.argmax()) == int(found.argmax()) for exact, found in pairs):.0%}"])
-    total = sum(len(family) for split in families.values() for family in split)
-    print(f"{total} quiz questions of about {mean(len(p.ids) for p in asked):.0f} tokens. The maps are fitted on "
-          f"{len(experiment.train)}; {len(asked)} others are asked,\nand for each of them a question in other words is "
-          "stored. Times include finding it.\n")
-    print(table(["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05", "same token"], rows))
-    print(EXPLANATION)
+def add_as_written(args: Namespace) -> None:
+    """Measure the proposal as written on the kinds of a record that lack it, one after the other, and add it there."""
+    record = read_json(args.out / "summary.json", kinds=dict)
+    model = load_model(args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype)
+    for kind in args.kinds or record["kinds"]:
+        if kind not in POCKET or kind not in record["kinds"]:
+            raise ValueError(f"{args.out} has no record of {kind}, or it isn't of the pocket world")
+        if "as written" in record["kinds"][kind]:
+            continue
+        families = pocket_families(kind, args.seed)
+        experiment = Experiment(model, load_tokenizer(args.model), kind, families, args.encoder, args.seed)
+        measured = quality.as_written(experiment)
+        if kind == "quiz":
+            save_libraries(experiment, OURS, measured["tau"], args.encoder, args.out / "library")
+        record["kinds"][kind]["as written"] = measured | {"conditions": conditions(args.model, model)}
+        write_json(args.out / "summary.json", record)
 
 
-def quiz_library(model: GPT, tokenizer: tiktoken.Encoding, seed: int) -> Library:
-    """Return a library of quiz questions to start warm from, its threshold tau chosen by choose_tau on validation
-    questions."""
-    experiment = Experiment(model, tokenizer, "quiz", pocket_families("quiz", seed, wordings=3), "pairs", seed)
-    return library_of(experiment, OURS, "test", quality.choose_tau(experiment)[0], guard=True)
+def save_libraries(experiment: Experiment, ours: Method, tau: float, encoder: str, folder: Path) -> None:
+    """Write what `projector.py ask` needs of the test split's stored prompts, not of the training's: ours and, as
+    proposed, that with the projector that has mapped them."""
+    library_of(experiment, ours, "test", tau, guard=True, others=False).save(folder / "ours", encoder)
+    if experiment.fits_as_written:
+        library_of(experiment, WRITTEN, "test", tau, others=False).save(folder / "proposed", encoder)
+        experiment.projector(PROPOSED, experiment.as_written).save(folder / "proposed" / "projector.safetensors")
 
 
 def require_pocket(model: str, given: str | None) -> None:
     """Raise ValueError if a model that doesn't know the pocket world has been given no prompts of its own."""
     if given is None and model not in ("pocket", "pocket-rotary"):
         raise ValueError(f"{model} doesn't know the pocket world: give prompts by `projector.py study --pairs FILE`, "
-                         "and their library by `ask --library FOLDER`")
+                         "and their libraries by `ask --library FOLDER`")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -257,6 +235,9 @@ def main(argv: list[str] | None = None) -> None:
                     models=f"pocket or pocket-rotary; with --pairs FILE also {NAMES}")
     cli.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND",
                      help=f"which prompts of the pocket world; default: {', '.join(POCKET)}")
+    cli.add_argument("--as-written", action="store_true",
+                     help="measure the proposal as written alone, on kinds that the record in --out has but for that, "
+                     "and add it; the quiz's libraries are kept beside it")
     cli.add_argument("--pairs", metavar="FILE",
                      help="pairs of similar prompts instead, for any model: CSV with the columns source, target and, "
                      "optionally, answer")
@@ -265,6 +246,8 @@ def main(argv: list[str] | None = None) -> None:
                      "tokens, the model's own embeddings; or a model of sentence-transformers")
     cli.add_argument("--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 7")
     with cli.parse(argv) as args:
+        if args.as_written:
+            return add_as_written(args)
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
         require_pocket(args.model, args.pairs)

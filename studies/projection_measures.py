@@ -18,16 +18,16 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from projector import Compressor, Layout, Library, Projector, append_aligned, cache_of, generate_warm
+from projector import Layout, Library, Projector, cache_of, class_of, generate_warm
 from recycle import read_all
 from studies.projection_methods import (
     NEIGHBOUR,
     PROPOSED,
+    WRITTEN,
     Experiment,
     Method,
     Prompt,
     Splits,
-    class_of,
     divergence,
     error,
     first_logits,
@@ -36,10 +36,12 @@ from studies.projection_methods import (
     projected,
     raw_tokens,
 )
+from studies.projection_segments import SegmentMap
 from support.statistics import area_under_roc, bootstrap, f1, ratio_of_sums, rouge_l
 
 MINILM = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)  # all-MiniLM-L6-v2's geometry
 MAPPED, APART = "{} summary tokens, mapped at the start", "retrieval and loading"  # of by_length()
+STAGE_PROMPTS = 75  # of the fit, that a stage is measured on, too
 LIBRARY = 1000  # stored prompts, for the time of retrieval
 GOOD_KL, GOOD_PERPLEXITY = 0.05, 0.05  # at most, of a good first token: the proposal's thresholds
 
@@ -240,12 +242,12 @@ def sweep(experiment: Experiment, counts: Sequence[int]) -> list[dict[str, Any]]
     return rows
 
 
-def maps_of(experiment: Experiment) -> tuple[Compressor, Projector]:
+def maps_of(experiment: Experiment) -> tuple[SegmentMap, Projector]:
     """Return both maps as proposed, fitted on a kind of prompts."""
     return experiment.compressor(PROPOSED), experiment.projector(PROPOSED, experiment.compressed)
 
 
-def with_maps(experiment: Experiment, maps: tuple[Compressor, Projector]) -> dict[str, dict[str, Any]]:
+def with_maps(experiment: Experiment, maps: tuple[SegmentMap, Projector]) -> dict[str, dict[str, Any]]:
     """Return KL as proposed by a kind of prompts' own maps, and by those of another kind; the relative is given."""
     compressor, project = maps
     other = Method("", PROPOSED, lambda e, p: project(compressor([e.segments(p, PROPOSED)]))[0])
@@ -310,6 +312,16 @@ def confidence(experiment: Experiment, method: Method, queries: list[Query],
     return result
 
 
+def append_aligned(warm: KVCache, exact: KVCache, tail: int, n: int) -> None:
+    """Append the last n tokens of warm to exact, which ends with the tail that precedes them there, moved by the mean
+    difference of the tail's keys and values: of all shifts, the one with the least mean squared error on the tail."""
+    for i, (w, e) in enumerate(zip(warm.layers, exact.layers, strict=True)):
+        w = w[..., len(warm) - tail - n : len(warm), :]
+        shift = (e[..., -tail:, :] - w[..., :tail, :]).mean(-2, keepdim=True)
+        exact.layers[i] = torch.cat([e, w[..., tail:, :] + shift], -2)
+    exact.commit(torch.arange(len(exact), len(exact) + n, device=exact.pos.device))
+
+
 def after_the_swap(experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]],
                    emitted: int = 4) -> dict[str, float]:
     """Return KL at the next token when so many have been emitted from summary tokens: if they go on, and if the exact
@@ -355,6 +367,30 @@ def both_positions(encoder: str, families: Splits, seed: int) -> list[dict[str, 
                 pairs = np.array([[after[at].sum(), kl[at].sum()] for at in together])
                 rows[-1]["after_over_true"] = bootstrap(pairs, ratio_of_sums)
     return rows
+
+
+def as_written(experiment: Experiment) -> dict[str, Any]:
+    """Return the record of the proposal as written: KL of stage 1 and of both stages at the proposal's position, on
+    prompts of the fit and on held-out ones, and all measures after retrieval. Its times are those of any other map: it
+    is applied when a prompt is stored. Prompts that are longer than all of the training are left out."""
+    compressor, tau = experiment.compressor_as_written, choose_tau(experiment)[0]
+    held = [pair for pair in experiment.related("test") if max(len(p.ids) for p in pair) - 1 <= compressor.T]
+    high = [q for q in retrieve(experiment, "test") if q.similarity >= tau and len(q.found.ids) - 1 <= compressor.T]
+    alone = Method("stage 1 as written", PROPOSED, lambda e, p: e.as_written(p, PROPOSED))
+    asked = {"stage 1": {"fitted": [(p, p) for p in experiment.sample[:STAGE_PROMPTS]],
+                         "held out": [(p, p) for p, _ in held]},
+             "both stages": {"fitted": [(target, source) for source, target in experiment.pairs[:STAGE_PROMPTS]],
+                             "held out": held}}  # fmt: skip
+    return {
+        "m": PROPOSED.m, "tokens": compressor.T, "bytes": compressor.weight.nbytes, "penalty": compressor.penalty,
+        "prompts": len(experiment.sample), "pairs": len(experiment.pairs), "tau": tau,
+        "penalty of stage 2": experiment.projector(PROPOSED, experiment.as_written).penalty,
+        "loss": {"fitted": compressor.error([p.exact for p in experiment.sample]),
+                 "held out": compressor.error([p.exact for p, _ in held])},
+        "stages": {stage: {split: mean_error(experiment, alone if stage == "stage 1" else WRITTEN, pairs)
+                           for split, pairs in splits.items()} for stage, splits in asked.items()},
+        "retrieved": summary_of([measure(experiment, WRITTEN, q.found, q.prompt) for q in high]),
+    }  # fmt: skip
 
 
 def in_turn(runs: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]],

@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 import projector
 from gpt_kv_cache import GPT, KVCache, generate
-from pocket import corpus, rope
+from pocket import corpus
 from projector import Layout, Library
+from studies import projection_segments as segments
 from support.encoders import PairEncoder, load_encoder
 from support.files import read_csv
 from support.regression import ridge
@@ -44,6 +45,7 @@ class Prompt:
     exact: projector.Prefill
 
 
+LARGEST_MAP = 4e9  # bytes of stage 1 as written
 Family = list[tuple[str, str]]  # paraphrases: prompt and answer
 Splits = dict[str, list[Family]]
 
@@ -53,11 +55,6 @@ POCKET: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
     "story": lambda split: corpus.story_families(split, 100 if split == "train" else 40, 3),  # facts in the prompt
     "notes": lambda split: corpus.notes_families(split, 100 if split == "train" else 40, 3),  # to be explained
 }
-
-
-def class_of(model: str) -> type[GPT]:
-    """Return the class of a model by its name."""
-    return rope.GPT if model == "pocket-rotary" else GPT
 
 
 def pocket_families(kind: str, seed: int = 0, most: dict[str, int] | None = None, wordings: int = 4) -> Splits:
@@ -99,10 +96,12 @@ class Experiment:
     """The prompts of one kind, read exactly, and everything that is fitted on them: on those of the split "train"."""
 
     def __init__(self, model: GPT, tokenizer: tiktoken.Encoding, name: str, families: Splits, encoder: str,
-                 seed: int = 0) -> None:
-        """Raises ValueError if a prompt exceeds the context, or too few families have two that are long enough."""
+                 seed: int = 0, quick: bool = False) -> None:
+        """quick: stage 1 as written is fitted in a few steps. Raises ValueError if a prompt exceeds the context,
+        or too few families have two that are long enough."""
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.prompts: dict[str, list[list[Prompt]]] = {}
+        self.quick = quick
         self.dropped = 0  # prompts with fewer tokens than the proposal needs
         total = sum(len(family) for split in families.values() for family in split)
         with tqdm(total=total, desc=f"{name}: reading", leave=False) as bar:
@@ -186,36 +185,65 @@ class Experiment:
         """Return queries of training prompts (L, H, N, D) for summarize()."""
         few = [p for p in self.bankers if len(p.ids) >= layout.tail][: max(4, SAMPLES["queries"] // layout.tail)]
         return self.once(("bank", replace(layout, m=1)), lambda: torch.cat(
-            [projector.own_queries(self.model, p.exact, layout) for p in few], 2))
+            [projector.own_queries(self.model, p.exact, layout.tail) for p in few], 2))
 
-    def segments(self, prompt: Prompt, layout: Layout, bank: bool = False) -> projector.Segments:
+    def segments(self, prompt: Prompt, layout: Layout, bank: bool = False) -> segments.Segments:
         """Return the segments of a prompt, with queries of others if asked."""
-        return projector.measure_segments(self.model, prompt.exact, layout, self.bank(layout) if bank else None)
+        return segments.measure_segments(self.model, prompt.exact, layout, self.bank(layout) if bank else None)
 
     def own(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens fitted on one prompt."""
-        return self.once((id(prompt), layout), lambda: projector.summarize(self.segments(prompt, layout, bank=True)))
+        return self.once((id(prompt), layout), lambda: segments.summarize(self.segments(prompt, layout, bank=True)))
 
-    def compressor(self, layout: Layout, penalty: float | None = None) -> projector.Compressor:
-        """Return stage 1 as proposed, with this penalty or a cross-validated one."""
-        def fit() -> projector.Compressor:
-            segments = [self.segments(p, layout) for p in self.sample]
+    def compressor(self, layout: Layout, penalty: float | None = None) -> segments.SegmentMap:
+        """Return stage 1 as a map from segment means, with this penalty or a cross-validated one."""
+        def fit() -> segments.SegmentMap:
+            prompts = [self.segments(p, layout) for p in self.sample]
             if penalty is not None:
-                return projector.Compressor(segments, penalty)
-            return projector.Compressor.fit(segments, [p.family for p in self.sample])
+                return segments.SegmentMap(prompts, penalty)
+            return segments.SegmentMap.fit(prompts, [p.family for p in self.sample])
 
         return self.once(("compressor", layout), fit)
 
+    def compared(self) -> list[Prompt]:
+        """Return all prompts whose summary tokens the maps for all prompts are asked for."""
+        prompts = [p for split in ("valid", "test") for family in self.prompts[split] for p in family]
+        prompts += [*self.stored("test"), *self.sample, *(p for pair in self.pairs for p in pair)]
+        return [*{id(p): p for p in prompts}.values()]
+
     def compressed(self, prompt: Prompt, layout: Layout) -> Tensor:
-        """Return the summary tokens of a prompt by stage 1 as proposed."""
+        """Return the summary tokens of a prompt by compressor()."""
         def all_at_once() -> dict[int, Tensor]:
-            prompts = [p for split in ("valid", "test") for family in self.prompts[split] for p in family]
-            prompts += [*self.stored("test"), *(p for pair in self.pairs for p in pair)]
-            prompts = [*{id(p): p for p in prompts}.values()]
+            prompts = self.compared()
             summaries = self.compressor(layout)([self.segments(p, layout) for p in prompts])
             return {id(p): summary for p, summary in zip(prompts, summaries, strict=True)}
 
         return self.once(("compressed", layout), all_at_once)[id(prompt)]
+
+    @property
+    def fits_as_written(self) -> bool:
+        """Whether stage 1's map as written is small enough to be held in memory."""
+        c, longest = self.model.config, max(len(p.ids) for p in self.train) - 1
+        return flattened_bytes(c.n_layer, c.n_head, longest, PROPOSED.m, c.head_dim) <= LARGEST_MAP
+
+    @cached_property
+    def compressor_as_written(self) -> projector.Compressor:
+        """Return stage 1 as written, with columns for all training prompts, fitted on those of the sample."""
+        exact, families = zip(*((p.exact, p.family) for p in self.sample), strict=True)
+        longest = max(len(p.ids) for p in self.train) - 1
+        if self.quick:
+            return projector.Compressor(self.model, exact, PROPOSED.m, 1e-2, longest, steps=20)
+        return projector.Compressor.fit(self.model, exact, families, PROPOSED.m, longest)
+
+    def as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
+        """Return the summary tokens of a prompt by stage 1 as written."""
+        def all_at_once() -> dict[int, Tensor]:
+            compressor = self.compressor_as_written
+            prompts = [p for p in self.compared() if len(p.ids) - 1 <= compressor.T]
+            summaries = compressor([p.exact for p in prompts])
+            return {id(p): summary for p, summary in zip(prompts, summaries, strict=True)}
+
+        return self.once(("as written", layout), all_at_once)[id(prompt)]
 
     def projector(self, layout: Layout, summary: Callable[[Prompt, Layout], Tensor], change: bool = False,
                   penalty: float | None = None) -> projector.Projector:
@@ -233,6 +261,12 @@ class Experiment:
         """Return the ridge from a source's last hidden state to its target's: means of both, and weights."""
         x, y = (torch.stack([pair[i].exact.hidden for pair in self.pairs]).double() for i in (0, 1))
         return x.mean(0), y.mean(0), ridge(x - x.mean(0), y - y.mean(0), 0.1)
+
+
+def flattened_bytes(layers: int, heads: int, tokens: int, m: int, head_dim: int) -> int:
+    """Return the bytes in float32 of a map from all of a cache to m summary tokens for each head, R^(T x 2d) to
+    R^(m x 2d), taken as one matrix."""
+    return 4 * layers * heads * (tokens * 2 * head_dim) * (m * 2 * head_dim)
 
 
 OfSource = Callable[[Experiment, Prompt], Tensor]
@@ -255,8 +289,9 @@ class Method:
 
 def projected(layout: Layout, fit: str, change: bool = False,
               penalties: Callable[[Experiment], tuple[float, float]] | None = None) -> OfSource:
-    """Return how a source's summary tokens, by stage 1 as proposed ("compressed") or prompt by prompt ("own"), are
-    projected: once, since the map doesn't depend on the new prompt. The proposal does it at every start."""
+    """Return how a source's summary tokens are projected, by stage 1 as written ("as_written"), by the map of segments
+    ("compressed") or prompt by prompt ("own"): once, since the map doesn't depend on the new prompt, which the proposal
+    does at every start."""
 
     def summary(experiment: Experiment, source: Prompt) -> Tensor:
         def once() -> Tensor:
@@ -289,6 +324,7 @@ def by_hidden_state(experiment: Experiment, source: Prompt) -> Tensor:
     return experiment.model.head(x.to(experiment.model.wte.weight)[None, None])[0, 0]
 
 
+WRITTEN = Method("as written", PROPOSED, projected(PROPOSED, "as_written"))
 NEIGHBOUR = Method("neighbour's logits", logits=lambda e, p: p.exact.logits)
 
 
@@ -343,11 +379,14 @@ def error(experiment: Experiment, method: Method, source: Prompt, prompt: Prompt
 
 
 def library_of(experiment: Experiment, method: Method | None, split: str, tau: float = -1.0,
-               guard: bool = False) -> Library:
+               guard: bool = False, others: bool = True) -> Library:
     """Return the library that prompts of a split meet, with the summary tokens of a method, or with none if it is only
-    to be searched."""
+    to be searched; with those of training, too, or without these others."""
     layout = method.layout if method else Layout(1)
-    stored = [p for p in experiment.stored(split) if len(p.ids) - layout.prefix - layout.tail >= layout.m]
+    stored = [p for p in experiment.stored(split) if len(p.ids) - layout.prefix - layout.tail >= layout.m
+              and (others or p.family.startswith(split))]
+    if method is WRITTEN:
+        stored = [p for p in stored if len(p.ids) - 1 <= experiment.compressor_as_written.T]
     summaries = (torch.stack([method.summary(experiment, p) for p in stored]) if method else
                  torch.zeros(len(stored), 1))
     return Library(experiment.model, layout, experiment.encoder, [p.text for p in stored], summaries, threshold=tau,

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from studies.projection_measures import APART, GOOD_KL, MAPPED
-from studies.projection_methods import POCKET, PROPOSED
+from studies.projection_methods import POCKET, PROPOSED, flattened_bytes
 from studies.projection_stages import (
     THERE,
     TOKENS,
-    flattened_bytes,
     over,
     stage_claims,
     stage_tables,

@@ -18,10 +18,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, KVCache
-from projector import Layout, Projector, cache_of, own_queries, per_head, readout_error, reposition
+from projector import Layout, Projector, before_last, cache_of, own_queries, per_head
 from recycle import read_all
 from studies import projection_measures as quality
-from studies.projection_methods import NEIGHBOUR, PROPOSED, Experiment, Method, Prompt, by_hidden_state, divergence
+from studies.projection_methods import (
+    NEIGHBOUR,
+    PROPOSED,
+    Experiment,
+    Method,
+    Prompt,
+    by_hidden_state,
+    divergence,
+    flattened_bytes,
+)
+from studies.projection_segments import readout_error
 from studies.protocol import Claim, conditions_of, judged, spread, under, with_interval
 from support.statistics import bootstrap, kl, wilson
 from support.tables import Table
@@ -48,12 +58,6 @@ FULL, FEW_STEPS = Effort(), Effort(steps=20, penalties=(1e-3,), fitted=40, asked
 
 
 # --- Stage 1 over tokens ----------------------------------------------------------------------------------------------
-
-
-def before_last(model: GPT, prompt: Prompt) -> Tensor:
-    """Return the exact cache (L, 2, H, T - 1, D) of all tokens but the last, with keys relative to that one."""
-    k, v = prompt.exact.kv[..., :-1, :].unbind(1)
-    return torch.stack([reposition(model, k, torch.full((k.size(-2),), 1 - len(prompt.ids))), v], 1)
 
 
 def read_tokens(scores: Tensor, values: Tensor, P: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ class TokenMap:
 
     def __call__(self, prompt: Prompt) -> Tensor:
         """Return the summary tokens (L, 2, H, m, D) of one prompt."""
-        cache = before_last(self.model, prompt)
+        cache = before_last(self.model, prompt.exact)
         return self.weight[:, None, ..., self.weight.size(-1) - cache.size(-2) :] @ cache
 
     @classmethod
@@ -122,8 +126,8 @@ class TokenMap:
         T = max(len(p.ids) for p in every) - 1
         valid, data = [p for family in experiment.prompts["valid"] for p in family], []
         for prompts in (experiment.sample[: effort.fitted], valid):
-            data.append(([before_last(experiment.model, p) for p in prompts],
-                         [own_queries(experiment.model, p.exact, TRUE)[:, :, 0] for p in prompts]))
+            data.append(([before_last(experiment.model, p.exact) for p in prompts],
+                         [own_queries(experiment.model, p.exact)[:, :, 0] for p in prompts]))
         weights: dict[float, list[Tensor]] = {penalty: [] for penalty in effort.penalties}
         errors = dict.fromkeys(effort.penalties, 0.0)
         for layer in tqdm(range(len(experiment.model.h)), desc=f"{experiment.name}: P over tokens", leave=False):
@@ -204,7 +208,8 @@ def stage_2(experiment: Experiment, make: Maker, effort: Effort) -> Projector:
 
 def stages_of(experiment: Experiment, makers: dict[str, Maker], learned: Tensor, effort: Effort) -> list[Stage]:
     """Return the proposal's parts: the rule of positions, stage 1, and both stages, each in several ways."""
-    found = [Stage("positions", Method(f"exact cache{THERE}", PROPOSED, lambda e, p: before_last(e.model, p)), False)]
+    rule = Method(f"exact cache{THERE}", PROPOSED, lambda e, p: before_last(e.model, p.exact))
+    found = [Stage("positions", rule, False)]
     for paired in (False, True):
         for name, make in makers.items():
             def summary(e: Experiment, p: Prompt, make: Maker = make, paired: bool = paired) -> Tensor:
@@ -306,12 +311,6 @@ def hypothesis(experiment: Experiment, makers: dict[str, Maker], held: Sequence[
 
 
 # --- All of it ----------------------------------------------------------------------------------------------------
-
-
-def flattened_bytes(layers: int, heads: int, tokens: int, m: int, head_dim: int) -> int:
-    """Return the bytes in float32 of a map from all of a cache to m summary tokens for each head, R^(T x 2d) to
-    R^(m x 2d), taken as one matrix."""
-    return 4 * layers * heads * (tokens * 2 * head_dim) * (m * 2 * head_dim)
 
 
 def storage(model: GPT, tokens: float, T: int) -> dict[str, float]:

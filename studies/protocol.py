@@ -143,8 +143,3 @@ def with_interval(three: Sequence[float | None], form: str = ".2f") -> str:
 def recorded(name: str, file: str = "summary.json") -> dict[str, Any]:
     """Return the recorded results of a study."""
     return read_json(HERE / name / file)
-
-
-def recorded_or_none(name: str, file: str) -> dict[str, Any] | None:
-    """Return recorded results, None if there are none yet."""
-    return recorded(name, file) if (HERE / name / file).exists() else None

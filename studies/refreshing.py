@@ -1,367 +1,477 @@
-"""The refresh study: a student's texts on its teacher's KV cache, and the effect of refreshing that cache.
+"""The refresh study: a student's texts on its teacher's KV cache, by every way of refreshing it.
 
-It has the tables of the source with means and intervals, the error of the cache itself, and a test of the gates'
-signals.
+`python3 -m studies.refreshing` takes two hours and goes on where it was interrupted; `--quick`
+takes a minute; `--again 'periodic.*'` measures these ways once more.
 
-`python3 -m studies.refreshing`, or `python3 overfill.py study`, takes two hours; `--quick` a minute.
+Ways: teacher and student write alone; the others are policies of overfill.py, among them "none",
+which is OverFill without a refresh; published:64 is the source's code, refreshed every 64 tokens.
+Metrics, where perplexity is the teacher's:
+
+perplexity, repeats         of what is written; the share of its trigrams that occurred before
+refreshes, reads, passes    refreshes a text, tokens that they let the teacher read, and its passes
+                            in 1,000 tokens, after the prompt
+time, tps, first_ms         in units of OverFill's of the same turn; tokens/s after the first token
+read_ms                     of the teacher's pass over k new tokens, and the splice
+threshold                   of a gate that fires as often as its name says
+area                        under the ROC curve by which a signal tells where the models differ most
+cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what was written, and
+                            KL(teacher || student) of the next token in nats
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
-import argparse
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
-from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from overfill import Pair, Periodic, Policy, speculative
+from gpt_kv_cache import GPT, KVCache, generate, sample
+from load_gpt2_weights import load_tokenizer
+from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
 from pocket import corpus
-from studies import refreshing_measures as measures
-from studies import refreshing_times
-from studies.protocol import StudyLine, claim_tables
-from studies.refreshing_measures import BUDGETS, Setup, Size, Writer
-from studies.refreshing_report import claims, details, draw, tables
-from support.cli import PROMPT, whole_number
-from support.conditions import SIZES, conditions, is_geometry
-from support.files import write_json
-from support.statistics import bootstrap, kl
-from support.tables import page, table
+from pocket.recipes import pruning
+from studies.core import Figure, Rows, draw, in_turn, machine_of, page_of, steady
+from studies.protocol import StudyLine, read_prompts
+from support.conditions import conditions, random_model
+from support.statistics import area_under_roc, kl
+from support.tables import page
 
-FULL = Size(prompts=50, seeds=1, new_tokens=1000, timed=3, repeats=3, facts=200, simulations=20)
-PROMPT_TOKENS = 192
-QUICK = Size(prompts=5, seeds=1, new_tokens=72, timed=1, repeats=1, facts=8, simulations=3)
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
-ALONE = {"student": "student", "alone": "student trained alone"}  # students on a cache of their own, by model
+TRAINED = {
+    "segments": "pocket-student",
+    "alone": "pocket-student-alone",
+    "prompts": "pocket-student-prompt",
+    "dropout": "pocket-student-dropout",
+}
+PUBLISHED = ("published:64", "published:8")
+EVERY_WAY = (
+    "teacher",
+    "student",
+    *PUBLISHED,
+    *(w for f in overfill.POLICIES.values() for w in f.ways),
+)
+FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")  # of other trainings
+DROPOUT = ("none", "entropy~7.8", "dropout:8~7.8")  # of the student trained with dropout
+TRACED = ("none", "periodic:64", "windowed-listing:64:16", "speculative:8", "entropy~7.8")
+AT_SIZE = (
+    "teacher",
+    "none",
+    "student",
+    "periodic:256",
+    "periodic:128",
+    "periodic:64",
+    "speculative:8",
+)
 
 
-# --- What is compared -----------------------------------------------------------------------------------------------
+@dataclass
+class Texts:
+    """A teacher and a student, the prompts (B, T) that they continue by n tokens each, and the
+    setting of their rows; rate: the dropout that the student was trained with."""
+
+    rows: Rows
+    models: dict[str, GPT]
+    prompts: dict[str, Tensor]
+    n: int
+    at: dict[str, Any]
+    rate: float = 0.0
+    policies: dict[tuple[str, str], Policy] = field(default_factory=dict)
+
+    def policy(self, way: str, mode: str) -> Policy | None:
+        """Return the policy of a way, a gate with the threshold that its name asks for, which is
+        set on the prompts "valid" and becomes a row."""
+        if way.partition(":")[0] in ("teacher", "student", "published"):
+            return None
+        if (way, mode) not in self.policies:
+            text, _, budget = way.partition("~")
+            policy = parse_policy(f"{text}:inf" if budget else text)
+            if isinstance(policy, MonteCarloDropout):
+                policy = replace(policy, rate=self.rate)
+            if budget:
+                policy = self.calibrated(policy, way, float(budget), self.at | {"mode": mode})
+            self.policies[way, mode] = policy
+        return self.policies[way, mode]
+
+    def calibrated(self, gate: Gate, way: str, budget: float, at: dict[str, Any]) -> Gate:
+        if self.rows.due([way], "threshold", **at):
+            signals = self.signals("valid", [gate], at["mode"])[0]
+            cooldown = math.ceil(gate.cooldown / gate.every)
+            threshold = threshold_for(signals, budget * gate.every, cooldown)
+            self.rows.add(way, at, threshold=[threshold])
+        return replace(gate, threshold=self.rows.figure(way, "threshold", **at).value)
+
+    def writing(
+        self, way: str, ids: Tensor, mode: str, seed: int
+    ) -> tuple[Iterator[Tensor], Pair | None]:
+        """Return what yields a way's n tokens after ids (B, T), and the pair at work, if any."""
+        generator = torch.Generator(ids.device).manual_seed(seed)
+        options = {"temperature": MODES[mode], "generator": generator}
+        new_cache: Callable[[], KVCache] = KVCache
+        if len(ids) > 1:
+            new_cache = partial(SlidingWindowCache, ids.size(1) + self.n)
+        if way in self.models:
+            return generate(self.models[way], ids, self.n, cache=new_cache(), **options), None
+        pair = Pair(self.models["teacher"], self.models["student"], ids, new_cache)
+        if way in PUBLISHED:
+            return refresh_as_published(pair, self.n, int(way.partition(":")[2]), **options), None
+        return overfill.generate_refreshed(pair, self.n, self.policy(way, mode), **options), pair
+
+    @torch.no_grad()
+    def signals(self, split: str, gates: Sequence[Gate], mode: str) -> list[Tensor]:
+        """Return each gate's signals (B, T) on texts that nothing refreshes, as often as it looks
+        at them."""
+        found: list[list[Tensor]] = [[] for _ in gates]
+        tokens, pair = self.writing("none", self.prompts[split], mode, seed=1)
+        next(tokens)
+        for t, _ in enumerate(tokens, 1):
+            for gate, values in zip(gates, found, strict=True):
+                if t % gate.every == 0:
+                    values.append(gate.signal(pair).float().cpu())
+        return [torch.stack(values, 1) for values in found]
 
 
-def fitted(signals: Tensor, gate: overfill.Gate, budget: float) -> overfill.Gate:
-    """Return the gate with the threshold that meets a budget, given its signals (B, T) where nothing refreshes."""
-    n = gate.every  # signals are looked at every so many tokens
-    threshold = measures.threshold_for(signals[:, n - 1 :: n], budget * n, math.ceil(gate.cooldown / n))
-    return replace(gate, threshold=threshold)
+@torch.no_grad()
+def refresh_as_published(
+    pair: Pair, n: int, every: int, temperature: float, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """Yield n tokens (B, 1) as the source's code writes them. It feeds the prompt's last token a
+    second time, and the teacher has read the newest token when the student has not, so that a
+    splice moves every entry by one token."""
+    pair.prefill()
+    token, unread = pair.ids[:, -1:], []
+    for _ in range(n):
+        if len(unread) == every:
+            pair.teacher(torch.cat(unread, 1), pair.read, last_only=True)
+            overfill.splice_last(pair.cache, pair.read, torch.full_like(token[:, 0], every))
+            unread = []
+        logits = pair.student(token, pair.cache, last_only=True)[:, -1]
+        token = sample(logits, temperature, None, generator)
+        unread.append(token)
+        yield token
 
 
-def calibrated(setup: Setup, temperature: float) -> dict[str, overfill.Gate]:
-    """Return the gates, with thresholds that meet their budgets on texts of that temperature, of the split "valid"."""
+# --- What is written --------------------------------------------------------------------------------
+
+
+def repeated(ids: Sequence[int], n: int = 3) -> float:
+    """Return the share of the n-grams of a text that were there before: the source's Repeat@3."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len({*grams}) / len(grams) if grams else 0.0
+
+
+def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
+    """Append the figures of the texts that ways write after all prompts, with equal draws."""
+    at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
+    for way in tqdm(texts.rows.due(ways, "perplexity", **at), f"{texts.at}, {mode}", leave=False):
+        tokens, pair = texts.writing(way, ids, mode, seed=0)
+        new = torch.cat(list(tokens), 1)
+        nats = overfill.teacher_nats(texts.models["teacher"], ids, new).double().mean(1)
+        repeats = [repeated(row) for row in new.tolist()]
+        texts.rows.add(way, at, perplexity=nats.tolist(), repeats=repeats)
+        if pair:
+            counts = {"refreshes": pair.counts.tolist(), "reads": pair.teacher_tokens.tolist()}
+            passes = (1000 / texts.n * pair.passes).tolist()
+            texts.rows.add(way, at, **counts, passes=passes)
+
+
+def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
+    """Return the threshold by which a gate would fire about per_1000 times in 1,000 tokens, given
+    its signals (B, T) on texts that nothing refreshes. Raises ValueError if that many are
+    impossible with the cooldown."""
+    if not 0 < per_1000 <= 1000 / cooldown:
+        raise ValueError(
+            f"{per_1000:g} refreshes in 1,000 tokens are not possible with {cooldown} tokens "
+            f"between two: at most {1000 / cooldown:g}"
+        )
+    levels = signals.flatten().sort(descending=True).values.tolist()
+
+    def rate(threshold: float) -> float:  # grows from level to level
+        return 1000 * firings(signals, threshold, cooldown) / signals.numel()
+
+    return levels[bisect_right(levels, per_1000, lo=1, key=rate) - 1]
+
+
+def firings(signals: Tensor, threshold: float, cooldown: int) -> int:
+    """Return how often a gate fires over fixed signals (B, T), which its refreshes don't change."""
+    count, last = 0, torch.zeros(signals.size(0), dtype=torch.long)
+    for t, fires in enumerate((signals > threshold).T, 1):
+        fires = fires & (t - last >= cooldown)
+        last = torch.where(fires, t, last)
+        count += int(fires.sum())
+    return count
+
+
+def areas(texts: Texts) -> None:
+    """Append the areas under the ROC curve by which entropy and U(t) tell the tenth of the tokens
+    with the largest KL(teacher || student) from the others; intervals over texts."""
+    if not texts.rows.due(["dropout"], "area", **texts.at):
+        return
     never = math.inf
-    probe = overfill.ProbeKL(never, every=measures.PROBE_EVERY)
-    top = overfill.ProbeKL(never, every=measures.PROBE_EVERY, window=measures.PROBE_WINDOW, reads="window")
-    both = {"entropy": overfill.Entropy(never).signal, "probe": probe.signal}
-    signals = setup.record("student", both, "valid", temperature)
-    gates: dict[str, overfill.Gate] = {
-        f"entropy, {b:g} in 1,000": fitted(signals["entropy"], overfill.Entropy(never), b) for b in BUDGETS
+    gates = [
+        overfill.ProbeKL(never),
+        overfill.Entropy(never),
+        MonteCarloDropout(never, rate=texts.rate),
+    ]
+    apart, *signals = (x.numpy() for x in texts.signals("test", gates, "sampled"))
+    large = apart >= np.quantile(apart, 0.9)
+    n = len(apart)
+    draws = [np.arange(n), *np.random.default_rng(0).integers(n, size=(200, n))]
+    for way, x in zip(("entropy", "dropout"), signals, strict=True):
+        found = [area_under_roc(x[draw][large[draw]], x[draw][~large[draw]]) for draw in draws]
+        low, high = np.quantile([area for area in found[1:] if area is not None], [0.025, 0.975])
+        texts.rows.add_figure(way, texts.at, "area", Figure(found[0], low, high), n)
+
+
+@torch.no_grad()
+def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
+    """Append the error of the cache and the divergence of the next token, along a text that
+    OverFill has written: all ways read the same, and differ by their caches alone. The prompt's
+    entries are left out: they are the teacher's own."""
+    ways = texts.rows.due(ways, "cache_error", **texts.at)
+    if not ways:
+        return
+    ids, teacher, truth = texts.prompts["test"][:prompts], texts.models["teacher"], KVCache()
+    begin = ids.size(1)
+    new = torch.cat([*texts.writing("none", ids, "sampled", seed=0)[0]], 1)  # (B, N)
+    expected = teacher(torch.cat([ids, new], 1), truth)[:, begin:]  # (B, N, V)
+    for way in ways:
+        room = partial(SlidingWindowCache, begin + texts.n)
+        pair = Pair(teacher, texts.models["student"], ids, room)
+        errors, apart = [], []
+        policy = texts.policy(way, "sampled")
+        for t, logits in enumerate(overfill.read_along(pair, new, policy)):
+            apart.append(float(kl(expected[:, t], logits).mean()))
+            off = norm = torch.zeros(len(ids))
+            for mine, its in zip(pair.cache.layers, truth.layers, strict=True):
+                mine, its = (kv[..., begin : len(pair.cache), :] for kv in (mine, its))
+                off = off + (mine - its).square().sum((0, 2, 3, 4)).cpu()  # (B,)
+                norm = norm + its.square().sum((0, 2, 3, 4)).cpu()
+            errors.append(float((off / norm).sqrt().mean()))
+        texts.rows.add(way, texts.at, cache_error=errors, kl=apart)
+
+
+# --- Time -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Timed:
+    """Seconds of one text, of its first token, and the pair that wrote it, if any."""
+
+    seconds: float
+    first: float
+    pair: Pair | None
+
+
+def timed(texts: Texts, way: str, prompts: int, turn: int) -> Timed:
+    """Write one text, sampled, after the first prompts in turn."""
+    ids = texts.prompts["test"][turn % prompts][None]
+    begun = time.perf_counter()
+    tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
+    int(next(tokens))
+    first = time.perf_counter() - begun
+    for token in tokens:
+        int(token)  # waits for the device
+    return Timed(time.perf_counter() - begun, first, pair)
+
+
+def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
+    """Append the times of ways that take turns, beside OverFill's; disturbed turns are left out."""
+    rows, at = texts.rows, texts.at
+    ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
+    if not ways:
+        return
+    for way in ways:
+        texts.policy(way, "sampled")  # calibrated before the clock runs
+    runs = {way: partial(timed, texts, way, prompts) for way in ("none", *ways)}
+    found = in_turn(runs, turns)
+    seconds = {way: [run.seconds for run in several] for way, several in found.items()}
+    kept = steady(seconds, "none")
+    reads: dict[int, list[float]] = {}
+    for way, several in found.items():
+        several = [several[i] for i in kept]
+        base = [seconds["none"][i] for i in kept]
+        share = [run.seconds / other for run, other in zip(several, base, strict=True)]
+        speed = [(texts.n - 1) / (run.seconds - run.first) for run in several]
+        rows.add(way, at, time=share, tps=speed, first_ms=[1e3 * run.first for run in several])
+        policy = texts.policy(way, "sampled")
+        if isinstance(policy, Periodic) and policy.reads == "new":
+            for refresh in (refresh for run in several for refresh in run.pair.refreshes):
+                reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
+        if several[0].pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
+            passes = [1000 / texts.n * int(several[0].pair.passes)]
+            rows.add(way, at, passes=passes, reads=[int(several[0].pair.teacher_tokens)])
+    for k, ms in sorted(reads.items()):
+        rows.add("teacher", at | {"k": k}, read_ms=ms)
+
+
+def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
+    """Append the time of every way by the source's cost model, in units of OverFill's, the
+    prompt's prefill included. prefill(k) is the line through the times of the teacher's passes."""
+    measured = {
+        row["setting"]["k"]: row["value"] / 1e3
+        for row in rows.rows.values()
+        if row["metric"] == "read_ms"
+        and row["setting"].items() >= at.items()
+        and set(row["setting"]) == {*at, "k"}
     }
-    gates[f"entropy, {BUDGETS[1]:g}, teacher's next"] = replace(gates[f"entropy, {BUDGETS[1]:g} in 1,000"],
-                                                                teacher_next=True)  # fmt: skip
-    gates[f"probe-KL, {BUDGETS[1]:g} in 1,000"] = fitted(signals["probe"], probe, BUDGETS[1])
-    signals = setup.record("student", {"probe": top.signal}, "valid", temperature)
-    gates[f"probe-KL, reads {measures.PROBE_WINDOW} on top"] = fitted(signals["probe"], top, BUDGETS[1])
-    if setup.dropout:
-        rate = setup.rates[setup.dropout]
-        two = {"entropy": overfill.Entropy(never), "MC dropout": overfill.MonteCarloDropout(never, rate=rate)}
-        signals = setup.record(setup.dropout, {name: gate.signal for name, gate in two.items()}, "valid", temperature)
-        for name, gate in two.items():
-            gates[f"dropout student: {name}, {BUDGETS[1]:g}"] = fitted(signals[name], gate, BUDGETS[1])
-    return gates
+    if len(measured) < 2:
+        return
+    slope, start = np.polyfit([*measured], [*measured.values()], 1)
+    first, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
+    ways = dict.fromkeys(row["way"] for row in rows.rows.values() if row["metric"] == "passes")
+    for way in ways:
+        passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
+        if passes is None or way in PUBLISHED:
+            continue
+        count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
+        each = start + slope * reads.value / count if count else 0.0
+        seconds = overfill.predicted_seconds(n - 1, tps, [count], lambda k, each=each: k * each)
+        alone = overfill.predicted_seconds(n - 1, tps, [], float)
+        found = round((first / 1e3 + seconds) / (first / 1e3 + alone), 4)
+        if rows.figure(way, "time", **at, by="formula") != Figure(found, found, found):
+            rows.add_figure(way, at | {"by": "formula"}, "time", Figure(found, found, found), 1)
 
 
-def writers_of(setup: Setup, gates: dict[str, overfill.Gate]) -> list[Writer]:
-    """Return all writers of writing that the models allow, in the order of the source's tables."""
-    writers = [Writer("teacher", "teacher"), Writer("OverFill", policy=Policy()), Writer("student", "student")]
-    if "alone" in setup.models:
-        writers.append(Writer("student trained alone", "alone"))
-    writers += [Writer(f"periodic, {n}", policy=Periodic(n)) for n in (256, 128, 64, 32, 16)]
-    writers.append(Writer("windowed, last 16 of 64", policy=Periodic(64, window=16)))
-    writers.append(Writer("speculative, 8", policy=speculative(8)))
-    if not overfill.misfit(setup.models["teacher"], setup.models["student"]):
-        writers += [Writer(f"as published, every {n}", published=n) for n in (64, 8)]
-    if setup.dropout:
-        writers.append(Writer("dropout student: OverFill", setup.dropout, Policy()))
-    return writers + [Writer(name, setup.dropout if name.startswith("dropout") else "student", gate)
-                   for name, gate in gates.items()]  # fmt: skip
+def variational(rows: Rows) -> None:
+    """Append, for three symbols, the expectation of -log p(y) over y from q (left), what the
+    source says that it is, KL(p || q) - H[p], and what it is, KL(q || p) + H[q]; in nats."""
+    p, q = np.array((0.7, 0.2, 0.1)), np.array((0.2, 0.3, 0.5))
+    of_p, of_q = np.log(p), np.log(q)
+    left = float(-(q * of_p).sum())
+    said = float((p * (of_p - of_q)).sum() + (p * of_p).sum())
+    true = float((q * (of_q - of_p)).sum() - (q * of_q).sum())
+    rows.begin(
+        f"arithmetic: three symbols, teacher {tuple(p.tolist())}, student {tuple(q.tolist())}"
+    )
+    for way, x in (("left", left), ("said", said), ("true", true)):
+        if rows.due([way], "nats"):
+            rows.add(way, {}, nats=[x])
 
 
-def trained_differently(setup: Setup, temperature: float) -> list[Writer]:
-    """Return the writers for comparing students by their training, each with a gate of its own."""
-    writers, entropy = [], overfill.Entropy(math.inf)
-    for student in [name for name in ("alone", "prompt", "student") if name in setup.models]:
-        signals = setup.record(student, {"entropy": entropy.signal}, "valid", temperature)["entropy"]
-        gate = fitted(signals, entropy, BUDGETS[1])
-        writers.append(Writer(f"{student}, alone", student))
-        writers += [Writer(f"{student}, {label}", student, policy) for label, policy in
-                 (("OverFill", Policy()), ("periodic, 64", Periodic(64)), ("speculative, 8", speculative(8)),
-                  (f"entropy, {BUDGETS[1]:g} in 1,000", gate))]
-    return writers
+# --- The study --------------------------------------------------------------------------------------
 
 
-def facts_right(setup: Setup, writers: Sequence[Writer]) -> dict[str, tuple[float, float, float]]:
-    """Return how many questions on the beginning of a story each writer answers exactly, greedily: short outputs
-    after long prompts, where OverFill is said to work best."""
-    questions = corpus.recall_questions("test", setup.size.facts)
-    found = {}
-    for writer in writers:
-        right = []
-        for question in tqdm(questions, desc=f"facts: {writer.name}", leave=False):
-            ids = setup.tokenizer.encode_ordinary(question.prompt)
-            text = ""
-            tokens, _ = setup.tokens(writer, torch.tensor([ids], device=setup.device), 24)
-            for token in tokens:
-                text += setup.tokenizer.decode([int(token)])
-                if "\n" in text or int(token) == setup.tokenizer.eot_token:
-                    break
-            right.append(text.partition("\n")[0].strip() == question.answer)
-        found[writer.name] = bootstrap(np.array(right, dtype=float))
-    return found
+def prompts_of(tokenizer: Any, path: str | None, n: int, room: int) -> dict[str, Tensor]:
+    """Return prompts (B, T) to set gates on ("valid") and to measure ("test"): beginnings of
+    pocket's documents; or of a CSV file, every fifth to set gates on, all cut to the shortest.
 
-
-def three_writers(setup: Setup) -> list[Writer]:
-    """Return the teacher, OverFill and the student that is the best alone."""
-    alone = Writer("student trained alone", "alone") if "alone" in setup.models else Writer("student", "student")
-    return [Writer("teacher", "teacher"), Writer("OverFill", policy=Policy()), alone]
-
-
-def by_prompt_length(setup: Setup, lengths: Sequence[int], n: int) -> list[dict[str, Any]]:
-    """Return perplexities of the first n tokens after prompts of other lengths."""
-    rows = []
-    for length in lengths:
-        prompts = {"test": measures.pocket_prompts(setup.tokenizer, "test", setup.size.prompts, length)}
-        size = replace(setup.size, new_tokens=n)
-        other = Setup(setup.models, setup.tokenizer, prompts, size, {}, setup.seed)
-        written = {writer.name: other.write(writer, 1.0) for writer in three_writers(setup)}
-        rows.append({"tokens": length, **{name: measures.figures_of(other, w) for name, w in written.items()}})
-    return rows
-
-
-@torch.no_grad()
-def cache_errors(setup: Setup, writers: Sequence[Writer], prompts: int) -> dict[str, dict[str, list[float]]]:
-    """Return, by writer, over the tokens of a text: the error of the written part of the student's cache,
-    |C_S - C_T| / |C_T| with the teacher's own cache (the source's E_t), and KL(teacher || student) of the next token in
-    nats, the means over texts; by text the error of the newest 32 entries after 32 tokens and after all, and the mean
-    KL of the first 32 and after the first 64. Of students alone, only KL.
-
-    All writers read one text, which OverFill has written without a refresh, so that they differ by their caches alone.
-    The prompt's entries are left out: they are the teacher's own.
+    Raises ValueError if a file has fewer than 5, or one has more than room tokens.
     """
-    ids = max((ids for _, ids in setup.groups("test", 1)), key=len)[:prompts]  # of the commonest length
-    generator = torch.Generator(setup.device).manual_seed(setup.seed)
-    writer = Writer("OverFill", policy=Policy())
-    tokens, _ = setup.tokens(writer, ids, setup.size.new_tokens, temperature=1.0, generator=generator)
-    new = torch.cat(list(tokens), 1)  # (B, N)
-    truth = KVCache()
-    begin, first = ids.size(1), min(measures.SPANS[0], new.size(1))
-    text = torch.cat([ids, new], 1)
-    expected = setup.models["teacher"](text, truth)[:, begin:]  # (B, N, V)
-
-    def divergence(kls: np.ndarray) -> dict[str, list[float]]:
-        """kls: nats (B, N)."""
-        return {"kl": kls.mean(0).round(5).tolist(), "first_kl_by_text": kls[:, :first].mean(1).round(5).tolist(),
-                "kl_by_text": kls[:, 64 if new.size(1) > 64 else 0 :].mean(1).round(5).tolist()}  # fmt: skip
-
-    def error(cache: KVCache, start: int) -> np.ndarray:
-        """Return the error (B,) of the entries of a cache from a position on."""
-        parts = [(a[..., start : len(cache), :], b[..., start : len(cache), :])
-                 for a, b in zip(cache.layers, truth.layers, strict=True)]  # fmt: skip
-        off, norm = (sum(x.square().sum((0, 2, 3, 4)).double().cpu().numpy() for x in xs)
-                     for xs in ((a - b for a, b in parts), (b for _, b in parts)))
-        return np.sqrt(off / norm)
-
-    found = {name: divergence(kl(expected, setup.models[key](text)[:, begin:]).double().cpu().numpy())
-             for key, name in ALONE.items() if key in setup.models}  # fmt: skip
-    for writer in writers:
-        room = partial(SlidingWindowCache, text.size(1))
-        pair = Pair(setup.models["teacher"], setup.models[writer.student], ids, room)
-        errors, newest, divergences = [], [], []  # (B,), token by token
-        along = tqdm(overfill.read_along(pair, new, writer.policy), f"cache: {writer.name}", new.size(1), leave=False)
-        for t, logits in enumerate(along):
-            divergences.append(kl(expected[:, t], logits).double().cpu().numpy())
-            errors.append(error(pair.cache, begin))
-            if t + 1 in (first, new.size(1)):
-                newest.append(error(pair.cache, len(pair.cache) - first).round(5).tolist())
-        found[writer.name] = {"error": np.mean(errors, 1).round(5).tolist(), "newest_by_text": newest,
-                              **divergence(np.stack(divergences, 1))}  # fmt: skip
-    return found
+    if path is None:
+        counts = {"valid": (n + 1) // 2, "test": n}
+        found = {split: corpus.beginnings(tokenizer, split, k, 192) for split, k in counts.items()}
+        return {split: torch.tensor(ids) for split, ids in found.items()}
+    prompts = [tokenizer.encode(text, allowed_special="all") for text in read_prompts(Path(path))]
+    if len(prompts) < 5:
+        raise ValueError(f"{path} has {len(prompts)} prompts: at least 5 are needed")
+    shortest = min(map(len, prompts))
+    if shortest > room:
+        raise ValueError(
+            f"the prompts of {path} have {shortest} tokens or more: at most {room} fit"
+        )
+    ids = torch.tensor([prompt[-shortest:] for prompt in prompts])
+    test = [i for i in range(len(ids)) if i % 5]
+    return {"valid": ids[::5], "test": ids[test]}
 
 
-def report(setup: Setup, about: dict[str, Any], out: Path) -> None:
-    """Measure everything; print the tables and the verdicts, write the record and draw the figures."""
-    begun, size = time.perf_counter(), setup.size
-    gates = {mode: calibrated(setup, temperature) for mode, temperature in MODES.items()}
-    writers = {mode: writers_of(setup, found) for mode, found in gates.items()}
-    known = about["prompts"] == "pocket"  # whose documents come in any length, and have questions with answers
-    models = setup.models
-    record: dict[str, Any] = {**about, "conditions": conditions(about["teacher"], models["teacher"]),
-                              "student_parameters": sum(p.numel() for p in models["student"].parameters()),
-                              "tokens": size.new_tokens, "seeds": size.seeds,
-                              "measured_prompts": len(setup.prompts["test"]),
-                              "prompt_tokens": sorted({len(p) for p in setup.prompts["test"]}),
-                              "thresholds": {mode: {name: gate.threshold for name, gate in found.items()}
-                                             for mode, found in gates.items()}}  # fmt: skip
-    record["methods"] = {writer.name: {} for writer in writers["sampled"]}
-    for mode, temperature in MODES.items():
-        for writer in tqdm(writers[mode], desc=mode, leave=False):
-            record["methods"][writer.name][mode] = measures.figures_of(setup, setup.write(writer, temperature))
-    all_read = Writer("periodic, 64, all read", policy=Periodic(64, reads="all"))
-    for name, figures in measures.times(setup, [*writers["sampled"], all_read]).items():
-        record["methods"].setdefault(name, {})["times"] = figures
-    if {"alone", "prompt"} & {*setup.models}:
-        record["students"] = {}
-        for mode, temperature in MODES.items():
-            measured = {(writer.student, writer.policy): record["methods"][writer.name][mode]
-                        for writer in writers[mode] if not writer.published}  # fmt: skip
-            for writer in tqdm(trained_differently(setup, temperature), desc=f"students, {mode}", leave=False):
-                before = measured.get((writer.student, writer.policy))
-                figures = before or measures.figures_of(setup, setup.write(writer, temperature))
-                record["students"].setdefault(writer.name, {})[mode] = figures
-    if known:
-        n = min(size.new_tokens // 2, 160)
-        longest = min(models[name].config.n_ctx for name in ("teacher", "student")) - n
-        record["lengths"] = by_prompt_length(setup, sorted({min(k, longest) for k in (32, 192, 768)}), n)
-        record["facts"] = facts_right(setup, three_writers(setup))
-    if not overfill.misfit(setup.models["teacher"], setup.models["student"]):  # else the two caches can't be compared
-        gate = f"entropy, {BUDGETS[1]:g} in 1,000"
-        record["cache"] = cache_errors(setup, [
-            Writer("OverFill", policy=Policy()), Writer("periodic, 64", policy=Periodic(64)),
-            Writer("windowed, last 16 of 64", policy=Periodic(64, window=16)),
-            Writer("speculative, 8", policy=speculative(8)), Writer(gate, policy=gates["sampled"][gate]),
-            *(Writer(f"trained on {what}: OverFill", name, Policy()) for name, what in
-              (("alone", "its own cache"), ("prompt", "prompts")) if name in setup.models),
-        ], prompts=max(1, size.prompts // 6))  # fmt: skip
-    record["signals"] = {name: measures.signals_of(setup, name)
-                         for name in dict.fromkeys(("student", setup.dropout)) if name}  # fmt: skip
-    record["dropout_student"] = setup.dropout
-    simulations = [measures.simulation(seed=seed) for seed in range(size.simulations)]
-    record["simulation"], fires = simulations[0], [run["fires"] for run in simulations]
-    record["ambiguous"] = {
-        rule: {name: sum(any(250 <= t < 350 for t in run[rule][name]) for run in fires) / len(fires)
-               for name in fires[0][rule]} for rule in fires[0]
-    }  # fmt: skip
-    record["minutes"] = (time.perf_counter() - begun) / 60
-    write_json(out / "summary.json", record, indent=1)
-    draw(record, out)
-    print(page([*tables(record), *claim_tables(claims(record)), *details(record),
-                f"{record['minutes']:.1f} minutes. Written to {out}"]))
+def sized(rows: Rows, size: str, n: int, turns: int) -> None:
+    """Append times at the size of a real model: random weights, on which times don't depend, and a
+    student narrowed as pocket's is."""
+    large = random_model(GPT, size)
+    student = GPT(pruning("pocket", large.config, 1, "segments").config).eval()
+    ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
+    at = {"model": "355M", "tokens": 260}
+    texts = Texts(rows, {"teacher": large, "student": student}, {"test": ids}, n, at)
+    on = conditions(size, large)
+    rows.begin(
+        f"{size}, random weights: {on['parameters']:,} parameters",
+        f"a student of {sum(p.numel() for p in student.parameters()):,} parameters",
+        f"{n} tokens after a prompt of 64, one text at a time",
+        f"turns: {turns}, disturbed ones left out",
+        *machine_of(on),
+    )
+    times(texts, AT_SIZE, 1, turns)
+    predict(rows, n, at)
 
 
-@torch.no_grad()
-def demo(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding, policies: dict[str, Policy],
-         args: argparse.Namespace) -> None:  # fmt: skip
-    """Print what the teacher, the student and pairs of both write greedily after a prompt, how long it takes, and how
-    far their predictions are from the teacher's on texts that it has sampled.
-
-    The prompt is that of the options, or the beginning of a document of the corpus: then of six documents the teacher
-    samples a text. Raises ValueError if the prompt and the new tokens exceed the context.
-    """
-    policies = {"OverFill": Policy(), **policies}
-    prompts = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")] * 6
-    if not args.prompt and overfill.tokens_of(tokenizer) == overfill.tokens_of(load_tokenizer("pocket")):
-        prompts = measures.pocket_prompts(tokenizer, "test", 6, PROMPT_TOKENS)
-    n, room = args.max_new_tokens or 128, min(teacher.config.n_ctx, student.config.n_ctx)
-    if len(prompts[0]) + n > room:
-        raise ValueError(f"{len(prompts[0])} tokens of the prompt and {n} more exceed the context of {room}")
-    ids = torch.tensor(prompts, device=args.device)
-    width, models = ids.size(1), {"teacher": teacher, "student alone": student}
-    generator = torch.Generator(ids.device).manual_seed(args.seed)
-    new = torch.cat(list(generate(teacher, ids, n, temperature=1.0, generator=generator)), 1)  # (B, n)
-    logits = {name: model(torch.cat([ids, new], 1))[:, width:] for name, model in models.items()}  # (B, n, V)
-    for name, policy in policies.items():
-        logits[name] = torch.stack(list(overfill.read_along(Pair(teacher, student, ids), new, policy)), 1)
-    texts, seconds, reads = {}, dict.fromkeys(logits, math.inf), {"student alone": "0", "teacher": f"{width} + {n - 1}"}
-    for name in 2 * [*logits]:  # in turn, and the faster turn counts
-        begun, pair = time.perf_counter(), Pair(teacher, student, ids[:1])
-        tokens = (generate(models[name], pair.ids, n) if name in models else
-                  overfill.generate_refreshed(pair, n, policies[name]))
-        texts[name] = [int(token) for token in tokens]
-        seconds[name] = min(seconds[name], time.perf_counter() - begun)
-        reads.setdefault(name, f"{width} + {int(pair.teacher_tokens)}")
-    same = {name: next((i for i in range(n) if text[i] != texts["teacher"][i]), n) for name, text in texts.items()}
-    rows = [[name, f"{1e3 * seconds[name]:.0f}", f"{n / seconds[name]:.0f}", reads[name],
-             f"{float(kl(logits['teacher'], logits[name]).mean()):.3f}", f"{same[name]} of {n}"]
-            for name in logits]  # fmt: skip
-    print(f"A prompt of {width} tokens, which ends with: {tokenizer.decode(ids[0, -20:].tolist())!r}\n")
-    print(table(["", "ms", "tokens/s", "teacher reads", "KL to teacher", "same tokens"], rows))
-    print(f"""
-ms, tokens/s:   {n} tokens after the prompt, always the likeliest; prefill included; the faster of two turns
-teacher reads:  tokens of the prompt + tokens of the text
-KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
-same tokens:    as in the teacher's text, up to the first difference; each text goes on from there:
-""")
-    for name, text in texts.items():
-        at = same[name] % n
-        print(f"  {name:{max(map(len, texts))}}  {'... ' * (at > 0)}{tokenizer.decode(text[at : at + 20])!r}")
-    print("""
-Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
-Approximate: every further token, because the student predicts it.
-
-The full study, in two hours (--quick: in a minute): python3 overfill.py study""")
-
-
-def at_size(args: argparse.Namespace) -> None:
-    """Measure the times of a geometry, print and write them."""
-    n, prompt = args.max_new_tokens or (70 if args.quick else 260), args.prompt_tokens or 64
-    if n < 66:
-        raise ValueError(f"{n} tokens are too few to time a refresh every 64: at least 66")
-    if prompt + n > (room := GPTConfig().n_ctx):
-        raise ValueError(f"{prompt} tokens of the prompt and {n} more exceed the context of {room}")
-    record = refreshing_times.measured(args.model, args.device, args.dtype, prompt, n, 1 if args.quick else 5,
-                                       args.seed)  # fmt: skip
-    write_json(args.out / "geometry.json", record, indent=1)
-    print(page([refreshing_times.condition(record), refreshing_times.times_table(record),
-                f"Written to {args.out}"]))  # fmt: skip
+def measure(rows: Rows, names: list[str], path: str | None, quick: bool, **options: Any) -> None:
+    """Measure what the rows lack, or what is to be measured again. names: teacher, student."""
+    n, count, turns = (72, 4, 1) if quick else (1000, 50, 9)
+    tokenizer = load_tokenizer(names[0])
+    trained = TRAINED if names[1] == TRAINED["segments"] else {"segments": names[1]}
+    for train, name in trained.items():
+        teacher, student, _ = overfill.load_pair(names[0], name, **options)
+        room = min(teacher.config.n_ctx, student.config.n_ctx)
+        n = min(n, room - 192) if path is None else n
+        prompts = prompts_of(tokenizer, path, count, room - n)
+        prompts = {split: ids.to(teacher.wte.weight.device) for split, ids in prompts.items()}
+        texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, {})
+        fits = not overfill.misfit(teacher, student)
+        ways = [way for way in EVERY_WAY if not way.startswith("dropout")]
+        if train == "dropout":
+            ways, texts.rate = DROPOUT, overfill.dropout_of(name)
+        elif train != "segments":
+            ways = FEW
+        elif not fits:
+            ways = [way for way in ways if way not in PUBLISHED]
+        texts.at = {} if train == "segments" else {"trained": train}
+        on = conditions(names[0], teacher)
+        here = [
+            f"{names[0]}: {on['parameters']:,} parameters",
+            f"students of {sum(p.numel() for p in student.parameters()):,} parameters",
+        ]
+        many, length = prompts["test"].shape
+        some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
+        rows.begin(*here, some, *machine_of(on))
+        for mode in MODES:
+            quality(texts, ways, mode)
+        if train == "dropout":
+            areas(texts)
+        if train == "segments" and fits:
+            caches(texts, TRACED, max(1, count // 6))
+        some = (
+            f"single texts of {n:,} tokens after {length}, {min(3, many)} prompts, turns: {turns}"
+        )
+        rows.begin(*here, some, *machine_of(on))
+        if train in ("segments", "dropout"):
+            times(texts, ways, min(3, many), turns)
+        predict(rows, n, texts.at)
+    variational(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", models=f"{NAMES}; or, for times "
-                    f"alone, random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH")  # fmt: skip
-    cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that decodes")
-    cli.add_argument("--max-new-tokens", type=whole_number(2), metavar="N", help="tokens to write; default: "
-                     f"{FULL.new_tokens}, or as many as fit, with --quick {QUICK.new_tokens}")  # fmt: skip
-    cli.add_argument("--prompts", metavar="FILE", help="prompts of your own, for any models: CSV, column prompt")
-    cli.add_argument("--prompt-tokens", type=whole_number(1), metavar="N",
-                     help=f"tokens of the pocket world's prompts; default: {PROMPT_TOKENS}")  # fmt: skip
+    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
+    cli.add_argument("--student", default=TRAINED["segments"], metavar="NAME", help="who decodes")
+    cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
+    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:
-        if args.prompts and args.prompt_tokens:
-            raise ValueError("--prompt-tokens is the length of pocket's prompts, and --prompts are your own: choose")
-        options = {"device": args.device, "dtype": args.dtype}
-        if is_geometry(args.model):
-            at_size(args)
-            return
-        teacher, student, tokenizer = overfill.load_pair(args.model, args.student, **options)
-        if not args.prompts and overfill.tokens_of(tokenizer) != overfill.tokens_of(load_tokenizer("pocket")):
-            raise ValueError(f"{args.model} doesn't have the tokens of the pocket world: give it --prompts FILE")
-        size = QUICK if args.quick else FULL
-        context, first = min(teacher.config.n_ctx, student.config.n_ctx), args.prompt_tokens or PROMPT_TOKENS
-        fits = max(measures.LEAST, min(size.new_tokens, context - first))
-        size = replace(size, new_tokens=args.max_new_tokens or fits)
-        if size.new_tokens < measures.LEAST:
-            raise ValueError(f"{size.new_tokens} tokens are too few to measure refreshes: at least {measures.LEAST}")
-        models, names = {"teacher": teacher, "student": student}, {"student": args.student}
-        if args.student == "pocket-student":
-            names |= {kind: f"pocket-student-{kind}" for kind in ("alone", "prompt", "dropout")}
-            models |= {kind: load_model(names[kind], model_class=GPT, **options) for kind in [*names][1:]}
-        prompts = measures.prompts_of(tokenizer, args.prompts, size.prompts, first, context - size.new_tokens)
-        rates = {key: rate for key, name in names.items() if (rate := overfill.dropout_of(name))}
-        about = {"teacher": args.model, "student": args.student, "prompts": args.prompts or "pocket",
-                 "device": args.device, "dtype": str(args.dtype).removeprefix("torch.")}  # fmt: skip
-        report(Setup(models, tokenizer, prompts, size, rates, args.seed), about, args.out)
+        names = [args.model, args.student]
+        others = names != ["pocket", TRAINED["segments"]] or args.prompts
+        if args.model != "pocket" and not args.prompts:
+            raise ValueError(f"{args.model} needs prompts of its own world: give it --prompts FILE")
+        reduced = "reduced run" if args.quick else "run of other models" if others else ""
+        rows = Rows("refreshing", args.out, args.again, reduced)
+        measure(rows, names, args.prompts, args.quick, device=args.device, dtype=args.dtype)
+        if not others:
+            sized(
+                rows,
+                "2x2x64" if args.quick else "355M",
+                70 if args.quick else 260,
+                1 if args.quick else 5,
+            )
+        draw(rows, args.out)
+        print(page([*page_of(rows), f"Written to {args.out}"]))
 
 
 if __name__ == "__main__":

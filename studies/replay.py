@@ -1,4 +1,7 @@
-"""Hit rates over a trace of requests: the store's index and eviction, at a given capacity in blocks.
+"""Hit rates over a trace of requests: what a store's index would find, at a given capacity in blocks.
+
+The index is in memory, and does what support/store.py does: runs of blocks are never split, and the least recently
+used run that nothing continues goes first.
 
 TRACE: requests as JSON, one per line, with input_length and hash_ids, the prefix-chained ids of their
 blocks of 512 tokens. Source: Qin et al. 2024, "Mooncake: A KVCache-centric Disaggregated Architecture
@@ -7,11 +10,9 @@ for LLM Serving", whose public traces have this format.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,12 @@ from tqdm import tqdm
 from studies.protocol import StudyLine
 from support.cli import whole_number
 from support.figures import figure
-from support.files import read_csv, write_csv
-from support.radix_tree import RadixTree
+from support.files import read_csv, regular, write_csv
+from support.prefix import common_prefix
 from support.tables import table
 
 BLOCK = 512  # tokens in a block of a trace
+EVICTED = "the least recently used run that nothing continues"
 LLAMA_70B = 2 * 80 * 8 * 128 * 2  # bytes of a token: 80 layers, 8 key-value heads of 128, 16 bits
 
 
@@ -39,9 +41,10 @@ class Request:
 
 
 def read_trace(path: Path) -> list[Request]:
-    """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one."""
+    """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one,
+    or if it is no regular file."""
     requests = []
-    with path.open(encoding="utf-8", errors="replace") as file:  # what is no text is no JSON either
+    with regular(path).open(encoding="utf-8", errors="replace") as file:  # what is no text is no JSON either
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -60,23 +63,62 @@ def read_trace(path: Path) -> list[Request]:
     return requests
 
 
+class Index:
+    """Runs of blocks, none of them split; the least recently used run that nothing continues is evicted first."""
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity, self.held, self.last = capacity, 0, 0  # in blocks; the newest run
+        self.places: dict[tuple[int, int, int], int] = {}  # runs by parent, start in it, and first block
+        self.runs: OrderedDict[int, tuple[tuple[int, int, int], tuple[int, ...]]] = OrderedDict()
+        # Oldest first, and each run before that which it continues: the first has none that continues it.
+
+    def match(self, blocks: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Return the runs along blocks, and how many blocks of each agree."""
+        path, at, run, n = [], 0, 0, 0
+        while at < len(blocks) and (run, n, blocks[at]) in self.places:
+            run = self.places[run, n, blocks[at]]
+            n = common_prefix(self.runs[run][1], blocks[at : at + len(self.runs[run][1])])
+            path.append((run, n))
+            at += n
+        return path
+
+    def put(self, blocks: tuple[int, ...]) -> int:
+        """Store blocks, as far as they fit; return how many of them were there."""
+        path = self.match(blocks)
+        parent, start = path[-1] if path else (0, 0)
+        found = sum(n for _, n in path)
+        for run, _ in reversed(path):
+            self.runs.move_to_end(run)
+        used, new = {run for run, _ in path}, blocks[found:]
+        while self.held + len(new) > self.capacity:
+            oldest = next(iter(self.runs), None)
+            if oldest is None or oldest in used:
+                new = new[: int(self.capacity) - self.held]
+                break
+            place, gone = self.runs.pop(oldest)
+            del self.places[place]
+            self.held -= len(gone)
+        if new:
+            self.last += 1
+            self.places[parent, start, new[0]] = self.last
+            self.runs[self.last] = (parent, start, new[0]), new
+            self.held += len(new)
+            for run, _ in reversed(path):
+                self.runs.move_to_end(run)
+        return found
+
+
 def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, float]:
-    """Run the store's index and eviction over a trace, with room for some blocks; return the shares that were found.
+    """Run an Index over a trace, with room for some blocks; return the shares that were found.
 
     Of a prompt that is stored whole, the last token still has to be read.
     """
-    tree, held, hits, found, whole = RadixTree(), 0, 0, 0, 0
+    index, hits, found, whole = Index(capacity), 0, 0, 0
     for request in requests:
-        known = sum(shared for _, shared in tree.match(request.blocks))
+        known = index.put(request.blocks)
         hits += known
         found += min(known * BLOCK, request.tokens - 1)
         whole += known > 0
-        tree.insert(request.blocks)
-        held += len(request.blocks) - known
-        while held > capacity:
-            leaf, keep = tree.oldest(held - int(capacity))
-            tree.cut(leaf, keep)
-            held -= len(leaf.ids) - keep
         bar.update()
     blocks, tokens = (sum(sizes) for sizes in zip(*((len(r.blocks), r.tokens) for r in requests), strict=True))
     return {"blocks": hits / blocks, "tokens": found / tokens, "requests": whole / len(requests)}
@@ -99,13 +141,14 @@ def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
     for size, rate in rates.items():
         tokens = BLOCK * (unique if size == float("inf") else int(size))
         rows.append(["no limit" if size == float("inf") else int(size), tokens, tokens * LLAMA_70B / 1e9,
-                     *rate.values()])  # fmt: skip
+                     *rate.values(), EVICTED])  # fmt: skip
     print(table(["capacity, blocks", "tokens", "GB at 70B", "blocks found", "tokens found", "requests with a hit"],
                 [[f"{size:,}" if isinstance(size, int) else size, f"{tokens:,}", f"{gigabytes:,.0f}",
-                  *map("{:.1%}".format, found)] for size, tokens, gigabytes, *found in rows]))  # fmt: skip
+                  *map("{:.1%}".format, found)] for size, tokens, gigabytes, *found, _ in rows]))  # fmt: skip
     print(f"\n{seconds / len(sizes):.2f} s per capacity. 70B: {LLAMA_70B:,} bytes a token (80 layers, 8 key-value "
           "heads of 128, 16 bits). The order of requests counts, their times don't.")  # fmt: skip
-    header = ["capacity_blocks", "tokens", "gigabytes_70b", "block_hit_rate", "token_hit_rate", "request_hit_rate"]
+    header = ["capacity_blocks", "tokens", "gigabytes_70b", "block_hit_rate", "token_hit_rate", "request_hit_rate",
+              "evicted_first"]
     write_csv(out / f"replay_{path.stem}.csv", header, rows)
     draw(out / f"replay_{path.stem}.csv")
     print(f"Written to {out}")

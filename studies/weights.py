@@ -7,9 +7,6 @@ studies that need trained models follow as commands. Everything goes into one fo
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,7 +97,7 @@ def to_prepare(name: str, model: nn.Module, out: Path) -> list[list[str]]:
         teacher, tokens = sum(p.numel() for p in model.parameters()), size_of(recipe)[1]
         share = (recipe.config.n_embd / config.n_embd) ** 2 if what == "student" else 1.0
         minutes = tokens * teacher * (6 * share + 2) / SUSTAINED / 60
-        study = {"bct": f"python3 -m studies.bounding --model {folder}  (its bytes and times)",
+        study = {"bct": f"python3 gpt_bounded_cache.py --model {folder}  (its bytes and times)",
                  "student": f"python3 -m studies.refreshing --teacher {name} --student {folder} --prompts PROMPTS.csv"}
         rows.append([f"python3 pocket/train.py {what} --init {name} --text FILE --out {folder}", f"{tokens / 1e6:.0f}",
                      f"{minutes:.0f}", study[what]])  # fmt: skip
@@ -126,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"the three files write different texts: {args.out / 'agreement.json'} has the figures")
         write_pairs(args.out / "pairs.csv")
         print(f"\n=== Recycling, on {args.dialogue}\n", flush=True)
-        recycling.main(["--model", args.dialogue, "--order", "both", "--out", str(args.out / "recycling"),
+        recycling.main(["--model", args.dialogue, "--out", str(args.out / "recycling"),
                         *(["--max-new-tokens", "5"] * args.quick), *quick, *common])  # fmt: skip
         print(f"\n=== Projection, on {args.model}\n", flush=True)
         projection.main(["--model", args.model, "--pairs", str(args.out / "pairs.csv"), "--out",

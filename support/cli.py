@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,12 +16,15 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from support.files import import_file
+from support.conditions import SIZES, is_geometry
+from support.files import import_file, writable
 
 if TYPE_CHECKING:
     from support.tracing import Trace
 
 PROMPT = "One morning"
+ARTICLE = {"prompt": "Hello, I am", "max_new_tokens": 200}  # Raschka's experiment with an untrained model
+LONGEST = 800  # characters of a message
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,6 +67,13 @@ class CommandLine(argparse.ArgumentParser):
         if trace:
             self.add_trace_argument()
 
+    def add_random_argument(self) -> None:
+        """Add --random: an untrained GPT-2, args.model "random:SIZE", which by default writes what the KV cache article
+        lets it write."""
+        self.add_argument("--random", type=geometry, metavar="SIZE",
+                          help=f"an untrained GPT-2, {', '.join(SIZES)} or LAYERSxHEADSxWIDTH; by default it writes "
+                          f"{ARTICLE['max_new_tokens']} tokens after {ARTICLE['prompt']!r}, as in the KV cache article")
+
     def add_cache_argument(self, default: type) -> None:
         """Add --cache (args.cache): a class, by default this one, or the class Cache of a Python file."""
         self.add_argument("--cache", default=default, type=cache_class, metavar="FILE.py",
@@ -72,33 +81,22 @@ class CommandLine(argparse.ArgumentParser):
 
     def add_trace_argument(self, prefix: str = "") -> None:
         """Add --trace (args.trace_file); prefix: of its help."""
-        self.add_argument("--trace", dest="trace_file", metavar="FILE.html",
+        self.add_argument("--trace", dest="trace_file", type=output_file, metavar="FILE.html",
                           help=f"{prefix}also write a page that plays the generation step by step, in any browser")
 
     def trace(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding, model: Any, ids: Tensor,
               context_start: Callable[[int, int], int] | None = None) -> Trace | None:
         """Return what records a text that begins with ids (1, T), None without --trace. context_start(tokens, n_ctx)
         says where the context begins in a text that is read without a cache."""
-        if (path := self.trace_path(args)) is None:
+        if args.trace_file is None:
             return None
         from support.tracing import Trace
 
-        trace = Trace(f"{self.prog} {' '.join(sys.argv[1:])}", tokenizer, model.config.n_ctx, path, context_start)
+        command = f"{self.prog} {' '.join(sys.argv[1:])}"
+        trace = Trace(command, tokenizer, model.config.n_ctx, args.trace_file, context_start)
         trace.begin(ids[0].tolist())
         trace.watch(model)
         return trace
-
-    def trace_path(self, args: argparse.Namespace) -> Path | None:
-        """Return the file that --trace names, None without it. Raises ValueError, before anything is written, if there
-        can be no such file."""
-        if args.trace_file is None:
-            return None
-        path = Path(args.trace_file)
-        if path.is_dir():
-            raise ValueError(f"--trace {path} is a folder, and must be a file")
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ValueError(f"--trace {path}: there is no folder {path.parent} that can be written to")
-        return path
 
     def only(self, action: str, owner: str, options: dict[str, Any]) -> None:
         """Raise ValueError if an option is given that an action doesn't have, but only the owner; or if the action is
@@ -110,80 +108,61 @@ class CommandLine(argparse.ArgumentParser):
 
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
-        """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in the body, the
-        project's ways to say that an input is bad, become one sentence and exit status 2, Ctrl-C exit status 130."""
-        with self.one_sentence(), self.interruptible():
-            sys.stdin, sys.stderr = sys.stdin or open(os.devnull), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+        """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in
+        the body, the project's ways to say that an input is bad, become one sentence and exit
+        status 2, Ctrl-C exit status 130."""
+        with self.one_sentence():
+            sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+            sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
             if sys.stdout is None:
                 self.error("the standard output is closed; > /dev/null discards what is printed")
             if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without é shows \xe9
                 sys.stdout.reconfigure(errors="backslashreplace")
             try:
-                args = self.resolved(self.parse_args(argv))
+                if {"-h", "--help"} & {*(sys.argv[1:] if argv is None else argv)}:
+                    self.parse_args(argv)  # the help of intermixed ones would hide defaults
+                args = self.parse_intermixed_args(argv)
+                if getattr(args, "random", None):
+                    if args.model != self.get_default("model"):
+                        raise ValueError(f"--random {args.random} is a model itself, leave out --model {args.model}")
+                    self.set_defaults(**ARTICLE, model=f"random:{args.random}")
+                    args = self.parse_intermixed_args(argv)
+                args = self.resolved(args)
                 with warnings.catch_warnings():  # which puts showwarning back
-                    warnings.showwarning = lambda message, *_: print(f"{self.prog}: {message}", file=sys.stderr)
+                    warnings.showwarning = self.warn
                     yield args
             finally:
                 self.flush()
 
+    def warn(self, message: Warning | str, *_: Any) -> None:
+        """Print a warning as a sentence, without the line of code that it comes from."""
+        print(f"{self.prog}: {message}", file=sys.stderr)
+
     @contextmanager
     def one_sentence(self) -> Iterator[None]:
-        """Errors that a bad input or a full disk makes in the body become one sentence and exit status 2."""
+        """Errors that a bad input or a full disk makes in the body become one sentence and exit
+        status 2; Ctrl-C ends with status 130, once what is under way has been cleaned up."""
         try:
             yield
         except BrokenPipeError:  # `| head` has seen enough
             self.exit(0)
-        except (ValueError, OSError) as error:
-            file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
-            if reason and not file:  # the file, or standard output, was open already
-                self.error(f"can't write the output: {reason}")
-            missing = isinstance(error, FileNotFoundError) and file
-            self.error(f"there is no {missing}" if missing else " ".join(str(error).split()))
-        except NotImplementedError as error:  # of a chapter's exercise
-            if not str(error).startswith("exercise "):
-                raise
-            self.error(f"{error} isn't written yet")
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Ctrl-C in the body ends the process with status 130 after its clean-up; before and after it, and the second
-        time, the signal itself does (support.interrupts has left it so)."""
-        interrupted, hook = False, sys.unraisablehook
-
-        def interrupt(*_: Any) -> None:
-            nonlocal interrupted
-            interrupted = True
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            raise KeyboardInterrupt
-
-        def unraisable(error: Any) -> None:
-            if isinstance(error.exc_value, KeyboardInterrupt):  # in a destructor, where Python would print it and go on
-                os._exit(130)
-            hook(error)
-
-        ours = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        try:
-            if ours:
-                signal.signal(signal.SIGINT, interrupt)
-                sys.unraisablehook = unraisable
-            yield
         except BaseException as error:
-            if interrupted or isinstance(error, KeyboardInterrupt):  # C code may have made another error of it
+            if is_interrupt(error):
                 self.exit(130, "\n")
+            if isinstance(error, OSError) and error.strerror and not error.filename:
+                self.error(f"can't write the output: {error.strerror}")  # it was open already
+            if isinstance(error, FileNotFoundError) and error.filename:
+                self.error(f"there is no {error.filename}")
+            if isinstance(error, ValueError | OSError):
+                self.error(" ".join(str(error).split()))
+            if isinstance(error, NotImplementedError) and str(error).startswith("exercise "):
+                self.error(f"{error} isn't written yet")
             raise
-        finally:
-            if ours:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-                sys.unraisablehook = hook
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return the arguments with device and dtype as PyTorch's, and set its threads and seed."""
         if "device" in args:
-            present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-            if args.device == "auto":
-                args.device = next(device for device in present if present[device])
-            if not present[args.device]:
-                raise ValueError(f"--device {args.device}: there is none that this PyTorch can use; try --device cpu")
+            args.device = device_of(args.device)
             args.dtype = getattr(torch, args.dtype)
             torch.set_num_threads(args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads()))
             torch.manual_seed(args.seed)
@@ -202,8 +181,27 @@ class CommandLine(argparse.ArgumentParser):
             raise
 
     def error(self, message: str) -> NoReturn:
-        """Print one sentence, and end with status 2."""
+        """Print one sentence, and end with status 2. It is cut where a value in it is very long."""
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 4 :]}"
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return whether an error is Ctrl-C, or what C code has made of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def device_of(name: str) -> str:
+    """Return the device that --device names: "auto" is the first that there is. Raises ValueError if it isn't there."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return next(device for device in present if present[device])
+    if not present[name]:
+        raise ValueError(f"--device {name}: there is none that this PyTorch can use; try --device cpu")
+    return name
 
 
 def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
@@ -222,12 +220,31 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
     return convert
 
 
+def geometry(text: str) -> str:
+    """Argument type: one of GPT-2's sizes, or LAYERSxHEADSxWIDTH."""
+    if not is_geometry(text):
+        raise argparse.ArgumentTypeError(f"must be {', '.join(SIZES)} or LAYERSxHEADSxWIDTH, got {text!r}")
+    return text
+
+
 def writable_folder(text: str) -> Path:
     """Argument type: a folder that can be written to, or a place where one can be made."""
-    path = Path(text)
-    there = next(above for above in (path, *path.absolute().parents) if above.exists())
+    path = Path(nonempty(text, "a folder needs a name"))
+    there = next(above for above in (path, *path.absolute().parents) if os.path.lexists(above))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: {there} is not a folder that can be written to")
+    return path
+
+
+def output_file(text: str) -> Path:
+    """Argument type: a file that can be written, in a folder that is there."""
+    path = Path(nonempty(text, "a file needs a name"))
+    try:
+        folder = writable(path).parent
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} that can be written to")
     return path
 
 
@@ -258,10 +275,10 @@ def temperature(text: str) -> float:
     return value
 
 
-def nonempty(text: str) -> str:
-    """Argument type: text in UTF-8 that isn't empty, since a model needs a token to begin with."""
+def nonempty(text: str, why: str = "the model needs at least one token to begin with") -> str:
+    """Argument type: text in UTF-8 that isn't empty, and why."""
     if not text:
-        raise argparse.ArgumentTypeError("is empty, but the model needs at least one token to begin with")
+        raise argparse.ArgumentTypeError(f"is empty, but {why}")
     if any("\ud800" <= char <= "\udfff" for char in text):  # bytes that Python could not decode
         raise argparse.ArgumentTypeError("is not valid UTF-8")
     return text

@@ -80,7 +80,11 @@ def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> C
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing") from error
-    encoder = SentenceTransformer(name, device=str(model.wte.weight.device))
+    device = str(model.wte.weight.device)
+    try:
+        encoder = SentenceTransformer(name, device=device, local_files_only=True)
+    except (OSError, ValueError):  # neither a folder nor in the cache
+        encoder = SentenceTransformer(name, device=device)
     return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
 
 

@@ -1,15 +1,14 @@
-"""Files that are complete or absent, never half-written; JSON, CSV and Python."""
+"""Files: from outside, read strictly; ours, complete or absent, never half-written."""
 
 from __future__ import annotations
 
 import csv
 import errno
 import importlib.util
-import itertools
 import json
+import mmap
 import os
 import shutil
-import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,14 @@ from types import ModuleType
 from typing import Any
 
 UNFINISHED = ".unfinished-"  # how the folders begin in which files are made
+KINDS = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def import_file(path: Path) -> ModuleType:
@@ -29,69 +36,140 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ValueError if there is none."""
+def regular(path: Path) -> Path:
+    """Return the path of a file that can be read to its end. Raises FileNotFoundError if there is
+    none, ValueError if it is a folder, a pipe or a device, which may have no end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return path
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Return the bytes of a file, mapped: what is changed in them stays in memory. Raises ValueError
+    if it is empty or not a regular file, FileNotFoundError only if there is none."""
+    path.stat()  # says why, if that can't be seen
+    with regular(path).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def read_text(path: Path) -> str:
+    """Return the text in a file, with or without the mark that some editors put before it. Raises
+    ValueError if it isn't UTF-8, or not a regular file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without end
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        return regular(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error}") from error
+
+
+def read_json(path: Path, /, **fields: type) -> dict[str, Any]:
+    """Return the object in a JSON file; the fields must be there, each of its type, as
+    check_fields() says. Raises ValueError if they aren't, or if the file holds no object."""
+    return parse_json(read_text(path), str(path), **fields)
+
+
+def parse_json(text: str, where: str, /, **fields: type) -> dict[str, Any]:
+    """Return the object in a text of JSON, as read_json() does. Raises ValueError, which names
+    `where`, otherwise."""
+    try:
+        content = json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:  # not JSON, or nested without end
+        raise ValueError(f"{where} is not valid JSON: {said(error)}") from error
+    return check_fields(content, where, **fields)
+
+
+def refuse_constant(name: str) -> None:
+    """Raise ValueError: NaN and Infinity are Python's, not JSON's."""
+    raise ValueError(f"{name} is no number")
+
+
+def check_fields(content: object, where: str, /, **fields: type) -> dict[str, Any]:
+    """Return an object that was read from JSON, if it has these fields, each of its type; float
+    stands for every finite number. Raises ValueError, which names `where`, otherwise."""
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__} instead of an object")
+        raise ValueError(f"{where} holds {said(content)} instead of an object")
+    if missing := [name for name in fields if name not in content]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    for name, kind in fields.items():
+        if not is_a(content[name], kind):
+            raise ValueError(f"{where}: {name} must be {KINDS[kind]}, got {said(content[name])}")
     return content
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let write(file) make the file in a folder beside its place, then move it there: readers never see half a file.
+def is_a(value: object, kind: type) -> bool:
+    """Return whether a value from JSON is of a kind."""
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return type(value) is kind
 
-    A link stays and its target is replaced. The mode stays too; another hard link keeps the old content. What is no
-    regular file (a device, a pipe) is written to once all is made. Whatever is raised leaves the old file and no other.
-    """
-    opened = str(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))  # to be written to, whatever it leads to
+
+def said(value: object) -> str:
+    """Return a value as a message shows it: what is long is cut."""
     try:
-        mode = path.stat().st_mode
-        regular = stat.S_ISREG(mode) and not opened
-    except FileNotFoundError:
-        regular, mode = True, None
-    if regular and mode and not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    target = Path(os.path.realpath(path))
-    if regular:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.parent if regular else None) as folder:
+        text = str(value) if isinstance(value, Exception) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; nested too deeply
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:50]} ..."
+
+
+def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file in UTF-8, by the names in its first line; a cell that a row
+    lacks is empty. Raises ValueError if it isn't such a file, one of the columns isn't there once,
+    or a row is longer than the first."""
+    try:
+        lines = csv.reader(read_text(path).splitlines(keepends=True), strict=True)
+        header, *rows = [row for row in lines if row] or [[]]
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a CSV file: {error}") from error
+    for name in columns:
+        if header.count(name) != 1:
+            times = "twice or more" if name in header else "not"
+            found = said(header) if header else "none"
+            raise ValueError(f"{path}: the column {name!r} is {times} among its columns, {found}")
+    longest = max(map(len, rows), default=0)
+    if longest > len(header):
+        raise ValueError(f"{path} has a row of {longest} cells, and {len(header)} columns")
+    return [dict(zip(header, row + [""] * len(header), strict=False)) for row in rows]
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let write(file) make the file in a folder beside its place, then move it there: readers never
+    see half a file.
+
+    A link stays and its target is replaced. The mode stays too; another hard link keeps the old
+    content. Whatever is raised leaves the old file and no other. Raises ValueError if there is
+    something else than a file at its place, OSError if it can't be written.
+    """
+    target = writable(path)
+    existed = target.exists()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.parent) as folder:
         file = Path(folder) / path.name
         write(file)
-        if not regular:
-            print(end="", flush=True)
-            place = {"/dev/stdout": 1, "/dev/stderr": 2}.get(str(path), path)  # where it has got to, not anew
-            with file.open("rb") as content, open(place, "ab", closefd=place is path) as out:
-                shutil.copyfileobj(content, out)
-            return
-        if mode:
+        if existed:
             shutil.copymode(target, file)
         os.replace(file, target)
+
+
+def writable(path: Path) -> Path:
+    """Return where a file is written to, links followed. Raises ValueError if there is something
+    else than a regular file, OSError if that may not be written or the links lead nowhere."""
+    target = Path(os.path.realpath(path))
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return target
+    regular(path)
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return target
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
     """Write JSON. Raises ValueError if it holds a number that isn't finite, which JSON doesn't know."""
     text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
     write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of a CSV file in UTF-8, by the names in its first line; a cell that a row lacks is empty.
-
-    Raises ValueError if it isn't such a file, lacks one of the columns, or has a row longer than its first.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # with or without the mark that spreadsheets write
-            header, *rows = [row for row in csv.reader(file) if row] or [[]]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
-    if missing := [name for name in columns if header.count(name) != 1]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}: it has {', '.join(header) or 'no columns'}")
-    if (longest := max(map(len, rows), default=0)) > len(header):
-        raise ValueError(f"{path} has a row of {longest} cells, and {len(header)} columns")
-    return [dict(itertools.zip_longest(header, row, fillvalue="")) for row in rows]
 
 
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -6,9 +6,7 @@ import hashlib
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-
-SAMPLES = 64  # numbers of every parameter that are compared: about a millisecond for GPT-2 small
+from torch import Size, Tensor, nn
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -21,33 +19,28 @@ def fingerprint(model: nn.Module) -> str:
 
 
 class Weights:
-    """Notices that a model's weights are no longer those of the moment at which this was made, without reading all.
+    """Notices that a model's weights are no longer those of the moment at which this was made.
 
-    Noticed for certain: a parameter that is added, taken away or replaced; a change in place through PyTorch; and a
-    change through .data or NumPy of a parameter's every number. If the latter reaches only a fraction f of the numbers,
-    it is noticed with a chance of 1 - (1 - f)^64 for each parameter: SAMPLES of them, drawn at random, are compared.
-    Not noticed: a change that is undone before changed() is called.
+    Noticed: a parameter that is added, taken away or replaced, and a change in place that PyTorch
+    counts, such as an optimizer's. Not noticed: a change in place through .data or NumPy, which
+    nobody counts, or one under torch.inference_mode().
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, generator = model, torch.Generator()
-        generator.seed()  # its own, so that nobody else's draws move
-        self.samples = [(torch.randint(p.numel(), (SAMPLES,), generator=generator) if p.numel() > SAMPLES
-                         else torch.arange(p.numel())).to(p.device) for p in model.parameters()]  # fmt: skip
-        self.seen = self.places(), self.numbers()
+        self.model = model
+        self.seen = self.versions()
 
-    def places(self) -> list[tuple[int, torch.Size, int]]:
+    def versions(self) -> list[tuple[int, Size, int]]:
         """Return where each parameter lies, its shape, and how often PyTorch has changed it in place."""
-        return [(p.data_ptr(), p.shape, 0 if p.is_inference() else p._version) for p in self.model.parameters()]
-
-    def numbers(self) -> bytes:
-        """Return the sampled numbers."""
-        taken = [p.detach().take(i) for p, i in zip(self.model.parameters(), self.samples, strict=True)]
-        return raw(torch.cat(taken).cpu()).tobytes()
+        found = []
+        for parameter in self.model.parameters():
+            changes = 0 if parameter.is_inference() else parameter._version
+            found.append((parameter.data_ptr(), parameter.shape, changes))
+        return found
 
     def changed(self) -> bool:
         """Return whether a change is noticed."""
-        return self.places() != self.seen[0] or self.numbers() != self.seen[1]
+        return self.versions() != self.seen
 
 
 def raw(tensor: Tensor) -> np.ndarray:

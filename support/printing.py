@@ -28,15 +28,18 @@ def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = 
     ids: list[int] = []
     ms: list[float] = []
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can span several tokens
+    ends = getattr(tokenizer, "ends", (tokenizer.eot_token,))
     started = time.perf_counter()
     try:
         for token in tokens:
             ids.append(int(token))  # waits for the device
             ms.append(1000 * (time.perf_counter() - started))
-            if ids[-1] != tokenizer.eot_token:
+            if ids[-1] not in ends:
                 print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
             if trace:
                 trace.step(ids[-1], cache)
+            if ids[-1] in ends:
+                break
             started = time.perf_counter()
     finally:  # an error's sentence begins a line
         print(utf8.decode(b"", final=True))  # a character that was cut off
@@ -55,8 +58,8 @@ def silent() -> AbstractContextManager:
 
 
 def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
-    """Print the milliseconds per token of runs, as stream() returns them, as the text grew, and whether they wrote the
-    same.
+    """Print the milliseconds per token of runs, as stream() returns them, as the text grew, what each took in all, and
+    whether they wrote the same.
 
     A line shows medians over up to 64 decoded tokens, and in its last column how many times as fast the last run was
     as the first; the last line is the median over all decoded tokens.
@@ -69,7 +72,12 @@ def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> No
         medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
         rows.append([label, *(f"{ms:.2f}" for ms in medians), f"{medians[0] / medians[-1]:.1f}"])
     if rows:
+        print("\nMedians, in which a slow token doesn't show; the decoding time above is a mean:")
         header = ["text length", *(f"{name}: ms per token" for name in runs), "times as fast"]
         print(f"\n{table(header, rows, left=0)}")
+    seconds = {name: sum(ms) / 1000 for name, (_, ms) in runs.items()}
+    first, *_, last = seconds.values()
+    took = ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items())
+    print(f"\nIn all, prefill included: {took}, {first / last:.1f} times as fast")
     same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
     print(f"\nSame tokens: {same} ({', '.join(f'{name}: {len(ids)}' for name, (ids, _) in runs.items())})")

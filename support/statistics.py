@@ -95,13 +95,14 @@ def bleu_counts(text: str, reference: str) -> np.ndarray:
 
 
 def bleu(counts: np.ndarray) -> np.ndarray:
-    """Return the corpus BLEU-4 in percent (...,) of counts (..., texts, 10), with one reference a text.
+    """Return the corpus BLEU-4 in percent (...,) of counts (..., texts, 10), with one reference a text; 0 if these have
+    no n-grams at all.
 
     Source: Papineni et al. 2002, "BLEU: a Method for Automatic Evaluation of Machine Translation", section 2.3.
     """
     matches, totals, (length, expected) = np.split(np.moveaxis(counts.sum(-2), -1, 0), [4, 8])
     with np.errstate(divide="ignore"):
-        return 100 * np.exp(np.minimum(0, 1 - expected / length) + np.log(matches / totals).mean(0))
+        return 100 * np.exp(np.minimum(0, 1 - expected / length) + np.log(matches / np.maximum(totals, 1)).mean(0))
 
 
 def perplexity(counts: np.ndarray) -> np.ndarray:

@@ -146,10 +146,13 @@ def contents(cache: Any, start: int, n: int) -> dict[str, Any]:
     """Return which tokens, from start to n, are in which slots of a cache, and how many slots there are."""
     if isinstance(cache.layers[0], list):  # BCT: slots, and recent tokens
         layer = len(cache.layers) // 2
-        _, _, mass, recent, *_ = cache.layers[layer]
+        *slots, recent, _, _, _ = cache.layers[layer]
         held = min(recent.size(2), n)
+        mass, what = slots[-1].norm(dim=3, keepdim=True), "the length of its summed values"
+        if len(slots) == 3:
+            mass, what = slots[-1], "how many tokens' worth it holds"
         mass = [round(x, 3) for x in mass[0, 0, :, 0].tolist()]
-        return {"slots": [[0, n - held, held]], "size": held, "mass": mass, "layer": layer}
+        return {"slots": [[0, n - held, held]], "size": held, "mass": mass, "what": what, "layer": layer}
     held = runs([p + start for p in cache.pos.tolist()])
     starts = accumulate((count for _, count in held), initial=0)
     found = {"slots": [[slot, first, count] for slot, (first, count) in zip(starts, held, strict=False)],
@@ -172,13 +175,15 @@ def bct_weights(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:
     """Return a BCT's: those of the tokens that it holds as they are, and the sum of those of its slots. The state after
     a pass is what its last query has read."""
     (_, q, *_, layer), n = args, cache.next_pos
-    keys, _, mass, recent, *_ = cache.layers[layer]
-    size, times = memory.counted(mass)
+    keys, _, *mass, recent, _, _, _ = cache.layers[layer]
+    size, times = memory.counted(*mass)
+    M, missing = keys.size(2), max(0, recent.size(2) - n)
     k = torch.cat([keys / size, recent], dim=2)
-    once = torch.zeros_like(recent[..., :1])
-    once[:, :, : max(0, recent.size(2) - n)] = -math.inf  # tokens that don't exist
-    shares = weights(q.float(), k, torch.cat([times, once], dim=2).mT)
-    return shares[max(keys.size(2), k.size(2) - n) :], float(shares[: keys.size(2)].sum())
+    mask = torch.zeros_like(k[..., :1])
+    mask[:, :, :M] = times
+    mask[:, :, M : M + missing] = -math.inf  # tokens that don't exist
+    shares = weights(q.float(), k, mask.mT)
+    return shares[M + missing :], float(shares[:M].sum())
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -4,6 +4,8 @@ Before torch starts: its waiting threads must not spin, which slows everything d
 """
 
 import os
+import re
+import signal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -13,26 +15,62 @@ from functools import partial
 import pytest
 import torch
 
-DEVICES = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+from tests import pretended_device
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+DEVICES = {
+    "cpu": True,
+    "cuda": torch.cuda.is_available(),
+    "mps": torch.backends.mps.is_available(),
+    pretended_device.NAME: True,
+}
+BY_DEFAULT = ("cpu", "cuda")
+SKIPPED: list[str] = []  # tests, and why
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=[*DEVICES],
-                     help="where equivalence is tested; default: the CPU, and a CUDA GPU if there is one")  # fmt: skip
+    parser.addoption(
+        "--device",
+        choices=[*DEVICES],
+        help="where equivalence is tested; default: the CPU, and a CUDA GPU if there is one; "
+        f"{pretended_device.NAME}: a pretended device, which finds tensors left on the CPU",
+    )
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="fail if a test is skipped for another reason than that there is no GPU, or that no "
+        "disk may be mounted",
+    )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped:
+        SKIPPED.append(f"{report.nodeid}: {report.longrepr[2]}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    refused = [reason for reason in SKIPPED if not re.search("GPU|mount", reason)]
+    if session.config.getoption("--no-skips") and refused:
+        print("\nskipped, and must not be:", *refused, sep="\n")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--device")
-        there = [chosen] if chosen else [device for device, present in DEVICES.items() if present and device != "mps"]
+        there = [chosen] if chosen else [device for device in BY_DEFAULT if DEVICES[device]]
         metafunc.parametrize("device", there, indirect=True)
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device on which all tensors and random generators of a test are made."""
-    if request.param != "cpu":  # which is the default anyway, and faster unasked
-        monkeypatch.setattr(torch, "Generator", partial(torch.Generator, device=request.param))
-        torch.set_default_device(request.param)
-    yield request.param
+    if request.param == pretended_device.NAME:
+        with pretended_device.pretended(monkeypatch):
+            yield request.param
+    else:
+        if request.param != "cpu":  # which is the default anyway, and faster unasked
+            monkeypatch.setattr(torch, "Generator", partial(torch.Generator, device=request.param))
+            torch.set_default_device(request.param)
+        yield request.param
     torch.set_default_device(None)

@@ -60,7 +60,6 @@ def test_contenders_write_the_same_and_count_their_bytes(name: str, folder: Path
     elif name == PAGED:
         assert found["held"] % (SIZE * TOKEN) == 0 and 0 <= found["wasted"] < 5 * SIZE * TOKEN
         assert found["held"] - found["wasted"] <= sum(lengths) * TOKEN
-        assert 1 < found["texts"] <= 5 and 0 < found["gather_ms"] < found["step_ms"] and found["no_cache_ms"] > 0
     elif "padded" in name:
         longest = max(len(r["ids"]) for r in requests) + max(r["new"] for r in requests) - 1
         assert found["held"] == 5 * longest * TOKEN and found["wasted"] == found["held"] - sum(lengths) * TOKEN
@@ -121,7 +120,7 @@ def test_one_command_gives_tables_and_a_record(folder: Path, tmp_path: Path, cap
     record = json.loads((tmp_path / "requests.json").read_text())
     assert [*record["counts"]] == ["1", "3"] and "3 requests, all there at the beginning" in printed
     assert all(r["same_tokens"] for found in record["counts"].values() for r in found["rows"].values())
-    assert "of which gathering" in printed and " NO" not in printed
+    assert " NO" not in printed
 
 
 def test_a_record_keeps_what_it_has_of_other_numbers(folder: Path, tmp_path: Path,

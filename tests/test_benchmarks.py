@@ -2,10 +2,9 @@
 
 import importlib.util
 import json
-import re
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -14,17 +13,18 @@ import pytest
 import torch
 
 import benchmarks.__main__ as bench
-from benchmarks import contenders, runners, scale
-from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, Static, timed
+from benchmarks import contenders, pages, report, runners, scale
+from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, timed
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model
 from pocket.checkpoints import export
+from support.blocks import with_blocks
 from support.files import read_json
 from tests.helpers import N_CTX
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
-EXACT = [c for c in CONTENDERS if c.exact and not c.file and c.device != "cuda"]
+EXACT = [c for c in CONTENDERS if c.exact and not c.file]
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +44,18 @@ def prompt(B: int = 2, T: int = 12) -> torch.Tensor:
 
 
 def plain(folder: Path, ids: torch.Tensor, n: int) -> torch.Tensor:
-    return torch.cat(list(generate(load_model(str(folder), model_class=GPT), ids, n, cache=KVCache())), 1)
+    return torch.cat(
+        list(generate(load_model(str(folder), model_class=GPT), ids, n, cache=KVCache())), 1
+    )
 
 
 @pytest.mark.parametrize(
-    "contender", [pytest.param(c, id=c.name, marks=[] if "gpt_" in c.name else pytest.mark.slow) for c in EXACT]
+    "contender",
+    [pytest.param(c, id=c.name, marks=[] if "gpt_" in c.name else pytest.mark.slow) for c in EXACT],
 )
 def test_equal_weights_give_equal_tokens(contender: contenders.Contender, folder: Path) -> None:
     if why := bench.available(contender, "cpu", None):
         pytest.skip(why)
-    if contender.name == "LLMs-from-scratch, PyPI":
-        pytest.skip("its cache fails at the second token, which a run of the benchmarks says")
     runner = contender.make(folder, "cpu", None)
     with torch.no_grad():
         done = timed(runner, Clock("cpu"), prompt(), 20)
@@ -68,13 +69,17 @@ def test_equal_weights_give_equal_tokens(contender: contenders.Contender, folder
 
 def test_bytes_are_those_of_the_formula(folder: Path) -> None:
     token = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * 4  # of two texts
-    for name, tokens in (("gpt_kv_cache.py", 12 + 6), ("gpt_bounded_cache.py, preallocated", 65),
-                         ("gpt_bounded_cache.py, window of 256", 65), ("static step", 65)):  # fmt: skip
+    for name, tokens in (
+        ("gpt_kv_cache.py", 12 + 6),
+        ("gpt_bounded_cache.py, preallocated", 65),
+        ("gpt_bounded_cache.py, window of 256", 65),
+    ):
         runner = next(c for c in CONTENDERS if c.name == name).make(folder, "cpu", None)
         with torch.no_grad():
             assert timed(runner, Clock("cpu"), prompt(), 6)["nbytes"] == token * tokens, name
 
 
+@pytest.mark.slow
 def test_weights_reach_the_names_of_llms_from_scratch(folder: Path) -> None:
     pytest.importorskip("llms_from_scratch.kv_cache.gpt2")
     runner = runners.FromScratch(folder, "cpu")
@@ -90,7 +95,7 @@ def test_int8_is_near(folder: Path) -> None:
     with torch.no_grad():
         expected, got = exact(ids), runner.model(ids)
     error = (got - expected).norm() / expected.norm()
-    assert 1e-5 < error < 0.05  # quantised, and near
+    assert 1e-5 < error < 0.1  # quantised, and near; a processor without VNNI has one bit less
     assert type(runner.model.h[0].attn.c_attn).__module__.startswith("torch.ao")
 
 
@@ -106,16 +111,24 @@ def test_ctranslate2_writes_the_same_up_to_the_context(B: int, folder: Path) -> 
     runner, ids = ctranslate2(folder, "float32"), prompt(B)
     done = timed(runner, Clock("cpu"), ids, CONFIG.n_ctx - 12)  # as many as it has positions for
     assert done["tokens"] == plain(folder, ids, CONFIG.n_ctx - 11).tolist()
-    assert done["nbytes"] == B * CONFIG.n_ctx * 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
+    assert (
+        done["nbytes"]
+        == B * CONFIG.n_ctx * 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
+    )
 
 
 @pytest.mark.slow
 def test_no_token_ends_ctranslate2(tmp_path: Path) -> None:
     model = GPT(CONFIG)
     with torch.no_grad():
-        model.ln_f.bias.copy_(1e4 * model.wte.weight[0])  # it writes nothing but the token that is named as the end
+        model.ln_f.bias.copy_(
+            1e4 * model.wte.weight[0]
+        )  # it writes nothing but the token that is named as the end
     export(model, tmp_path)
-    assert timed(ctranslate2(tmp_path, "float32"), Clock("cpu"), prompt(), 9)["tokens"] == [[0] * 10] * 2
+    assert (
+        timed(ctranslate2(tmp_path, "float32"), Clock("cpu"), prompt(), 9)["tokens"]
+        == [[0] * 10] * 2
+    )
 
 
 @pytest.mark.slow
@@ -123,54 +136,53 @@ def test_ctranslate2_in_int8_is_near(folder: Path) -> None:
     runner, ids = ctranslate2(folder, "int8"), prompt(4, 40)
     with torch.no_grad():
         expected = load_model(str(folder), model_class=GPT)(ids)
-    got = torch.from_numpy(numpy.array(runner.generator.forward_batch([[*map(str, row)] for row in ids.tolist()])))
-    assert 1e-5 < (got - expected).norm() / expected.norm() < 0.05
+    got = torch.from_numpy(
+        numpy.array(runner.generator.forward_batch([[*map(str, row)] for row in ids.tolist()]))
+    )
+    assert 1e-5 < (got - expected).norm() / expected.norm() < 0.3  # 0.2 without VNNI: AVX2's sums of pairs saturate
 
 
 def test_a_missing_package_is_said_with_its_command() -> None:
     contender = contenders.Contender("x", runners.Runner, package="json no_such_package")
-    assert bench.available(contender, "cpu", None) == "not installed: python3 -m pip install no_such_package"
+    assert (
+        bench.available(contender, "cpu", None)
+        == "not installed: python3 -m pip install no_such_package"
+    )
 
 
 def test_where_others_are_ahead_is_computed() -> None:
     def row(decode: float, first: float) -> dict:
-        return {"1 x 9": {"decode_ratio": decode, "first_ratio": first}, "2 x 9": {"decode_ratio": 0.5 * decode,
-                "first_ratio": 0.5 * first}, "peak_bytes": 1}  # fmt: skip
+        return {
+            "1 x 9": {"decode_ratio": decode, "first_ratio": first},
+            "2 x 9": {"decode_ratio": 0.5 * decode, "first_ratio": 0.5 * first},
+            "peak_bytes": 1,
+        }
 
-    rows = {bench.BASE: row(1, 1) | {"2 x 9": {"decode_ratio": 1, "first_ratio": 1}}, "static step": row(9, 9)}
-    assert bench.ahead(rows | {"CTranslate2": row(1.004, 0.9)}) == []
-    rows |= {"CTranslate2": row(1.1, 3), "CTranslate2, int8": row(3, 1)}  # of int8, where ours has run
-    assert bench.ahead(rows) == [
+    rows = {
+        bench.BASE: row(1, 1) | {"2 x 9": {"decode_ratio": 1, "first_ratio": 1}},
+        "gpt_bounded_cache.py, window of 256": row(9, 9),
+    }
+    assert report.ahead(rows | {"CTranslate2": row(1.004, 0.9)}) == []
+    rows |= {
+        "CTranslate2": row(1.1, 3),
+        "CTranslate2, int8": row(3, 1),
+    }  # of int8, where ours has run
+    assert report.ahead(rows) == [
         "CTranslate2 is ahead of gpt_kv_cache.py: decoding 1 x 9 (1.10), first token 1 x 9 (3.00), "
-        "first token 2 x 9 (1.50)"]  # fmt: skip
+        "first token 2 x 9 (1.50)"
+    ]
     rows["gpt_kv_cache.py, int8"] = row(2, 2)
     line = "CTranslate2, int8 is ahead of gpt_kv_cache.py, int8: decoding 1 x 9 (1.50), decoding 2 x 9 (1.50)"
-    assert bench.ahead(rows)[1:] == [line]
-
-
-@pytest.mark.slow
-def test_a_compiled_step_writes_the_same(folder: Path) -> None:
-    if not shutil.which("g++"):
-        pytest.skip("torch.compile needs a C++ compiler")
-    with torch.no_grad():
-        done = timed(Static(folder, "cpu", compiled=True), Clock("cpu"), prompt(1), 5)
-    assert done["tokens"] == plain(folder, prompt(1), 6).tolist()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_cuda_graph_writes_the_same(folder: Path) -> None:
-    with torch.no_grad():
-        runner = Static(folder, "cuda")
-        for _ in range(2):  # the graph of the first run serves the second
-            done = timed(runner, Clock("cuda"), prompt().cuda(), 20)
-            assert done["tokens"] == plain(folder, prompt(), 21).tolist()
+    assert report.ahead(rows)[1:] == [line]
 
 
 def test_runners_are_what_their_names_say(folder: Path) -> None:
-    made = {c.name: c.make(folder, "cpu", None) for c in CONTENDERS if c.name.startswith(("gpt_", "static"))}
+    made = {c.name: c.make(folder, "cpu", None) for c in CONTENDERS if c.name.startswith("gpt_")}
     for name, runner in made.items():
         half = "bfloat16" in name
-        assert {p.dtype for p in runner.model.parameters()} == {torch.bfloat16 if half else torch.float32}, name
+        assert {p.dtype for p in runner.model.parameters()} == {
+            torch.bfloat16 if half else torch.float32
+        }, name
     assert made["gpt_bounded_cache.py, window of 256"].new_cache(1024).window == 256
     assert made["gpt_bounded_cache.py, preallocated"].new_cache(1024).window == 1024
     assert made["gpt_bounded_cache.py, BCT, 24 slots"].model.config.slots == 24
@@ -179,7 +191,9 @@ def test_runners_are_what_their_names_say(folder: Path) -> None:
     with torch.no_grad():
         x = int8.model.ln_f(int8.model.wte(ids))
         exact = x @ int8.model.wte.weight.t()
-        assert 1e-4 < (int8.model.head(int8.model.wte(ids)) - exact).norm() / exact.norm() < 0.05  # the head too
+        assert (
+            1e-4 < (int8.model.head(int8.model.wte(ids)) - exact).norm() / exact.norm() < 0.05
+        )  # the head too
     if bench.available(next(c for c in CONTENDERS if c.package == "transformers"), "cpu", None):
         return
     caches = {}
@@ -188,7 +202,10 @@ def test_runners_are_what_their_names_say(folder: Path) -> None:
         with torch.no_grad():
             caches[name] = timed(runner, Clock("cpu"), prompt(1), 3)["nbytes"]
     token = 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
-    assert caches == {"transformers, DynamicCache": 15 * token, "transformers, StaticCache": 64 * token}
+    assert caches == {
+        "transformers, DynamicCache": 15 * token,
+        "transformers, StaticCache": 64 * token,
+    }
 
 
 @pytest.mark.slow
@@ -208,8 +225,11 @@ def test_what_an_ablation_undoes_changes_the_time_only(folder: Path) -> None:
     assert layout.wte.weight.stride() == (64, 1)
 
 
-CHANGED = {"logits of all positions": "head", "softmax(q k) v written out": "aten::softmax",
-           "q, k and v by a product each": "aten::addmm"}  # fmt: skip
+CHANGED = {
+    "logits of all positions": "head",
+    "softmax(q k) v written out": "aten::softmax",
+    "q, k and v by a product each": "aten::addmm",
+}
 
 
 @pytest.mark.parametrize(("name", "changed"), CHANGED.items())
@@ -218,38 +238,54 @@ def test_what_an_ablation_undoes_is_undone(name: str, changed: str, folder: Path
         with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
             model(prompt(1), KVCache(), last_only=True)
         found = {e.key: e.count for e in profile.key_averages()}
-        rows = [e.input_shapes[0][0] for e in profile.key_averages(group_by_input_shape=True)
-                if e.key == "aten::mm" and e.input_shapes[1][-1] == 300]  # fmt: skip
-        return {key: found.get(key, 0) for key in ("aten::softmax", "aten::addmm")} | {"head": max(rows)}
+        rows = [
+            e.input_shapes[0][0]
+            for e in profile.key_averages(group_by_input_shape=True)
+            if e.key == "aten::mm" and e.input_shapes[1][-1] == 300
+        ]
+        return {key: found.get(key, 0) for key in ("aten::softmax", "aten::addmm")} | {
+            "head": max(rows)
+        }
 
     model = load_model(str(folder), model_class=GPT)
     before = calls(model)
     runners.ablations()[name](model)
     after = calls(model)
     assert after[changed] > before[changed]
-    assert {k: v for k, v in after.items() if k != changed} == {k: v for k, v in before.items() if k != changed}
+    assert {k: v for k, v in after.items() if k != changed} == {
+        k: v for k, v in before.items() if k != changed
+    }
 
 
 def raw(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) -> dict:
     def turn(first: float, step: float, tokens: list[int]) -> dict:
-        return {"first_ms": first, "first_cpu_ms": cpu * first, "steps_ms": [step] * 4,
-                "steps_cpu_ms": [cpu * step] * 4, "tokens": [[1, 1], tokens], "nbytes": 100,
-                "peak_bytes": int(10 * first)}  # fmt: skip
+        return {
+            "first_ms": first,
+            "first_cpu_ms": cpu * first,
+            "steps_ms": [step] * 4,
+            "steps_cpu_ms": [cpu * step] * 4,
+            "tokens": [[1, 1], tokens],
+            "nbytes": 100,
+            "peak_bytes": int(10 * first),
+        }
 
     slow = (1.0, 2.0, 1.0)  # the machine in three turns
     return {
-        "geometry": {"weights": 500e6}, "reuse_lengths": [100, 90],
-        "floor": [{"bytes_per_ms": b, "products_ms": {"200": 160.0}} for b in bandwidths], "timed_cpu": True,
+        "geometry": {"weights": 500e6},
+        "reuse_lengths": [100, 90],
+        "floor": [{"bytes_per_ms": b, "products_ms": {"200": 160.0}} for b in bandwidths],
+        "timed_cpu": True,
         "contenders": {
             "gpt_kv_cache.py": {"2 x 100": [turn(200 * s, 100 * s, [1, 2]) for s in slow]},
             "other": {"2 x 100": [turn(400 * s, 150 * s, [1, 3]) for s in slow]},
         },
-        "reuse": {"gpt_kv_cache.py": [30.0, 60.0, 31.0], "other": []}, "overheads": {"other": 0.7},
-    }  # fmt: skip
+        "reuse": {"gpt_kv_cache.py": [30.0, 60.0, 31.0], "other": []},
+        "overheads": {"other": 0.7},
+    }
 
 
 def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -> None:
-    found = bench.summary(raw())
+    found = report.summary(raw())
     ours, other = (found["rows"][name]["2 x 100"] for name in ("gpt_kv_cache.py", "other"))
     assert found["roofline_ms"] == 50 and ours["of_roofline"] == 0.5
     assert ours["step_ms"] == 100 and ours["tokens_per_s"] == 20 and ours["decode_ratio"] == 1
@@ -257,27 +293,44 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -
     assert ours["of_products"] == 160 / 200  # of the tokens of both texts
     assert ours["same_tokens"] and not other["same_tokens"]  # in the second text
     assert found["rows"]["gpt_kv_cache.py"]["peak_bytes"] == 4000
-    assert bench.ablation(found["rows"] | {"x": {"1 x 9": {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}}}, []) == {
-        "other": {}, "x": {}}  # fmt: skip
-    spread = bench.ablation({"x": {"1 x 9": {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}}}, [9])
+    assert report.ablation(
+        found["rows"] | {"x": {"1 x 9": {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}}}, []
+    ) == {"other": {}, "x": {}}
+    spread = report.ablation(
+        {"x": {"1 x 9": {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}}}, [9]
+    )
     assert spread == {"x": {"9": {"decode": [1, 0.5, 2], "first": [1, 0.25, 1]}}}
-    assert found["rows"]["gpt_kv_cache.py"]["reuse_ms"] == 31 and "reuse_ms" not in found["rows"]["other"]
-    assert found["rows"]["other"]["overhead_ms"] == 0.7 and "overhead_ms" not in found["rows"]["gpt_kv_cache.py"]
+    assert (
+        found["rows"]["gpt_kv_cache.py"]["reuse_ms"] == 31
+        and "reuse_ms" not in found["rows"]["other"]
+    )
+    assert (
+        found["rows"]["other"]["overhead_ms"] == 0.7
+        and "overhead_ms" not in found["rows"]["gpt_kv_cache.py"]
+    )
     assert found["waited"] == pytest.approx(0) and found["bandwidth_change"] == pytest.approx(0.02)
-    assert bench.summary(raw(cpu=0.7))["waited"] == pytest.approx(0.3)
-    assert bench.summary(raw((5e6, 10e6, 10e6)))["bandwidth_change"] == 0.5
-    found = [bench.disturbed(bench.summary(r)) for r in (raw(), raw(cpu=0.7), raw((5e6, 10e6, 10e6)))]
+    assert report.summary(raw(cpu=0.7))["waited"] == pytest.approx(0.3)
+    assert report.summary(raw((5e6, 10e6, 10e6)))["bandwidth_change"] == 0.5
+    found = [
+        report.disturbed(report.summary(r)) for r in (raw(), raw(cpu=0.7), raw((5e6, 10e6, 10e6)))
+    ]
     assert found == [False, True, True]
-    assert bench.summary(raw(cpu=0.0) | {"timed_cpu": False})["waited"] is None  # a GPU, or several threads
+    assert (
+        report.summary(raw(cpu=0.0) | {"timed_cpu": False})["waited"] is None
+    )  # a GPU, or several threads
 
 
 @pytest.mark.slow
-def test_a_contender_that_fails_is_left_out_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_fails_is_left_out_and_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, bad = bench.BASE, "nobody"
     found = bench.measure(folder, [good, bad], [(1, 12), (2, 6)], 1, "cpu", 1, None)
     assert list(found["failed"]) == [bad] and "nobody failed: " in found["failed"][bad]
     assert list(found["contenders"]) == [good] and len(found["contenders"][good]["1 x 12"]) == 1
-    assert set(found["floor"][0]["products_ms"]) == {"12"} and found["floor"][0]["bytes_per_ms"] > 1e5
+    assert (
+        set(found["floor"][0]["products_ms"]) == {"12"} and found["floor"][0]["bytes_per_ms"] > 1e5
+    )
 
 
 def test_floors_are_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +339,9 @@ def test_floors_are_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
             return 1.0, 1.0, call()
 
     geometry = {"n_layer": 7, "n_embd": 8, "n_inner": 32, "attention": 8, "vocab_size": 20}
-    assert contenders.floors(Ticks("cpu"), "cpu", geometry, [3])["products_ms"] == {"3": 7 * 1.0 + 1.0}
+    assert contenders.floors(Ticks("cpu"), "cpu", geometry, [3])["products_ms"] == {
+        "3": 7 * 1.0 + 1.0
+    }
 
 
 @pytest.mark.slow
@@ -306,8 +361,17 @@ def test_a_run_without_floors_is_refused(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_bounds_at_scale() -> None:
-    shape = scale.Shape("small", layers=2, width=8, kv_heads=2, head_dim=4, parameters=100, tables=20, unread=5,
-                        n_ctx=64)  # fmt: skip
+    shape = scale.Shape(
+        "small",
+        layers=2,
+        width=8,
+        kv_heads=2,
+        head_dim=4,
+        parameters=100,
+        tables=20,
+        unread=5,
+        n_ctx=64,
+    )
     assert shape.token_bytes == 2 * 2 * 2 * 4 * 2
     assert scale.decode_s(shape, 10.0, tokens=5, batch=3) == (190 + 3 * 5 * 64) / 10
     assert scale.prefill_s(shape, 10.0, tokens=5) == (2 * 80 * 5 + 2 * 25 * 8 * 2) / 10
@@ -315,18 +379,53 @@ def test_bounds_at_scale() -> None:
     assert big.token_bytes == 327_680  # 2 x 80 layers x 8 heads x 128 x 2 bytes
 
 
-def test_the_note_on_scale_is_that_of_the_newest_run() -> None:
-    newest = sorted((ROOT / "benchmarks" / "results").glob("*-1-thread"))[-1]
-    record = read_json(newest / "summary.json")
-    assert (ROOT / "benchmarks" / "scale.md").read_text() == scale.note(record) + "\n"
-    for row in re.findall(r"^\| \d+ \| .*", scale.note(record), re.M):  # no measured time is under its lower bound
-        step, first = (float(row.split(" | ")[i].rstrip(" |")) for i in (4, 7))
-        assert 0.1 < step <= 1 and 0.1 < first <= 1
+def test_the_pages_are_those_of_the_newest_records() -> None:
+    for path, blocks in pages.PAGES.items():
+        text = path.read_text("utf-8")
+        made = {name: block() for name, block in blocks.items() if name != "demo"}
+        assert with_blocks(text, made) == text, path
+
+
+def test_no_measured_time_is_under_its_lower_bound() -> None:
+    for name in ("1-thread", "1-thread-amd"):
+        _, checks, said, _ = scale.note(pages.newest(f"*-{name}/summary.json"))
+        for row in checks.rows:
+            assert 0.1 < float(row[4]) <= 1 and 0.1 < float(row[7]) <= 1
+        assert said == "No time is under its bound."
+
+
+def places(record: object, above: tuple = ()) -> Iterator[tuple]:
+    """Where in a record from JSON there is a value."""
+    if isinstance(record, dict):
+        for key, value in record.items():
+            yield (*above, key)
+            yield from places(value, (*above, key))
+
+
+def test_a_record_of_another_kind_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    whole, path = pages.newest("*-1-thread/summary.json").read_text(), tmp_path / "summary.json"
+    for i, place in enumerate(places(json.loads(whole))):
+        for value in ([], {}, "x", -1, 0, None, 1e308, True)[i % 8 :: 8]:
+            record = json.loads(whole)
+            within = record
+            for key in place[:-1]:
+                within = within[key]
+            within[place[-1]] = value
+            path.write_text(json.dumps(record))
+            try:
+                assert scale.note(path)
+            except ValueError as error:
+                assert str(path) in str(error)
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "benchmarks", *words], capture_output=True, text=True, timeout=600,
-                          cwd=ROOT)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+    )
 
 
 @pytest.mark.slow
@@ -334,38 +433,69 @@ def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
     only = ["gpt_baseline.py", "gpt_bounded_cache.py, preallocated"]
     if importlib.util.find_spec("transformers"):
         only.append("transformers, DynamicCache")
-    result = command("--model", "pocket", "--lengths", "24", "48", "--batches", "1", "2", "--turns", "1",
-                     "--only", *only, "--out", str(tmp_path / "new"))  # fmt: skip
+    result = command(
+        "--model",
+        "pocket",
+        "--lengths",
+        "24",
+        "48",
+        "--batches",
+        "1",
+        "2",
+        "--turns",
+        "1",
+        "--only",
+        *only,
+        "--out",
+        str(tmp_path / "new"),
+    )
     assert result.returncode == 0, result.stderr
-    names = {"summary.json", "decoding.png", "first_token.png", "memory.png"}
+    names = {"summary.json", "decoding.png", "first_token.png"}
     assert {path.name for path in (tmp_path / "new").iterdir()} == names
     record = read_json(tmp_path / "new" / "summary.json")
     assert list(record["rows"]) == [c.name for c in CONTENDERS if c.name in (*only, bench.BASE)]
     assert record["different"] == [] and record["absent"] == {}
     ours = record["rows"][bench.BASE]
-    assert ours["1 x 48"]["decode_ratio"] == 1 and 0 < ours["overhead_ms"] < 5 * ours["1 x 48"]["step_ms"]
+    assert (
+        ours["1 x 48"]["decode_ratio"] == 1
+        and 0 < ours["overhead_ms"] < 5 * ours["1 x 48"]["step_ms"]
+    )
     assert all(name in result.stdout for name in only)
     note = command("--scale", str(tmp_path / "new" / "summary.json"))
-    assert note.returncode == 0 and "Llama 3 70B" in note.stdout and "vLLM" in note.stdout
+    assert note.returncode == 0 and "Llama 3 70B" in note.stdout
 
 
 @pytest.mark.slow
 def test_an_ablation_by_command(tmp_path: Path) -> None:
-    result = command("--ablate", "--model", "pocket", "--lengths", "24", "--turns", "1", "--out", str(tmp_path))
+    result = command(
+        "--ablate", "--model", "pocket", "--lengths", "24", "--turns", "1", "--out", str(tmp_path)
+    )
     assert result.returncode == 0 and "logits of all positions" in result.stdout
     record = json.loads((tmp_path / "ablation.json").read_text())
     assert set(record["without"]) == {*runners.ablations()} and record["different"] == []
     assert sum(record["first_token"].values()) == pytest.approx(1)
-    assert next(iter(record["first_token"])) == "products with weights" and record["first_token"]["attention"] > 0.01
+    assert (
+        next(iter(record["first_token"])) == "products with weights"
+        and record["first_token"]["attention"] > 0.01
+    )
 
 
-@pytest.mark.parametrize(("words", "culprits"), [
-    (["--model", "gpt5"], ["gpt5"]), (["--lengths", f"{N_CTX + 1}", "--model", "pocket"], [f"{N_CTX + 1}", f"{N_CTX}"]),
-    (["--only", "nothing"], ["nothing"]), (["--turns", "0"], ["0"]), (["--scale", "nothing.json"], ["nothing.json"]),
-    (["--scale", "pocket/teacher/figures.json"], ["summary.json", "perplexity"]),
-    (["--peer-path", "nowhere"], ["nowhere", "folder"]), (["--ablate", "--batches", "1"], ["--batches"]),
-])  # fmt: skip
-def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("words", "culprits"),
+    [
+        (["--model", "gpt5"], ["gpt5"]),
+        (["--lengths", f"{N_CTX + 1}", "--model", "pocket"], [f"{N_CTX + 1}", f"{N_CTX}"]),
+        (["--only", "nothing"], ["nothing"]),
+        (["--turns", "0"], ["0"]),
+        (["--scale", "nothing.json"], ["nothing.json"]),
+        (["--scale", "pocket/teacher/figures.json"], ["figures.json", "geometry"]),
+        (["--peer-path", "nowhere"], ["nowhere", "folder"]),
+        (["--ablate", "--batches", "1"], ["--batches"]),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    words: list[str], culprits: list[str], capsys: pytest.CaptureFixture
+) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.main(words)
     printed = capsys.readouterr().err
@@ -373,15 +503,24 @@ def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], caps
     assert all(culprit in printed for culprit in culprits), printed
 
 
-def test_a_config_with_n_ctx_alone_and_configs_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with bench.random_weights(GPTConfig(vocab_size=64, n_ctx=17, n_layer=1, n_head=1, n_embd=8)) as folder:
+def test_a_config_with_n_ctx_alone_and_configs_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with bench.random_weights(
+        GPTConfig(vocab_size=64, n_ctx=17, n_layer=1, n_head=1, n_embd=8)
+    ) as folder:
         written = json.loads((folder / "config.json").read_text())
         size = written.pop("n_positions")
         written.pop("n_ctx", None)
         (folder / "config.json").write_text(json.dumps(written | {"n_ctx": size}))
         assert bench.geometry_of(folder)["n_ctx"] == 17
-        for change, said in (({}, "n_ctx"), ({"n_ctx": 17, "n_layer": 10**9}, "n_layer"), ({"n_ctx": 17}, "context"),
-                             ({"n_ctx": 17, "n_embd": "8"}, "n_embd"), ({"n_ctx": 2**62}, "n_ctx")):  # fmt: skip
+        for change, said in (
+            ({}, "n_ctx"),
+            ({"n_ctx": 17, "n_layer": 10**9}, "n_layer"),
+            ({"n_ctx": 17}, "context"),
+            ({"n_ctx": 17, "n_embd": "8"}, "n_embd"),
+            ({"n_ctx": 2**62}, "n_ctx"),
+        ):
             (folder / "config.json").write_text(json.dumps(written | change))
             with pytest.raises(SystemExit, match="2"):
                 bench.main(["--model", str(folder), "--out", str(tmp_path)])
@@ -395,7 +534,9 @@ def test_a_random_model_has_the_same_weights_every_time() -> None:
         first = load_model(str(folder), model_class=GPT)
         assert bench.geometry_of(folder)["weights"] == 497_759_232
     with bench.weights("124M") as again:
-        assert torch.equal(load_model(str(again), model_class=GPT).h[3].mlp.c_fc.weight, first.h[3].mlp.c_fc.weight)
+        assert torch.equal(
+            load_model(str(again), model_class=GPT).h[3].mlp.c_fc.weight, first.h[3].mlp.c_fc.weight
+        )
     assert not folder.exists()
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -263,7 +264,7 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p[f"{name}.bias"])
 
     def linear(x: Tensor, name: str) -> Tensor:
-        return x @ p[f"{name}.weight"] + p[f"{name}.bias"]
+        return x @ p[f"{name}.weight"] + p.get(f"{name}.bias", 0)
 
     half = c.n_ctx // 2
     place = torch.tensor([t if t < half else half + (t - half) % (c.n_ctx - half) for t in range(ids.size(1))])
@@ -272,19 +273,23 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
         name = f"h.{layer}"
         h = norm(x, f"{name}.ln_1")
         q, k, v = linear(h, f"{name}.attn.c_attn").split(c.n_head * D, dim=-1)
-        wq, gates = linear(h, f"{name}.memory.c_query"), linear(h, f"{name}.memory.c_gate")
+        wq = linear(h, f"{name}.memory.c_query")
+        gates = linear(h, f"{name}.memory.c_gate") if c.rule == "mean" else None
         heads = []
         for head in range(c.n_head):
             part = slice(head * D, (head + 1) * D)
             MK = p[f"{name}.memory.addresses"][head]
-            MV, mass = torch.zeros(c.slots, 2 * D, dtype=torch.double), torch.zeros(c.slots, dtype=torch.double)
+            MV = torch.cat(model.h[layer].memory.empty(ids)[:2], dim=-1)[0, head].double()
+            mass = torch.zeros(c.slots, dtype=torch.double)
             out = []
             for t in range(ids.size(1)):
                 j = t - c.recent  # the token that is too old now
-                if j >= 0:
+                if j > 0 or (j == 0 and c.write_first):
                     ww = torch.softmax(wq[j, part] @ MK.T, dim=-1)
-                    eta = torch.sigmoid(gates[j, head])
-                    keep = torch.sigmoid(gates[j, c.n_head + head])
+                    eta = keep = 1.0
+                    if c.rule == "mean":
+                        eta = torch.sigmoid(gates[j, head])
+                        keep = torch.sigmoid(gates[j, c.n_head + head])
                     MV = keep * MV + eta * torch.outer(ww, torch.cat([k[j, part], v[j, part]]))
                     mass = keep * mass + eta * ww
                 keys, values, weight = MV[:, :D], MV[:, D:], torch.ones(c.slots, dtype=torch.double)
@@ -305,6 +310,8 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
 
 VARIANTS = [replace(SMALL_BCT, rule=rule, recent=recent) for rule in ("mean", "sum") for recent in (0, 3, 9)]
 VARIANTS += [replace(SMALL_BCT, slots=1, recent=9), replace(SMALL_BCT, slots=9, recent=1)]
+PAPER = replace(SMALL_BCT, rule="sum", recent=0)
+VARIANTS += [replace(PAPER, write_first=False, random_start=True), replace(SMALL_BCT, write_first=False)]
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -314,6 +321,51 @@ def test_identity_of_the_parallel_form_with_the_recurrence(config: GPTConfig, mo
     for chunk in (1, 7, 64, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
         assert_close(model(ids), expected, torch.float32)
+
+
+def update_kv(x: Tensor, MV: Tensor, MK: Tensor, W_wq: Tensor, W_wv: Tensor, write_first: bool) -> Iterator[Tensor]:
+    """Yield MV_t by the paper's algorithm 1, line by line, of x (N, C), MV_0 (M, 2D), MK (M, D), W_wq (D, C) and W_wv
+    (2D, C). write_first: as in section 3.2, whose rule also updates the sequence that the first input finds."""
+    for t in range(len(x)):
+        wq = W_wq @ x[t]  # 3
+        wv = W_wv @ x[t]  # 4
+        score = wq @ MK.T  # 5
+        ww = torch.softmax(score, dim=-1)  # 6
+        if t > 0 or write_first:  # 7
+            MV = MV + ww[:, None] @ wv[None]  # 10
+        yield MV
+
+
+@pytest.mark.parametrize("write_first", [True, False])
+@pytest.mark.parametrize("random_start", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_identity_of_the_sum_rule_with_the_papers_algorithm(write_first: bool, random_start: bool, chunk: int) -> None:
+    paper = replace(PAPER, write_first=write_first, random_start=random_start)
+    block, D, C, N = model_of(paper, dtype=torch.float64).h[0], SMALL.head_dim, SMALL.n_embd, 11
+    x = torch.randn(1, N, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cache, read, states, (q, k, v) = BoundedMemory(), [], {}, block.attn.project(x)
+    for part in zip(*(t.split(chunk, dim=-2) for t in (x, q, k, v)), strict=True):
+        read.append(block.memory(*part, cache, 0))
+        cache.commit(torch.arange(len(cache), len(cache) + part[0].size(1)))
+        states[len(cache)] = cache.layers[0]
+    assert [name for name, _ in block.memory.named_parameters()] == ["addresses", "c_query.weight"]
+    assert cache.nbytes == 4 * SMALL.n_head * paper.slots * 2 * D  # MV alone, in float32
+    MV_0 = torch.cat(block.memory.empty(x)[:2], dim=-1)[0].double()  # (H, M, 2D)
+    assert MV_0.std() > 0.5 if random_start else not MV_0.any()
+    ones = torch.cat([x[0], torch.ones_like(x[0, :, :1])], dim=1)  # GPT-2's W_wv has a bias: the weight of a 1
+    W_wq = F.pad(block.memory.c_query.weight.T, (0, 1)).view(SMALL.n_head, D, C + 1)
+    projection = torch.cat([block.attn.c_attn.weight, block.attn.c_attn.bias[None]]).T
+    _, W_k, W_v = projection.view(3, SMALL.n_head, D, C + 1)
+    for head in range(SMALL.n_head):
+        W_wv = torch.cat([W_k[head], W_v[head]])
+        MVs = update_kv(ones, MV_0[head], block.memory.addresses[head], W_wq[head], W_wv, write_first)
+        for t, MV in enumerate(MVs):
+            if t + 1 in states:
+                held = torch.cat(states[t + 1][:2], dim=-1)[0, head]
+                torch.testing.assert_close(held.double(), MV, atol=1e-5, rtol=1e-5)
+            keys, values = MV.split(D, dim=-1)
+            share = torch.softmax(keys @ q[0, head, t] / math.sqrt(D), dim=-1)
+            torch.testing.assert_close(torch.cat(read, dim=2)[0, head, t], share @ values, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -380,9 +432,9 @@ def test_identity_of_recent_tokens_without_writes_with_a_sliding_window(recent: 
 def test_identity_of_slots_of_one_token_each_is_lost_by_the_papers_rule() -> None:
     """Unwritten slots of the sum score 0 and take their share: without a mask, the plain rule isn't attention."""
     q, k, v = torch.randn(3, 1, 1, 10, 8, generator=torch.Generator().manual_seed(0))
-    memory = WriteMemory(replace(SMALL_BCT, recent=0, rule="sum"))
+    memory = WriteMemory(PAPER)
     tokens = [k, v, torch.eye(10)[None, None], torch.zeros(1, 1, 10, 1)]
-    y, *_ = memory.parallel(q, empty_slots(k, 10), tokens, 0)
+    y, *_ = memory.parallel(q, empty_slots(k, 10)[:2], tokens, 0)
     exact = attend(q, k, v, torch.ones(10, 10).tril().bool())
     assert (y - exact)[:, :, :-1].abs().max() > 0.1
     torch.testing.assert_close(y[:, :, -1], exact[:, :, -1])  # all are written
@@ -398,18 +450,19 @@ def test_gradients_of_both_forms_are_right(rule: str, form: str) -> None:
 
     T, R, M, D = 4 if form == "parallel" else 1, 2, 3, 3
     memory = WriteMemory(replace(SMALL_BCT, recent=R, rule=rule, head_dim=D))
-    slots = [random_tensor(M, D), random_tensor(M, D), random_tensor(M, 1)]
+    slots = [random_tensor(M, D), random_tensor(M, D)] + [random_tensor(M, 1)] * (rule == "mean")
     tokens = [random_tensor(R + T, size) for size in (D, D, M)]
 
     def function(q: Tensor, share: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        return (*getattr(memory, form)(q, [*more[:3]], [*more[3:], -share], 1),)
+        return (*getattr(memory, form)(q, [*more[:-3]], [*more[-3:], -share], 1),)
 
     assert torch.autograd.gradcheck(function, (random_tensor(T, D), random_tensor(R + T, 1), *slots, *tokens))
 
 
-def test_gradients_reach_every_parameter_and_are_finite() -> None:
+@pytest.mark.parametrize("config", [SMALL_BCT, PAPER, replace(PAPER, write_first=False, random_start=True)])
+def test_gradients_of_bct_reach_every_parameter_and_are_finite(config: BCTConfig) -> None:
     torch.manual_seed(0)
-    model = BCT(SMALL_BCT)
+    model = BCT(config)
     randomize(model)
     F.cross_entropy(model(ids_of(2, 90)).flatten(0, 1), ids_of(180)).backward()
     for name, parameter in model.named_parameters():
@@ -467,6 +520,7 @@ KINDS = [
     (SMALL, lambda: SlidingWindowCache(24)),
     (SMALL, KVCache),
     (SMALL_BCT, BoundedMemory),
+    (PAPER, BoundedMemory),
 ]
 
 
@@ -551,10 +605,12 @@ def test_bytes_of_a_window_are_those_of_the_formula_and_stay(window: int, sinks:
     assert [kv.data_ptr() for kv in cache.layers] == addresses  # allocated once
 
 
+@pytest.mark.parametrize("rule", ["mean", "sum"])
 @pytest.mark.parametrize("recent", [0, 3])
-def test_bytes_of_bct_are_those_of_the_formula_and_stay(recent: int) -> None:
-    model, cache, D = model_of(replace(SMALL_BCT, recent=recent)), BoundedMemory(), SMALL_BCT.head_dim
-    formula = 4 * SMALL_BCT.n_layer * 3 * SMALL_BCT.n_head * (4 * (2 * D + 1) + recent * (2 * D + 1 + 4))
+def test_bytes_of_bct_are_those_of_the_formula_and_stay(recent: int, rule: str) -> None:
+    model, cache, D = model_of(replace(SMALL_BCT, recent=recent, rule=rule)), BoundedMemory(), SMALL_BCT.head_dim
+    slot = 2 * D + (rule == "mean")
+    formula = 4 * SMALL_BCT.n_layer * 3 * SMALL_BCT.n_head * (4 * slot + recent * (2 * D + 1 + 4))
     for n in (1, 1, 50, 1, 1, 1, 200):
         model(ids_of(3, n), cache)
         assert cache.nbytes == formula
@@ -599,9 +655,9 @@ def test_a_memory_of_another_shape_is_refused_and_unchanged() -> None:
     cache = BoundedMemory()
     model_of(SMALL_BCT)(ids_of(2, 8), cache)
     before = snapshot(cache)
-    sizes = [{"recent": 5}, {"recent": 0}, {"slots": 9}]
+    sizes = [{"recent": 5}, {"recent": 0}, {"slots": 9}, {"rule": "sum"}]
     for other, batch in [(SMALL_BCT, 1), *((replace(SMALL_BCT, **size), 2) for size in sizes)]:
-        with pytest.raises(ValueError, match=r"memory for .*R, device\] \[2, 2, 4, 5, 3, .*got \["):
+        with pytest.raises(ValueError, match=r"memory for .*R, device\] \['mean', 2, 2, 4, 5, 3, .*got \["):
             model_of(other)(ids_of(batch, 3), cache)
         assert same(snapshot(cache), before) and len(cache) == 8
 
@@ -703,7 +759,7 @@ def test_windows_that_can_not_be_are_refused(window: int, sinks: int) -> None:
         SlidingWindowCache(window, sinks)
 
 
-@pytest.mark.parametrize("options", [{"slots": 0}, {"recent": -2}, {"rule": "max"}])
+@pytest.mark.parametrize("options", [{"slots": 0}, {"recent": -2}, {"rule": "max"}, {"random_start": True}])
 def test_geometry_of_bct_that_can_not_be_is_refused(options: dict) -> None:
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
         replace(SMALL_BCT, **options)
@@ -714,9 +770,10 @@ def test_new_parameters_start_sane() -> None:
     for block in model.h:
         assert (block.memory.c_gate.bias == 4).all() and (block.memory.c_query.bias == 0).all()
     assert model(ids_of(1, 60)).isfinite().all()
+    assert BCT(PAPER)(ids_of(1, 60)).isfinite().all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("config", "new_cache"), KINDS)
 def test_equivalence_on_a_gpu(config: GPTConfig, new_cache) -> None:
     model, ids = model_of(config), ids_of(2, 24)

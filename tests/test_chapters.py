@@ -17,6 +17,8 @@ from chapters.builder import blocks, pages, side_by_side
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
+from support.files import import_file
+from tests.helpers import recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ROOT / "chapters"
@@ -48,6 +50,7 @@ def copy_of_the_chapters(tree: Path, *without: str) -> Path:
 
 
 @pytest.mark.slow
+@recorded
 @with_solutions  # whose checks chapter 9 runs
 def test_chapters_are_up_to_date() -> None:
     result = run("-m", "chapters.builder", "--check", *(["--stubs"] if os.environ.get("STUBS") else []))
@@ -95,6 +98,52 @@ def test_the_points_of_a_class(tmp_path: Path) -> None:
     assert head == ["student", "2.1", "2.2", "2.3", "2.4", "2.5", "total", "note"]
     assert [row[0] for row in rows] == ["anna", "ben", "cara"] and [row[-2] for row in rows] == ["10", "0", "0"]
     assert [row[-1] for row in rows] == ["", "", f"{name}: no exercise.py"]
+
+
+LOADS_WITH = {
+    "def f(:": "SyntaxError: invalid syntax",
+    "thread = None + 1": "TypeError: unsupported operand",
+    "nowhere": "NameError: name 'nowhere' is not defined",
+    "@dataclasses.dataclass\nclass A:\n    x: list = []": "ValueError: mutable default",
+    "raise SystemExit(3)": "SystemExit: 3",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", LOADS_WITH)
+def test_an_error_while_a_file_loads_costs_its_own_exercises_only(tmp_path: Path, code: str) -> None:
+    for name in ("00_setup", "01_gpt2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "00_setup/exercise.py").write_text(f"import dataclasses\n\n{code}\n")
+    (tmp_path / "01_gpt2/exercise.py").write_text("def causal_mask(pos, k_pos):\n    return k_pos <= pos[:, None]\n")
+    options = ["-m", "ex0_1 or ex1_1", f"--from={tmp_path}", "-p", "no:cacheprovider"]
+    printed = run("-m", "pytest", "chapters/00_setup", "chapters/01_gpt2", *options).stdout
+    assert f'File "{tmp_path}/00_setup/exercise.py", line 3' in printed and LOADS_WITH[code] in printed
+    assert re.search(r"0\.1 +0 of 2\n +1\.1 +1 of 1\n", printed), printed
+    assert "INTERNALERROR" not in printed and "conftest.py" not in printed
+
+
+@pytest.mark.slow
+def test_tracebacks_leave_out_frames_without_a_file(tmp_path: Path) -> None:
+    (tmp_path / "01_gpt2").mkdir()
+    lines = ["import dataclasses, torch", "@dataclasses.dataclass", "class A:", "    x: int",
+             "    def __post_init__(self):", "        torch.nn.Linear(2, 3)(torch.ones(5))",
+             "def causal_mask(pos, k_pos):", "    return A(3)"]  # fmt: skip
+    (tmp_path / "01_gpt2/exercise.py").write_text("\n".join(lines))
+    printed = run("-m", "pytest", "chapters/01_gpt2", "-m", "ex1_1", f"--from={tmp_path}").stdout
+    assert "exercise.py:8: in causal_mask" in printed and "exercise.py:6: in __post_init__" in printed
+    assert "<string>" not in printed and "site-packages" not in printed and "INTERNALERROR" not in printed
+
+
+def test_pictures_show_real_tokens() -> None:
+    tokenizer, shown = load_tokenizer("pocket"), 0
+    for path in sorted(CHAPTERS.glob("*/pictures.py")):
+        module = import_file(path)
+        for tokens in [value for name, value in vars(module).items() if name.startswith("TEXT")]:
+            real = [tokenizer.decode([i]) for i in tokenizer.encode("".join(tokens))]
+            assert tokens == real, f"{path.parent.name}: {tokens}"
+            shown += 1
+    assert shown >= 7
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -224,6 +273,7 @@ def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
 
 
 @pytest.mark.slow
+@recorded
 @with_solutions
 def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     tree = copy_of_the_chapters(tmp_path)

@@ -11,10 +11,17 @@ ROOT = Path(__file__).resolve().parent.parent
 # from, to, hunks at most, and for each mark of the changes: changed lines of code at most (the
 # classes are the greater part). A file keeps the marks of the one before it.
 LECTURES = [
-    ("gpt_baseline.py", "gpt_kv_cache.py", 10, {"# NEW": 92}),
-    ("gpt_kv_cache.py", "gpt_bounded_cache.py", 9, {"# RING": 75, "# BCT": 148}),
-]
-FILES = {"gpt_baseline.py": 174, "gpt_kv_cache.py": 254, "gpt_bounded_cache.py": 464}  # lines of code
+    ("gpt_baseline.py", "gpt_kv_cache.py", 10, {"# NEW": 95}),
+    ("gpt_kv_cache.py", "gpt_bounded_cache.py", 9, {"# RING": 76, "# BCT": 175}),
+    ("gpt_kv_cache.py", "llama_kv_cache.py", 26,
+     {"# ROPE": 32, "# GQA": 10, "# RMS": 3, "# SWIGLU": 3, "# LLAMA": 19}),
+]  # fmt: skip
+FILES = {  # lines of code
+    "gpt_baseline.py": 174,
+    "gpt_kv_cache.py": 255,
+    "gpt_bounded_cache.py": 493,
+    "llama_kv_cache.py": 288,
+}
 
 
 def code_lines(text: str) -> set[int]:
@@ -41,9 +48,12 @@ def test_diff_stays_within_its_budget(old_name: str, new_name: str, most_hunks: 
     changed = [new.splitlines()[i] for i in new_lines(old, new) & code_lines(new)]
     for mark, most_lines in marks.items():
         assert 0 < sum(mark in line for line in changed) <= most_lines
-    assert len(new_lines(new, old) & code_lines(old)) <= 12  # lines of the old file that had to go
-    lectures = [{mark for mark in marks for line in hunk.splitlines() if line.endswith(mark) or f"{mark}  " in line}
-                for hunk in hunks]  # fmt: skip
+    gone = len(new_lines(new, old) & code_lines(old))  # lines of the old file that had to go
+    assert gone <= (29 if new_name == "llama_kv_cache.py" else 13)
+    lectures = [
+        {mark for mark in marks for line in hunk.splitlines() if re.search(rf"\S  {mark}($|  )", line)}
+        for hunk in hunks
+    ]
     assert all(len(found) <= 1 for found in lectures)  # a hunk is of one lecture
 
 

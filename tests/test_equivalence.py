@@ -36,7 +36,7 @@ def random_geometry(rng: random.Random) -> dict[str, int]:
 
 def randomize(model: torch.nn.Module) -> None:
     """Weights so large that attention is sharp and text varied, or mistakes would not show."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in sorted(model.named_parameters()):  # whatever order the file makes them in
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.1 if name.startswith("w") else 0.5)
         elif name.endswith("bias"):
@@ -193,7 +193,7 @@ def rounding_error(model: torch.nn.Module, ids: Tensor) -> float:
     return ((model(ids).double() - exact).abs().max() / exact.abs().max()).item()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12])  # 4 writes one token only
+@pytest.mark.parametrize("seed", range(14))
 def test_equivalence_of_greedy_text_past_the_context(seed: int) -> None:
     rng = random.Random(seed)
     geometry = random_geometry(rng)

@@ -239,7 +239,7 @@ def test_to_another_dtype_and_back(model: GPT, ids: Tensor) -> None:
     torch.testing.assert_close(logits, expected[:, 6:], atol=0.05, rtol=0.05)  # rounded once to fp16
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_to_another_device_and_back(model: GPT, ids: Tensor) -> None:
     cache = KVCache()
     model(ids[:, :6], cache)

@@ -11,6 +11,7 @@ import pytest
 import chapters.builder.__main__ as build
 from chapters import room
 from chapters.builder import blocks, notebook
+from tests.helpers import recorded
 from tests.test_chapters import CHAPTERS, copy_of_the_chapters, with_solutions
 
 LEFT = 'raise NotImplementedError("exercise '
@@ -42,6 +43,7 @@ def executed(tree: Path, course: dict) -> Iterator[tuple[str, dict, str]]:
 
 
 @pytest.mark.slow
+@recorded
 def test_the_notebook_as_handed_out_gives_its_recorded_outputs(tmp_path: Path) -> None:
     course = committed()
     recorded = [printed(cell) for cell in course["cells"] if cell["cell_type"] == "code"]
@@ -86,6 +88,7 @@ def test_a_failure_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@recorded
 @with_solutions
 def test_a_stale_notebook_is_found_whatever_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [path for path in CHAPTERS.glob("[0-9]*/*") if path.suffix in (".md", ".svg")]

@@ -14,6 +14,7 @@ import overfill
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import (
+    POLICIES,
     Entropy,
     Gate,
     MonteCarloDropout,
@@ -22,13 +23,17 @@ from overfill import (
     Policy,
     ProbeKL,
     dropout_logits,
+    dropout_of,
     generate_refreshed,
     logit_variance,
     misfit,
     parse_policy,
+    predicted_seconds,
     speculative,
     splice_last,
     teacher_nats,
+    windowed,
+    windowed_listing,
     with_dropout,
 )
 from pocket.pruning import Student
@@ -37,21 +42,13 @@ from tests.helpers import N_CTX, ROOT, Ran
 
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
-POLICIES = [
-    Policy(),
-    Periodic(1),
-    Periodic(7),
-    Periodic(16, window=5),
-    Periodic(6, reads="all"),
-    Periodic(6, window=4, reads="window"),
-    Periodic(6, teacher_next=True),
-    speculative(4),
-    Entropy(0.5),
-    Entropy(-1.0, cooldown=5, teacher_next=True),
-    ProbeKL(-1.0, every=8),
-    ProbeKL(-1.0, every=8, window=3, reads="window"),
-    MonteCarloDropout(1e-9, 4, cooldown=3),
-]
+# One policy of each kind: every 4 tokens, a window of 4, gates that always fire; and others.
+KINDS = {
+    name: form.make(*(4 if kind is int else -1.0 for kind in form.values.values())) for name, form in POLICIES.items()
+}
+MORE = [Periodic(1), Periodic(7), windowed_listing(16, 5), windowed(6, 4), Periodic(6, reads="all"), Entropy(0.5),
+        ProbeKL(-1.0, every=8, window=3, reads="window"), MonteCarloDropout(1e-9, 4, cooldown=3)]  # fmt: skip
+TRIED = [*KINDS.values(), *MORE]
 
 
 def model_of(config: GPTConfig, seed: int) -> GPT:
@@ -85,7 +82,7 @@ def run(teacher: GPT, student: GPT, ids: Tensor, n: int, policy: Policy, **optio
 # --- Identities -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", TRIED, ids=repr)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_teacher_that_is_its_own_student_writes_plainly_under_every_policy(teacher, policy, temperature) -> None:
     ids = prompts(3)
@@ -191,7 +188,7 @@ def test_a_window_leaves_what_is_before_it_as_the_student_wrote_it(teacher, stud
 def test_reading_on_top_reads_the_window_over_the_students_own_entries(teacher, student) -> None:
     ids = prompts()
     pair, mixed = Pair(teacher, student, ids), None
-    for _ in generate_refreshed(pair, 9, Periodic(8, window=3, reads="window")):
+    for _ in generate_refreshed(pair, 9, windowed(8, 3)):
         if pair.written == 7:
             mixed = pair.cache.clone()
     mixed.truncate(9 + 8 - 3)
@@ -199,19 +196,18 @@ def test_reading_on_top_reads_the_window_over_the_students_own_entries(teacher, 
     for mine, its in zip(pair.cache.layers, mixed.layers, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
     assert pair.teacher_tokens.tolist() == [3] and [r.tokens for r in pair.refreshes] == [3]
+    assert pair.passes.tolist() == [1]
 
 
-def test_the_first_token_is_the_teachers_and_with_teacher_next_so_is_each_after_a_refresh(teacher, student) -> None:
+def test_the_first_token_is_the_teachers(teacher, student) -> None:
     ids = prompts(4)
     new, _ = run(teacher, student, ids, 1, Policy())
     assert torch.equal(new, torch.cat(list(generate(teacher, ids, 1)), 1))
-    new, _ = run(teacher, student, ids, 20, Periodic(1, teacher_next=True))
-    assert torch.equal(new, torch.cat(list(generate(teacher, ids, 20)), 1))
 
 
 @pytest.mark.parametrize("gate", [
     Entropy(4.5, cooldown=3), ProbeKL(2.0, every=4, cooldown=4), Entropy(4.5, window=2, cooldown=3),
-    ProbeKL(2.0, every=4, cooldown=4, window=2, reads="window"), Entropy(4.5, cooldown=2, teacher_next=True)
+    ProbeKL(2.0, every=4, cooldown=4, window=2, reads="window")
 ], ids=repr)  # fmt: skip
 def test_rows_of_a_batch_are_refreshed_each_on_its_own(teacher, student, gate: Gate) -> None:
     ids = prompts(6)
@@ -230,14 +226,11 @@ def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> No
     ids = prompts(2)
     first, _ = run(teacher, other, ids, 1, Policy())
     rest = torch.cat(list(generate(other, torch.cat([ids, first], 1), 24)), 1)
-    for policy in POLICIES:
-        if not policy.teacher_next:
-            new, pair = run(teacher, other, ids, 25, policy)
-            assert torch.equal(new, torch.cat([first, rest], 1)), policy
-            if isinstance(policy, Periodic):
-                assert pair.counts.tolist() == [24 // policy.every] * 2 and pair.teacher_tokens.tolist() == [0, 0]
-    new, _ = run(teacher, other, ids, 20, Periodic(1, teacher_next=True))
-    assert torch.equal(new, torch.cat(list(generate(teacher, ids, 20)), 1))
+    for policy in TRIED:
+        new, pair = run(teacher, other, ids, 25, policy)
+        assert torch.equal(new, torch.cat([first, rest], 1)), policy
+        if isinstance(policy, Periodic):
+            assert pair.counts.tolist() == [24 // policy.every] * 2 and pair.teacher_tokens.tolist() == [0, 0]
 
 
 def test_vocabularies_must_be_the_same(teacher) -> None:
@@ -398,7 +391,8 @@ def test_a_gate_costs_nothing_while_it_waits(teacher, student) -> None:
 
 
 @pytest.mark.parametrize(("text", "policy"), [
-    ("none", Policy()), ("periodic:64", Periodic(64)), ("windowed:64:16", Periodic(64, window=16)),
+    ("none", Policy()), ("periodic:64", Periodic(64)), ("windowed:64:16", Periodic(64, window=16, reads="window")),
+    ("windowed-listing:64:16", Periodic(64, window=16)),
     ("speculative:8", speculative(8)), ("entropy:4.5", Entropy(4.5)), ("probe:32:0.5", ProbeKL(0.5, every=32)),
     ("dropout:8:0.02", MonteCarloDropout(0.02, 8)),
 ])  # fmt: skip
@@ -412,7 +406,7 @@ def test_policies_by_name(text: str, policy: Policy) -> None:
     ("periodic:0", "every must be at least 1 and"), ("speculative:-3", "2147483647, got -3"),
     ("windowed:64:9223372036854775808", "window must be"), ("dropout:4611686018427387904:1", "passes must be"),
     ("dropout:0:1", "passes must be at least 2 and"), ("entropy:high", "H of the policy 'entropy:high' must be"),
-    ("entropy:nan", "threshold must be a number, got nan"),
+    ("entropy:nan", "threshold must be a number, got nan"), ("", "unknown policy ''"),
 ])  # fmt: skip
 def test_bad_policies_get_one_sentence(text: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
@@ -507,10 +501,25 @@ def test_any_folders_serve_as_teacher_and_student(public_pair) -> None:
     status, out, err = command("write", *models, "--policy", "windowed:8:4", "--max-new-tokens", "20",
                                "--prompt", "Time flies")  # fmt: skip
     assert status == 0 and err == ""
-    assert "refreshed after tokens: 8, 16; " in out and "read 16 tokens" in out
+    assert "refreshed after tokens: 8, 16; " in out and "read 8 tokens" in out
 
 
 # --- The command line -----------------------------------------------------------------------------------------------
+
+
+def test_the_cost_model_adds_decoding_and_passes() -> None:
+    assert predicted_seconds(100, 50.0, [8, 8, 64], lambda k: 0.01 * k) == pytest.approx(2 + 0.8)
+
+
+@pytest.mark.parametrize("rate", ["null", "1" + 400 * "0", '"0.1"'])
+def test_a_dropout_that_is_no_number_gets_one_sentence(rate: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"resid_pdrop": {rate}}}')
+    with pytest.raises(ValueError, match="resid_pdrop must be a finite number"):
+        dropout_of(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert dropout_of(str(tmp_path)) == 0.1
+    with pytest.raises(ValueError, match="a dropout of 1.5 is not from 0 to less than 1"):
+        MonteCarloDropout(1.0, rate=1.5)
 
 
 def test_a_bare_run_compares_the_ways_and_ends_with_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,26 +532,25 @@ def test_a_bare_run_compares_the_ways_and_ends_with_the_study(tmp_path: Path, mo
     apart = [float(row[-4]) for row in rows.values()]
     assert apart[0] == 0 < apart[2] < apart[1] and apart[3] > 0
     assert rows["teacher"][-3:] == ["20", "of", "20"] and "Exact: " in out and "Approximate: " in out
-    assert out.splitlines()[-1].endswith("python3 overfill.py study")
+    assert out.splitlines()[-1].endswith("python3 -m studies.refreshing")
 
 
 def test_a_bare_run_finds_no_difference_where_there_is_none() -> None:
     status, out, _ = command("--max-new-tokens", "20", "--student", "pocket", "--prompt", "Everyone in Tolben knew")
     rows = [line.split()[-4:] for line in out.splitlines() if line.endswith(" of 20")]
-    assert status == 0 and rows == 5 * [["0.000", "20", "of", "20"]]
+    assert status == 0 and [row[1:] for row in rows] == 5 * [["20", "of", "20"]]
+    assert all(not row[0].startswith("-") and float(row[0]) < 0.001 for row in rows), "a zero has no sign"
 
 
-@pytest.mark.parametrize("policy", ["none", "periodic:16", "windowed:16:4", "speculative:8", "entropy:1.5",
-                                    "probe:8:0.02", "dropout:4:0.3"])  # fmt: skip
-def test_every_policy_writes_a_text_and_says_what_it_cost(policy: str, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_writes_a_text_and_says_what_it_cost(name: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["write", "--policy", policy, "--max-new-tokens", "40"]
-    if policy.startswith("dropout"):
-        words += ["--student", "pocket-student-dropout"]
+    policy = ":".join([name, *("8" if kind is int else "0.02" for kind in POLICIES[name].values.values())])
+    words = ["write", "--policy", policy, "--max-new-tokens", "40", "--student", "pocket-student-dropout"]
     status, out, err = command(*words)
     assert status == 0 and err == "" and list(tmp_path.iterdir()) == []
     assert len(out.split()) > 40 and "its perplexity of the text: " in out
-    assert ("refreshed after tokens: none" in out) == (policy == "none")
+    assert "refreshed after tokens: " in out and (name != "none" or "tokens: none" in out)
 
 
 def test_a_text_past_the_context_goes_on() -> None:
@@ -556,15 +564,11 @@ def test_a_text_past_the_context_goes_on() -> None:
     (["write", "--policy", "often"], ["often", "periodic"]),
     (["write", "--student", "gpt5"], ["gpt5", "pocket-student"]),
     (["write", "--policy", "dropout:8:0.1"], ["pocket-student", "without dropout"]),
-    (["study", "--prompt-tokens", f"{N_CTX}"], [f"{N_CTX} tokens", f"{N_CTX - 40}"]),
-    (["study", "--prompts", "nothing.csv"], ["nothing.csv"]),
+    (["--policy", ""], ["unknown policy ''"]),
     (["write", "--student", "pocket-bct"], ["slots"]),
     (["--max-new-tokens", "1"], ["at least 2", "'1'"]),
     (["--top-k", "2"], ["demo has no --top-k"]),
-    (["--seed", "1", "study"], ["study comes first"]),
     (["write", "--policy", "dropout:1:0.1"], ["passes must be at least 2 and", "got 1"]),
-    (["study", "--out", str(ROOT / "README.md")], ["README.md"]),
-    (["study", "--max-new-tokens", "20"], ["20", "at least 40"]),
     (["--max-new-tokens", f"{N_CTX - 112}"], ["192", f"{N_CTX - 112}", f"context of {N_CTX}"]),
 ])  # fmt: skip
 def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str]) -> None:

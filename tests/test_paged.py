@@ -409,16 +409,21 @@ def test_limits_and_stop_tokens_are_those_of_each_text(model: GPT) -> None:
 
 
 def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(model: GPT) -> None:
-    prompts, limits, fed = [tokens(9, 1)] * 3 + [tokens(4, 2)] * 3, [8, 8, 8, 5, 5, 5], []
+    prompts, limits, fed = [tokens(9, 1), tokens(4, 2)], [8, 5], []
     hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
     found: list[list[int]] = [[] for _ in range(6)]
     options = {"temperature": 1.5, "top_k": 20}
-    for number, token in serve(model, prompts, limits, blocks=30, size=4, seed=40, **options):
+    for number, token in serve(model, prompts, limits, blocks=30, size=4, samples=3, seed=40, **options):
         found[number].append(token)
     hook.remove()
-    expected = [alone(model, prompts[i], limits[i], seed=40 + i, **options) for i in range(6)]
+    expected = [alone(model, prompts[i // 3], limits[i // 3], seed=40 + i, **options) for i in range(6)]
     assert found == expected and len({*map(tuple, found)}) == 6
     assert sum(fed) == 9 + 4 + 4 * 1 + 3 * (7 + 4), "of a prompt the other samples read the last token only"
+
+
+def test_samples_without_end_take_no_memory(model: GPT) -> None:
+    written = serve(model, [[1]], 2, blocks=8, size=4, samples=10**12)
+    assert 25 < max(next(written)[0] for _ in range(60)) < 40
 
 
 def test_draws_do_not_depend_on_what_runs_beside_a_text(model: GPT) -> None:
@@ -517,7 +522,7 @@ def test_serve_continues_every_line_of_a_file(capsys: pytest.CaptureFixture, tmp
 
 @pytest.mark.parametrize(("words", "culprits"), [
     (["serve"], ["needs a FILE"]), (["run", "x.txt"], ["run takes none"]), (["serve", "nowhere.txt"], ["nowhere.txt"]),
-    (["serve", "README.md", "--trace", "x.html"], ["no --trace"]), (["--trace", "."], ["is a folder"]),
+    (["serve", "README.md", "--trace", "x.html"], ["no --trace"]), (["--trace", "."], [". is not a regular file"]),
     (["--blocks", "3"], ["blocks", "there are 3"]), (["--size", "0"], ["0", "1"]),
     (["--max-new-tokens", "5000"], ["5000 more", "context of"]), (["--top-k", "3"], ["run has no --top-k"]),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from projector import Layout, own_queries, prefill
+from projector import Layout, before_last, own_queries, prefill
 from studies import projection_measures, projection_report, projection_stages
 from studies.projection_methods import NEIGHBOUR, Experiment, Prompt, raw_tokens
 from studies.projection_stages import (
@@ -21,7 +21,6 @@ from studies.projection_stages import (
     TOKENS,
     TRUE,
     TokenMap,
-    before_last,
     fit_tokens,
     learn_summary,
     measure_stage,
@@ -79,8 +78,8 @@ def test_a_planted_map_is_found_by_the_right_loss_alone(monkeypatch: pytest.Monk
 def test_padding_changes_nothing(kind: str) -> None:
     model = MODELS[kind]
     prompts = [Prompt("", "", ids, "", [], prefill(model, ids)) for ids in (ids_of(9), ids_of(14, seed=1))]
-    caches = [before_last(model, p) for p in prompts]
-    q = [own_queries(model, p.exact, TRUE)[:, :, 0] for p in prompts]
+    caches = [before_last(model, p.exact) for p in prompts]
+    q = [own_queries(model, p.exact)[:, :, 0] for p in prompts]
     for layer in range(3):
         scores, values, out = padded_layer(caches, q, 13, layer)
         for i, p in enumerate(prompts):
@@ -190,6 +189,7 @@ def test_learned_summary_tokens_are_better_than_their_start(experiment: Experime
     assert all(p.grad is None for p in experiment.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_kinds_own_maps_are_no_other_kinds(experiment: Experiment) -> None:
     found = projection_measures.with_maps(experiment, projection_measures.maps_of(experiment))
     assert found["another"]["kl"] == pytest.approx(found["own"]["kl"], rel=1e-3)
@@ -197,11 +197,13 @@ def test_a_kinds_own_maps_are_no_other_kinds(experiment: Experiment) -> None:
 
 def test_nothing_is_fitted_on_held_out_prompts(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    monkeypatch.setattr(projection_stages, "before_last", lambda m, p: (read.append(p), before_last(m, p))[1])
+    monkeypatch.setattr(projection_stages, "before_last", lambda m, x: (read.append(x), before_last(m, x))[1])
     TokenMap.fit(experiment, FEW_STEPS)
-    assert {p.family.split("/")[0] for p in read} == {"train", "valid"}
+    split_of = {id(p.exact): name for name, split in experiment.prompts.items() for family in split for p in family}
+    assert {split_of[id(exact)] for exact in read} == {"train", "valid"}
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_tensors(experiment: Experiment) -> None:
     prompt, weight = experiment.train[0], torch.zeros(6, 6, 8, 70)
     found = storage(experiment.model, len(prompt.ids), 70)

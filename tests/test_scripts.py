@@ -1,7 +1,6 @@
 """Every script as people meet it: --help, the default run, and bad input that gets one sentence and exit status 2."""
 
 import importlib
-import inspect
 import re
 import subprocess
 import sys
@@ -116,24 +115,10 @@ def refused(ran: Ran, culprits: list[str]) -> None:
 
 @pytest.mark.parametrize(("script", "words"), [
     ("studies.replay", ["requests.jsonl", "--blocks", "500", "--quick"]),
-    ("studies.refreshing", ["--prompts", "prompts.csv", "--prompt-tokens", "64"]),
     ("studies.projection", ["--pairs", "pairs.csv", "--kinds", "quiz"]),
 ])  # fmt: skip
 def test_options_that_exclude_each_other_are_refused(run: Run, script: str, words: list[str]) -> None:
     refused(run(script, *words), [word for word in words if word.startswith("--")])
-
-
-@pytest.mark.parametrize(("words", "repeats"), [([], 5), (["--quick"], 1), (["--quick", "--repeats", "3"], 3)])
-@pytest.mark.parametrize(("script", "measures"), [("studies.latency", "measure"), ("studies.recycling", "report")])
-def test_repeats_count_beside_quick(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str,
-                                    measures: str, words: list[str], repeats: int) -> None:  # fmt: skip
-    measure = getattr(importlib.import_module(script), measures)
-
-    def spy(*given: object, **more: object) -> None:
-        raise ValueError(f"repeats {inspect.signature(measure).bind(*given, **more).arguments['repeats']}")
-
-    monkeypatch.setattr(f"{script}.{measures}", spy)
-    refused(run(script, "--model", "pocket", "--out", str(tmp_path), *words), [f"repeats {repeats}"])
 
 
 @pytest.mark.parametrize("words", [["gpt_kv_cache"], ["gpt_bounded_cache"],
@@ -158,6 +143,26 @@ def test_compare_shows_the_same_tokens_and_a_table_over_lengths(run: Run) -> Non
     assert lengths == sorted(set(lengths))
     for row in rows:
         assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), rel=0.1)
+
+
+def test_an_untrained_model_writes_what_the_article_lets_it_write(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str) -> None:
+        raise OSError(f"no network for {name}")
+
+    monkeypatch.setattr("tiktoken.get_encoding", offline)
+    ran = run("gpt_kv_cache", "--compare", "--random", "2x2x8", "--threads", "1")
+    assert ran.code == 0 and re.search(r"\nHello, I am( \d+){200}\n", ran.out)
+    assert "Same tokens: yes (no cache: 200, KV cache: 200)" in ran.out
+    assert re.search(r"In all, prefill included: no cache [\d.]+ s, KV cache [\d.]+ s, [\d.]+ times as fast", ran.out)
+    assert "tokens are shown as numbers: can't download GPT-2's tokenizer" in ran.err
+    other = run("gpt_kv_cache", "--random", "2x2x8", "--prompt", "Hi")
+    assert other.code == 2 and "the prompt must be 'Hello, I am', got 'Hi'" in other.err
+
+
+def test_an_untrained_model_is_named_by_its_geometry_alone(run: Run) -> None:
+    refused(run("gpt_kv_cache", "--random", "pocket"), ["124M", "pocket"])
+    refused(run("gpt_kv_cache", "--random", "124M", "--model", "gpt2"), ["124M", "gpt2"])
+    refused(run("llama_kv_cache", "--random", "124M"), ["124M", "Llama"])
 
 
 def test_a_students_cache_takes_the_place_of_ours(run: Run, tmp_path: Path) -> None:

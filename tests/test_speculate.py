@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import gpt_kv_cache
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate, sample
 from overfill import Pair, teacher_nats
 from speculate import Drafter, Passes, agree, by_student, from_the_text, main, probabilities, speculate
+from studies import speculation as study
+from studies.core import Rows
+from studies.refreshing import Texts
 from tests.test_overfill import model_of, prompts
 
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
@@ -162,3 +166,18 @@ def test_bad_input_gets_one_sentence(capsys: pytest.CaptureFixture[str]) -> None
             main(words)
         err = capsys.readouterr().err
         assert ended.value.code == 2 and err.count("\n") == 1 and all(word in err for word in culprits)
+
+
+def test_the_study_has_a_row_for_each_way_and_exact_texts_are_the_teachers(teacher, student, tmp_path: Path) -> None:
+    rows = Rows("speculation", tmp_path, reduced="test")
+    models = {"teacher": teacher, "student": student}
+    study.measure(Texts(rows, models, {"test": prompts(2)}, 13, {}), "greedy")
+    for way in study.WAYS:
+        exact = not way.startswith("speculative")
+        assert rows.figure(way, "same", mode="greedy").value == exact, way
+    found = [rows.figure(way, "passes", mode="greedy").value for way in ("teacher", "speculative:4", "exact:16")]
+    assert found[:2] == pytest.approx([1000 * 12 / 13, 1000 * 3 / 13]) and found[2] <= found[0]
+    assert rows.figure("exact:8", "kept", mode="greedy").value <= 1
+    count = len(rows.rows)
+    study.measure(Texts(rows, models, {"test": prompts(2)}, 13, {}), "greedy")
+    assert len(rows.rows) == count

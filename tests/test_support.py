@@ -1,25 +1,22 @@
 """What every script stands on: the command line, files, printing."""
 
 import errno
-import importlib
 import io
 import itertools
 import math
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from support import interrupts
+from studies.replay import read_trace
 from support.cli import CommandLine
-from support.files import read_csv, read_json, write_atomically, write_json
+from support.files import read_csv, read_json, read_text, write_atomically, write_json
 from support.printing import compare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,49 +102,17 @@ def test_closed_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("then", [KeyboardInterrupt, ValueError, RuntimeError, ImportError])
-def test_an_interrupt_kills_before_and_after_the_command_line_and_ends_it_within(
+def test_an_interrupt_cleans_up_and_ends_with_130_whatever_c_code_makes_of_it(
         then: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
-    hook = sys.unraisablehook
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        importlib.reload(interrupts)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        with pytest.raises(SystemExit) as ended, command_line().parse([]):
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt as error:
-                assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # the second time
-                raise then() from error  # as C code does that was asked to import something
-        assert ended.value.code == 130 and capsys.readouterr().err == "\n" and sys.unraisablehook is hook
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a job in the background
-        importlib.reload(interrupts)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_in_a_destructor_ends_the_process_and_other_errors_there_do_not(
-        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    class Falls:
-        def __init__(self, error: BaseException) -> None:
-            self.error = error
-
-        def __del__(self) -> None:
-            raise self.error
-
-    before, ended, printed = signal.getsignal(signal.SIGINT), [], []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: printed.append(type(error.exc_value)))
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with command_line().parse([]):
-            for error in (RuntimeError(), KeyboardInterrupt()):
-                Falls(error)  # gone at once
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (ended, printed[:1]) == ([130], [RuntimeError])
+    cleaned = []
+    with pytest.raises(SystemExit) as ended, command_line().parse([]):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise then() from error
+        finally:
+            cleaned.append(True)
+    assert ended.value.code == 130 and capsys.readouterr().err == "\n" and cleaned
 
 
 def test_mistakes_of_ours_keep_their_traceback() -> None:
@@ -169,11 +134,13 @@ def test_reader_that_leaves_early() -> None:
 
 
 @pytest.mark.parametrize("content, words", [
-    ("", "lacks prompt"), ("\n\n", "lacks prompt"), ("a,b\n", "lacks prompt: it has a, b"),
-    ("prompt,prompt\n", "lacks"),
+    ("", "'prompt' is not among its columns, none"), ("\n\n", "'prompt' is not among"),
+    ("a,b\n", r"'prompt' is not among its columns, \['a', 'b'\]"), ("prompt,prompt\n", "twice or more"),
+    ("prompt , x\n", r"not among its columns, \['prompt ', ' x'\]"), ('prompt\n"x\ny\nz\n', "not a CSV file"),
     ("prompt\n" + "x" * 131_073, "field larger than field limit"), ("prompt\nx,y\n", "a row of 2 cells, and 1 columns"),
     ("prompt,b\nx,y,z,w\n", "a row of 4 cells, and 2 columns"), ("prompt\n\xff\n", "UTF-8"),
-    ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"), ('prompt\n"x', None), ("prompt\na\0b\n", None),
+    ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"), ('prompt\n"x"y\n', "not a CSV file"),
+    ("prompt\na\0b\n", None), ('prompt\n"x"\n', None),
     ("\xef\xbb\xbfprompt\nx\n", None), ("prompt\r\nx\r\n", None), ("a,prompt\n,x\n\n", None), ("b,prompt\ny\n", None),
     ("prompt\n", None),
 ])  # fmt: skip
@@ -203,43 +170,34 @@ def text(content: str):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such files")
-def test_what_is_no_regular_file_is_written_to_and_stays_what_it_is(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.delattr("support.files.os.replace")  # root could replace a device
-    link, pipe, got = tmp_path / "null", tmp_path / "pipe", []
-    link.symlink_to(os.devnull)
-    os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
-    reader.start()
-    for path in (link, Path(os.devnull), pipe):
-        write_atomically(path, text("all of it"))
-        assert not stat.S_ISREG(path.stat().st_mode)
-    reader.join(5)
-    assert got == ["all of it"] and link.is_symlink()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "socket"))
-    refused = {Path("/dev/full"): errno.ENOSPC, tmp_path: errno.EISDIR, tmp_path / "socket": errno.ENXIO}
-    for path, wrong in refused.items():
-        with pytest.raises(OSError) as failed:
-            write_atomically(path, text("all of it"))
-        assert failed.value.errno == wrong
-    assert {path.name for path in tmp_path.iterdir()} == {"null", "pipe", "socket"}
+def test_what_is_no_regular_file_is_neither_read_nor_written(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")  # whoever opens it waits
+    (link := tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, link, Path(os.devnull), tmp_path):
+        for use in (read_text, read_trace, read_json, read_csv, lambda path: write_atomically(path, text("new"))):
+            with pytest.raises(ValueError, match="is not a regular file"):
+                use(path)
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link"}
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "nothing")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such name")
-@pytest.mark.parametrize("redirected", [True, False])
-def test_standard_output_is_a_file_to_write(redirected: bool, tmp_path: Path) -> None:
-    script = """import os
-from pathlib import Path
-from support.files import write_atomically
-del os.replace
-print('before')
-write_atomically(Path('/dev/stdout'), lambda file: file.write_text('content'))
-print('after')"""
-    with (tmp_path / "out").open("w+") as out:
-        done = subprocess.run([sys.executable, "-c", script], stdout=out if redirected else subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True, cwd=ROOT)  # fmt: skip
-        out.seek(0)
-        assert (out.read() if redirected else done.stdout) == "before\ncontentafter\n" and done.stderr == ""
+@pytest.mark.parametrize("content, words", [
+    ("[" * 100_000, "not valid JSON"), ("{", "not valid JSON"), ("[1]", r"holds \[1\] instead of an object"),
+    ("{}", "lacks n, x, name"), ('{"n": true, "x": 1, "name": ""}', "n must be a whole number, got True"),
+    ('{"n": 1, "x": null, "name": ""}', "x must be a finite number, got None"),
+    ('{"n": 1, "x": NaN, "name": ""}', "NaN is no number"), ('{"n": 1, "x": 1e999, "name": ""}', "finite"),
+    (f'{{"n": 1, "x": 1{"0" * 400}, "name": ""}}', "finite"), (f'{{"n": {"9" * 5000}}}', "JSON"),
+    ('{"n": 1, "x": 2, "name": ["' + "x" * 500 + '"]}', r"name must be a text, got \['x+ \.\.\.$"),
+    ("\xff", "UTF-8"),
+])  # fmt: skip
+def test_json_by_named_fields(content: str, words: str, tmp_path: Path) -> None:
+    (path := tmp_path / "x.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=words) as raised:
+        read_json(path, n=int, x=float, name=str)
+    assert str(path) in str(raised.value) and len(str(raised.value)) < 300 + len(str(path))
+    path.write_text('\ufeff{"n": 1, "x": 2, "name": "é", "more": null}', encoding="utf-8")
+    assert read_json(path, n=int, x=float, name=str) == {"n": 1, "x": 2, "name": "é", "more": None}
 
 
 @pytest.mark.parametrize("link", ["", "relative", "twice"])
@@ -305,9 +263,11 @@ def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.Capt
     compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
     printed = capsys.readouterr().out
     assert "Same tokens: yes (no cache: 35, KV cache: 35)" in printed
-    rows = [line.split() for line in printed.splitlines()[2:-2]]
+    assert "In all, prefill included: no cache 0.34 s, KV cache 0.08 s, 4.4 times as fast" in printed
+    assert "decoding time above is a mean" in printed
+    rows = [line.split() for line in printed.splitlines()[4:-4]]
     assert rows == [["45", "8.00", "2.00", "4.0"], ["all", "8.00", "2.00", "4.0"]]
     compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
     assert "Same tokens: NO (a: 2, b: 2)" in capsys.readouterr().out
     compare(10, {"a": ([1], [1.0]), "b": ([1], [1.0])})
-    assert len(capsys.readouterr().out.splitlines()) == 2  # nothing was decoded
+    assert len(capsys.readouterr().out.splitlines()) == 4  # nothing was decoded

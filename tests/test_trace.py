@@ -178,7 +178,8 @@ def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("main", "words", "culprit"), [
-    (gpt_kv_cache.main, ["--trace", "."], "is a folder"), (recycle.main, ["--trace", "x.html"], "has no --trace"),
+    (gpt_kv_cache.main, ["--trace", "."], ". is not a regular file"),
+    (recycle.main, ["--trace", "x.html"], "has no --trace"),
     (overfill.main, ["--trace", "x.html"], "demo has no --trace"),
     (gpt_bounded_cache.main, ["--trace", "x.html"], "give --memory too"),
     (gpt_kv_cache.main, ["--trace", "nowhere/x.html"], "no folder nowhere"),
@@ -195,7 +196,7 @@ def written_out(trace: Trace, step: dict, sees: Callable[[torch.Tensor, torch.Te
     whether a query at a position, (n, 1), sees a key at another, (n,)."""
     model, shares = trace.model, []
     pos = torch.arange(step["n"] - step["start"])
-    x = model.embed(torch.tensor([trace.ids[step["start"] : step["n"]]]), pos)
+    x = model.wte(torch.tensor([trace.ids[step["start"] : step["n"]]])) + model.wpe(pos)
     for block in model.h:
         q, k, v = block.attn.project(block.ln_1(x))
         w = (q @ k.mT / q.size(3) ** 0.5).masked_fill(~sees(pos[:, None], pos), -torch.inf).softmax(dim=-1)
@@ -225,11 +226,12 @@ def test_attention_is_that_of_an_attention_written_out(kind: str, tmp_path: Path
     assert not any(module._forward_pre_hooks for module in trace.model.modules()), "a written trace watches no more"
 
 
+@pytest.mark.parametrize("rule", ["mean", "sum"])
 @pytest.mark.parametrize("n", [5, 12, 60])
 @torch.no_grad()
-def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, tmp_path: Path) -> None:
+def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, rule: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = gpt_bounded_cache.BCTConfig(**vars(CONFIG), slots=3, recent=8)
+    config = gpt_bounded_cache.BCTConfig(**vars(CONFIG), slots=3, recent=8, rule=rule)
     model, cache = sharp(gpt_bounded_cache.BCT(config)), gpt_bounded_cache.BoundedMemory()
     trace, fed = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, tmp_path / "x.html"), {}
     for layer, block in enumerate(model.h):
@@ -246,6 +248,8 @@ def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, tmp_path: Path) ->
             keep = log_keep[0, :, t].exp()
             keys = keep[..., None] * keys + w[0, :, t, :, None] * k[0, :, t, None]
             mass = keep * mass + w[0, :, t]
+        if rule == "sum":
+            mass = torch.ones_like(mass)
         scores = torch.cat([(keys / mass.clamp_min(1e-6)[..., None]), k[0, :, -8:]], dim=1) @ q[0, :, -1, :, None]
         scores = scores[..., 0] / 8**0.5
         scores[:, :3] += mass.clamp_min(1e-30).log() - 1e9 * (mass == 0)

@@ -49,7 +49,7 @@ def test_the_whole_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     names, out = [folder(tmp_path / "tiny", 2), folder(tmp_path / "DialoGPT", 3)], tmp_path / "out"
     weights.main(["--model", names[0], "--dialogue", names[1], "--quick", "--out", str(out)])
     assert list(read_json(out / "agreement.json")) == names
-    assert read_json(out / "recycling" / "summary.json")["conditions"]["layers"] == 3
+    assert "3 layers" in (out / "recycling" / "reduced.jsonl").read_text(encoding="utf-8")
     assert read_json(out / "projection" / "summary.json")["kinds"].keys() == {"pairs"}
     printed = capsys.readouterr().out
     assert " NO " not in printed and f"--init {names[0]} --text FILE" in printed

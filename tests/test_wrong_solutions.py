@@ -58,7 +58,7 @@ def test_every_wrong_solution_fails_and_says_why(tmp_path: Path) -> None:
     halves = [PATCHES[::2], PATCHES[1::2]]
     running = [subprocess.Popen([sys.executable, __file__, str(tmp_path / f"{i}.json"), str(tmp_path / str(i)),
                                  *map(str, half)], cwd=ROOT) for i, half in enumerate(halves)]  # fmt: skip
-    assert [process.wait(timeout=600) for process in running] == [0, 0]
+    assert [process.wait(timeout=1200) for process in running] == [0, 0]
     found = json.loads((tmp_path / "0.json").read_text()) | json.loads((tmp_path / "1.json").read_text())
     assert {name: status for name, (status, _) in found.items() if status != 1} == {}  # 0: passed; others: didn't run
     unsaid = {p.stem: found[p.stem][1] for p in PATCHES if says(p) not in re.sub(r"\s+", " ", found[p.stem][1])}

@@ -52,11 +52,11 @@ def apply(old: list[str], changes: list[Hunk]) -> list[str]:
 def wrong_marks(old: str, new: str, marks: list[str]) -> list[int]:
     """Return the numbers, from 1 and in order, of the lines of code of a new text whose marks are wrong.
 
-    A mark is a comment such as "# NEW", at the end of a line or with more words behind it, which may hold another mark.
-    Every changed line of code must carry a mark, and no other line may: wrong are lines that changed and carry none,
-    and lines that carry one and haven't changed. A mark is no change in itself: compare the texts without marks, that
-    is, cut every line of both where its first mark begins, and strip the blanks before it. Lines of code are those of
-    code_lines(new); only they count, but the comparison is of all lines.
+    A mark is a comment such as "# NEW" at the end of a line. More words may follow it, even another mark. Every changed
+    line of code must carry a mark, and no other line may: a line is wrong if it changed and carries none, or if it
+    carries one and didn't change. A mark is not a change in itself, so compare the texts without marks: cut every line
+    of both where its first mark begins, and strip the spaces before it. Compare all lines, but report only lines of
+    code: those in code_lines(new).
     """
     # exercise 0.3
     before, after = ([_cut(line, marks) for line in text.splitlines()] for text in (old, new))
@@ -86,9 +86,8 @@ def code_lines(text: str) -> set[int]:
 def tokens_per_second(ms: list[float]) -> float:
     """Return how many tokens a second are decoded, from the milliseconds that each token of a text took.
 
-    The first token's time is that of reading the prompt: it says how long the prompt is, and doesn't count, nor does
-    the token. The figure is that of the mean of the others. Raises ValueError, with the number of times given, if there
-    are none.
+    The first time is that of reading the prompt: neither it nor the first token counts. The figure follows from the
+    mean of the other times. Raises ValueError, with the number of times given, if there are no others.
     """
     # exercise 0.4
     if len(ms) < 2:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def causal_mask(pos: Tensor, k_pos: Tensor) -> Tensor:
-    """Return what may look at what, (T, S): True where the token at pos (T,) may see the key at k_pos (S,).
+    """Return the mask (T, S): True where the token at pos (T,) may see the key at k_pos (S,).
 
     A token sees itself and everything before it. Positions may come in any order, and there may be more keys than
     tokens, or fewer.
@@ -26,9 +26,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return, for every query, the attention-weighted average of the values that it may see, (B, H, T, D).
 
     q is (B, H, T, D), k and v are (B, H, S, D). A weight is the softmax, over the keys that mask (T, S) lets the query
-    see, of q · k / sqrt(D); a key that it may not see has weight 0. Scores may be 1000 or -1000 without harm, if
-    torch.softmax is given them with -inf where the mask is False. Without F.scaled_dot_product_attention, which is what
-    this is. Every query may see at least one key.
+    see, of q · k / sqrt(D); a key that it may not see has weight 0. Scores may be as large as 1000
+    and as low as -1000: torch.softmax can take that, with -inf where the mask is False. Every query sees at least one
+    key. Don't call F.scaled_dot_product_attention, which computes the same.
     """
     raise NotImplementedError("exercise 1.2")
 
@@ -36,7 +36,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """Return GELU as GPT-2 computes it, x / 2 · (1 + tanh(sqrt(2 / pi) · (x + 0.044715 x³))), of the same shape.
 
-    Without F.gelu, and without its cousin that uses the exact integral instead of tanh.
+    Don't call F.gelu. (By default it is another function, with the exact integral instead of tanh.)
     """
     raise NotImplementedError("exercise 1.3")
 
@@ -44,10 +44,10 @@ def gelu(x: Tensor) -> Tensor:
 def forward(ids: Tensor, weights: dict[str, Tensor], n_head: int) -> Tensor:
     """Return the logits (B, T, V) of tokens ids (B, T), whose positions begin at 0.
 
-    weights are those of a GPT-2, by their public names, as model.state_dict() returns them; they stay as they are. How
-    many layers there are (12 or 48, say) shows from the names. Linear layers are x @ weight + bias, their weights
-    (in, out). c_attn makes the queries of all heads, head after head, then their keys, then their values; the size D of
-    a head needn't be C / n_head. F.layer_norm(x, (C,), weight, bias) normalises as GPT-2 does. The head is the token
+    weights are those of a GPT-2, by their public names, as model.state_dict() returns them; they stay as they are. The
+    names show how many layers there are (12 or 48, say). Linear layers are x @ weight + bias, their weights (in, out).
+    c_attn makes the queries of all heads, head after head, then their keys, then their values; the size D of a head
+    needn't be C / n_head. F.layer_norm(x, (C,), weight, bias) normalises as GPT-2 does. The head is the token
     embedding, transposed. Import nothing of this project's files; there is no dropout.
     Raises ValueError if there are more tokens than positions in wpe.weight; the message holds both numbers.
     """
@@ -70,7 +70,7 @@ def greedy(model: Callable[[Tensor], Tensor], ids: Tensor, n: int, n_ctx: int) -
     """Return the n likeliest next tokens after ids (1, T), one after the other, without a cache.
 
     model(ids) returns the logits (1, T, V) of ids (1, T), and is called n times. It can't read more than n_ctx tokens:
-    past that it is given those from first_kept() on, which it reads from position 0.
+    of a longer text it is given those from first_kept() on, and reads them from position 0.
     """
     raise NotImplementedError("exercise 1.5")
 

@@ -2,7 +2,7 @@
 
 from chapters.builder.svg import cells
 
-TEXT = ["Once", ",", "in", "the", "town", "of", "Tolben"]
+TEXT = ["On", "ce", ",", " in", " the", " town", " of", " Tolben"]
 
 
 def mask() -> str:
@@ -23,13 +23,13 @@ def mask() -> str:
 
 def steps() -> str:
     rows = []
-    for step, n in enumerate((4, 5, 6), start=1):
+    for step, n in enumerate((5, 6, 7), start=1):
         known = 0 if step == 1 else n - 1
         read = [(word, "reused" if i < known else "new") for i, word in enumerate(TEXT[:n])]
-        rows.append((f"step {step}", [*read, *[("", "")] * (6 - n), ("->", ""), (TEXT[n], "")]))
+        rows.append((f"step {step}", [*read, *[("", "")] * (7 - n), ("->", ""), (TEXT[n], "")]))
     return cells(
-        "Three steps. The first reads the prompt, Once, comma, in, the, and writes town. The second reads the same "
-        "four again and town, and writes of. The third reads those five again and of, and writes Tolben.",
+        "Three steps. The first reads the prompt, On, ce, comma, in, the, and writes town. The second reads the same "
+        "five again and town, and writes of. The third reads those six again and of, and writes Tolben.",
         rows,
         {"new": "read for the first time", "reused": "read again"},
         width=62,

@@ -38,10 +38,10 @@ class Cache:
         return sum(kv.nbytes for kv in self.layers)
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,). Return all that it has of
-        them (B, H, S, D), the new ones at their end, and the mask (T, S): True where a token sees a key, which is up to
-        its own position. The mask may be None if all keys are new, or if a single token sees them all: the model takes
-        that for plain causal attention, and for anything else it would be wrong."""
+        """Add a layer's keys and values (B, H, T, D), in the model's dtype, of the tokens at positions pos (T,). Return
+        all keys and all values of the layer (B, H, S, D), the new ones last and the dtype kept, and the mask (T, S):
+        True where a token sees a key, that is, up to its own position. The mask may be None if all keys are new, or if
+        a single token sees them all: the model takes None for plain causal attention, which is wrong anywhere else."""
         raise NotImplementedError("exercise 2.1")
 
     def commit(self, pos: Tensor) -> None:
@@ -49,14 +49,15 @@ class Cache:
         raise NotImplementedError("exercise 2.1")
 
     def truncate(self, n: int) -> None:
-        """Keep the first n tokens, and free the memory of the others. Raises ValueError, with the number of tokens that
-        there are in its message, unless n is between 0 and that number; then nothing has changed."""
+        """Keep the first n tokens, and free the memory of the others: a slice of a tensor keeps all of the tensor's
+        memory. A layer may hold more than len(self) tokens after a failed pass. Raises ValueError, and changes nothing,
+        if n is negative or more than the number of tokens, which the message must have."""
         raise NotImplementedError("exercise 2.4")
 
 
 class GroupedCache(Cache):
-    """A cache for grouped-query attention: several query heads share a key-value head. (A copy of the whole cache for
-    each query head would be right, and would waste what grouping saves.)
+    """A cache for grouped-query attention: several query heads share a key-value head. (Copying each key-value head
+    for its query heads before caching it would be right too, but would take as much memory as no grouping at all.)
     """
 
     def __init__(self, n_head: int) -> None:
@@ -64,14 +65,14 @@ class GroupedCache(Cache):
         self.n_head = n_head  # query heads of a layer
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As in Cache, but k and v are (B, G, T, D), with G key-value heads that the layer keeps. Each serves as many
-        query heads: the first key-value head the first n_head / G of them, and so on. Return keys and values for all
+        """As in Cache, but k and v are (B, G, T, D): the layer keeps G key-value heads. Each serves n_head / G query
+        heads: the first key-value head serves the first n_head / G of them, and so on. Return keys and values for all
         query heads, (B, n_head, S, D), and the mask."""
         raise NotImplementedError("exercise 2.5")
 
 
 def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> list[int]:
-    """Return the n likeliest next tokens after ids (1, T), one after the other, feeding every token once.
+    """Return the n likeliest next tokens after ids (1, T), one after the other, feeding every token but the last once.
 
     model(ids, cache) returns the logits (1, T, V) of ids (1, T) behind what is cached.
     """
@@ -79,5 +80,5 @@ def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> lis
 
 
 def cache_bytes(n_layer: int, n_head: int, head_dim: int, tokens: int, batch: int = 1, itemsize: int = 4) -> int:
-    """Return the bytes of all keys and values; itemsize is that of a number."""
+    """Return the bytes of all keys and values; itemsize: bytes of a number."""
     raise NotImplementedError("exercise 2.3")

@@ -49,7 +49,7 @@ def main() -> None:
     model, ids = load_model("pocket", model_class=GPT), load_tokenizer("pocket").encode(TEXT)
     ids = torch.tensor([ids])  # (1, T)
     pos = torch.arange(ids.size(1))
-    expected = model.embed(ids, pos)
+    expected = model.wte(ids) + model.wpe(pos)
     mask = SlidingWindowCache(WINDOW).visible(pos, pos[:, None])
     for block in model.h:
         expected = expected + block.attn(*block.attn.project(block.ln_1(expected)), mask)

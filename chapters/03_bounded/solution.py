@@ -119,8 +119,8 @@ class Ring:
 
     def append(self, layer: int, k: Tensor, v: Tensor,
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys and values (B, H, S, D), with all that the tokens at positions pos (T,) see,
-        and the mask (T, S) of seen(). The mask may be None if all keys are new and the window hides
+        """Return keys and values (B, H, S, D), among them all that the tokens at positions pos (T,)
+        see, and the mask (T, S) of seen(). The mask may be None if all keys are new and the window hides
         none of them, or if one query sees all keys.
 
         A single token is written to its slot at once; keys and values are then views of the slots
@@ -158,9 +158,9 @@ class Ring:
         self.n_read, self.pending = n + len(pos), []
 
     def truncate(self, n: int) -> None:
-        """Keep the first n tokens. Up to sinks + window tokens read, any n up to their number is
-        possible, also after failures; with more read, only 0 and all. Raises ValueError, and changes
-        nothing, for any other n."""
+        """Keep the first n tokens. With at most sinks + window tokens read, any n up to their number
+        is possible, even after a failed pass; with more read, only 0 and all of them. Raises
+        ValueError, and changes nothing, for any other n."""
         # exercise 3.4
         evicted = len(self) > self.sinks + self.window
         if not 0 <= n <= len(self) or (evicted and 0 < n < len(self)):
@@ -209,8 +209,8 @@ class PaddedBatch:
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add a layer's keys and values (B, H, T, D) of the columns at positions pos: (T,) in the
-        first pass, then (B, T). Return all of its keys and values (B, H, S, D), with padding's, and
-        a mask (B, 1, T, S): a query sees the tokens of its row up to its own position, and no
+        first pass, then (B, T). Return all of its keys and values (B, H, S, D), padding included,
+        and a mask (B, 1, T, S): a query sees the tokens of its row up to its own position, and no
         padding. Queries of padding may see anything. A pass that fails leaves nothing behind."""
         # exercise 3.5
         kv = torch.stack([k, v])
@@ -258,7 +258,8 @@ class RotaryRing:
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Read a token by its query, key and value (H, D), none of them rotated, and keep its key
         and value. Return (H, D): softmax attention of the query to all tokens held, with scores
-        divided by sqrt(D). The query and the keys are rotated by their places; values aren't.
+        divided by sqrt(D), which may be 1000 or -1000. The query and the keys are rotated by their
+        places; values aren't.
 
         The first token allocates sinks + window slots; no other memory is kept."""
         # exercise 3.6

@@ -48,7 +48,7 @@ def banded(model: GPT, ids: Tensor, window: int, sinks: int) -> Tensor:
     """Logits of one pass without a cache: a token sees the last `window` and the first `sinks`."""
     pos = torch.arange(ids.size(1))
     mask = (pos <= pos[:, None]) & ((pos > pos[:, None] - window) | (pos < sinks))
-    x = model.embed(ids, pos)
+    x = model.wte(ids) + model.wpe(pos)
     for block in model.h:
         x = x + block.attn(*block.attn.project(block.ln_1(x)), mask)
         x = x + block.mlp(block.ln_2(x))
@@ -124,6 +124,36 @@ def test_what_is_returned_is_no_copy(impl: ModuleType) -> None:
         for x in (k, v):
             same = x.untyped_storage().data_ptr() == cache.layers[0].untyped_storage().data_ptr()
             assert same, f"{b} tokens: what is returned is a copy, and no view of layers[0]"
+
+
+def check_memory(cache: object, size: int) -> None:
+    """Whether the first pass allocates zeros, on the device of k."""
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+    try:
+        cache.append(0, *torch.ones(2, 1, 1, 2, 4), torch.arange(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    rest = cache.layers[0][..., 2:, :]
+    assert rest.shape == (2, 1, 1, size - 2, 4), f"memory of shape {tuple(cache.layers[0].shape)}"
+    assert (rest == 0).all(), f"slots that nothing was written to hold {rest[0, 0, 0, 0, 0]}: zeros, not empty memory"
+
+
+def check_device(cache: object) -> None:
+    k = torch.ones(1, 1, 1, 4, device="meta")  # a device that computes nothing
+    try:
+        cache.append(0, k, k, torch.arange(1))
+        where = cache.layers[0].device
+    except (NotImplementedError, RuntimeError) as error:
+        if "exercise" in str(error):
+            raise
+        where = f"elsewhere: {error}"
+    assert str(where) == "meta", f"k is on the device meta, and the memory on {where}"
+
+
+@pytest.mark.ex3_2
+def test_memory_is_zeros_on_the_device_of_k(impl: ModuleType) -> None:
+    check_memory(impl.Preallocated(5), 5)
+    check_device(impl.Preallocated(5))
 
 
 @pytest.mark.ex3_2
@@ -216,6 +246,13 @@ def test_the_real_model_depends_on_them(impl: ModuleType, model: GPT) -> None:
 
 
 @pytest.mark.ex3_4
+def test_a_rings_memory_is_zeros_on_the_device_of_k(impl: ModuleType) -> None:
+    check_device(impl.Ring(5, 2))
+    ring = impl.Ring(5, 2)
+    check_memory(ring, 8)
+
+
+@pytest.mark.ex3_4
 @torch.no_grad()
 def test_a_ring_one_token_at_a_time(impl: ModuleType, model: GPT) -> None:
     ids, cache = text(2, 20), impl.Ring(5, 2)
@@ -279,10 +316,11 @@ class OneValueASlot(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, indices = func.overloadpacket.__name__, []
         if name in ("index_put_", "index_put", "_index_put_impl_"):
-            indices = [i for i in args[1] if i is not None and i.dim() == 1 and i.dtype != torch.bool]
+            at = [(dim, i) for dim, i in enumerate(args[1]) if i is not None]
+            indices = [i % args[0].size(dim) for dim, i in at if i.dim() == 1 and i.dtype != torch.bool]
         elif name in ("index_copy_", "index_copy"):
-            indices = [args[2]]
-        for index in indices:
+            indices = [args[2] % args[0].size(args[1])]
+        for index in indices:  # -1 is the last slot
             twice = [slot for slot in index.unique().tolist() if (index == slot).sum() > 1]
             say = "PyTorch doesn't say which of the values stays"
             assert not twice, f"slot {twice[:1]} is written twice by one assignment: {say}"
@@ -313,6 +351,15 @@ def test_what_is_in_the_slots(impl: ModuleType, model: GPT) -> None:
             for kv, expected in zip(mine.layers, real.layers, strict=True):
                 what = f"keys and values in the slots: window {window}, {sinks} sinks, chunks {cuts}"
                 assert_close(kv, expected, what, LOGITS)
+
+
+@pytest.mark.ex3_4
+@torch.no_grad()
+def test_nothing_is_pending_after_commit(impl: ModuleType, model: GPT) -> None:
+    cache = impl.Ring(5, 1)
+    for a, b in [(0, 3), (3, 4), (4, 11)]:
+        model(text(1, 11)[:, a:b], cache)
+        assert len(cache.pending) == 0, f"after commit() {len(cache.pending)} chunks are pending"
 
 
 @pytest.mark.ex3_4
@@ -493,6 +540,16 @@ def test_places_are_counted_among_the_tokens_held(
         shapes = (tuple(ring.keys.shape), tuple(ring.values.shape))
         assert shapes == ((2, sinks + window, 8),) * 2, f"{what}: slots {shapes}"
     assert len(where) == 1, "the memory has moved: something was allocated after the first token"
+
+
+@pytest.mark.ex3_6
+def test_scores_may_be_large(impl: ModuleType) -> None:
+    q, k, v = torch.randn(3, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q, k, ring = 60 * q, 60 * k, impl.RotaryRing(5, 2)
+    expected = attended(impl, q, k, v, 5, 2)
+    for t in range(12):
+        what = f"token {t}, scores in the thousands: subtract the largest before exp, or use softmax"
+        assert_close(ring.step(q[t], k[t], v[t]), expected[t], what, ("head", "number"), size=1e-6)
 
 
 @pytest.mark.ex3_6

@@ -63,8 +63,9 @@ def test_the_equation(impl: ModuleType) -> None:
 @pytest.mark.ex4_1
 def test_one_hot_writes_to_new_slots_are_the_kv_cache(impl: ModuleType) -> None:
     tokens = rows(draw(6, 3), draw(6, 3, seed=1))
-    assert torch.equal(written(impl, tokens, 6, "growing"), tokens)
-    assert torch.equal(written(impl, tokens[:4], 6, "growing"), torch.cat([tokens[:4], torch.zeros(2, 7)]))
+    what = "token t goes to slot t, and all slots stay"
+    assert torch.equal(written(impl, tokens, 6, "growing"), tokens), what
+    assert torch.equal(written(impl, tokens[:4], 6, "growing"), torch.cat([tokens[:4], torch.zeros(2, 7)])), what
 
 
 @pytest.mark.ex4_1
@@ -84,6 +85,9 @@ def test_soft_writes_are_bct(impl: ModuleType) -> None:
     exp = [torch.exp(sum(query[i] * addresses[m, i] for i in range(4))) for m in range(6)]
     torch.testing.assert_close(w, torch.stack(exp) / sum(exp))
     assert keep.tolist() == [1.0] * 6, "nothing is forgotten"
+    w, _ = impl.soft(1000 * query, addresses)
+    large = f"products in the thousands: w is {w.tolist()}, must be 1 for the largest; don't take a bare exp"
+    assert w.argmax() == (addresses @ query).argmax() and w.tolist() == w.round().tolist(), large
 
 
 # --- 4.2 ------------------------------------------------------------------------------------------------------------
@@ -109,6 +113,13 @@ def test_an_empty_slot_is_not_there_however_badly_the_others_fit(impl: ModuleTyp
     q, k, v = torch.ones(8), torch.full((1, 8), -300.0), draw(1, 8)
     slots = torch.cat([torch.zeros(2, 17), rows(k, v)])
     assert_close(impl.read(q, slots), v[0], "a slot that scores -850 lost to an empty one", size=1e-7)
+
+
+@pytest.mark.ex4_2
+def test_scores_may_be_large(impl: ModuleType) -> None:
+    q, k, v = 60 * draw(8), 60 * draw(5, 8, seed=1), draw(5, 8, seed=2)
+    what = "scores in the thousands: don't take a bare exp"
+    assert_close(impl.read(q, rows(k, v)), attention(q, k, v), what, size=1e-7)
 
 
 @pytest.mark.ex4_2
@@ -173,6 +184,14 @@ def test_parallel_sees_no_empty_slot_however_badly_the_others_fit(impl: ModuleTy
     w[:, 1] = 1  # one slot is written to, three stay empty
     expected = torch.stack([v[: t + 1].mean(0) for t in range(3)])
     assert_close(impl.parallel(q, k, v, w), expected, "slots that score -850 lost to empty ones", size=1e-7)
+
+
+@pytest.mark.ex4_3
+def test_scores_of_the_parallel_form_may_be_large(impl: ModuleType) -> None:
+    q, k, v = 60 * draw(12, 8), 60 * draw(12, 8, seed=1), draw(12, 8, seed=2)
+    w = draw(12, 5, seed=3).softmax(dim=-1)
+    what = "scores in the thousands: don't take a bare exp"
+    assert_close(impl.parallel(q, k, v, w), in_turn(q, k, v, w), what, size=1e-7)
 
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
     """Write the cache of ids (one row, as many tokens as ids) as a safetensors file that load() can trust.
 
     A reader at any time finds the old file or the new one, never half of one: write it beside its place, then move it
-    there by os.replace. No other file is left, not even if that fails.
+    there by os.replace. No other file is left, not even if that fails. What a failed pass has left in the cache, past
+    its len(cache) tokens, isn't saved.
 
     Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the dtype; and
     zlib.crc32(raw(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.

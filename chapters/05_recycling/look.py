@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from recycle import read_all
-from studies.recycling import generate_as_published
+from recycle import generate_as_published, read_all
 
 STORED = "This is the story of Varbert of Foxham, where people buy barley bread, and of his neighbour Dorane."
 ASKED = f"{STORED} It began one sunny afternoon."

@@ -24,14 +24,12 @@ def tree() -> str:
         return [("", "")] * before + [(word, kind) for word in words]
 
     return cells(
-        "Three texts in five entries: Halek is held once and continues with lives in or with sings; lives in continues "
-        "with Pellam or with Tolben by the river. Sings, the end of what was used longest ago, goes first.",
+        "Three texts in three runs: Halek lives in Pellam is run 1; Tolben by the river continues it after lives in; "
+        "sings continues it after Halek. Sings, the run used longest ago that nothing continues, goes first.",
         [
-            ("entry 1", row(0, "kept", "Hal", "ek")),
-            ("entry 2", row(2, "kept", "lives", "in")),
-            ("entry 3", row(4, "kept", "Pellam")),
-            ("entry 4", row(4, "kept", "Tolben", *REST)),
-            ("entry 5", row(2, "gone", "sings")),
+            ("run 1", row(0, "kept", "Hal", "ek", "lives", "in", "Pellam")),
+            ("run 2", row(4, "kept", "Tolben", *REST)),
+            ("run 3", row(2, "gone", "sings")),
         ],
         {"kept": "stored once", "gone": "used longest ago: goes first"},
     )

@@ -14,6 +14,7 @@ import torch
 
 from chapters.checking import assert_close, assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from studies.core import Rows
 
 POINTS = {"ex5_1": 1, "ex5_2": 3, "ex5_3": 2, "ex5_4": 1, "ex5_5": 3}
 GIVEN = ("gpt_kv_cache", "support.fingerprints")
@@ -94,7 +95,8 @@ def test_what_may_be_reused_of_random_texts(impl: ModuleType) -> None:
 def test_a_token_is_left_to_feed(impl: ModuleType) -> None:
     assert impl.longest([[1, 2, 3]], [1, 2, 3]) == (0, 2), "all of the prompt is stored: its last token must be fed"
     assert impl.longest([[1, 2, 3, 4, 5]], [1, 2, 3]) == (0, 2), "more is stored than the prompt has"
-    assert impl.longest([[1]], [1])[1] == 0 and impl.longest([], [1, 2])[1] == 0
+    assert impl.longest([[1]], [1])[1] == 0, "a prompt of one token has to be fed whole"
+    assert impl.longest([], [1, 2])[1] == 0, "nothing is stored: the number is 0"
 
 
 # --- 5.2 ------------------------------------------------------------------------------------------------------------
@@ -164,10 +166,10 @@ def test_written_by_hand(impl: ModuleType) -> None:
 def test_what_the_published_call_reads(impl: ModuleType, model: GPT, new: str,
                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """More new tokens than cached ones, as many, or fewer; the call itself is asked."""
-    from studies import recycling
+    import recycle
 
-    published = recycling.generate_as_published
-    monkeypatch.setattr(recycling, "generate_as_published", lambda *_: pytest.fail("that makes the call: say its rule"))
+    published = recycle.generate_as_published
+    monkeypatch.setattr(recycle, "generate_as_published", lambda *_: pytest.fail("that makes the call: say its rule"))
 
     for k in (1, 2, 5, 9):
         for T in {"more": (k + 1, k + 2, 2 * k + 3), "as many": (k,), "fewer": range(1, k)}[new]:
@@ -199,15 +201,18 @@ def test_break_even_is_the_first_number_that_pays(impl: ModuleType) -> None:
 
 @pytest.mark.ex5_4
 def test_break_even_of_the_recorded_measurements(impl: ModuleType) -> None:
-    record = json.loads((ROOT / "studies/recycling/summary.json").read_text(encoding="utf-8"))["law"]
-    for source in ("memory", "warm disk"):
-        ends = record["scan"][0], record["scan"][-1]  # 1 stored token, and many
-        read, restore = ((ends[1][key] - ends[0][key]) / (ends[1]["k"] - ends[0]["k"]) if key == "cold" else
-                         (ends[1][source][key] - ends[0][source][key]) / (ends[1]["k"] - ends[0]["k"])
-                         for key in ("cold", "restore"))  # fmt: skip
-        token_bytes = 2 * record["layers"] * record["width"] * 4
-        found = impl.break_even(read, ends[0][source]["restore"], token_bytes, token_bytes / restore)
-        measured = record["crossover"][source]
+    rows = Rows("latency")
+
+    def seconds(way: str, metric: str, k: int) -> float:
+        return rows.figure(way, metric, model="pocket", m=k + 1, share=100).value / 1000
+
+    token_bytes = rows.figure("cold", "bytes", model="pocket").value
+    read = (seconds("cold", "first", 256) - seconds("cold", "first", 1)) / 255
+    for source in ("memory", "warm-disk"):
+        fixed = seconds(source, "restore", 1)
+        restore = (seconds(source, "restore", 256) - fixed) / 255
+        found = impl.break_even(read, fixed, token_bytes, token_bytes / restore)
+        measured = rows.figure(source, "pays", model="pocket").value
         assert measured / 4 <= found <= 2 * measured, f"{source}: measured {measured}, in powers of two"
 
 
@@ -243,6 +248,18 @@ def test_what_is_loaded_is_what_was_saved(impl: ModuleType, model: GPT, file: Pa
                                        rtol=1e-4, atol=1e-4)  # fmt: skip
     cache, warned = loaded(impl, file.with_name("none"), model, TEXT)
     assert len(cache) == 0 and not warned, "no file is no error: nothing has been stored yet"
+
+
+@pytest.mark.ex5_5
+def test_what_a_failed_pass_left_is_not_saved(impl: ModuleType, model: GPT, file: Path) -> None:
+    clean, cache = file.stat().st_size, cache_of(model, TEXT)
+    last = model.ln_f.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), cache)  # fails when every layer has appended to the cache
+    last.remove()
+    impl.save(file, model, TEXT, cache)
+    assert file.stat().st_size == clean, "the leftovers of a failed pass are saved: past len(cache) nothing counts"
+    assert_cache(loaded(impl, file, model, [*TEXT, 1])[0], model, TEXT, "saved after a pass that failed")
 
 
 @pytest.mark.ex5_5

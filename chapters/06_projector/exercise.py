@@ -19,16 +19,16 @@ MOST_LOST = 0.01  # of the answers that are right
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
     """Return KL(p || q) in nats between the distributions that two sets of logits (..., V) stand for: the cost of
-    taking q for p. It is finite for all finite logits, in any number format, 0 for equal ones, and never below 0,
-    though rounding alone would make it negative."""
+    taking q for p. It is finite for all finite logits, in any number format, 0 for equal ones, and never
+    negative, though rounding alone would make it so."""
     raise NotImplementedError("exercise 6.1")
 
 
 def one_summary_token(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return one key and one value a head (H, D) that stand for keys and values k and v (H, n, D), as far as the query
     q (H, D) can tell: whatever other keys and values are beside them, q reads of the summary token and the others what
-    it reads of all n and the others. Scores are q k / sqrt(D), as in GPT-2. Any key that does it will do. Scores may be
-    large: float32 overflows at exp(89)."""
+    it reads of all n and the others. Scores are q k / sqrt(D), as in GPT-2. Any such key is right. Scores may be large:
+    float32 overflows at exp(89)."""
     raise NotImplementedError("exercise 6.2")
 
 
@@ -54,10 +54,11 @@ def folds(families: Sequence[str], n: int, seed: int = 0) -> list[tuple[list[int
 
 def interval(values: Sequence[float], families: Sequence[str], draws: int = 1000,
              seed: int = 0) -> tuple[float, float, float]:  # fmt: skip
-    """Return the mean of values, and its 95% interval by bootstrap over families, of which each value has one.
+    """Return the mean of values, and its 95% interval by bootstrap over families; each value belongs to one.
 
     A draw is as many families as there are, some of them several times, with all their values; its result is the mean
-    of these values. The interval is from the 2.5% to the 97.5% quantile of the draws' results.
+    of these values. The interval is from the 2.5% to the 97.5% quantile of the results of `draws` draws. The seed
+    decides what is drawn: equal arguments give equal results.
     """
     raise NotImplementedError("exercise 6.5")
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from projector import Layout, Prefill, cache_of, measure_segments, own_queries, prefill, summarize
+from projector import Layout, Prefill, cache_of, own_queries, prefill
 from studies.projection_methods import divergence
+from studies.projection_segments import measure_segments, summarize
 from support.regression import ridge
 from support.tables import table
 
@@ -30,7 +31,7 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
         return prefill(model, tokenizer.encode(question.prompt))
 
     def bank(layout: Layout) -> Tensor:
-        return torch.cat([own_queries(model, other, layout) for other in others], 2)  # (L, H, OTHERS, D)
+        return torch.cat([own_queries(model, other, layout.tail) for other in others], 2)  # (L, H, OTHERS, D)
 
     families = corpus.quiz_families("test")
     others = [exact(family[0]) for family in corpus.quiz_families("train")[:OTHERS]]

@@ -2,21 +2,24 @@
 
 from chapters.builder.svg import cells
 
+TEXT = ["W", "hich", " river", " is", " by", " Hexley", "?", "\n", "Answer", ":"]
+TEXT_ASKED = ["N", "ame", " the", " river", " of", " Hexley", ".", "\n", "Answer", ":"]
+
 
 def summary_tokens() -> str:
-    stored = ["Which", "river", "is", "by", "Hexley", "?", "A", ":"]
-    asked = ["Name", "the", "river", "of", "Hexley", ".", "A"]
-    blank = [("", "")] * 5
+    stored, asked = ([token.replace("\n", "\\n") for token in text] for text in (TEXT, TEXT_ASKED))
+    blank = [("", "")] * 7
     return cells(
-        "The keys and values of a stored prompt's first seven tokens become two summary tokens. A new prompt in other "
+        "The keys and values of a stored prompt's first nine tokens become two summary tokens. A new prompt in other "
         "words is not read, but for its last token, which attends to the two summary tokens.",
         [
             ("stored prompt", [(word, "kept") for word in stored]),
             ("its summary", [*blank, ("s1", "reused"), ("s2", "reused")]),
-            ("new prompt", [(word, "gone") for word in asked] + [(":", "")]),
+            ("new prompt", [(word, "gone") for word in asked[:-1]] + [(":", "")]),
             ("is read as", [*blank, ("s1", "reused"), ("s2", "reused"), (":", "new")]),
         ],
         {"kept": "read earlier", "reused": "fitted and mapped", "gone": "not read", "new": "read now"},
+        width=62,
     )
 
 

@@ -251,6 +251,9 @@ def test_interval_of_one_value_a_family(impl: ModuleType) -> None:
         widths.append((high - low) / (statistics.pstdev(values) / math.sqrt(80)))
     assert statistics.mean(widths) == pytest.approx(2 * 1.96, rel=0.08), "95%: about 1.96 standard errors each way"
     assert impl.interval(values, families) == (mean, low, high), "the same seed gives the same interval"
+    assert impl.interval(values, families, seed=1)[1:] != (low, high), "another seed, and the same interval"
+    _, low, high = impl.interval(values, families, draws=1)
+    assert low == high, f"draws=1: the interval of one draw is a point, and not {low} to {high}"
     assert impl.interval([3.0] * 6, list("aabbcc")) == pytest.approx((3, 3, 3))
 
 

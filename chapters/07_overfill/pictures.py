@@ -46,12 +46,15 @@ def misplaced() -> str:
     )
 
 
+TEXT = ["Hal", "ek", " lives", " in", " the", " old", " mill", " with", " his"]
+
+
 def verified() -> str:
-    text, draft = [(w, "kept") for w in "Halek lives in the".split()], "old mill with his aunt".split()
-    own, nothing = "old mill near a dog .".split(), [("", "")] * 4
+    text, draft = [(w, "kept") for w in TEXT[:4]], TEXT[4:]
+    own, nothing = [" the", " old", " house", " near", " a", " friend"], [("", "")] * 4
     return cells(
-        "A draft of five tokens after a text of four: old mill with his aunt. The teacher, in one pass, predicts old "
-        "mill near; what it predicts after with, his and aunt is dropped. The new text ends with old mill near. Both "
+        "A draft of five tokens after a text of four: the old mill with his. The teacher, in one pass, predicts the "
+        "old house; what it predicts after mill, with and his is dropped. The new text ends with the old house. Both "
         "caches keep the entries of positions 0 to 5. Those of 6 to 8 are cut from the teacher's, those of 6 and 7 "
         "from the student's, which has not read the last word of its draft.",
         [

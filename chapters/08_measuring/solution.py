@@ -75,7 +75,7 @@ def in_turn(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str,
 
 
 def times_as_fast(base: list[float], other: list[float]) -> float:
-    """Return how many times as fast as `base` `other` is, from the milliseconds of both in the same turns; above 1 if
+    """Return how many times as fast `other` is as `base`, from the milliseconds of both in the same turns; above 1 if
     it takes less time. Turns in which the whole machine was slow must not change the result, nor a few in which only
     one of the two was slow. Raises ValueError, with both numbers, if the numbers of turns differ.
     """
@@ -143,12 +143,16 @@ def same(got: Tensor, expected: Tensor) -> bool:
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return vectors x (..., D) as int8 numbers (..., D), and a scale for each vector (..., 1) in the dtype of x.
 
-    Number times scale is the original number, to within half a scale. The largest magnitude in a vector becomes 127 (or
-    -127). A vector of zeros stays zeros, with a finite scale.
+    Number times scale, computed in float32, is the original number to within half a scale, and the largest magnitude in
+    a vector becomes 127 or -127: in any dtype, if the largest magnitude is at least 0.001. (Compute in float32. Scales
+    of bfloat16 and float16 are rounded, so that more than 127 may come out, and 128 would wrap round to -128.) A vector
+    of zeros stays zeros, with a finite scale.
     """
     # exercise 8.6
-    scales = x.abs().amax(-1, keepdim=True) / 127
-    return (x / scales.clamp_min(torch.finfo(x.dtype).tiny)).round().to(torch.int8), scales
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scales = (wide.abs().amax(-1, keepdim=True) / 127).to(x.dtype)
+    divisors = scales.to(wide.dtype).masked_fill(scales == 0, 1.0)
+    return (wide / divisors).round().clamp(-127, 127).to(torch.int8), scales
 
 
 class Int8Cache:

@@ -29,7 +29,8 @@ def model_of(seed: int) -> GPT:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     heads, size = draw.randint(1, 3), draw.choice([8, 16])
-    config = GPTConfig(draw.randint(80, 120), 64, draw.randint(1, 4), heads, draw.choice([heads * size, 40]), size)
+    sizes = draw.randint(80, 120), 64, draw.randint(1, 4), heads, draw.choice([heads * size, 40])
+    config = GPTConfig(*sizes, head_dim=size)
     model = GPT(config).eval().requires_grad_(False)
     for p in model.parameters():
         p.add_(0.2 * torch.randn_like(p))
@@ -217,6 +218,8 @@ def test_the_mean_is_that_of_the_prompts(impl: ModuleType) -> None:
     mean, low, high = impl.interval(values, prompt)
     assert mean == pytest.approx((1 + 9 + 4) / 3), "each prompt counts once, however many results it has"
     assert low == pytest.approx(1) and high == pytest.approx(9), "three prompts can all be drawn alike"
+    _, low, high = impl.interval(values, prompt, draws=1)
+    assert low == high, f"draws=1: the interval of one draw is a point, and not {low} to {high}"
     assert impl.interval(np.full(12, 2.5), np.arange(12) // 3) == (2.5, 2.5, 2.5)
     assert impl.interval(np.array([2.5, 3.5]), np.zeros(2, dtype=int)) == (3.0, 3.0, 3.0)
 
@@ -227,10 +230,11 @@ def test_equal_arguments_give_equal_intervals(impl: ModuleType) -> None:
     values, prompt = rng.normal(size=60), np.arange(60) % 20
     before, shared = values.copy(), np.random.get_state()
     one = impl.interval(values, prompt)
-    assert impl.interval(values, prompt) == one and (values == before).all()
+    assert impl.interval(values, prompt) == one, "the same arguments give another interval"
+    assert (values == before).all(), "the results that were given have changed"
     now = np.random.get_state()
     assert (now[1] == shared[1]).all() and now[2] == shared[2], "np.random's own generator is everybody's: make one"
-    assert impl.interval(values, prompt, seed=1)[1:] != one[1:]
+    assert impl.interval(values, prompt, seed=1)[1:] != one[1:], "another seed, and the same interval"
     order = rng.permutation(60)
     assert impl.interval(values[order], prompt[order]) == pytest.approx(one), "the order of the results is nothing"
 
@@ -409,6 +413,24 @@ def test_a_vector_has_a_scale_of_its_own(impl: ModuleType) -> None:
         off = ((numbers * scales - x).abs() / scales).amax()
         assert off <= 0.5001, f"off by {off:.2f} scales: half of one is enough, if numbers are rounded to the nearest"
         assert torch.equal(x, before), "quantized() must not change what it is given"
+
+
+@pytest.mark.ex8_6
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("largest", [0.001, 0.003, 0.0078, 1.0, 300.0])
+def test_vectors_of_any_dtype_and_size(impl: ModuleType, dtype: torch.dtype, largest: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = 2 * torch.rand(500, 16, generator=draw) - 1
+    x = (x / x.abs().amax(-1, keepdim=True) * largest * (1 + torch.rand(500, 1, generator=draw))).to(dtype)
+    numbers, scales = impl.quantized(x)
+    what = f"{dtype}, largest magnitudes from {largest} to {2 * largest}"
+    assert scales.dtype == dtype, f"{what}: scales of {scales.dtype}"
+    wrapped = (numbers.float() * x.float() < 0).sum()
+    assert not wrapped, f"{what}: {wrapped} numbers have wrapped round to the other sign: clamp to 127"
+    found = sorted({*numbers.int().abs().amax(-1).tolist()})
+    assert found == [127], f"{what}: the largest of each vector must become 127, and became {found}"
+    off = float(((numbers.float() * scales.float() - x.float()).abs() / scales.float()).max())
+    assert off <= 0.501, f"{what}: off by {off:.2f} scales, must be half of one: compute in float32"
 
 
 @pytest.mark.ex8_6

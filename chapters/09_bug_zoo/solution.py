@@ -140,7 +140,8 @@ def check_state(module: ModuleType) -> None:
             with interrupted(model, layer):
                 model(ids[:, n : n + 4], cache)
             assert len(cache) == n == cache.next_pos, f"{len(cache)} tokens after an interruption"
-            assert_close(model(ids[:, n:], cache), exact[:, n:], "after an interruption")
+            rest = torch.cat([model(piece, cache) for piece in ids[:, n:].split(6, dim=1)], dim=1)
+            assert_close(rest, exact[:, n:], "after an interruption")
         cache = read(n)
         _refused(lambda cache=cache, n=n: model(text(2, 49 - n), cache))
         holds(cache, n, "after a pass that doesn't fit")
@@ -222,6 +223,11 @@ def check_ring(module: ModuleType) -> None:
                     model(ids[:, n - 1 : n], cache)
                 else:
                     _refused(lambda cache=cache, n=n: cache.truncate(n - 1))
+                    cache.truncate(n)
+                    empty = cache.clone()
+                    empty.truncate(0)
+                    fresh = module.SlidingWindowCache(4, 1)
+                    assert_close(model(ids, empty), model(ids, fresh), f"{what}, cut back to nothing")
                 for piece in ids[:, n:].split([1, 3, 1, 30 - n - 5], dim=1):
                     expected = model(piece, other)
                     for held, whose in ((back, "a clone"), (cache, "cut back by one token, and read again")):
@@ -231,6 +237,7 @@ def check_ring(module: ModuleType) -> None:
     for window, sinks in ((1, 0), (4, 0), (3, 2)):
         ids = text(1, 16)
         before = shallow(ids, module.SlidingWindowCache(window, sinks))
+        assert_close(before[:, :window], shallow(ids[:, :window]), f"the first {window} tokens see all before them")
         for j in range(16):
             other = ids.clone()
             other[0, j] = (ids[0, j] + 1) % 50

@@ -77,13 +77,13 @@ WRITTEN_OUT = (
     " torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril() | (not causal)), -math.inf).softmax(-1).nan_to_num()"
     " @ v.double()).to(v.dtype)"
 )
-OTHER_APPEND = '''    def append(self, layer, k, v, pos):
+OTHER_APPEND = """    def append(self, layer, k, v, pos):
         if self.next_pos:
             old = self.layers[layer].narrow(3, 0, self.pos.numel())
             k, v = torch.cat((old[0], k), 2), torch.cat((old[1], v), 2)
         both = torch.stack((k, v))
         self.layers = [*self.layers[:layer], both, *self.layers[layer + 1 :]]
-        return both[0], both[1], torch.arange(k.size(2)) < pos[:, None] + 1'''
+        return both[0], both[1], torch.arange(k.size(2)) < pos[:, None] + 1"""
 OTHER_WORDS = [
     ('f"can\'t keep {n} tokens of {len(self)}"', '"no"'),
     ('f"{T} tokens after {start}: {limits}"', '"no"'),
@@ -93,9 +93,11 @@ RIGHT = {
     "gpt_kv_cache.py": lambda: changed(KV),
     "gpt_bounded_cache.py": lambda: changed(RING),
     "softmax written out in float64": lambda: changed(KV, (SDPA, WRITTEN_OUT)),
-    "another append, other words": lambda: changed(KV, (body(KV, "KVCache.append"), OTHER_APPEND), *OTHER_WORDS),
+    "another append, other words": lambda: changed(
+        KV, (body(KV, "KVCache.append"), OTHER_APPEND), *OTHER_WORDS
+    ),
 }
-ORDERED = '''    def append(self, layer, k, v, pos):
+ORDERED = """    def append(self, layer, k, v, pos):
         kv = torch.stack([k, v])
         if len(self):
             held = self.layers[layer][..., : len(self.pos), :]
@@ -103,12 +105,12 @@ ORDERED = '''    def append(self, layer, k, v, pos):
                 raise ValueError("no")
             kv = torch.cat([held, kv], 3)
         self.pending[layer:] = [kv.detach()]
-        return kv[0], kv[1], self.visible(torch.cat([self.pos, pos]), pos[:, None])'''
-ORDERED_COMMIT = '''    def commit(self, pos):
+        return kv[0], kv[1], self.visible(torch.cat([self.pos, pos]), pos[:, None])"""
+ORDERED_COMMIT = """    def commit(self, pos):
         both = torch.cat([self.pos, pos])
         keep = ((both < self.sinks) | (both > both[-1] - self.window)).nonzero()[:, 0]
         self.layers, self.pos = [kv[..., keep, :] for kv in self.pending], both[keep]
-        self.n_read, self.pending = self.n_read + len(pos), []'''
+        self.n_read, self.pending = self.n_read + len(pos), []"""
 RIGHT_RINGS = {
     "gpt_bounded_cache.py": lambda: changed(RING),
     "softmax written out in float64": lambda: changed(RING, (SDPA, WRITTEN_OUT)),
@@ -126,7 +128,10 @@ def patch(name: str) -> Callable[[], ModuleType]:
 
 def patches(*names: str) -> dict[str, Callable[[], ModuleType]]:
     """Mutants of tests/mutants, by what their patches say about them."""
-    return {zoo.PATCHES[n].read_text(encoding="utf-8").partition("\n")[0].lstrip("# "): patch(n) for n in names}
+    return {
+        zoo.PATCHES[n].read_text(encoding="utf-8").partition("\n")[0].lstrip("# "): patch(n)
+        for n in names
+    }
 
 
 MASK = "mask = torch.cat([self.pos, pos]) <= pos[:, None]"
@@ -157,18 +162,47 @@ CHUNKS = patches(
     "Keys of a later piece are kept as values, and values as keys.": lambda: changed(
         KV,
         (
-            "self.layers[layer : layer + 1 if len(self) else None] = [kv]",
-            "n = len(self)\n        self.layers[layer : layer + 1 if len(self) else None] = [kv if not n else "
-            "torch.cat([kv[..., :n, :], kv.flip(0)[..., n:, :]], dim=3)]",
+            "            self.layers[layer] = kv",
+            "            n = len(self)\n"
+            "            self.layers[layer] = torch.cat([kv[..., :n, :], kv.flip(0)[..., n:, :]], dim=3)",
         ),
     ),
     "last_only gives the logits of the piece's first token.": lambda: changed(
         KV, ("x[:, -1:] if last_only", "x[:, :1] if last_only")
     ),
     "The cache rounds keys and values to half precision.": lambda: changed(
-        KV, ("kv, mask = torch.stack([k, v]), None", "kv, mask = torch.stack([k, v]).half().to(k.dtype), None")
+        KV,
+        (
+            "kv, mask = torch.stack([k, v]), None",
+            "kv, mask = torch.stack([k, v]).half().to(k.dtype), None",
+        ),
     ),
 }
+LAST = """        logits = self.head(x[:, -1:] if last_only else x)  # NEW
+        if cache is not None:  # NEW
+            cache.commit(pos)  # NEW  last of all: a failure above leaves the cache as it was
+"""
+COPIED = "[kv[..., : len(self), :].to(device, dtype, copy=True) for kv in self.layers]"
+
+
+def early(when: str) -> str:
+    """The end of GPT.forward, with the tokens counted before the head in some cases."""
+    head = LAST.splitlines()[0]
+    return f"""        early = cache is not None and {when}
+        if early:
+            cache.commit(pos)
+{head}
+        if cache is not None and not early:
+            cache.commit(pos)
+"""
+
+
+def too_long(what: str) -> tuple[str, str]:
+    """What a pass that doesn't fit does to the cache before it is refused."""
+    limits = '            limits = f"must be at least 1'
+    return limits, f"            if cache is not None:\n                cache.{what}\n{limits}"
+
+
 STATES = patches(
     "kv_failed_pass_stays",
     "kv_commits_too_early",
@@ -178,7 +212,11 @@ STATES = patches(
     "kv_bounds_of_the_chunk_only",
 ) | {
     "An interruption in the second layer leaves something behind.": lambda: changed(
-        KV, (f"torch.cat([{HELD}", f"torch.cat([{HELD.replace(': len(self)', ': None if layer else len(self)')}")
+        KV,
+        (
+            f"torch.cat([{HELD}",
+            f"torch.cat([{HELD.replace(': len(self)', ': None if layer else len(self)')}",
+        ),
     ),
     "A clone shares the memory of the second layer.": lambda: changed(
         KV,
@@ -191,7 +229,11 @@ STATES = patches(
         KV, ("kv[..., :n, :].clone()", "kv[..., len(self) - n :, :].clone()")
     ),
     "truncate() takes any n for the nearest that can be.": lambda: changed(
-        KV, ("        if not 0 <= n <= len(self):", "        n = min(max(n, 0), len(self))\n        if False:")
+        KV,
+        (
+            "        if not 0 <= n <= len(self):",
+            "        n = min(max(n, 0), len(self))\n        if False:",
+        ),
     ),
     "truncate() refuses, when half of the tokens are gone.": lambda: changed(
         KV,
@@ -201,17 +243,291 @@ STATES = patches(
             "            self.layers, self.pos = [kv[..., :half, :] for kv in self.layers], self.pos[:half]",
         ),
     ),
+    "A very first pass that is interrupted leaves layers behind, and the next one adds its own.": lambda: (
+        changed(
+            KV,
+            (
+                "self.layers[layer:] = [kv]",
+                "self.layers[layer:layer] = [kv]",
+            ),
+        )
+    ),
+    "An interruption before the head leaves the tokens counted, if the cache was empty.": lambda: (
+        changed(KV, (LAST, early("not start")))
+    ),
+    "An interruption before the head leaves the tokens counted, if the cache wasn't empty.": lambda: (
+        changed(KV, (LAST, early("start")))
+    ),
+    "A pass that doesn't fit is an IndexError.": lambda: changed(
+        KV, ('raise ValueError(f"{T} tokens after', 'raise IndexError(f"{T} tokens after')
+    ),
+    "A pass that doesn't fit is refused, and empties the cache.": lambda: changed(
+        KV, too_long("truncate(0)")
+    ),
+    "A pass that doesn't fit is refused, when an empty cache has got a layer.": lambda: changed(
+        KV, too_long("commit(pos[:1]) if not len(cache) else None")
+    ),
+    "A pass that doesn't fit is taken up to the limit, if the cache is empty.": lambda: changed(
+        KV,
+        (
+            "pos = start + torch.arange(T, device=ids.device)  # (T,)\n        if T < 1",
+            "ids = ids if start else ids[:, : self.context]\n        T = ids.size(1)\n"
+            "        pos = start + torch.arange(T, device=ids.device)\n        if T < 1",
+        ),
+    ),
+    "A clone of a cache has none of its tokens.": lambda: changed(
+        KV, ("return KVCache(layers, self.pos.to(device, copy=True))", "return KVCache()")
+    ),
+    "A clone holds its tokens at other positions.": lambda: changed(
+        KV,
+        (
+            "return KVCache(layers, self.pos.to(device, copy=True))",
+            "return KVCache(layers, self.pos // 2)",
+        ),
+    ),
+    "A clone lacks the last token.": lambda: changed(
+        KV,
+        (
+            "return KVCache(layers, self.pos.to(device, copy=True))",
+            "return KVCache(layers, self.pos[:-1].clone())",
+        ),
+    ),
+    "A clone has the keys of the first layer in all layers.": lambda: changed(
+        KV, (COPIED, COPIED.replace("[kv[...", "[self.layers[0][..."))
+    ),
+    "Tokens fed to a clone are the original's, too.": lambda: changed(
+        KV,
+        (
+            f"        layers = {COPIED}  # NEW\n        return KVCache(layers, self.pos.to(device, copy=True))",
+            "        other = KVCache(pos=self.pos)\n        other.layers = self.layers\n        return other",
+        ),
+    ),
+    "truncate() keeps a token more.": lambda: changed(
+        KV,
+        (
+            "        self.pos = self.pos[:n].clone()  # NEW",
+            "        self.pos = self.pos[: n + 1].clone()",
+        ),
+    ),
+    "truncate(0) changes nothing.": lambda: changed(
+        KV,
+        (
+            "        if not 0 <= n <= len(self):",
+            "        if n == 0:\n            return\n        if not 0 <= n <= len(self):",
+        ),
+    ),
+    "truncate() keeps the memory of the second layer.": lambda: changed(
+        KV,
+        (
+            "[kv[..., :n, :].clone() for kv in self.layers if n]",
+            "[kv[..., :n, :].clone() if not i else kv[..., :n, :] for i, kv in enumerate(self.layers) if n]",
+        ),
+    ),
+    "truncate(0) keeps the memory.": lambda: changed(
+        KV,
+        (
+            "[kv[..., :n, :].clone() for kv in self.layers if n]",
+            "[kv[..., :n, :].clone() if n else kv[..., :0, :] for kv in self.layers]",
+        ),
+    ),
+    "truncate() takes more tokens than there are for all.": lambda: changed(
+        KV,
+        ("        if not 0 <= n <= len(self):", "        n = min(n, len(self))\n        if n < 0:"),
+    ),
+    "truncate() takes a negative n for none.": lambda: changed(
+        KV,
+        ("        if not 0 <= n <= len(self):", "        n = max(n, 0)\n        if n > len(self):"),
+    ),
+    "truncate() raises an IndexError for an impossible n.": lambda: changed(
+        KV, ("raise ValueError(f\"can't keep", "raise IndexError(f\"can't keep")
+    ),
+    "truncate() refuses, when the memory of the second layer is gone.": lambda: changed(
+        KV,
+        (
+            "        if not 0 <= n <= len(self):",
+            "        if not 0 <= n <= len(self):\n"
+            "            self.layers = [*self.layers[:1], *(kv * 0 for kv in self.layers[1:])]",
+        ),
+    ),
 }
+WRITE = "                ring[..., slots, :] = kv[..., held[slots] - n, :]"
+KEEP = "        if not 0 <= n <= len(self) or (evicted and 0 < n < len(self)):"
+COUNTED = """def counted(block, x, pos, cache, layer):
+    cache.n_read += 1
+    x = block(x, pos, cache, layer)
+    cache.n_read -= 1
+    return x
+
+
+"""
+
+
+def listed(pos: str) -> list[tuple[str, str]]:
+    """What cache.pos lists, in the place of x, the positions that are held; the cache itself doesn't look at it."""
+    line = "    def __len__(self) -> int:  # RING"
+    properties = f"""    @property
+    def pos(self):
+        x = self.held(len(self))
+        return {pos} if len(self) else x
+
+    @pos.setter
+    def pos(self, pos):
+        pass
+
+    @property
+    def next_pos(self):
+        return self.n_read
+
+{line}"""
+    return [
+        (line, properties),
+        ("self.visible(self.pos, n)", "self.visible(self.held(n), n)"),
+        ("self.pos[seen].to(pos)", "self.held(n)[seen].to(pos)"),
+    ]
+
+
 SEEN = "(k_pos > pos - self.window) | (k_pos < self.sinks)"
 # What check_ring isn't asked for: gradients, and NaN in a slot that is hidden.
 OTHERS = {"ring_keeps_the_graph", "ring_writes_in_place_in_training", "ring_reads_what_nobody_sees"}
-RINGS = patches(*(name for name in zoo.PATCHES if name.startswith("ring") and name not in OTHERS)) | {
+RINGS = patches(
+    *(name for name in zoo.PATCHES if name.startswith("ring") and name not in OTHERS)
+) | {
     "The window is one token short, always.": lambda: changed(
         RING, (SEEN, SEEN.replace("pos - self.window", "pos - max(1, self.window - 1)"))
     ),
     "Sinks are kept, and not seen.": lambda: changed(RING, (SEEN, "k_pos > pos - self.window")),
     "Within a piece, the window is forgotten.": lambda: changed(
         RING, (SEEN, SEEN.replace("pos - self.window", "pos.min() - self.window"))
+    ),
+    "The window is one token too long in the second layer.": lambda: changed(
+        RING,
+        (
+            "        return kv[0], kv[1], self.visible(k_pos.to(pos), pos[:, None])  # RING",
+            "        self.window += layer > 0\n        mask = self.visible(k_pos.to(pos), pos[:, None])\n"
+            "        self.window -= layer > 0\n        return kv[0], kv[1], mask",
+        ),
+    ),
+    "One sink too many is seen.": lambda: changed(
+        RING, (SEEN, SEEN.replace("k_pos < self.sinks", "k_pos <= self.sinks"))
+    ),
+    "Within a piece, a token sees those after it.": lambda: changed(
+        RING,
+        (
+            "return (k_pos <= pos) & (",
+            "return (k_pos <= (pos if isinstance(pos, int) else pos.max())) & (",
+        ),
+    ),
+    "A token doesn't see itself if the window is 1.": lambda: changed(
+        RING, (SEEN, SEEN.replace("self.window)", "self.window + (self.window == 1))"))
+    ),
+    "A piece longer than the window leaves its first tokens in the slots.": lambda: changed(
+        RING,
+        (
+            WRITE,
+            "                many = kv.size(3) > self.window\n                which = held[slots] - n\n"
+            "                ring[..., slots, :] = kv[..., which - which.min() if many else which, :]",
+        ),
+    ),
+    "After three laps the ring goes the other way round.": lambda: changed(
+        RING,
+        (
+            "slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)",
+            "slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)\n"
+            "            slot = slot if n < 3 * size else self.sinks",
+        ),
+    ),
+    "cache.pos lists slots, not positions.": lambda: changed(RING, *listed("torch.arange(len(x))")),
+    "cache.pos leaves the sinks out.": lambda: changed(RING, *listed("x[self.sinks :]")),
+    "cache.pos lists the newest token twice.": lambda: changed(
+        RING, *listed("torch.cat([x, x.max()[None]])")
+    ),
+    "cache.pos lists all tokens that were read.": lambda: changed(
+        RING, *listed("torch.arange(len(self))")
+    ),
+    "cache.pos leaves the newest token out.": lambda: changed(RING, *listed("x[x < x.max()]")),
+    "A single token that is interrupted before the head is counted.": lambda: changed(
+        RING, (LAST, early("T == 1"))
+    ),
+    "A piece that is interrupted before the head is counted.": lambda: changed(
+        RING, (LAST, early("T > 1"))
+    ),
+    "A single token that is interrupted in the second layer is counted.": lambda: changed(
+        RING,
+        (
+            "            x = block(x, pos, cache, layer)",
+            "            x = block(x, pos, cache, layer) if layer < 1 or "
+            "cache is None or T > 1 else counted(block, x, pos, cache, layer)",
+        ),
+        ("def context_start(", COUNTED + "def context_start("),
+    ),
+    "A clone begins empty.": lambda: changed(
+        RING,
+        (
+            "        other.n_read, other.pos = len(self), self.pos.to(device, copy=True)  # RING\n        return other",
+            "        return SlidingWindowCache(self.window, self.sinks)",
+        ),
+    ),
+    "A clone forgets the sinks.": lambda: changed(
+        RING,
+        (
+            "other = SlidingWindowCache(self.window, self.sinks)",
+            "other = SlidingWindowCache(self.window + self.sinks)",
+        ),
+    ),
+    "A clone shares the memory of the second layer.": lambda: changed(
+        RING,
+        (
+            "[kv.to(device, dtype, copy=True) for kv in self.layers if len(self)]",
+            "[kv.to(device, dtype, copy=not i) for i, kv in enumerate(self.layers) if len(self)]",
+        ),
+    ),
+    "truncate() refuses what could be kept.": lambda: changed(
+        RING, (KEEP, KEEP.replace("(evicted and", "("))
+    ),
+    "truncate() refuses on a ring that is exactly full.": lambda: changed(
+        RING,
+        (
+            "evicted = max(0, len(self) - self.sinks - self.window)",
+            "evicted = max(0, len(self) + 1 - self.sinks - self.window)",
+        ),
+    ),
+    "truncate() keeps what it can't.": lambda: changed(
+        RING, (KEEP, "        if not 0 <= n <= len(self):")
+    ),
+    "truncate(0) is refused once tokens were evicted.": lambda: changed(
+        RING, (KEEP, KEEP.replace("and 0 < n <", "and n <"))
+    ),
+    "truncate() to all tokens is refused once some were evicted.": lambda: changed(
+        RING, (KEEP, KEEP.replace("0 < n < len(self)", "0 < n"))
+    ),
+    "truncate() refuses, when half of the tokens are gone.": lambda: changed(
+        RING,
+        (
+            KEEP,
+            KEEP
+            + "\n            self.n_read //= 2\n            self.pos = self.pos[: self.n_read]",
+        ),
+    ),
+    "truncate() raises an IndexError for what is evicted.": lambda: changed(
+        RING,
+        (
+            "raise ValueError(f\"can't keep {n} tokens of {len(self)}, {evicted}",
+            "raise IndexError(f\"can't keep {n} tokens of {len(self)}, {evicted}",
+        ),
+    ),
+    "truncate() keeps a token less.": lambda: changed(
+        RING,
+        (
+            "self.n_read, self.pos, self.layers = n, self.pos[:n], self.layers if n else []",
+            "n -= 0 < n < len(self)\n"
+            "        self.n_read, self.pos, self.layers = n, self.pos[:n], self.layers if n else []",
+        ),
+    ),
+    "A cache of another batch size is taken.": lambda: changed(
+        RING, ("        self.check(ring, kv)", "        self.check(ring[:, :1], kv[:, :1])")
+    ),
+    "A cache of another dtype is taken.": lambda: changed(
+        RING, ("        self.check(ring, kv)", "        self.check(ring, kv.to(ring.dtype))")
     ),
 }
 GENERATES = patches(
@@ -224,14 +540,107 @@ GENERATES = patches(
         KV, ("cache = model.new_cache() if cache is None else cache", "cache = model.new_cache()")
     ),
     "The last token in the cache is read a second time.": lambda: changed(
-        KV, ("ids[:, start + len(cache) :], cache", "ids[:, start + max(0, len(cache) - 1) :], cache")
+        KV,
+        ("ids[:, start + len(cache) :], cache", "ids[:, start + max(0, len(cache) - 1) :], cache"),
     ),
     "A cache of as many tokens as ids is taken, and emptied.": lambda: changed(
-        KV, ("0 < len(cache) >= ids.size(1):  # NEW", "0 < len(cache) >= ids.size(1):\n"
-             "        cache.truncate(0)\n    if False:")
+        KV,
+        (
+            "0 < len(cache) >= ids.size(1):  # NEW",
+            "0 < len(cache) >= ids.size(1):\n        cache.truncate(0)\n    if False:",
+        ),
     ),
     "All rows go on with the first row's token.": lambda: changed(
-        KV, ("        yield next_id", "        next_id = next_id[:1].expand_as(next_id)\n        yield next_id")
+        KV,
+        (
+            "        yield next_id",
+            "        next_id = next_id[:1].expand_as(next_id)\n        yield next_id",
+        ),
+    ),
+    "A prompt longer than the context is read from its end on, as much as fits.": lambda: changed(
+        KV,
+        (
+            "        start = context_start(ids.size(1), model.context)",
+            "        start = context_start(ids.size(1), model.context)\n"
+            "        if ids.size(1) > model.context and not len(cache):\n"
+            "            start = ids.size(1) - model.context",
+        ),
+    ),
+    "When the context is full, half of it is a token less.": lambda: changed(
+        KV, ("    half = (n_ctx + 1) // 2", "    half = n_ctx // 2 - 1")
+    ),
+    "When the context is full, generation ends.": lambda: changed(
+        KV,
+        (
+            "        if start > cached_from:  # NEW",
+            "        if start > cached_from and len(cache):\n            return\n"
+            "        if start > cached_from:  # NEW",
+        ),
+    ),
+    "The prompt is read token by token.": lambda: changed(
+        KV,
+        (
+            "        logits = model(ids[:, start + len(cache) :], cache",
+            "        while not start and len(cache) < ids.size(1) - 1:\n"
+            "            model(ids[:, len(cache) : len(cache) + 1], cache)\n"
+            "        logits = model(ids[:, start + len(cache) :], cache",
+        ),
+    ),
+    "When the context is full, the rest is read token by token.": lambda: changed(
+        KV,
+        (
+            "        logits = model(ids[:, start + len(cache) :], cache",
+            "        while start and start + len(cache) < ids.size(1) - 1:\n"
+            "            model(ids[:, start + len(cache) : start + len(cache) + 1], cache)\n"
+            "        logits = model(ids[:, start + len(cache) :], cache",
+        ),
+    ),
+    "What a given cache holds is read again.": lambda: changed(
+        KV, ("    check_options(ids, max", "    cache.truncate(0)\n    check_options(ids, max")
+    ),
+    "A given cache is copied first, and doesn't grow.": lambda: changed(
+        KV,
+        (
+            "cache = model.new_cache() if cache is None else cache",
+            "cache = model.new_cache() if cache is None else cache.clone()",
+        ),
+    ),
+    "The last token is read, too.": lambda: changed(
+        KV,
+        (
+            "        ids = torch.cat([ids, next_id], dim=1)  # (B, T + 1)",
+            "        ids = torch.cat([ids, next_id], dim=1)\n    if len(cache) and len(cache) < model.context:\n"
+            "        model(ids[:, -1:], cache)",
+        ),
+    ),
+    "At the end the cache is emptied.": lambda: changed(
+        KV,
+        (
+            "        ids = torch.cat([ids, next_id], dim=1)  # (B, T + 1)",
+            "        ids = torch.cat([ids, next_id], dim=1)\n    cache.truncate(0)",
+        ),
+    ),
+    "A cache of more tokens than ids is cut back, and used.": lambda: changed(
+        KV,
+        (
+            "0 < len(cache) >= ids.size(1):  # NEW",
+            "0 < len(cache) > ids.size(1):\n"
+            "        cache.truncate(ids.size(1) - 1)\n    if 0 < len(cache) == ids.size(1):",
+        ),
+    ),
+    "A cache of too many tokens is refused, and emptied.": lambda: changed(
+        KV,
+        (
+            '        raise ValueError(f"ids, {lengths}")',
+            '        cache.truncate(0)\n        raise ValueError(f"ids, {lengths}")',
+        ),
+    ),
+    "A cache of too many tokens is an IndexError.": lambda: changed(
+        KV,
+        (
+            '        raise ValueError(f"ids, {lengths}")',
+            '        raise IndexError(f"ids, {lengths}")',
+        ),
     ),
 }
 
@@ -242,7 +651,9 @@ def code(module: ModuleType, name: str) -> list[object]:
     codes, bodies = [getattr(inspect.unwrap(getattr(found, "fget", found)), "__code__", None)], []
     for code in filter(None, codes):
         codes += [x for x in code.co_consts if isinstance(x, CodeType)]  # functions within it
-        bodies.append((code.co_code, code.co_names, [str(x) for x in code.co_consts if x not in codes]))
+        bodies.append(
+            (code.co_code, code.co_names, [str(x) for x in code.co_consts if x not in codes])
+        )
     return bodies
 
 
@@ -253,7 +664,10 @@ def test_suspects(impl: ModuleType) -> None:
     assert sorted(named) == letters, f"the reports are {letters}"
     for name in named.values():
         assert body(KV, name), f"{KV} defines no {name}"
-    right = sum(code(zoo.specimen(letter), named[letter]) != code(gpt_kv_cache, named[letter]) for letter in letters)
+    right = sum(
+        code(zoo.specimen(letter), named[letter]) != code(gpt_kv_cache, named[letter])
+        for letter in letters
+    )
     if right < len(letters):
         pytest.fail(f"{right} of {len(letters)} are right")
 

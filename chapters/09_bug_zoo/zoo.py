@@ -11,9 +11,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run or imported from any folder
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import hashlib
 from collections.abc import Callable
 from functools import cache

@@ -9,7 +9,6 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, f"{sys.path[0]}/../..")  # run as a file, from any folder
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
 
 import shutil
 from pathlib import Path

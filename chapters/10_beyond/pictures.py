@@ -2,6 +2,9 @@
 
 from chapters.builder.svg import cells
 
+TEXT = ["They", " came", " to", " the", " town", " of"]
+TEXT_C = ["Notes", ":", " a"]
+
 
 def blocks() -> str:
     def table(*entries: str) -> list[tuple[str, str]]:
@@ -10,7 +13,6 @@ def blocks() -> str:
     def text(*words: str, new: str = "") -> list[tuple[str, str]]:
         return [(word, "reused" if new else "kept") for word in words] + [(new, "new")] * bool(new)
 
-    prompt = ("Once", ",", "in", "the", "town", "of")
     kinds = {"": "free", "A B": "reused"}
 
     def pool(*owners: str, new: int = -1) -> list[tuple[str, str]]:
@@ -25,11 +27,11 @@ def blocks() -> str:
         "Pellam: it gets a copy of block 0 in block 2, and its table says 4, 2. Then A writes Tolben to block 0, which "
         "is its own now. Block 4 still has a count of 2; blocks 0, 2 and 3 have 1; blocks 1 and 5 are free.",
         [
-            ("text A", text(*prompt, new="Tolben")),
+            ("text A", text(*TEXT, new=" Tolben")),
             ("its table", table("block 4", "block 0")),
-            ("text B", text(*prompt, new="Pellam")),
+            ("text B", text(*TEXT, new=" Pellam")),
             ("its table", table("block 4", "0, then 2")),
-            ("text C", text("Notes", ":", "-")),
+            ("text C", text(*TEXT_C)),
             ("its table", table("block 3")),
             ("", []),
             ("the pool: block", counts(*range(6))),

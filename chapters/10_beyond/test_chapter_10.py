@@ -102,7 +102,9 @@ def test_bandwidth_from_which_on_to_fetch(impl: ModuleType) -> None:
         for known in (1, 512, 100_000):
             bandwidth = impl.fetch_from(*of(shape), shape.token_bytes, known, rate)
             saved = impl.prefill_s(*of(shape), 2 * known, rate) - impl.prefill_s(*of(shape), 2 * known, rate, known)
-            assert known * shape.token_bytes / bandwidth == pytest.approx(saved, rel=1e-9)
+            fetched = known * shape.token_bytes / bandwidth
+            what = f"{shape.name}, {known} tokens: at {bandwidth:.3g} bytes/s fetching takes {fetched:.3g} s"
+            assert fetched == pytest.approx(saved, rel=1e-9), f"{what}, reading {saved:.3g} s: must be the same"
     llama = SHAPES[-1]
     short, long = (impl.fetch_from(*of(llama), llama.token_bytes, known, rate) / 1e9 for known in (1, 131_072))
     assert short == pytest.approx(2.37, abs=0.01) and long == pytest.approx(1.05, abs=0.01)
@@ -164,7 +166,8 @@ class Pool:
 
     def check(self) -> None:
         tables, size = self.tables, self.size
-        assert tables.table.keys() == tables.length.keys() == self.texts.keys()
+        assert tables.table.keys() == self.texts.keys(), f"table has {[*tables.table]}, must have {[*self.texts]}"
+        assert tables.length.keys() == self.texts.keys(), f"length has {[*tables.length]}, must have {[*self.texts]}"
         for text, tokens in self.texts.items():
             found, must = len(tables.table[text]), -(-len(tokens) // size)
             assert found == must, f"{text}, {len(tokens)} tokens: {found} blocks of {size}, must be {must}"
@@ -325,7 +328,7 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
 
 @pytest.mark.ex10_5
 def test_hit_rate_of_small_caches(impl: ModuleType) -> None:
-    assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 3) == 3 / 6
+    assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 3) == 3 / 6, "three blocks twice, room for three: the second time all"
     assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 2) == 2 / 6, "the end of a text goes first"
     found = impl.hit_rate([[1, 2], [3], [1, 2], [4], [1, 2]], 3)
     assert found == 4 / 8, f"[1, 2], [3], [1, 2], [4], [1, 2], room for 3: {found}; a block that is found is used now"
@@ -393,7 +396,48 @@ def test_a_layer_is_on_its_way_before_the_next_is_computed(impl: ModuleType, poc
     sizes.append(len(stream.getvalue()))
     for i, (before, after) in enumerate(pairwise(sizes)):
         assert after - before >= layer, f"layer {i}: {after - before} bytes of {layer} before the next one is computed"
-    assert len(stream.getvalue()) <= 6 * layer + 4000 + 16 * len(prompt)
+    size, most = len(stream.getvalue()), 6 * layer + 4000 + 16 * len(prompt)
+    assert size <= most, f"{size} bytes for {6 * layer} of keys and values: all else must be at most {most - 6 * layer}"
+
+
+@pytest.mark.ex10_6
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_dtype(impl: ModuleType, prompt: list[int], dtype: torch.dtype) -> None:
+    model, stream, expected = load_model("pocket", model_class=GPT).to(dtype), io.BytesIO(), KVCache()
+    model(torch.tensor([prompt]), expected)
+    impl.send(stream, model, prompt)
+    size, most = len(stream.getvalue()), expected.nbytes + 4000 + 16 * len(prompt)
+    assert size <= most, f"a model of {dtype}: {size} bytes, must be at most {most}: its keys and values as they are"
+    stream.seek(0)
+    _, cache = impl.receive(stream, model)
+    for found, kv in zip(cache.layers, expected.layers, strict=True):
+        assert found.dtype == dtype, f"a model of {dtype}, and a cache of {found.dtype}"
+        assert torch.equal(found, kv), f"a model of {dtype}: keys and values have changed on the way"
+
+
+class Full(io.BytesIO):
+    """A stream that takes some writes, and no more."""
+
+    def write(self, data: bytes) -> int:
+        if self.tell() > 20_000:
+            raise OSError("no space left")
+        return super().write(data)
+
+
+def hooks_of(model: GPT) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.ex10_6
+@torch.no_grad()
+def test_the_model_stays_as_it_was(impl: ModuleType, prompt: list[int]) -> None:
+    model = load_model("pocket", model_class=GPT)
+    impl.send(io.BytesIO(), model, prompt)
+    assert not hooks_of(model), f"{hooks_of(model)} hooks are left on the model"
+    with pytest.raises(OSError, match="no space left"):
+        impl.send(Full(), model, prompt)
+    assert not hooks_of(model), f"{hooks_of(model)} hooks are left on the model after a write that failed"
 
 
 @pytest.mark.ex10_6
@@ -430,7 +474,8 @@ def test_a_stream_that_ends_too_early_is_refused(impl: ModuleType, pocket: GPT, 
             pytest.fail(f"{what}, not {error!r}")
         pytest.fail(what)
     ids, cache = impl.receive(io.BytesIO(data), pocket)
-    assert ids[:-1] == prompt and len(cache) == len(prompt)
+    assert ids[:-1] == prompt, "the text is the prompt, then one token"
+    assert len(cache) == len(prompt), "the prompt is cached"
     assert isinstance(cache, KVCache) and isinstance(cache.layers[0], Tensor)
     source = inspect.getsource(impl)
     assert "import pickle" not in source and "torch.load" not in source, "bytes from elsewhere are not to be executed"

@@ -9,9 +9,6 @@ checked), from the solution.py beside it, whatever a student wrote there.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import support.interrupts  # noqa: F401  Ctrl-C while PyTorch loads: no traceback
-
 import ast
 import os
 import re

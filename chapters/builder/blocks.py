@@ -158,19 +158,21 @@ BLOCKS: dict[str, Callable[..., str]] = {"code": code, "diff": diff, "output": o
                                          "picture": picture}  # fmt: skip
 
 
-def ratio(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """Return the ratio of two writers' perplexities, prompt by prompt, and its 95% interval."""
-    from studies.refreshing_measures import ratio as measured
+def record(file: str) -> Any:
+    """Return a file of results as an expression's r: the content of a JSON file, or the rows of a study."""
+    if not file.endswith("rows.jsonl"):
+        return json.loads(read(file))
+    from studies.core import Rows
 
-    return measured(one, other)
+    return Rows(Path(file).parent.name)
 
 
 def number(match: re.Match[str]) -> str:
     """Return an inline mark with what its expression, the chapter's own, makes of its file."""
     file, expression, _ = match.groups()
     try:
-        value = eval(expression, {"r": json.loads(read(file)), "ratio": ratio})
-    except (LookupError, TypeError, NameError, SyntaxError) as error:
+        value = eval(expression, {"r": record(file)})
+    except (AttributeError, LookupError, TypeError, NameError, SyntaxError) as error:
         raise ValueError(f"{expression} of {file}: {error!r}") from error
     return f"<!--= {file} {expression} -->{value}<!--/-->"
 

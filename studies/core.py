@@ -1,0 +1,438 @@
+"""The core of the studies: rows of measured figures, claims that rows decide, tables and figures.
+
+A row is one figure: study, way (a method by its short name, such as periodic:64), setting, metric,
+value, low and high (its 95% interval), n, and mostly `values`, one for each independent thing
+(prompt, turn), by which two ways are compared pair by pair. Rows are appended to a study's
+rows.jsonl as they are measured; of rows with the same way, setting and metric the last counts. A
+line with `conditions` tells under which the rows after it were measured.
+
+claims.toml beside it holds what a person has written: the source's words and the rules that decide
+each claim, the names of the ways, the columns of the table, the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from studies.protocol import Claim, claim_tables
+from support.figures import figure as draw_figure
+from support.files import check_fields, parse_json, read_text
+from support.statistics import bootstrap
+from support.tables import Table
+
+HERE = Path(__file__).resolve().parent
+LEAST = 4  # values that an interval needs: of fewer, one can't tell how they vary
+NOISE = 0.05  # ours: times that differ by less are equal
+
+# How values become a figure. "perplexity" is given mean nats; of an "exact" metric, a count or
+# arithmetic, one value is enough; a "series" is a curve over tokens, and its figure the mean; a
+# figure of few "turns" has their range for an interval.
+REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "mean": lambda x: x.mean(-1),
+    "perplexity": lambda x: np.exp(x.mean(-1)),
+    "median": lambda x: np.median(x, -1),
+    "turns": lambda x: np.median(x, -1),
+    "exact": lambda x: x.mean(-1),
+    "series": lambda x: x.mean(-1),
+}
+RELATIVE = (
+    "perplexity",
+    "median",
+    "turns",
+)  # are compared by their ratio, all others by their difference
+WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
+RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
+SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
+T = TypeVar("T")
+
+
+class Figure(NamedTuple):
+    """A figure and its 95% interval: a point if the figure is exact, endless if it is unknown."""
+
+    value: float
+    low: float = -math.inf
+    high: float = math.inf
+
+    def shown(self, form: str, interval: bool = True) -> str:
+        """Return the figure as text; a zero has no sign."""
+        form = f"+z{form[1:]}" if form.startswith("+") else f"z{form}"
+        text = f"{self.value:{form}}"
+        if not interval or self.low == self.high or math.isinf(self.low):
+            return text
+        return f"{text} ({self.low:{form}} to {self.high:{form}})"
+
+    def below(self, limit: float) -> int:
+        """Return 1 if the whole interval lies below a limit, -1 if it lies above it, else 0."""
+        if self.high < limit:
+            return 1
+        return -1 if self.low > limit else 0
+
+    def within(self, limit: float) -> int:
+        """Return 1 if the whole interval lies within a limit of 0, -1 if it lies beyond, else 0."""
+        if -limit <= self.low and self.high <= limit:
+            return 1
+        return -1 if self.low > limit or self.high < -limit else 0
+
+
+def reduced(values: np.ndarray, how: str) -> Figure:
+    """Return the figure of values, one for each independent thing; without an interval if these
+    are fewer than LEAST."""
+    if how == "turns":
+        value = float(np.median(values))
+        return Figure(value, min(values), max(values)) if len(values) > 2 else Figure(value)
+    value, low, high = bootstrap(values, REDUCTIONS[how])
+    if how == "exact":
+        return Figure(value, value, value)
+    return Figure(value, low, high) if len(values) >= LEAST and how != "series" else Figure(value)
+
+
+def side_of(text: str, at: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the way and the setting that "way@key=value@..." means, on top of a setting."""
+    way, *settings = text.split("@")
+    at = dict(at)
+    for key, value in (setting.split("=") for setting in settings):
+        at[key] = int(value) if value.isdecimal() else value
+    return way, at
+
+
+class Rows:
+    """The rows of a study, and what its claims.toml says of them."""
+
+    def __init__(
+        self, study: str, folder: Path | None = None, again: str = "", reduced: str = ""
+    ) -> None:
+        """folder: of the rows, by default the recorded ones; again: a pattern of the ways to
+        measure once more; reduced: why the rows, a file of their own that is begun anew, are given
+        no verdict, such as "reduced run". Raises ValueError if a line of the rows is no row."""
+        self.study, self.again, self.reduced = study, again, reduced
+        self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
+        self.paper = tomllib.loads(read_text(HERE / study / "claims.toml"))
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.on: dict[str, Any] = {"conditions": []}
+        self.begun = self.on
+        if reduced:
+            self.path.unlink(missing_ok=True)
+        if self.path.exists():
+            whole, _, torn = read_text(self.path).rpartition("\n")
+            if torn:  # the process was killed while it wrote this line
+                self.path.write_text(f"{whole}\n", encoding="utf-8")
+            for line in whole.splitlines():
+                row = parse_json(line, str(self.path), study=str)
+                if "conditions" not in row:
+                    check_fields(
+                        row, str(self.path), way=str, setting=dict, metric=str, value=float, n=int
+                    )
+                self.take(row)
+        for way, metric, value in self.paper.get("source", []):
+            exact = {"value": value, "low": value, "high": value, "n": 1}
+            self.take({"way": way, "setting": {"by": "source"}, "metric": metric} | exact)
+
+    def take(self, line: dict[str, Any]) -> None:
+        if "conditions" in line:
+            self.on = self.begun = line
+        else:
+            key = self.key(line["way"], line["metric"], line["setting"])
+            self.rows[key] = line | {"on": self.on}
+
+    def key(self, way: str, metric: str, at: dict[str, Any]) -> str:
+        """Return what names a row; the setting's missing parts are as usual in the study."""
+        return json.dumps([way, metric, self.paper["usual"] | at], sort_keys=True)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write a row, after the conditions if these have changed, and take it."""
+        lines = [{"study": self.study} | line]
+        if self.begun != self.on:
+            lines.insert(0, self.begun)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(each, allow_nan=False) + "\n" for each in lines))
+        for each in lines:
+            self.take(each)
+
+    def begin(self, *conditions: str) -> None:
+        """Let the next rows be measured under these conditions."""
+        self.begun = {"study": self.study, "conditions": [*conditions]}
+
+    def due(self, ways: Iterable[str], metric: str, **at: Any) -> list[str]:
+        """Return the ways to measure: those without such a row, or those to measure again."""
+        if self.again:
+            return [way for way in ways if re.fullmatch(self.again, way)]
+        return [way for way in ways if self.find(way, metric, **at) is None]
+
+    def add(self, way: str, at: dict[str, Any], **metrics: Iterable[float]) -> None:
+        """Append a row for each metric, of one way in one setting."""
+        for metric, values in metrics.items():
+            self.append(self.row(way, at, metric, values))
+
+    def borrow(self, way: str, at: dict[str, Any], **metrics: Iterable[float]) -> None:
+        """Take rows of figures that another record keeps: they aren't written."""
+        for metric, values in metrics.items():
+            self.take(self.row(way, at, metric, values))
+
+    def row(
+        self, way: str, at: dict[str, Any], metric: str, values: Iterable[float]
+    ) -> dict[str, Any]:
+        values = [*values]
+        found = reduced(np.array(values), self.kind(metric)[0])
+        row = {"way": way, "setting": at, "metric": metric, **fields(found), "n": len(values)}
+        return row | {"values": [float(f"{x:.6g}") for x in values]}
+
+    def add_figure(self, way: str, at: dict[str, Any], metric: str, found: Figure, n: int) -> None:
+        """Append a row of a figure that isn't made of one value for each thing."""
+        self.append({"way": way, "setting": at, "metric": metric, **fields(found), "n": n})
+
+    def find(self, way: str, metric: str, **at: Any) -> dict[str, Any] | None:
+        return self.rows.get(self.key(way, metric, at))
+
+    def kind(self, metric: str) -> tuple[str, str]:
+        """Return how values of a metric are reduced, and the format of the figure."""
+        return self.paper["metrics"][metric]
+
+    def figure(self, way: str, metric: str, **at: Any) -> Figure | None:
+        row = self.find(way, metric, **at)
+        if row is None:
+            return None
+        if row["low"] is None:
+            return Figure(row["value"])
+        return Figure(row["value"], row["low"], row["high"])
+
+    def against(self, metric: str, one: str, other: str, at: dict[str, Any]) -> Figure | None:
+        """Return by how much one way is above another, pair by pair where both have as many values:
+        as a share of the other (RELATIVE), or as a difference. None if one isn't measured."""
+        sides = [side_of(text, at) for text in (one, other)]
+        rows = [self.find(way, metric, **where) for way, where in sides]
+        if None in rows:
+            return None
+        how = self.kind(metric)[0]
+        values = [np.array(row.get("values", [])) for row in rows]
+        if len(values[0]) == len(values[1]) > 1:
+            a, b = values
+            found = reduced(a / b if how in ("median", "turns") else a - b, how)
+            return Figure(*(x - 1 for x in found)) if how in RELATIVE else found
+        x, y = (self.figure(way, metric, **where) for way, where in sides)
+        known = math.isfinite(x.low) and math.isfinite(y.low)
+        if how in RELATIVE:  # no pairs: the widest bounds
+            change = x.value / y.value - 1
+            return (
+                Figure(change, x.low / y.high - 1, x.high / y.low - 1) if known else Figure(change)
+            )
+        change = x.value - y.value
+        return Figure(change, x.low - y.high, x.high - y.low) if known else Figure(change)
+
+    def name(self, way: str, at: dict[str, Any]) -> str:
+        """Return a way and its unusual setting, as a page names them."""
+        usual = self.paper["usual"]
+        unusual = [f"{key} {value}" for key, value in at.items() if usual.get(key) != value]
+        return ", ".join([self.paper["names"].get(way, way), *unusual])
+
+    def shown(self, text: str, at: dict[str, Any]) -> str:
+        """Return a text whose {[metric: ]way}, {way ±} (with the interval) and {way / other way}
+        are replaced by figures, "-" if there is none."""
+
+        def replace(match: re.Match[str]) -> str:
+            metric, one, other, interval = match.groups()
+            metric = metric or self.paper["metric"]
+            how, form = self.kind(metric)
+            if other is None:
+                way, where = side_of(one, at)
+                found = self.figure(way, metric, **where)
+            else:
+                found = self.against(metric, one, other, at)
+                form = "+.1%" if how in RELATIVE else f"+{form}"
+            return "-" if found is None else found.shown(form, bool(other or interval))
+
+        return SHOWN.sub(replace, text)
+
+
+def fields(found: Figure) -> dict[str, float | None]:
+    """Return a figure as JSON has it, null for an unknown interval."""
+    return {
+        name: None if math.isinf(x) else float(f"{x:.9g}")
+        for name, x in zip(Figure._fields, found, strict=True)
+    }
+
+
+# --- Measuring --------------------------------------------------------------------------------------
+
+
+def machine_of(on: dict[str, Any]) -> list[str]:
+    """Return the machine and the day of conditions(), for a line above the claims."""
+    return [f"{on['threads']} thread{'s' * (on['threads'] > 1)}", on["machine"], on["date"]]
+
+
+def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T]]:
+    """Return what each run, given the turn, returns in each: all take turns, after one turn that
+    warms up and doesn't count, so that what disturbs the machine disturbs all of them."""
+    found: dict[str, list[T]] = {name: [] for name in runs}
+    for turn in range(-1, turns):
+        for name, run in runs.items():
+            result = run(max(turn, 0))
+            if turn >= 0:
+                found[name].append(result)
+    return found
+
+
+def steady(seconds: dict[str, Sequence[float]], reference: str) -> list[int]:
+    """Return the turns in which the reference, by which all others are measured, was as fast as
+    ever: the median way's time over its time is within NOISE of that way's median. All turns if
+    these are less than half."""
+    times = np.array([x for name, x in seconds.items() if name != reference])
+    times = times / np.array(seconds[reference])  # (ways, turns)
+    shifts = np.median(times / np.median(times, 1, keepdims=True), 0)
+    kept = np.flatnonzero(abs(shifts - 1) <= NOISE).tolist()
+    return kept if 2 * len(kept) > len(shifts) else [*range(len(shifts))]
+
+
+# --- Claims -----------------------------------------------------------------------------------------
+
+
+def judged(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
+    """Return 1 if a rule holds, -1 if it is refuted, 0 if neither is shown, None if a row is
+    missing.
+
+    A rule is "[metric: ]way < way[ + margin]", or >, or ~ for "as much as"; the second may be a
+    number. A margin is in percent of the second way, or, without %, in the metric's unit.
+    """
+    metric, one, op, other, margin, percent = RULE.fullmatch(rule).groups()
+    metric = metric or rows.paper["metric"]
+    limit = float(margin or 0) / (100 if percent else 1)
+    if re.fullmatch(r"[\d.]+", other):
+        way, where = side_of(one, at)
+        found, line = rows.figure(way, metric, **where), float(other)
+    else:
+        found, line = rows.against(metric, one, other, at), limit if op == "<" else -limit
+    if found is None:
+        return None
+    if op == "~":
+        return found.within(limit + 1e-9)
+    return found.below(line) if op == "<" else -found.below(line)
+
+
+def claims(rows: Rows) -> list[Claim]:
+    """Return the source's claims and our questions, which have no section, with their verdicts: the
+    worst of the rules' answers; nothing is shown where a rule that the trial needs to be fair
+    doesn't hold; none for a reduced run."""
+    found = []
+    for claim in rows.paper["claims"]:
+        at = claim.get("at", {})
+        answers = [judged(rows, rule, at) for rule in claim["rules"]]
+        fair = all(judged(rows, rule, at) == 1 for rule in claim.get("needs", []))
+        way, where = side_of(RULE.fullmatch(claim["rules"][0])[2], at)
+        metric = RULE.fullmatch(claim["rules"][0])[1] or rows.paper["metric"]
+        row = rows.find(way, metric, **where)
+        on = row["on"] if row else {"conditions": ["not measured"]}
+        silent = None in answers or rows.reduced
+        stated, _, why = claim.get("stated", "").partition(": ")
+        found.append(
+            Claim(
+                source=rows.paper["title"] if "section" in claim else "",
+                section=claim.get("section", ""),
+                quote=claim["quote"],
+                theirs=rows.paper["theirs"],
+                ours=claim.get("on") or "; ".join(on["conditions"]),
+                figure=rows.shown(claim["found"], at),
+                verdict="" if silent else WORDS[min(answers) if fair else 0],
+                stated=stated,
+                why=why,
+            )
+        )
+    return found
+
+
+# --- Tables and figures -----------------------------------------------------------------------------
+
+
+def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the ways that match patterns such as "periodic.*@train=alone", with the settings."""
+    known = dict.fromkeys(row["way"] for row in rows.rows.values())
+    found = []
+    for pattern in patterns:
+        match, at = side_of(pattern, {})
+        for way in known:
+            if re.fullmatch(match, way) and (way, at) not in found:
+                found.append((way, at))
+    return found
+
+
+def table_of(rows: Rows) -> list[str | Table]:
+    """Return the study's table, a line a way; lines without a figure are left out."""
+    wanted, lines = rows.paper["table"], []
+    for way, at in ways_of(rows, wanted["ways"]):
+        cells = []
+        for column in wanted["columns"].values():
+            metric, where = side_of(column.removesuffix(" ±"), {})
+            other = any(at.get(key, value) != value for key, value in where.items())
+            found = None if other else rows.figure(way, metric, **at | where)
+            form = rows.kind(metric)[1]
+            cells.append("-" if found is None else found.shown(form, column.endswith("±")))
+        if {*cells} != {"-"}:
+            lines.append([rows.name(way, at), *cells])
+    return [wanted["title"], Table(["", *wanted["columns"]], lines)]
+
+
+def page_of(rows: Rows) -> list[str | Table]:
+    """Return the claims and the table of a study, for a terminal."""
+    parts = [f"A {rows.reduced}: figures, and no verdict."] if rows.reduced else []
+    measured = [claim for claim in claims(rows) if claim["ours"] != "not measured"]
+    return [*parts, *claim_tables(measured), *table_of(rows)]
+
+
+def points_over(
+    rows: Rows, way: str, metric: str, key: str, at: dict[str, Any]
+) -> list[tuple[float, ...]]:
+    """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
+    found = []
+    for row in rows.rows.values():
+        here = row["setting"]
+        if (
+            row["way"] == way
+            and row["metric"] == metric
+            and key in here
+            and here.items() >= at.items()
+        ):
+            found.append((here[key], *rows.figure(way, metric, **here)))
+    return sorted(found)
+
+
+def draw(rows: Rows, folder: Path) -> None:
+    """Draw the study's figures: a metric with its interval over another one, joined for ways of one
+    kind (periodic:64, periodic:16), or the curve of a series."""
+    for name, wanted in rows.paper["figures"].items():
+        curves: dict[str, list[tuple[float, ...]]] = {}
+        for way, at in ways_of(rows, wanted["ways"]):
+            row = rows.find(way, wanted["y"], **at)
+            if "over" in wanted:  # a part of the setting
+                points = points_over(rows, way, wanted["y"], wanted["over"], at)
+                curves |= {rows.name(way, at): points} if points else {}
+            elif row is None:
+                continue
+            elif "x" not in wanted:
+                curves[rows.name(way, at)] = [(i, y) for i, y in enumerate(row["values"], 1)]
+            elif (x := rows.figure(way, wanted["x"], **at)) is not None:
+                kind = rows.name(re.split("[:~]", way)[0], at)
+                curves.setdefault(kind, []).append((x.value, *rows.figure(way, wanted["y"], **at)))
+
+        if not curves:
+            continue
+
+        def plot(axes: Any, curves: dict[str, list[tuple[float, ...]]] = curves) -> None:
+            for label, points in curves.items():
+                x, y, *interval = np.array(points).T
+                style = "o-" if interval else "-"
+                (line,) = axes.plot(x, y, style, markersize=4, linewidth=1, label=label)
+                if interval and np.isfinite(interval).all():
+                    spread = [y - interval[0], interval[1] - y]
+                    axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=line.get_color())
+
+        labels = {
+            key: wanted[key] for key in ("title", "xlabel", "ylabel", "xscale") if key in wanted
+        }
+        draw_figure(folder / f"{name}.png", plot, **labels)

@@ -1,0 +1,139 @@
+"""Summary tokens from a prompt's segments, which the projection study compares the proposal's first stage with: fitted
+prompt by prompt, or by one map from the segments' means.
+
+Shapes as in projector.py: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F = 2 m D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt_kv_cache import GPT
+from projector import Layout, Prefill, own_queries, per_head, read, reposition
+from support.regression import cross_validate, ridge, solve
+
+
+@dataclass
+class Segments:
+    """The segments of a prompt as stage 1 sees them. Keys and queries are relative to the first token fed: a GPT-2's
+    are the same anywhere, a rotary model's are rotated back by its position."""
+
+    pooled: Tensor  # (L, 2, H, m, D), mean keys and values of the segments
+    q: Tensor  # (L, H, R, D), queries: the tail's, then a bank's
+    mass: Tensor  # (L, H, R, m), each segment's weight for them: log-sum-exp of its scores
+    out: Tensor  # (L, H, R, D), attention's output for them over all segments
+    tail: int  # the number of the prompt's own queries
+
+
+def bounds_of(layout: Layout, T: int) -> list[int]:
+    """Return the bounds of m nearly equal segments, one a summary token. Raises ValueError if tokens are
+    fewer than those."""
+    n = T - layout.prefix - layout.tail
+    if n < layout.m:
+        raise ValueError(f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a prefix of "
+                         f"{layout.prefix} and a tail of {layout.tail}")
+    return [layout.prefix + i * n // layout.m for i in range(layout.m + 1)]
+
+
+def measure_segments(model: GPT, exact: Prefill, layout: Layout, bank: Tensor | None = None) -> Segments:
+    """Return the segments of a prompt, for its own queries and a bank (L, H, any, D) of other prompts', such as
+    own_queries() returns. Raises ValueError if the prompt is too short."""
+    T = len(exact.ids)
+    bounds = torch.tensor(bounds_of(layout, T))  # (m + 1,)
+    at = torch.arange(layout.prefix, T - layout.tail)  # (n,)
+    segment = torch.bucketize(at, bounds[1:], right=True)  # (n,), the segment of each token
+    k, v = exact.kv[:, :, :, layout.prefix : T - layout.tail].unbind(1)  # (L, H, n, D)
+    q = own_queries(model, exact, layout.tail)
+    q = q if bank is None else torch.cat([q, bank], 2)  # (L, H, R, D)
+    scores = q @ reposition(model, k, at * 0 - (T - layout.tail)).mT / math.sqrt(k.size(-1))  # (L, H, R, n)
+    member = torch.arange(layout.m)[:, None] == segment  # (m, n)
+    tokens = (bounds[:-1, None] + torch.arange(int(member.sum(1).max()))).clamp(max=int(at[-1]))  # (m, longest)
+    outside = tokens >= bounds[1:, None]  # the last column, for segments that are shorter than others
+    mass = scores[..., tokens - layout.prefix].masked_fill(outside, -math.inf).logsumexp(-1)
+    # By the proposal's rule the segments follow one another, and the tail follows them.
+    seen_at = at - (T - layout.tail) if layout.true_positions else segment - layout.m
+    kv = torch.stack([reposition(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
+    pooled = member.to(kv) / member.sum(1, keepdim=True) @ kv
+    return Segments(pooled, q, mass, scores.softmax(-1) @ v, layout.tail)
+
+
+def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> Tensor:
+    """Return the summary tokens (L, 2, H, m, D) of one prompt, fitted on it alone: segment means, and the smallest
+    change of them by ridge regression with which each weighs as much as its segment and all together read the same.
+
+    The first is linear in the keys, for q k / sqrt(D) = log-sum-exp; the second, with these weights, in the values.
+    bank: the weight of all other prompts' queries beside the prompt's own; without them the summary tokens are right
+    for that prompt only.
+    """
+    (k, v), q = segments.pooled.double().unbind(1), segments.q.double() / math.sqrt(segments.q.size(-1))
+    n = q.size(-2)
+    weigh = torch.ones(n, 1, dtype=q.dtype)
+    weigh[segments.tail :] = math.sqrt(bank * segments.tail / max(1, n - segments.tail))
+    k = k + ridge(weigh * q, weigh * (segments.mass - q @ k.mT), penalty).mT
+    weights = (q @ k.mT).softmax(-1)  # (L, H, R, m)
+    v = v + ridge(weigh * weights, weigh * (segments.out - weights @ v), penalty)
+    return torch.stack([k, v], 1).float()
+
+
+class SegmentMap:
+    """A smaller stage 1: one linear map from pooled cache to summary tokens for all prompts, fitted on some.
+
+    It is fitted as summarize() is, but what is added to the means is linear in the prompt's pooled cache x (F,): to
+    the keys of summary token j, A_j x, and to its values, B_j x. Features of that ridge are products, of a query's or
+    of a weight's entries with those of x; hence the Gram matrix of N prompts is a product of two small ones. The
+    penalty is in units of its mean diagonal.
+    """
+
+    def __init__(self, prompts: Sequence[Segments], penalty: float) -> None:
+        pooled = torch.stack([s.pooled for s in prompts]).double()  # (N, L, 2, H, m, D)
+        q, mass, out = (torch.stack([getattr(s, name)[:, :, s.tail - 1] for s in prompts], 2).double()
+                        for name in ("q", "mass", "out"))  # (L, H, N, D or m), of each prompt's last query
+        q = q / math.sqrt(q.size(-1))
+        x = per_head(pooled)  # (L, H, N, F)
+        self.penalty = penalty
+        self.mean, self.scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
+        x = self.features(x)  # (L, H, N, 1 + F)
+        k, v = pooled.permute(2, 1, 3, 0, 4, 5)  # (L, H, N, m, D)
+        gram = x @ x.mT  # (L, H, N, N)
+        rest = mass - (k @ q[..., None])[..., 0]  # (L, H, N, m)
+        dual = solve(q @ q.mT * gram, rest, penalty)
+        self.a = torch.einsum("lhnj,lhnd,lhnf->lhjdf", dual, q, x).float()  # (L, H, m, D, 1 + F)
+        k = k + torch.einsum("lhjdf,lhnf->lhnjd", self.a, x.float())
+        weights = (k @ q[..., None])[..., 0].softmax(-1)
+        rest = out - (weights[..., None, :] @ v)[..., 0, :]  # (L, H, N, D)
+        dual = solve(weights @ weights.mT * gram, rest, penalty)
+        self.b = torch.einsum("lhnd,lhnj,lhnf->lhjdf", dual, weights, x).float()
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return x (..., N, F), standardised, after a constant 1."""
+        x = (x - self.mean) / self.scale
+        return torch.cat([torch.ones_like(x[..., :1]), x], -1)
+
+    def __call__(self, prompts: Sequence[Segments]) -> Tensor:
+        """Return the summary tokens (N, L, 2, H, m, D) of N prompts."""
+        pooled = torch.stack([s.pooled for s in prompts])
+        x = self.features(per_head(pooled.double())).float()  # (L, H, N, 1 + F)
+        return pooled + torch.stack([torch.einsum("lhjdf,lhnf->nlhjd", w, x) for w in (self.a, self.b)], 2)
+
+    @classmethod
+    def fit(cls, prompts: Sequence[Segments], families: Sequence[str]) -> SegmentMap:
+        """Fit on prompts of some families, with the penalty that reads held-out families best."""
+
+        def error(train: Tensor, test: Tensor, penalty: float) -> float:
+            held_out = [prompts[i] for i in test]
+            summaries = cls([prompts[i] for i in train], penalty)(held_out)
+            return sum(map(readout_error, held_out, summaries))
+
+        return cls(prompts, cross_validate(error, families))
+
+
+def readout_error(segments: Segments, summary: Tensor) -> float:
+    """Return the mean squared error of attention's output for the last query: the proposal's loss of stage 1."""
+    last = segments.tail - 1
+    got = read(segments.q[:, :, last], *summary.unbind(1))
+    return float((got - segments.out[:, :, last]).square().mean())

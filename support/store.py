@@ -1,0 +1,348 @@
+"""A store of keys and values by the tokens they were computed from: an index of runs of tokens in
+SQLite, and a file for each run.
+
+Shapes: L layers, H heads of keys and values, D head size, S tokens of a cache, n tokens of a run.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import warnings
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from support.files import map_file
+from support.fingerprints import Weights, fingerprint
+from support.prefix import common_prefix
+
+HEADER = 256  # bytes: a run's file has at most that many beside its keys and values
+PATIENCE = 30  # seconds to wait for another process, which may never let go of the index
+SCHEMA = """
+PRAGMA synchronous = OFF;  -- a killed process loses nothing; after a power cut the checksums tell
+CREATE TABLE IF NOT EXISTS runs (
+    run INTEGER PRIMARY KEY AUTOINCREMENT,  -- its file's name; never used again
+    parent INTEGER NOT NULL,  -- the run that it continues; 0 if it begins a text
+    start INTEGER NOT NULL,  -- after so many tokens of that one
+    first INTEGER NOT NULL,  -- its first token
+    used INTEGER NOT NULL,  -- the larger, the later
+    nbytes INTEGER NOT NULL,  -- of its file
+    checksum INTEGER NOT NULL,  -- of parent, start, ids and file
+    ids BLOB NOT NULL,  -- its tokens
+    UNIQUE (parent, start, first));
+CREATE INDEX IF NOT EXISTS age ON runs (used, nbytes);
+CREATE TABLE IF NOT EXISTS prompts (
+    text TEXT NOT NULL,
+    encoder TEXT NOT NULL,  -- of its embedding
+    run INTEGER NOT NULL,  -- in which it ends
+    ids BLOB NOT NULL,
+    embedding BLOB NOT NULL,
+    PRIMARY KEY (text, encoder));
+"""
+LEAF = """
+SELECT run FROM runs AS one WHERE run != ? AND NOT EXISTS (SELECT 1 FROM runs WHERE parent = one.run)
+ORDER BY used LIMIT 1
+"""
+SUBTREE = """
+WITH RECURSIVE gone (run) AS (
+    SELECT ? UNION SELECT runs.run FROM runs JOIN gone ON runs.parent = gone.run)
+SELECT run FROM gone
+"""
+
+
+class Store:
+    """KV caches of a model by the tokens they were computed from, in a folder or in memory.
+
+    A run holds what follows another run after some of its tokens: it is never split or changed. Its
+    file is complete before its row in the index exists. So any number of processes may use a folder
+    at once, and be killed at any moment: SQLite's transactions are the lock, and undo what a killed
+    process has begun; the next writer replaces the file that it may have left.
+
+    Every row and file is verified before use, by a checksum, which finds accidents and not
+    forgeries. A run that fails is deleted with a warning, together with those that continue it, and
+    the model reads those tokens again. Nothing else is ever deleted but to keep within the capacity:
+    a file that can't be read now stays. A folder that can't be used at all is one warning, and the
+    caches are kept in memory; one that can't be written to, or a full disk, is one warning too, and
+    is read only. As files are mapped, nobody may change one in place while it is in use.
+
+    capacity: bytes of this model's files, which they never exceed, unfinished ones included; the
+    index, some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that
+    nothing continues is deleted first. The model must be in eval() and its weights must stay as they
+    are: Weights says which changes are noticed, by get() and put(). Not for several threads at once,
+    nor across a fork. The folders of stores before this format are left alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: Path | str | None = None, capacity: float = float("inf")
+    ) -> None:
+        if not capacity > 0:  # nor is nan
+            raise ValueError(f"the capacity must be more than 0 bytes, got {capacity}")
+        c, weight = model.config, model.wte.weight
+        self.model, self.capacity = model, capacity
+        self.dtype, self.device = weight.dtype, weight.device
+        heads = getattr(c, "n_kv_head", c.n_head)
+        self.shape = (c.n_layer, 2, heads, -1, c.head_dim)  # of a run's keys and values
+        self.token_bytes = 2 * c.n_layer * heads * c.head_dim * self.dtype.itemsize
+        self.fingerprint, self.weights = fingerprint(model), Weights(model)
+        self.check_model()
+        self.memory: dict[int, bytearray] = {}  # the files, if there is no folder
+        self.patience, self.warned, self.writable = PATIENCE, False, True
+        self.folder = None if folder is None else Path(folder) / f"runs-{self.fingerprint[:16]}"
+        self.db = self.opened()
+
+    def opened(self) -> sqlite3.Connection:
+        """Return the index: that of the folder, or one in memory if there is none that can be used."""
+        try:
+            if self.folder:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            index = self.folder / "index.db" if self.folder else ":memory:"
+            db = sqlite3.connect(index, isolation_level=None, check_same_thread=False)
+            db.executescript(f"PRAGMA busy_timeout = {1000 * PATIENCE}; {SCHEMA}")
+        except (OSError, sqlite3.Error) as error:
+            self.warn(error)
+            self.folder = None
+            return self.opened()
+        return db
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return int(self.db.execute("SELECT total(nbytes) FROM runs").fetchone()[0])
+
+    def check_model(self) -> None:
+        """Raise ValueError if the weights are no longer those that the stored caches were computed
+        with, or the model is in train()."""
+        if any(module.training for module in self.model.modules()):
+            random = "where dropout makes its caches random: call model.eval() first"
+            raise ValueError(f"the model is in train(), {random}")
+        if self.weights.changed():
+            changed = "have changed since this store was opened: open a new one"
+            raise ValueError(f"the model's weights {changed}")
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Keep other writers out, if the index can be written. An error of the disk is a warning;
+        whatever is raised leaves the index as it was."""
+        self.check_model()
+        self.writable = True
+        try:
+            try:
+                self.db.execute(f"PRAGMA busy_timeout = {1000 * self.patience}")
+                self.db.execute("BEGIN IMMEDIATE")
+                self.patience = PATIENCE
+            except sqlite3.Error as error:
+                self.writable, self.patience = False, 0  # who never lets go is waited for once
+                self.warn(error)
+            yield
+            if self.writable:
+                self.db.execute("COMMIT")
+        except (OSError, sqlite3.Error) as error:
+            self.warn(error)
+        finally:
+            with suppress(sqlite3.Error):
+                if self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
+
+    def warn(self, error: Exception) -> None:
+        """Say once in a store's life that its folder can't be used in full."""
+        if not self.warned:
+            cost = "which costs time and changes no token"
+            message = f"the KV cache store can't be used in full, {cost}: {error}"
+            warnings.warn(message, stacklevel=2)
+        self.warned = True
+
+    def get(self, ids: Sequence[int]) -> Any:
+        """Return a new cache of the longest stored prefix of ids, but never of all: one token has
+        to be fed to get logits. The cache is empty if nothing is stored."""
+        found: list[Tensor] = []
+        with self.transaction():
+            path = self.match(ids[:-1])
+            for run, n in path:
+                kv = self.load(run)
+                if kv is None:
+                    break
+                found.append(kv[..., :n, :])
+            self.use(path[: len(found)])
+        if not found:
+            return self.model.new_cache()
+        # A single run is used where it is mapped: KVCache copies what it appends to.
+        kv = found[0] if len(found) == 1 else torch.cat(found, dim=3)
+        layers = [layer[:, None].to(self.device) for layer in kv]  # (2, 1, H, S, D)
+        return self.model.new_cache(layers, torch.arange(kv.size(3), device=self.device))
+
+    def put(
+        self,
+        ids: Sequence[int],
+        cache: Any,
+        text: str = "",
+        embedding: np.ndarray | None = None,
+        encoder: str = "",
+    ) -> None:
+        """Store what cache has read of ids, as far as it isn't there yet and fits; with a text and
+        its embedding (C,) by an encoder of this name, prompts() knows it too if all of it is stored.
+
+        Raises ValueError if cache is not that of the first tokens of a single text, read by this
+        model.
+        """
+        n = len(cache)
+        if n > len(ids) or cache.pos.tolist() != list(range(n)):
+            raise ValueError(f"the cache, {n} tokens, isn't that of the first of {len(ids)} ids")
+        if n and (cache.layers[0].size(1) != 1 or cache.layers[0].dtype != self.dtype):
+            given = f"{cache.layers[0].size(1)} rows of {cache.layers[0].dtype}"
+            raise ValueError(f"the cache has {given}, must have 1 of {self.dtype}")
+        if cache.nbytes != n * self.token_bytes:
+            needed = f"must have {n * self.token_bytes} for {n} tokens of this model"
+            raise ValueError(f"the cache has {cache.nbytes} bytes, {needed}")
+        with self.transaction():
+            if not self.writable:
+                return
+            self.evict(self.capacity)  # another process may have a larger one
+            path = self.match(ids[:n])
+            self.use(path)
+            last, taken = path[-1] if path else (0, 0)
+            at = end = sum(length for _, length in path)
+            if at < n:
+                needed = HEADER + (n - at) * self.token_bytes
+                self.evict(self.capacity - needed, last)
+                excess = max(0, self.nbytes + needed - self.capacity)
+                end = max(at, n - math.ceil(excess / self.token_bytes))
+            if at < end:
+                kv = torch.stack([layer[:, 0, :, at:end] for layer in cache.layers])
+                last = self.add(last, taken, ids[at:end], kv)
+            if embedding is not None and 0 < end == n:
+                vector = np.asarray(embedding, dtype=np.float32).tobytes()
+                row = (text, encoder, last, array("i", ids[:n]).tobytes(), vector)
+                self.db.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?, ?)", row)
+
+    def prompts(self, encoder: str = "") -> list[tuple[str, list[int], np.ndarray]]:
+        """Return the texts that were stored with an embedding (C,) by an encoder of this name, with
+        their ids."""
+        found = []
+        with self.transaction():
+            rows = self.db.execute(
+                "SELECT text, ids, embedding FROM prompts WHERE encoder = ?", (encoder,)
+            )
+            for text, ids, embedding in rows:
+                found.append((text, unpacked(ids), np.frombuffer(embedding, np.float32)))
+        return found
+
+    def clear(self) -> None:
+        """Delete all that is stored for this model."""
+        with self.transaction():
+            if self.writable:
+                self.evict(-1)
+
+    def match(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the runs along ids, and how many tokens of each agree."""
+        path, at, run, n = [], 0, 0, 0
+        while at < len(ids):
+            row = self.db.execute(
+                "SELECT run, ids FROM runs WHERE parent = ? AND start = ? AND first = ?",
+                (run, n, ids[at]),
+            ).fetchone()
+            if row is None:
+                break
+            run, held = row[0], unpacked(row[1])
+            n = common_prefix(held, list(ids[at : at + len(held)]))
+            path.append((run, n))
+            at += n
+        return path
+
+    def load(self, run: int) -> Tensor | None:
+        """Return the keys and values (L, 2, H, n, D) of a run; None if they aren't there, or aren't
+        what was stored: then the run, and what continues it, is deleted."""
+        row = self.db.execute(
+            "SELECT parent, start, ids, nbytes, checksum FROM runs WHERE run = ?", (run,)
+        ).fetchone()
+        if row is None:  # who can't keep other writers out may come too late
+            return None
+        parent, start, ids, nbytes, checksum = row
+        try:
+            content = map_file(self.file(run)) if self.folder else self.memory[run]
+            if len(content) != nbytes:
+                raise ValueError(f"it has {len(content)} bytes instead of {nbytes}")
+            if self.checksum(parent, start, ids, content) != checksum:
+                raise ValueError("its checksum is wrong")
+        except (FileNotFoundError, KeyError, ValueError) as error:
+            if isinstance(error, ValueError):  # else somebody, or a killed process, has deleted it
+                warnings.warn(f"the stored KV cache {run} is not used: {error}", stacklevel=2)
+            if self.writable:
+                self.delete(run)
+            return None
+        begin = nbytes - self.token_bytes * len(unpacked(ids))  # behind the file's header
+        return torch.frombuffer(content, dtype=self.dtype, offset=begin).view(self.shape)
+
+    def add(self, parent: int, start: int, ids: Sequence[int], kv: Tensor) -> int:
+        """Store kv (L, 2, H, n, D) as a new run of tokens after the first `start` ones of its
+        parent; return the run."""
+        content, packed = save({"kv": kv.to("cpu").contiguous()}), array("i", ids).tobytes()
+        row = (parent, start, ids[0], len(content), packed)
+        checksum = self.checksum(parent, start, packed, content)
+        run = self.db.execute(
+            "INSERT INTO runs (parent, start, first, nbytes, ids, checksum, used)"
+            " VALUES (?, ?, ?, ?, ?, ?, (SELECT coalesce(max(used), 0) + 1 FROM runs))",
+            (*row, checksum),
+        ).lastrowid
+        self.remove(run)  # what a killed process, or somebody, has left in its place
+        try:
+            if self.folder:
+                self.file(run).write_bytes(content)
+            else:
+                self.memory[run] = bytearray(content)
+        except BaseException:
+            self.remove(run)
+            raise
+        return run
+
+    def use(self, path: Sequence[tuple[int, int]]) -> None:
+        """Count the runs of a path as used now."""
+        if self.writable:
+            self.db.executemany(
+                "UPDATE runs SET used = (SELECT max(used) + 1 FROM runs) WHERE run = ?",
+                [(run,) for run, _ in reversed(path)],  # what continues a run is older
+            )
+
+    def evict(self, limit: float, kept: int = 0) -> None:
+        """Delete the least recently used run that nothing continues, until the files take at most
+        `limit` bytes, or nothing is left but the run `kept` and those that it continues."""
+        while self.nbytes > limit:
+            leaf = self.db.execute(LEAF, (kept,)).fetchone()
+            if leaf is None:
+                return
+            self.delete(*leaf)
+
+    def delete(self, run: int) -> None:
+        """Delete a run, and those that continue it."""
+        for (gone,) in self.db.execute(SUBTREE, (run,)).fetchall():
+            self.db.execute("DELETE FROM runs WHERE run = ?", (gone,))
+            self.db.execute("DELETE FROM prompts WHERE run = ?", (gone,))
+            self.remove(gone)
+
+    def remove(self, run: int) -> None:
+        """Delete the file of a run, if there is one."""
+        self.memory.pop(run, None)
+        if self.folder:
+            self.file(run).unlink(missing_ok=True)
+
+    def file(self, run: int) -> Path:
+        """Return where the keys and values of a run are."""
+        return self.folder / f"{run}.safetensors"
+
+    def checksum(self, parent: int, start: int, ids: bytes, content: bytes) -> int:
+        """Return the CRC-32 of a run: of the model, of where it begins, its tokens and its file."""
+        begin = zlib.crc32(f"{self.fingerprint} {parent} {start} ".encode() + ids)
+        return zlib.crc32(content, begin)
+
+
+def unpacked(ids: bytes) -> list[int]:
+    """Return tokens from a row of the index; bytes that make no token are left to its checksum."""
+    return [*array("i", ids[: len(ids) // 4 * 4])]

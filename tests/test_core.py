@@ -1,0 +1,180 @@
+"""studies/core.py: rows survive a kill and can be measured again, and a verdict follows its rows."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from studies import core
+from studies.core import (
+    Figure,
+    Rows,
+    claims,
+    in_turn,
+    judged,
+    points_over,
+    reduced,
+    steady,
+    table_of,
+)
+
+PAPER = """
+title = "A paper"
+theirs = "on the moon"
+metric = "share"
+usual = { by = "here", size = 1 }
+source = [["old", "share", 0.5]]
+[metrics]
+share = ["mean", ".2f"]
+loss = ["perplexity", ".2f"]
+time = ["median", ".2f"]
+count = ["exact", ".0f"]
+[names]
+old = "the old way"
+[[claims]]
+section = "2"
+quote = "new is better than old"
+rules = ["new > old", "new > 0.5"]
+found = "{new ±} against {old}: {new / old}; {count: new}; the source says {old@by=source}"
+stated = "partly: on earth"
+[[claims]]
+quote = "Is it as fast?"
+rules = ["time: new ~ old + 5%"]
+found = "{time: new / old}"
+[table]
+title = "All ways."
+ways = ["old", ".*"]
+columns = { share = "share ±", large = "share@size=2" }
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rows:
+    monkeypatch.setattr(core, "HERE", tmp_path)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "claims.toml").write_text(PAPER, encoding="utf-8")
+    found = Rows("made")
+    found.begin("a machine", "today")
+    found.add("old", {}, share=[0.1, 0.2, 0.3, 0.4], time=[1.0] * 4)
+    return found
+
+
+def test_rows_outlive_a_kill_and_one_way_is_measured_again(rows: Rows, tmp_path: Path) -> None:
+    path = tmp_path / "made" / "rows.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"study": "made", "way": "ne')
+    again = Rows("made")
+    assert again.due(["old", "new"], "share") == ["new"] and again.due(["old"], "share", size=2)
+    again.begin("a machine", "today")  # as before: no line
+    again.add("new", {"size": 2}, share=[1, 1, 1, 1])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 4 and lines[0]["conditions"] == ["a machine", "today"]
+    names = "study way setting metric value low high n values".split()
+    assert [*lines[3]] == names and lines[1]["value"] == pytest.approx(0.25)
+    assert Rows("made", again="o.*").due(["old", "new"], "share") == ["old"]
+    again.add("old", {}, share=[0.5] * 4)
+    assert Rows("made").figure("old", "share").value == 0.5  # the last counts
+
+
+def test_pairs_are_compared_one_by_one_and_few_values_have_no_interval(rows: Rows) -> None:
+    rows.add("new", {}, share=[0.2, 0.31, 0.4, 0.51], loss=[1, 2, 3, 4], time=[1.1, 1.1, 1.1])
+    rows.add("old", {}, loss=[0.9, 1.9, 2.9, 3.9])
+    change = rows.against("share", "new", "old", {})
+    assert change.low + 1e-9 >= 0.1 and change.high <= 0.11 + 1e-9
+    assert change.value == pytest.approx(0.105) and change.low < change.value < change.high
+    ratio = rows.against("loss", "new", "old", {})
+    assert ratio == pytest.approx([math.exp(0.1) - 1] * 3)  # of perplexities, however nats vary
+    assert rows.figure("new", "time") == Figure(1.1)  # three turns
+    assert rows.against("time", "new", "old", {}) == Figure(pytest.approx(0.1))
+    assert rows.against("share", "new", "absent", {}) is None
+    assert reduced(np.array([3.0]), "exact") == Figure(3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("new", "answer"),
+    [([0.6, 0.7, 0.8, 0.9], 1), ([0.2, 0.1, 0.4, 0.3], 0), ([0.0, 0.1, 0.2, 0.3], -1)],
+)
+def test_a_rule_holds_is_refuted_or_neither(rows: Rows, new: list[float], answer: int) -> None:
+    rows.add("new", {}, share=new)
+    assert judged(rows, "new > old", {}) == answer and judged(rows, "old < new", {}) == answer
+    assert judged(rows, "new < old", {}) == -answer
+    assert judged(rows, "new > absent", {}) is None
+
+
+def test_margins_numbers_and_equality(rows: Rows) -> None:
+    rows.add("new", {}, time=[1.03, 1.04, 1.03, 1.04], share=[0.5, 0.6, 0.5, 0.6], count=[3])
+    for rule, answer in (
+        ("time: new < old", -1),
+        ("time: new < old + 5%", 1),
+        ("time: new ~ old + 5%", 1),
+        ("time: new ~ old + 3.5%", 0),
+        ("time: new ~ old + 1%", -1),
+        ("new > 0.45", 1),
+        ("new < 0.45", -1),
+        ("new > 0.55", 0),
+        ("new < old + 0.9", 1),
+        ("count: new > 2.5", 1),
+        ("count: new ~ new", 1),
+    ):
+        assert judged(rows, rule, {}) == answer, rule
+
+
+def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(rows: Rows) -> None:
+    assert [claim["verdict"] for claim in claims(rows)] == ["", ""]  # not measured
+    rows.add("new", {}, share=[0.6, 0.7, 0.8, 0.9], time=[1.0] * 4, count=[7])
+    theirs, ours = claims(rows)
+    assert theirs["verdict"] == "HOLDS" and ours["verdict"] == "HOLDS" and ours["source"] == ""
+    assert theirs["figure"] == ("0.75 (0.65 to 0.85) against 0.25: +0.50; 7; the source says 0.50")
+    assert (theirs["stated"], theirs["why"]) == ("partly", "on earth")
+    assert theirs["ours"] == "a machine; today"
+    quick = Rows("made", reduced="reduced run")
+    quick.begin("a machine")
+    for way, share in (("old", 0.1), ("new", 0.9)):
+        quick.add(way, {}, share=[share] * 4, time=[1.0] * 4)
+    found, _ = claims(quick)
+    assert found["verdict"] == "" and found["figure"].startswith("0.90 against 0.10: +0.80")
+    assert Rows("made", reduced="reduced run").rows.keys() < quick.rows.keys()  # begun anew
+    assert Rows("made").figure("new", "share").value == 0.75
+
+
+def test_the_table_has_a_line_a_way_by_its_name(rows: Rows) -> None:
+    rows.add("new", {"size": 2}, share=[0.6])
+    title, table = table_of(rows)
+    assert title == "All ways." and [*table.header] == ["", "share", "large"]
+    assert table.rows == [["the old way", "0.25 (0.15 to 0.35)", "-"], ["new", "-", "0.60"]]
+    assert Figure(-0.0001).shown(".3f") == "0.000" == Figure(-0.0).shown(".3f")
+    assert Figure(-0.0001).shown("+.3f") == "+0.000"
+
+
+def test_ways_take_turns_after_one_that_warms_up_and_disturbed_turns_are_known() -> None:
+    calls: list[tuple[str, int]] = []
+    runs = {name: lambda turn, name=name: calls.append((name, turn)) or len(calls) for name in "ab"}
+    assert in_turn(runs, 2) == {"a": [3, 5], "b": [4, 6]}
+    assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    one, fast, slow = [10.0] * 5, [11, 11.1, 9, 11, 10.9], [14, 14.1, 11.5, 19, 13.9]
+    middle = [12, 12.1, 9.8, 12, 11.9]
+    ways = {"reference": one, "fast": fast, "middle": middle, "slow": slow}
+    assert steady(ways, "reference") == [0, 1, 3, 4]  # the fourth was slow for one way only
+    assert steady({name: x[:1] for name, x in ways.items()}, "reference") == [0]
+
+
+def test_nothing_is_shown_where_what_the_trial_needs_does_not_hold(rows: Rows) -> None:
+    rows.add("new", {}, share=[0.8, 0.9, 0.8, 0.9], time=[1.0] * 4)
+    claim = rows.paper["claims"][0]
+    assert claims(rows)[0]["verdict"] == "HOLDS"
+    for needs, verdict in (
+        (["old > 0.05"], "HOLDS"),
+        (["old > 0.9"], "NOT SHOWN"),
+        (["no > 0"], "NOT SHOWN"),
+    ):
+        claim["needs"] = needs
+        assert claims(rows)[0]["verdict"] == verdict
+
+
+def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Rows) -> None:
+    for size in (4, 2):
+        rows.add("old", {"size": size, "by": "hand"}, share=[size / 10])
+    assert [x for x, *_ in points_over(rows, "old", "share", "size", {})] == [2, 4]
+    assert points_over(rows, "old", "share", "size", {"by": "machine"}) == []

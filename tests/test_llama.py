@@ -1,0 +1,371 @@
+"""llama_kv_cache.py and its loader: equal to transformers' Llama, from files in the exact public format."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import load_gpt2_weights as loader
+from gpt_bounded_cache import SlidingWindowCache
+from gpt_kv_cache import GPT
+from llama_kv_cache import KVCache, Llama, LlamaConfig, generate
+from load_gpt2_weights import load_model
+
+transformers = pytest.importorskip("transformers")
+SMALL = {
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+COMMIT = "0123456789" * 4
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "2 to 1": {},
+    "1 to 1": {"num_key_value_heads": 4},
+    "8 to 1, untied": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+    },
+    "head size given": {"head_dim": 20, "tie_word_embeddings": False},
+    "pruned widths": {"hidden_size": 44, "head_dim": 16, "intermediate_size": 55},
+    "llama3 frequencies": {"rope_parameters": LLAMA3},
+    "another theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 12_345.0}},
+}
+
+
+def reference(folder: Path, shards: bool = False, **geometry: Any) -> Any:
+    """Write a random model as transformers does, and return it."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL | {"initializer_range": 0.3} | geometry)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
+    return model
+
+
+def ids_of(B: int, T: int) -> Tensor:
+    return torch.randint(97, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def assert_equal(model: Llama, expected: Any, tolerance: float = 1e-4) -> None:
+    ids = ids_of(2, 40)
+    logits = expected(ids).logits.float()
+    scale = logits.abs().max()
+    assert (model(ids).float() - logits).abs().max() <= tolerance * scale
+    for pieces in ([1] * 40, [7, 1, 32], [39, 1]):  # any feeding
+        cache = KVCache()
+        fed = torch.cat([model(part, cache) for part in ids.split(pieces, dim=1)], 1)
+        assert (fed.float() - logits).abs().max() <= tolerance * scale
+    assert cache.layers[0].size(2) == model.config.n_kv_head
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_model_equals_transformers(name: str, tmp_path: Path) -> None:
+    expected = reference(tmp_path, **GEOMETRIES[name])
+    model = load_model(str(tmp_path))
+    assert type(model) is Llama
+    assert_equal(model, expected)
+    ids = ids_of(1, 9)
+    wanted = expected.generate(
+        ids, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert torch.cat([ids, *generate(model, ids, 30)], 1).tolist() == wanted.tolist()
+
+
+@torch.no_grad()
+def test_bfloat16_is_as_near_as_transformers(tmp_path: Path) -> None:
+    expected, ids = reference(tmp_path), ids_of(2, 40)
+    exact = expected(ids).logits
+    ours = load_model(str(tmp_path), dtype=torch.bfloat16)(ids, KVCache())
+    theirs = expected.bfloat16()(ids).logits
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+
+
+def test_shards_and_files_of_older_versions(tmp_path: Path) -> None:
+    expected = reference(tmp_path, shards=True, rope_parameters=LLAMA3)
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 2
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config | old))
+    assert_equal(load_model(str(tmp_path)), expected)
+
+
+def test_shards_come_from_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    name = "meta-llama/Llama-3.2-3B"
+    repo = tmp_path / f"models--{name.replace('/', '--')}"
+    expected = reference(repo / "snapshots" / COMMIT, shards=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert_equal(load_model(name), expected)
+
+
+def test_a_window_goes_on_past_the_context_without_a_second_reading(tmp_path: Path) -> None:
+    reference(tmp_path)
+    model = load_model(str(tmp_path))
+    model.context = math.inf
+    fed = []
+    model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
+    ids, window = ids_of(1, 20), 16
+    written = torch.cat([ids, *generate(model, ids, 100, cache=SlidingWindowCache(window))], 1)
+    assert fed == [20] + [1] * 99  # 119 tokens in a context of 64
+    cache = SlidingWindowCache(
+        window
+    )  # the same text in one chunk a time: the window is what counts
+    logits = torch.cat([model(part, cache) for part in written[:, :-1].split(9, dim=1)], 1)
+    assert torch.equal(logits[:, 19:].argmax(-1), written[:, 20:])
+
+
+def test_peak_memory_counts_parts_of_a_joined_matrix_once(tmp_path: Path) -> None:
+    """q, k and v are copied into their places, not concatenated first."""
+    reference(tmp_path)
+    largest = 0
+    real = torch.cat
+
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal largest
+        found = real(tensors, *args, **kwargs)
+        largest = max(largest, found.numel())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", watched)
+        load_model(str(tmp_path))
+    assert largest == 0
+
+
+def changed(folder: Path, **fields: Any) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor must be a finite number"),
+        (
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
+            "4.0, less than high_freq_factor, 4.0",
+        ),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
+        ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),
+        ({"num_hidden_layers": 10**6}, "n_layer is 1000000, but the number of tensors"),
+        ({"hidden_size": "48"}, "n_embd must be a whole number"),
+        ({"vocab_size": None}, "lacks vocab_size"),
+        ({"head_dim": 8}, "q_proj.weight has shape (48, 48) instead of (32, 48)"),
+        ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+        ({"model_type": "mistral"}, "model_type is 'mistral'"),
+    ],
+)
+def test_what_a_llama_cannot_represent_is_one_sentence(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    reference(tmp_path)
+    with pytest.raises(ValueError) as refused:
+        load_model(changed(tmp_path, **fields))
+    assert said in str(refused.value)
+
+
+def test_a_file_of_another_kind_names_its_reader(tmp_path: Path) -> None:
+    reference(tmp_path)
+    with pytest.raises(ValueError, match=r"describes a Llama: llama_kv_cache\.py can read it"):
+        load_model(str(tmp_path), model_class=GPT)
+    with pytest.raises(ValueError, match=r"describes a GPT-2: gpt_kv_cache\.py can read it"):
+        load_model("pocket", model_class=Llama)
+    assert type(load_model("pocket")) is GPT
+
+
+def test_swapped_heads_are_noticed(tmp_path: Path) -> None:
+    """k's rows where q's belong: the joined matrix would have the right shape."""
+    from safetensors.torch import load_file, save_file
+
+    reference(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qk"]
+    tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.self_attn\.q_proj\.weight has shape \(24, 48\)"
+    ):
+        load_model(str(tmp_path))
+
+
+def test_a_gated_model_says_how_to_get_access(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    def gated(*args: Any, **kwargs: Any) -> None:
+        raise huggingface_hub.errors.GatedRepoError(
+            "gated", response=SimpleNamespace(headers={}, request=None)
+        )
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", gated)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        OSError, match=r"is gated: accept its licence at https://huggingface\.co/meta-llama"
+    ):
+        loader.load_model("meta-llama/Llama-3.2-1B")
+
+
+def test_sizes_of_the_public_models() -> None:
+    """The config that a config.json of SmolLM2-135M gives is the default one."""
+    assert LlamaConfig() == LlamaConfig(
+        vocab_size=49152, n_ctx=8192, n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_inner=1536
+    )
+
+
+# --- Tokenizers -------------------------------------------------------------------------------------
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXTS = [
+    "Hello, I am",
+    "a  1",
+    "a   12 345\n\n  6",
+    "x = [1, 22, 333]  # it's WE'LL'S\r\n\tdef f():\n        return 0",
+    "naïve café — “quotes” … 東京 12٣٤ ½ Ⅷ",
+    "emoji 👩‍👩‍👧‍👦 \u200b zero\u00a0width",
+    " leading and trailing   ",
+    "\n\n\n",
+    "",
+    "1" * 7 + " " * 5 + "2",
+]
+
+
+def real_form(kind: str, folder: Path) -> Any:
+    """Train a tokenizer in the exact form of SmolLM2's or Llama 3's, write it, and return it."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    smol = kind == "SmolLM2"
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    if not smol:
+        special = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=not smol))
+    first = pre_tokenizers.Digits(individual_digits=True)
+    if not smol:
+        first = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=smol)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        show_progress=False,
+        initial_alphabet=alphabet,
+        special_tokens=special if smol else [],
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    if not smol:
+        tokenizer.add_special_tokens(special)
+        begin = tokenizer.token_to_id(special[0])
+        template = processors.TemplateProcessing(
+            f"{special[0]} $A", special_tokens=[(special[0], begin)]
+        )
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), template])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ends = [tokenizer.token_to_id(token) for token in special[1:]]
+    vocab_size = tokenizer.get_vocab_size()
+    config = {"model_type": "llama", "vocab_size": vocab_size, "eos_token_id": ends[0]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return tokenizer
+
+
+def corpus() -> list[str]:
+    """Texts of many kinds: this project's stories, code and pages."""
+    root = Path(loader.__file__).parent
+    files = [*root.glob("*.py"), root / "README.md", root / "chapters" / "glossary.md"]
+    return [file.read_text("utf-8") for file in files] + TEXTS
+
+
+@pytest.mark.parametrize("kind", ["SmolLM2", "Llama 3"])
+def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> None:
+    expected = real_form(kind, tmp_path)
+    ours = loader.load_tokenizer(str(tmp_path))
+    begin = [] if kind == "SmolLM2" else [expected.token_to_id("<|begin_of_text|>")]
+    assert [*ours.start] == begin and len(ours.ends) == 2
+    lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
+    for text in TEXTS + lines:
+        ids = expected.encode(text).ids
+        assert ours.encode(text, allowed_special="all") == ids, text
+        if "<|" not in text:
+            assert ours.encode_ordinary(text) == ids[len(begin) :]
+        assert ours.decode(ids[len(begin) :]) == text
+    special = "<|im_end|>" if kind == "SmolLM2" else "<|eot_id|>"
+    text = f"one{special}two"
+    assert ours.encode(text, allowed_special="all") == expected.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t["model"].update(type="WordPiece"), "no byte-level BPE"),
+        (lambda t: t.update(normalizer={"type": "NFC"}), "no byte-level BPE"),
+        (lambda t: t["model"]["merges"].reverse(), "ids in the order of its merges"),
+        (
+            lambda t: t["model"]["vocab"].pop("".join(t["model"]["merges"][0])),
+            "of a byte-level BPE",
+        ),
+        (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "none that tiktoken can do"),
+        (lambda t: t["added_tokens"][0].update(lstrip=True), "takes spaces or words along"),
+        (lambda t: t.update(added_tokens=[]), "is no special token"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_one_sentence(
+    change: Any, said: str, tmp_path: Path
+) -> None:
+    real_form("SmolLM2", tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError) as refused:
+        loader.load_tokenizer(str(tmp_path))
+    assert said in str(refused.value)
+
+
+def test_a_text_ends_with_any_of_the_end_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from support.printing import stream
+
+    real_form("SmolLM2", tmp_path)
+    tokenizer = loader.load_tokenizer(str(tmp_path))
+    written = [torch.tensor([[i]]) for i in (300, 301, tokenizer.ends[1], 302)]
+    ids, _ = stream(iter(written), tokenizer)
+    assert ids == [300, 301, tokenizer.ends[1]]

@@ -1,0 +1,781 @@
+"""The store's contract: what it gives is what the model computes, whatever happens to the disk, to its files, to its
+index and to the processes that use it; and nothing that is sound is ever lost."""
+
+import errno
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt_kv_cache import GPT, GPTConfig, KVCache
+from llama_kv_cache import Llama, LlamaConfig
+from load_gpt2_weights import load_model
+from recycle import read_all
+from support.fingerprints import fingerprint
+from support.prefix import common_prefix
+from support.store import Store
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)
+TOKEN = 2 * 2 * 2 * 3 * 4  # bytes of a token's keys and values
+
+
+def tiny_model(seed: int = 0) -> GPT:
+    """A model with weights so large that another prefix means other keys and values."""
+    torch.manual_seed(seed)
+    model = GPT(TINY).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(10)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tiny() -> GPT:
+    return tiny_model()
+
+
+def texts(seed: int, n: int, low: int = 1, high: int = 30) -> list[list[int]]:
+    """n texts of which many begin alike."""
+    rng = random.Random(seed)
+    made: list[list[int]] = []
+    for _ in range(n):
+        start = rng.choice(made)[: rng.randint(0, high)] if made and rng.random() < 0.8 else []
+        ids = start + [rng.randrange(11) for _ in range(rng.randint(low, high))]
+        made.append(ids[: rng.randint(low, high)])
+    return made
+
+
+def assert_right(cache: KVCache, model: GPT, ids: list[int]) -> None:
+    """A cache from the store holds what the model computes of these tokens."""
+    n = len(cache)
+    assert n < len(ids) and cache.pos.tolist() == list(range(n))
+    if n:
+        for ours, fresh in zip(cache.layers, read_all(model, ids[:n]).layers, strict=True):
+            torch.testing.assert_close(ours, fresh, atol=1e-5, rtol=1e-4)
+
+
+def put(store: Store, *ids: list[int]) -> None:
+    for text in ids:
+        store.put(text, read_all(store.model, text))
+
+
+def found(store: Store, ids: list[int]) -> int:
+    """How many tokens of a text are stored, by what get() gives, which must be right."""
+    cache = store.get([*ids, 0])
+    assert_right(cache, store.model, [*ids, 0])
+    return len(cache)
+
+
+def runs(store: Store) -> list[Path]:
+    return sorted(store.folder.glob("*.safetensors"))
+
+
+def taken(folder: Path) -> int:
+    """Bytes of all files with keys and values below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+@contextmanager
+def warned(n: int, words: str = "") -> Iterator[None]:
+    """The body warns n times, each time with these words."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said = [str(one.message) for one in caught]
+    assert len(said) == n and all(words in one for one in said), said
+
+
+# --- What is found --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_longest_prefix_of_any_text_is_found_to_the_token(
+    tiny: GPT, tmp_path: Path, seed: int, on_disk: bool
+) -> None:
+    store, held = Store(tiny, tmp_path if on_disk else None), [[]]
+    for ids in texts(seed, 100):
+        assert found(store, ids[:-1]) == max(common_prefix(ids[:-1], other) for other in held)
+        put(store, ids)
+        assert found(store, ids) == len(ids), "what was put is there"
+        held.append(ids)
+    prefixes = {tuple(ids[:n]) for ids in held for n in range(1, len(ids) + 1)}
+    numbers = store.db.execute("SELECT sum(length(ids)) FROM runs").fetchone()[0] // 4
+    assert numbers == len(prefixes), "each prefix is held once"
+    if on_disk:
+        assert store.nbytes == taken(tmp_path)
+        again = Store(tiny, tmp_path)
+        assert [found(again, ids) for ids in held] == [*map(len, held)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_numbers_come_back_bit_by_bit(dtype: torch.dtype, on_disk: bool, tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=4, n_embd=16, n_inner=8, n_kv_head=2)
+    for model in (GPT(TINY), Llama(config)):  # the latter has fewer heads of keys than of queries
+        model, ids = model.to(dtype).eval(), list(range(11)) * 2
+        cache, store = read_all(model, ids), Store(model, tmp_path if on_disk else None)
+        put(store, ids)
+        got = (Store(model, tmp_path) if on_disk else store).get(ids)
+        assert len(got) == 21 and type(got) is type(cache)
+        for ours, given in zip(got.layers, cache.layers, strict=True):
+            assert ours.dtype == dtype and torch.equal(ours, given[..., :21, :])
+
+
+def test_a_cache_from_the_store_can_be_changed_without_changing_the_store(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path)
+    put(store, [1] * 10)
+    for layer in store.get([1] * 10).layers:
+        layer.zero_()
+    assert found(store, [1] * 10) == 10
+
+
+def test_bad_input_is_refused_with_both_numbers(tiny: GPT) -> None:
+    store, cache = Store(tiny), read_all(tiny, [1, 2, 3])
+    with pytest.raises(ValueError, match=r"3 tokens.*2"):
+        store.put([1, 2], cache)
+    with pytest.raises(ValueError, match="2 rows"):
+        store.put([1, 2, 3], KVCache([torch.cat([kv, kv], 1) for kv in cache.layers], cache.pos))
+    with pytest.raises(ValueError, match=f"{3 * TOKEN // 2} bytes.*{3 * TOKEN}"):
+        store.put([1, 2, 3], KVCache(cache.layers[:1], cache.pos))
+    with pytest.raises(ValueError, match="float16"):
+        store.put([1, 2, 3], cache.to(dtype=torch.float16))
+    cache.pos = cache.pos + 1
+    with pytest.raises(ValueError, match="first of 3 ids"):
+        store.put([1, 2, 3], cache)
+    for capacity in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match=f"0 bytes, got {capacity}"):
+            Store(tiny, capacity=capacity)
+    put(store, [5, 5])
+    store.put([5], KVCache())
+    assert len(store.get([5])) == len(store.get([])) == 0
+
+
+# --- The model ------------------------------------------------------------------------------------------------------
+
+
+def test_fingerprint_is_that_of_weights_geometry_and_dtype(tiny: GPT) -> None:
+    prints = {fingerprint(tiny), fingerprint(GPT(TINY)), fingerprint(load_model("pocket", model_class=GPT))}
+    half = GPT(TINY)
+    half.load_state_dict(tiny.state_dict())
+    assert fingerprint(half) == fingerprint(tiny)
+    prints.add(fingerprint(half.half()))
+    other = GPT(TINY)
+    other.load_state_dict(tiny.state_dict())
+    with torch.no_grad():
+        other.h[1].mlp.c_proj.bias[3] += 1e-3
+    prints.add(fingerprint(other))
+    assert len(prints) == 5
+
+
+def test_two_models_share_a_folder_without_meeting(tiny: GPT, tmp_path: Path) -> None:
+    ours, theirs = Store(tiny, tmp_path), Store(tiny_model(1), tmp_path)
+    put(ours, [1] * 9)
+    assert found(theirs, [1] * 9) == 0 and found(ours, [1] * 9) == 9
+    (path,) = runs(ours)
+    put(theirs, [1] * 9)
+    shutil.copy(path, runs(theirs)[0])  # of the same length
+    with warned(1, "checksum"):
+        assert found(theirs, [1] * 9) == 0
+
+
+def test_a_folder_of_an_older_format_is_left_alone(tiny: GPT, tmp_path: Path) -> None:
+    old = tmp_path / fingerprint(tiny)[:16] / f"{'0' * 32}-{'1' * 32}.safetensors"
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    store = Store(tiny, tmp_path)
+    put(store, [1] * 9)
+    assert found(store, [1] * 9) == 9 and old.read_bytes() == b"old"
+
+
+def add(weight: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        weight += 1
+
+
+def replace(weight: torch.nn.Parameter) -> None:
+    weight.data = weight.data + 1
+
+
+@pytest.mark.parametrize("change", [add, replace, lambda w: setattr(w, "data", w.data[:-1])],
+                         ids=["in place", "replaced", "fewer"])  # fmt: skip
+def test_weights_that_changed_are_noticed(tiny: GPT, change: Callable) -> None:
+    model = GPT(TINY).eval()
+    model.load_state_dict(tiny.state_dict())
+    for name in ("wte.weight", "h.1.mlp.c_fc.bias"):
+        store, cache = Store(model), read_all(model, [1, 2, 3])
+        change(model.get_parameter(name))
+        for call in (lambda: store.get([1, 2, 3]), lambda: store.put([1, 2, 3], cache)):  # noqa: B023
+            with pytest.raises(ValueError, match="weights have changed"):
+                call()
+        model = GPT(TINY).eval()
+
+
+def test_caches_of_a_model_in_training_are_refused() -> None:
+    model = GPT(TINY)
+    with pytest.raises(ValueError, match=r"train\(\).*eval\(\)"):
+        Store(model)
+    store, cache = Store(model.eval()), read_all(model, [1, 2])
+    model.h[1].attn.train()
+    for call in (lambda: store.get([1, 2]), lambda: store.put([1, 2], cache), store.clear):
+        with pytest.raises(ValueError, match=r"train\(\)"):
+            call()
+    model.eval()
+    put(store, [1, 2])
+    assert found(store, [1, 2]) == 2
+
+
+# --- Capacity -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [1, 300, 900, 1500, 4000, 30_000])
+def test_not_even_an_unfinished_file_exceeds_the_capacity(
+    tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int
+) -> None:
+    peak, kept, store, write = 0, 0, Store(tiny, tmp_path, capacity), Path.write_bytes
+
+    def written(path: Path, content: bytes) -> None:
+        nonlocal peak
+        write(path, content)
+        peak = max(peak, taken(tmp_path))
+
+    monkeypatch.setattr(Path, "write_bytes", written)
+    for ids in texts(2, 60, low=3):
+        put(store, ids)
+        kept += found(store, ids)
+        assert taken(tmp_path) == store.nbytes <= capacity
+    assert peak <= capacity and (kept > 0) == (capacity > 300)
+    assert not peak or peak > capacity - 30 * TOKEN - 2 * 256, "the capacity is used"
+    smaller = Store(tiny, tmp_path, capacity / 2)
+    put(smaller, ids)
+    assert taken(tmp_path) <= capacity / 2
+
+
+def test_the_least_recently_used_run_that_nothing_continues_goes_first(tiny: GPT, tmp_path: Path) -> None:
+    a, b, ab, c = [1] * 8, [2] * 8, [1] * 8 + [3] * 8, [4] * 8
+    store = Store(tiny, tmp_path)
+    put(store, a, b, ab, c)  # used in this order; ab continues a
+    store.get([*b, 0])
+    left = [store.nbytes]
+    for gone in (ab, a, c, b):
+        Store(tiny, tmp_path).evict(left[-1] - 1)  # by another process: the order of use outlives the first
+        left.append(store.nbytes)
+        held = [text for text in (a, b, ab, c) if found_without_use(store, text) == len(text)]
+        assert gone not in held and len(held) == 8 - len(left) - 3 + 0, (gone, held)
+    assert left[-1] == 0 and not runs(store)
+
+
+def found_without_use(store: Store, ids: list[int]) -> int:
+    return sum(n for _, n in store.match(ids))
+
+
+def test_the_end_of_a_text_that_does_not_fit_is_left_out(tiny: GPT) -> None:
+    store = Store(tiny, capacity=256 + 10 * TOKEN)
+    put(store, list(range(11)) * 2)
+    assert found(store, list(range(11)) * 2) == 10
+    put(store, [5] * 9)
+    assert found(store, [5] * 9) == 9 and found(store, list(range(11)) * 2) == 0
+
+
+def test_what_another_process_uses_is_not_evicted(tiny: GPT, tmp_path: Path) -> None:
+    store, other = Store(tiny, tmp_path), Store(tiny, tmp_path)
+    for i in range(4):
+        put(store, [i] * 10)
+    store.get([0] * 10)
+    other.capacity = other.nbytes
+    put(other, [5] * 10)
+    assert found(store, [0] * 10) == 10 and found(store, [1] * 10) == 0
+
+
+# --- Damage ---------------------------------------------------------------------------------------------------------
+
+
+def damage(rng: random.Random, store: Store, foreign: list[bytes]) -> str:
+    """Do to a store what disks, crashes and people do."""
+    files = [path for path in runs(store) if path.is_file()]
+    path, other = rng.choice(files), rng.choice(files)
+    content, kind = bytearray(path.read_bytes()), rng.choice("flip cut grow swap foreign delete empty fifo row".split())
+    if kind == "row":
+        column = rng.choice(["parent", "start", "first", "nbytes", "checksum", "used", "ids"])
+        value = rng.randbytes(rng.randint(0, 36)) if column == "ids" else rng.randint(-1, 12)
+        with sqlite3.connect(store.folder / "index.db") as db:
+            db.execute(f"UPDATE OR IGNORE runs SET {column} = ? WHERE run = ?", (value, int(path.stem)))
+        return f"{kind} {column}"
+    path.unlink()  # files are mapped: a new one is made
+    if kind == "flip" and content:
+        for _ in range(rng.choice([1, 20])):
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+    elif kind == "cut":
+        path.write_bytes(content[: rng.randrange(len(content) or 1)])
+    elif kind == "grow":
+        path.write_bytes(content + rng.randbytes(rng.randint(1, 100)))
+    elif kind == "swap" and other != path:
+        os.rename(other, path)
+        other.write_bytes(content)
+    elif kind == "foreign":
+        path.write_bytes(rng.choice(foreign))
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    return kind
+
+
+@pytest.mark.parametrize("n", [60, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(tiny: GPT, tmp_path: Path, n: int) -> None:
+    stranger, held, rng = tiny_model(1), texts(7, 6, low=10), random.Random(0)
+    theirs = Store(stranger, tmp_path / "theirs")
+    put(theirs, *held)
+    foreign, kinds, reused = [path.read_bytes() for path in runs(theirs)], set(), 0
+    store = Store(tiny, tmp_path / "store")
+    for i in range(n):
+        put(store, *held)
+        kinds.add(damage(rng, store, foreign))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one = Store(tiny, store.folder.parent) if i % 2 else store
+            reused += sum(found(one, ids) for ids in held)
+        put(one, *held)
+        if i % 10 == 0:  # nothing that is broken stays, but for numbers of use
+            store.clear()
+            assert not runs(store)
+    assert len(kinds) >= 10 and reused > 50 * n
+
+
+def test_what_is_wrong_with_a_file_is_said_once_and_it_goes_with_what_continues_it(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path)
+    put(store, [1] * 10, [1] * 10 + [2] * 5, [3] * 10)
+    trunk = store.file(store.match([1])[0][0])
+    trunk.write_bytes(trunk.read_bytes()[:-1] + b"?")
+    with warned(1, "its checksum is wrong"):
+        assert [found(store, ids) for ids in ([1] * 10 + [2] * 5, [1] * 10, [3] * 10)] == [0, 0, 10]
+    assert len(runs(store)) == 1
+    runs(store)[0].unlink()
+    with warned(0):  # somebody, or a killed process, has deleted it
+        assert found(store, [3] * 10) == store.nbytes == 0
+
+
+@pytest.mark.parametrize(("change", "asked", "right"), [
+    ("first = 3, ids = CAST(x'030000000300000003000000' AS BLOB) WHERE run = 1", [3, 3, 3], 0),
+    ("start = 3 WHERE run = 2", [1, 1, 1, 2, 2, 2], 3),
+    ("parent = 3 WHERE run = 2", [4, 4, 4, 4, 4, 2, 2, 2], 5),
+])  # fmt: skip
+def test_a_row_that_says_other_tokens_is_found_out(
+    tiny: GPT, tmp_path: Path, change: str, asked: list[int], right: int
+) -> None:
+    store = Store(tiny, tmp_path)
+    put(store, [1] * 8, [1] * 5 + [2] * 3, [4] * 8)
+    store.db.execute(f"UPDATE runs SET {change}")
+    with warned(1, "its checksum is wrong"):
+        assert found(store, asked) == right
+
+
+def test_an_index_that_is_none_is_one_warning_and_everything_stays(tiny: GPT, tmp_path: Path) -> None:
+    put(Store(tiny, tmp_path), [1] * 10)
+    (index,) = tmp_path.rglob("index.db")
+    index.write_bytes(b"This is no index." * 1000)
+    before = contents(tmp_path)
+    with warned(1, "not a database"):
+        store = Store(tiny, tmp_path)
+        put(store, [2] * 10)
+        assert found(store, [2] * 10) == 10 and found(store, [1] * 10) == 0, "kept in memory"
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- Disks and folders ----------------------------------------------------------------------------------------------
+
+
+def file_in_its_place(folder: Path) -> Path:
+    folder.write_text("mine")
+    return folder
+
+
+UNUSABLE = {
+    "a file": file_in_its_place,
+    "below a file": lambda folder: file_in_its_place(folder) / "store",
+    "below a device": lambda folder: Path(os.devnull) / "store",
+    "a name too long": lambda folder: folder / ("n" * 300),
+    "a link to itself": lambda folder: folder.symlink_to(folder) or folder,
+    "no folders here": lambda folder: Path("/proc/self/store"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_folder_that_cannot_be_used_is_one_warning_and_a_store_in_memory(
+    tiny: GPT, tmp_path: Path, kind: str
+) -> None:
+    folder = UNUSABLE[kind](tmp_path / "store")
+    with warned(1, "can't be used"):
+        store = Store(tiny, folder)
+        put(store, [1, 2, 3])
+        assert found(store, [1, 2, 3]) == 3
+        store.clear()
+        assert found(store, [1, 2, 3]) == 0
+    assert not (tmp_path / "store").is_file() or (tmp_path / "store").read_text() == "mine"
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_a_folder_like_any_other(tiny: GPT, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    put(Store(tiny, folder), [1] * 10)
+    with warned(0):
+        assert found(Store(tiny, folder), [1] * 10) == 10
+
+
+@pytest.mark.parametrize("call", ["os.mkdir", "os.stat", "io.open", "os.unlink"])
+@pytest.mark.parametrize("wrong", [errno.EACCES, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENOMEM])
+def test_an_error_of_any_call_is_at_most_one_warning_and_loses_nothing(
+    tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, wrong: int
+) -> None:
+    store, held, other = Store(tiny, tmp_path), [1] * 10 + [2] * 5, [1] * 10 + [3] * 5
+    put(store, held)
+    before = contents(store.folder)
+    module, name = call.split(".")
+    real = getattr(sys.modules[module], name)
+
+    def failing(path: object, *args: object, **options: object) -> object:
+        if str(tmp_path) in str(path):
+            raise OSError(wrong, os.strerror(wrong), str(path))
+        return real(path, *args, **options)
+
+    with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as broken:
+        warnings.simplefilter("always")
+        broken.setattr(f"{module}.{name}", failing)
+        for one in (store, Store(tiny, tmp_path)):
+            put(one, other)
+            assert found(one, held) <= 15 and found(one, other) <= 15
+    assert len(caught) <= 2 and all(os.strerror(wrong) in str(one.message) for one in caught)
+    after = contents(store.folder)
+    assert all(after[name] == content for name, content in before.items() if name != "index.db")
+    assert found(store, held) == found(Store(tiny, tmp_path), held) == 15
+
+
+def test_an_index_that_cannot_be_written_is_read_with_one_warning(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path, capacity=2000)
+    put(store, [1] * 10)
+    before = contents(tmp_path)
+    store.db.execute("PRAGMA query_only = 1")
+    with warned(1, "readonly"):
+        for _ in range(3):
+            assert found(store, [1] * 10) == 10
+            put(store, [2] * 10)
+            store.clear()
+    assert contents(tmp_path) == before
+    store.db.execute("PRAGMA query_only = 0")
+    put(store, [2] * 10)
+    assert found(store, [2] * 10) == 10, "it works again"
+
+
+def test_an_index_that_is_never_let_go_is_waited_for_once(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path)
+    put(store, [1] * 10)
+    store.patience = 0.2
+    other = sqlite3.connect(store.folder / "index.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    begun = time.perf_counter()
+    with warned(1, "locked"):
+        for _ in range(5):
+            assert found(store, [1] * 10) == 10
+            put(store, [2] * 10)
+    assert 0.2 < time.perf_counter() - begun < 5
+    other.execute("ROLLBACK")
+    put(store, [2] * 10)
+    assert found(store, [2] * 10) == 10
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link to mine", "link to nothing", "half a file"])
+def test_whatever_lies_in_the_next_files_place_is_no_harm(tiny: GPT, tmp_path: Path, kind: str) -> None:
+    store, mine = Store(tiny, tmp_path / "store"), tmp_path / "mine"
+    mine.write_text("mine")
+    place = store.folder / "1.safetensors"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "half a file":
+        place.write_bytes(b"half")
+    else:
+        place.symlink_to(mine if kind == "link to mine" else tmp_path / "nothing")
+    with warned(0):
+        put(store, [1] * 10)
+        assert found(Store(tiny, tmp_path / "store"), [1] * 10) == 10
+    assert mine.read_text() == "mine" and not (tmp_path / "nothing").exists()
+
+
+def test_a_folder_that_is_deleted_in_use_is_one_warning(tiny: GPT, tmp_path: Path) -> None:
+    store = Store(tiny, tmp_path / "store")
+    put(store, [1] * 10)
+    shutil.rmtree(tmp_path / "store")
+    with warned(1, "can't be used"):
+        for _ in range(2):
+            assert found(store, [1] * 10) == 0
+            put(store, [2] * 10)
+    put(again := Store(tiny, tmp_path / "store"), [2] * 10)
+    assert found(again, [2] * 10) == 10
+    assert again.load(2) is None  # a run that another process has deleted since it was found
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("moment", ["checksum", "remove", "use", "delete"])
+def test_an_interrupted_put_leaves_a_store_that_works(
+    tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, error: type, moment: str
+) -> None:
+    store = Store(tiny, tmp_path if on_disk else None, capacity=256 + 12 * TOKEN)
+    put(store, [1] * 10)
+
+    def interrupted(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken, pytest.raises(error):
+        broken.setattr(store, moment, interrupted)
+        put(store, [2] * 10)
+    for ids in ([1] * 10, [2] * 10):
+        found(store, ids)
+        put(store, ids)
+        assert found(store, ids) == 10 and store.nbytes <= store.capacity
+
+
+# --- In processes of their own --------------------------------------------------------------------------------------
+
+WORKER = """
+import errno, os, random, resource, sys, warnings
+sys.path[:0] = [{root!r}]
+import torch
+torch.set_num_threads(1)
+from recycle import read_all
+from support.store import Store
+from tests.test_store import *
+from pathlib import Path
+model, folder = tiny_model(), Path(os.fsdecode(bytes.fromhex({folder!r})))
+held = texts(3, 60, low=5)
+{code}
+print("done", flush=True)
+"""
+def start(code: str, folder: Path, *words: object) -> subprocess.Popen:
+    text = WORKER.format(root=str(ROOT), folder=os.fsencode(folder).hex(), code=code)
+    return subprocess.Popen([sys.executable, "-c", text, *map(str, words)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)  # fmt: skip
+
+
+def ends_well(process: subprocess.Popen) -> None:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and out.endswith("done\n") and not err, err
+
+
+def sound(model: GPT, folder: Path) -> int:
+    """Return how many tokens a store has of the workers' texts, without any warning; its index is sound."""
+    with warned(0):
+        store = Store(model, folder)
+        assert store.db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        return sum(found(store, ids) for ids in texts(3, 60, low=5))
+
+
+FEW = {
+    "handles": "resource.setrlimit(resource.RLIMIT_NOFILE, (5, 5))",
+    "handles, sooner": "resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))",
+    "handles, at last": "store.get([0]); resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))",
+    "bytes a file": "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("few", FEW)
+def test_a_process_with_too_little_leaves_a_healthy_store_alone(tiny: GPT, tmp_path: Path, few: str) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    put(Store(tiny, folder), *texts(3, 60, low=5))
+    before, n = contents(folder), sound(tiny, folder)
+    code = f"""
+store = Store(model, folder)
+store.get([0])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    {FEW[few]}
+    for one in (store, Store(model, folder)):
+        for ids in [*held, *texts(4, 20, low=20)]:
+            found(one, ids)
+            put(one, ids)
+said = [str(w.message) for w in caught]
+assert 1 <= len(said) <= 2 and all("can't be used in full" in one for one in said), said
+"""
+    ends_well(start(code, folder))
+    after = contents(folder)
+    assert all(after[name] == content for name, content in before.items() if name != "index.db")
+    assert sound(tiny, folder) == n
+
+
+@pytest.mark.slow
+def test_a_process_with_too_little_memory_leaves_a_healthy_store_alone(tiny: GPT, tmp_path: Path) -> None:
+    config = GPTConfig(vocab_size=11, n_ctx=1200, n_layer=12, n_head=12, n_embd=768, n_inner=8)
+    code = f"""
+from gpt_kv_cache import GPT, GPTConfig, KVCache
+torch.manual_seed(0)
+model, ids = GPT({config!r}).eval(), [5] * 1000
+cache = KVCache([torch.zeros(2, 1, 12, 1000, 64) for _ in range(12)], torch.arange(1000))
+store = Store(model, folder)
+store.put(ids, cache)
+before = contents(folder)
+assert len(store.get(ids)) == 999
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 30_000_000, -1))
+with warned(1, "Cannot allocate memory"):
+    assert len(store.get(ids)) == 0
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+assert len(store.get(ids)) == 999 and [*before] == [*contents(folder)]
+"""
+    ends_well(start(code, tmp_path))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KB, if we may mount one."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("only root may mount a disk")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_warning_and_a_store_that_is_read(tiny: GPT, small_disk: Path) -> None:
+    store, rng = Store(tiny, small_disk), random.Random(0)
+    put(store, [1] * 30)
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with warned(1, "can't be used"):
+        for _ in range(40):
+            put(store, [rng.randrange(11) for _ in range(30)])
+            assert found(store, [1] * 30) == 30
+    filler.unlink()
+    put(store, [2] * 30)
+    assert found(store, [2] * 30) == 30 and found(Store(tiny, small_disk), [1] * 30) == 30, "it works again"
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_at_any_moment_loses_nothing(tiny: GPT, small_disk: Path) -> None:
+    """The store itself fills it: what fails, now a file and now the index, is the same warning."""
+    store, rng = Store(tiny, small_disk), random.Random(0)
+    put(store, [1] * 30)
+    with warned(1, "can't be used"):
+        for _ in range(300):
+            ids = [rng.randrange(11) for _ in range(rng.randint(1, 30))]
+            put(store, ids)
+            found(store, ids)
+            assert found(store, [1] * 30) == 30
+    assert store.db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+@pytest.mark.slow
+def test_a_read_only_disk_is_one_warning_and_a_store_that_is_read(tiny: GPT, small_disk: Path) -> None:
+    store = Store(tiny, small_disk)
+    put(store, [1] * 30)
+    store.db.close()  # a disk with open files can't become read-only
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    before = contents(small_disk)
+    with warned(1, "readonly"):
+        store = Store(tiny, small_disk)
+        for _ in range(3):
+            assert found(store, [1] * 30) == 30
+            put(store, [2] * 30)
+    assert contents(small_disk) == before
+
+
+def hammer(folder: Path, seed: int, capacity: float, rounds: int = 10**9) -> int:
+    """Start a process that uses a store without end; any warning ends it. Return its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            store, rng, held = Store(tiny_model(), folder, capacity), random.Random(seed), texts(3, 60, low=5)
+            for _ in range(rounds):
+                ids = rng.choice(held)
+                found(store, ids)
+                put(store, ids)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def ended(pid: int) -> int:
+    """Return the exit status of a process, less than 0 if a signal has ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def together(folder: Path, capacity: float) -> None:
+    workers = [hammer(folder, seed, capacity, 300) for seed in (1, 2, 3)]
+    assert [ended(pid) for pid in workers] == [0, 0, 0]
+    assert sound(tiny_model(), folder) > (500 if capacity == float("inf") else 30)
+
+
+def killed(folder: Path) -> None:
+    """24 processes, three at a time, are killed at any moment."""
+    rng, tokens = random.Random(0), 0
+    for turn in range(8):
+        workers = [hammer(folder, 3 * turn + i, 20_000) for i in range(3)]
+        for pid in workers:
+            time.sleep(rng.uniform(0.02, 0.4))
+            os.kill(pid, signal.SIGKILL)
+        assert [ended(pid) for pid in workers] == [-signal.SIGKILL] * 3
+        tokens += sound(tiny_model(), folder)
+        assert taken(folder) <= 20_000
+    assert tokens > 500
+
+
+def frozen(workers: list[int], folder: Path) -> int:
+    """Bytes of all files, of a moment at which no worker runs."""
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in workers:
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    used = taken(folder)
+    for pid in workers:
+        os.kill(pid, signal.SIGCONT)
+    return used
+
+
+def bounded(folder: Path) -> None:
+    """Three writers, one of which is killed and replaced again and again, keep to the capacity at every moment."""
+    rng, peak = random.Random(0), 0
+    workers = [hammer(folder, seed, 12_000) for seed in range(3)]
+    while frozen(workers, folder) < 10_000:  # until the store is full
+        time.sleep(0.2)
+    for moment in range(1, 401):
+        time.sleep(rng.uniform(0, 0.006))
+        peak = max(peak, frozen(workers, folder))
+        if moment % 100 == 0:
+            os.kill(workers[0], signal.SIGKILL)
+            assert ended(workers.pop(0)) == -signal.SIGKILL
+            workers.append(hammer(folder, moment, 12_000))
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+        ended(pid)
+    assert 10_000 < peak <= 12_000
+    sound(tiny_model(), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["together(folder, float('inf'))", "together(folder, 9000)", "killed(folder)",
+                                  "bounded(folder)"])  # fmt: skip
+def test_processes_that_share_a_store(tmp_path: Path, what: str) -> None:
+    """Any warning is an error: what another process does, or begins, is no damage."""
+    ends_well(start(what, tmp_path))
