@@ -29,13 +29,24 @@ from support.files import check_fields, read_json, said
 
 RANDOM = "random:"  # and a size: an untrained model
 HERE = Path(__file__).resolve().parent
-VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
 END_OF_TEXT = "<|endoftext|>"
 # Where GPT-2 cuts text before it merges bytes: the form with possessive quantifiers that tiktoken uses; same pieces.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 # The same after each digit has been cut off from all else: spaces that a digit follows end a piece.
-DIGITS_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
+DIGITS_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
+)
 
 
 class Checkpoint(NamedTuple):
@@ -47,10 +58,14 @@ class Checkpoint(NamedTuple):
 
 
 POCKET = {  # folders
-    "pocket": "teacher", "pocket-student": "student", "pocket-student-alone": "student-alone",
-    "pocket-student-prompt": "student-prompt", "pocket-student-dropout": "student-dropout", "pocket-bct": "bct",
+    "pocket": "teacher",
+    "pocket-student": "student",
+    "pocket-student-alone": "student-alone",
+    "pocket-student-prompt": "student-prompt",
+    "pocket-student-dropout": "student-dropout",
+    "pocket-bct": "bct",
     "pocket-rotary": "rotary",
-}  # fmt: skip
+}
 INDEX = "model.safetensors.index.json"
 ONE_FILE = (
     "HuggingFaceTB/SmolLM2-135M",
@@ -67,11 +82,17 @@ SHARDED = (
 )
 PUBLIC = {
     "gpt2": Checkpoint("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
-    "gpt2-medium": Checkpoint("openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
-    "gpt2-large": Checkpoint("openai-community/gpt2-large", "32b71b12589c2f8d625668d2335a01cac3249519"),
+    "gpt2-medium": Checkpoint(
+        "openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"
+    ),
+    "gpt2-large": Checkpoint(
+        "openai-community/gpt2-large", "32b71b12589c2f8d625668d2335a01cac3249519"
+    ),
     "gpt2-xl": Checkpoint("openai-community/gpt2-xl", "15ea56dee5df4983c59b2538573817e1667135e2"),
     "distilgpt2": Checkpoint("distilbert/distilgpt2", "2290a62682d06624634c1f46a6ad5be0f47f38aa"),
-    "microsoft/DialoGPT-small": Checkpoint("microsoft/DialoGPT-small", "49c537161a457d5256512f9d2d38a87d81ae0f0e"),
+    "microsoft/DialoGPT-small": Checkpoint(
+        "microsoft/DialoGPT-small", "49c537161a457d5256512f9d2d38a87d81ae0f0e"
+    ),
     "microsoft/DialoGPT-medium": Checkpoint(
         "microsoft/DialoGPT-medium", "7b40bb0f92c45fefa957d088000d8648e5c7fa33", "pytorch_model.bin"
     ),
@@ -81,11 +102,24 @@ PUBLIC = {
     **{name: Checkpoint(name, weights=INDEX) for name in SHARDED},
 }
 # What torch.load raises on damaged files, found by damaging them at random, and (UnpicklingError) if they hold code.
-UNREADABLE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, struct.error, LookupError, ValueError,
-              TypeError, AttributeError, AssertionError)
+UNREADABLE = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    pickle.UnpicklingError,
+    struct.error,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
 NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRAINED = [name for name, folder in POCKET.items() if (HERE / "pocket" / folder).is_dir()]
-OTHERS = {"pocket-bct": "gpt_bounded_cache.py --memory bct", "pocket-rotary": "projector.py"}  # no GPT-2: their scripts
+OTHERS = {
+    "pocket-bct": "gpt_bounded_cache.py --memory bct",
+    "pocket-rotary": "projector.py",
+}  # no GPT-2: their scripts
 NAMES = ", ".join([*(name for name in TRAINED if name not in OTHERS), *PUBLIC]) + ", or a folder"
 # What config.json may say about the things that our models have only one way of doing, by its model_type.
 SUPPORTED: dict[str, dict[str, tuple]] = {
@@ -137,8 +171,13 @@ LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out,
 }
 
 
-def load_model(name_or_path: str, *, model_class: type[nn.Module] | None = None,
-               device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+def load_model(
+    name_or_path: str,
+    *,
+    model_class: type[nn.Module] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
     """Return the model of a known name or of a folder in Hugging Face format, in eval mode.
     "random:124M" is an untrained GPT-2 of this size.
 
@@ -161,7 +200,9 @@ def load_model(name_or_path: str, *, model_class: type[nn.Module] | None = None,
     check_sizes(config, tensors, config_path)
     with torch.device("meta"):  # shapes and strides without memory
         model = model_class(config)
-    parts = {name: parts_of(name, parameter, config) for name, parameter in model.named_parameters()}
+    parts = {
+        name: parts_of(name, parameter, config) for name, parameter in model.named_parameters()
+    }
     check_tensors(tensors, parts, name_or_path)
     model = model.to(dtype).to_empty(device=device)  # keeps the strides: wte stays column-first
     with torch.no_grad():
@@ -206,11 +247,15 @@ def parts_of(name: str, parameter: Tensor, config: Any) -> dict[str, tuple[int, 
     width, total = parameter.shape
     sizes = [total // len(names)] * len(names)
     if part == "attn.c_attn":
-        sizes = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        sizes = [
+            heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)
+        ]
     return {public: (size, width) for public, size in zip(names, sizes, strict=True)}
 
 
-def check_tensors(tensors: dict[str, Tensor], parts: dict[str, dict[str, tuple[int, ...]]], model: str) -> None:
+def check_tensors(
+    tensors: dict[str, Tensor], parts: dict[str, dict[str, tuple[int, ...]]], model: str
+) -> None:
     """Raise ValueError if tensors are missing, unexpected, or not of the shapes and types that a model needs."""
     shapes = {public: shape for needed in parts.values() for public, shape in needed.items()}
     wrong = [f"{name} is missing" for name in shapes if name not in tensors]
@@ -219,10 +264,14 @@ def check_tensors(tensors: dict[str, Tensor], parts: dict[str, dict[str, tuple[i
         if name in shapes and tensor.shape != shapes[name]:
             wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
         elif tensor.dtype not in NUMBERS:
-            wrong.append(f"{name} holds {tensor.dtype}, not floating-point numbers of 16 bits or more")
+            wrong.append(
+                f"{name} holds {tensor.dtype}, not floating-point numbers of 16 bits or more"
+            )
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(f"the weights of {model} don't fit its config.json: {'; '.join(wrong[:8])}{more}")
+        raise ValueError(
+            f"the weights of {model} don't fit its config.json: {'; '.join(wrong[:8])}{more}"
+        )
 
 
 def check_finite(name: str, parameter: Tensor, tensor: Tensor, model: str) -> None:
@@ -233,7 +282,9 @@ def check_finite(name: str, parameter: Tensor, tensor: Tensor, model: str) -> No
     if all(math.isfinite(x) for x in tensor.aminmax()):
         dtype = str(parameter.dtype).removeprefix("torch.")
         largest, most = tensor.abs().max(), torch.finfo(parameter.dtype).max
-        raise ValueError(f"{name} of {model} holds {largest:g}, and {dtype} at most {most:g}: choose another --dtype")
+        raise ValueError(
+            f"{name} of {model} holds {largest:g}, and {dtype} at most {most:g}: choose another --dtype"
+        )
     raise ValueError(f"{name} of {model} holds numbers that aren't finite (NaN or infinity)")
 
 
@@ -242,16 +293,22 @@ def find_file(name_or_path: str, filename: str) -> Path:
 
     Raises ValueError if the model is unknown, OSError if the file can't be had.
     """
-    folder = HERE / "pocket" / POCKET[name_or_path] if name_or_path in POCKET else Path(name_or_path)
+    folder = (
+        HERE / "pocket" / POCKET[name_or_path] if name_or_path in POCKET else Path(name_or_path)
+    )
     if name_or_path in PUBLIC:
         return download(PUBLIC[name_or_path], filename)
     if name_or_path not in POCKET and not folder.is_dir():
         others = ", ".join(f"{name} (only {script})" for name, script in OTHERS.items())
         raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}; {others}")
     if name_or_path in POCKET and not folder.is_dir():
-        raise FileNotFoundError(f"the model {name_or_path} is not trained yet: there is no folder {folder}")
+        raise FileNotFoundError(
+            f"the model {name_or_path} is not trained yet: there is no folder {folder}"
+        )
     if not (folder / filename).is_file():
-        raise FileNotFoundError(f"there is no {filename} in {folder}: a model's folder holds config.json and weights")
+        raise FileNotFoundError(
+            f"there is no {filename} in {folder}: a model's folder holds config.json and weights"
+        )
     return folder / filename
 
 
@@ -270,15 +327,21 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
             get_hf_file_metadata(hf_hub_url(repo, filename, revision=revision), timeout=10)
             return Path(hf_hub_download(repo, filename, revision=revision))
         except errors.GatedRepoError:
-            why = (f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf auth login`; "
-                   "or give a folder that holds the model")
+            why = (
+                f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf auth login`; "
+                "or give a folder that holds the model"
+            )
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             why = f"Hugging Face shows no repository {repo} with revision {revision}"
         except errors.RemoteEntryNotFoundError:
             why = f"{repo} has no file {filename} at revision {revision}"
-    except Exception as error:  # whatever else a network, its settings, a server or a full disk can do
-        raise OSError(f"can't download {filename} of {repo} ({reason(error)}): run this once with internet, or give a "
-                      "folder that holds the model; the model pocket needs no download") from error
+    except (
+        Exception
+    ) as error:  # whatever else a network, its settings, a server or a full disk can do
+        raise OSError(
+            f"can't download {filename} of {repo} ({reason(error)}): run this once with internet, or give a "
+            "folder that holds the model; the model pocket needs no download"
+        ) from error
     raise OSError(why)
 
 
@@ -302,7 +365,9 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
     for key, supported in SUPPORTED[kind].items():
         if key in config and config[key] not in supported:
             one = " or ".join(map(repr, supported))
-            raise ValueError(f"{path}: {key} is {config[key]!r}, but this {NAMED[kind]} supports only {one}")
+            raise ValueError(
+                f"{path}: {key} is {config[key]!r}, but this {NAMED[kind]} supports only {one}"
+            )
     if config_class is None:
         import gpt_kv_cache
         import llama_kv_cache
@@ -316,20 +381,34 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
 
 def gpt2_config(config: dict[str, Any], path: Path, config_class: type) -> Any:
     """Return the config_class of a GPT-2, or of one of ours that is made of it."""
-    if config.get("n_positions") is not None:  # Hugging Face's name for n_ctx; older files have both
+    if (
+        config.get("n_positions") is not None
+    ):  # Hugging Face's name for n_ctx; older files have both
         config["n_ctx"] = config["n_positions"]
-    if absent := [key for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd") if config.get(key) is None]:
+    if absent := [
+        key
+        for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
+        if config.get(key) is None
+    ]:
         raise ValueError(f"{path} lacks {', '.join(absent)}")
     names = [field.name for field in fields(config_class) if field.name != "dropout"]
     if config.get("slots") and "slots" not in names:
-        raise ValueError(f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.BCT "
-                         "can read it, by gpt_bounded_cache.py --memory bct")
+        raise ValueError(
+            f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.BCT "
+            "can read it, by gpt_bounded_cache.py --memory bct"
+        )
     if "slots" in names and not config.get("slots"):
-        raise ValueError(f"{path} describes a GPT-2 without memory slots, not a Bounded-Cache Transformer (BCT)")
+        raise ValueError(
+            f"{path} describes a GPT-2 without memory slots, not a Bounded-Cache Transformer (BCT)"
+        )
     if bool(config.get("rotary")) != ("rotary" in names):
-        raise ValueError(f"{path}: only pocket/rope.py can read a model with rotary positions, by projector.py --model "
-                         "pocket-rotary, and it reads no other")
-    return made(config_class, {name: config[name] for name in names if config.get(name) is not None}, path)
+        raise ValueError(
+            f"{path}: only pocket/rope.py can read a model with rotary positions, by projector.py --model "
+            "pocket-rotary, and it reads no other"
+        )
+    return made(
+        config_class, {name: config[name] for name in names if config.get(name) is not None}, path
+    )
 
 
 def llama_config(config: dict[str, Any], path: Path, config_class: type) -> Any:
@@ -347,15 +426,23 @@ def llama_config(config: dict[str, Any], path: Path, config_class: type) -> Any:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
         numbers = ("factor", "low_freq_factor", "high_freq_factor")
-        check_fields(rope, f"rope_parameters of {path}", **dict.fromkeys(numbers, float),
-                     original_max_position_embeddings=int)  # fmt: skip
+        check_fields(
+            rope,
+            f"rope_parameters of {path}",
+            **dict.fromkeys(numbers, float),
+            original_max_position_embeddings=int,
+        )
         scaling = *(float(rope[name]) for name in numbers), rope["original_max_position_embeddings"]
         if not 0 < scaling[1] < scaling[2] or min(scaling) <= 0:
-            raise ValueError(f"{path}: rope_parameters must be positive, and low_freq_factor, {scaling[1]}, less than "
-                             f"high_freq_factor, {scaling[2]}")
+            raise ValueError(
+                f"{path}: rope_parameters must be positive, and low_freq_factor, {scaling[1]}, less than "
+                f"high_freq_factor, {scaling[2]}"
+            )
         found["rope_scaling"] = scaling
     elif kind != "default":
-        raise ValueError(f"{path}: rope_type is {kind!r}, but this Llama supports only 'default' or 'llama3'")
+        raise ValueError(
+            f"{path}: rope_type is {kind!r}, but this Llama supports only 'default' or 'llama3'"
+        )
     check_fields({"rope_theta": theta}, str(path), rope_theta=float)
     if not theta > 0:
         raise ValueError(f"{path}: rope_theta must be more than 0, got {theta}")
@@ -365,11 +452,16 @@ def llama_config(config: dict[str, Any], path: Path, config_class: type) -> Any:
 
 def made(config_class: type, given: dict[str, Any], path: Path) -> Any:
     """Return a config. Raises ValueError if a value isn't of its field's type."""
-    kinds = {field.name: int if field.default is None else type(field.default) for field in fields(config_class)}
+    kinds = {
+        field.name: int if field.default is None else type(field.default)
+        for field in fields(config_class)
+    }
     kinds["rope_scaling"] = tuple
     for name, value in given.items():
         if type(value) is not kinds[name]:
-            kind = {int: "a whole number", bool: "true or false", str: "a text", float: "a number"}[kinds[name]]
+            kind = {int: "a whole number", bool: "true or false", str: "a text", float: "a number"}[
+                kinds[name]
+            ]
             raise ValueError(f"{path}: {name} must be {kind}, got {said(value)}")
     return config_class(**given)
 
@@ -377,11 +469,17 @@ def made(config_class: type, given: dict[str, Any], path: Path) -> Any:
 def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
     """Raise ValueError if a size in a config, read from path, is beyond those of the tensors: before a model of it is
     made, which could take all memory or never end."""
-    longest = max((max(tensor.shape, default=1) for tensor in tensors.values() if tensor.numel()), default=0)
+    longest = max(
+        (max(tensor.shape, default=1) for tensor in tensors.values() if tensor.numel()), default=0
+    )
     for name, size in vars(config).items():
         if name == "n_ctx" and is_llama(config):
             continue  # no table ends there
-        most, of = (len(tensors), "number of tensors") if name == "n_layer" else (longest, "longest side of any tensor")
+        most, of = (
+            (len(tensors), "number of tensors")
+            if name == "n_layer"
+            else (longest, "longest side of any tensor")
+        )
         if type(size) is int and size > most:
             raise ValueError(f"{path}: {name} is {size}, but the {of} in the weights is {most}")
 
@@ -404,9 +502,16 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
     config = read_json(find_file(name_or_path, "config.json"))
     if config.get("tie_word_embeddings", config.get("model_type") != "llama"):
         head = tensors.pop("lm_head.weight", None)
-        table = next((tensors[name] for name in ("wte.weight", "embed_tokens.weight") if name in tensors), None)
-        if None not in (head, table) and (head.dtype != table.dtype or not torch.equal(head, table)):
-            raise ValueError(f"lm_head.weight of {name_or_path} differs from wte.weight, but this GPT-2 shares the two")
+        table = next(
+            (tensors[name] for name in ("wte.weight", "embed_tokens.weight") if name in tensors),
+            None,
+        )
+        if None not in (head, table) and (
+            head.dtype != table.dtype or not torch.equal(head, table)
+        ):
+            raise ValueError(
+                f"lm_head.weight of {name_or_path} differs from wte.weight, but this GPT-2 shares the two"
+            )
     return tensors
 
 
@@ -426,13 +531,17 @@ def find_weights(name_or_path: str) -> list[Path]:
                 if not (folder / shard).is_file():
                     raise FileNotFoundError(f"{index} lists {shard}, which is not there")
             return [folder / shard for shard in shards(index)]
-    raise FileNotFoundError(f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin")
+    raise FileNotFoundError(
+        f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin"
+    )
 
 
 def shards(index: Path) -> list[str]:
     """Return the names of the files that an index of shards lists."""
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
         raise ValueError(f"{index} has no weight_map from tensors to files")
     for shard in weight_map.values():
         if Path(shard).name != shard or "\0" in shard:
@@ -446,20 +555,36 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise ValueError(f"{path} is cut off, a Git LFS pointer, or not a safetensors file") from error
+            raise ValueError(
+                f"{path} is cut off, a Git LFS pointer, or not a safetensors file"
+            ) from error
     with path.open("rb") as file:  # what can't be opened at all says so here
-        zipped = file.read(4) == b"PK\x03\x04"  # files from before PyTorch 1.6 aren't, and can't be mapped
+        zipped = (
+            file.read(4) == b"PK\x03\x04"
+        )  # files from before PyTorch 1.6 aren't, and can't be mapped
     try:  # weights_only, since a pickle could run code
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UNREADABLE as error:
-        raise ValueError(f"{path} is cut off, a Git LFS pointer, or not a PyTorch file of plain tensors") from error
-    if not isinstance(tensors, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor)
-                                                for name, tensor in tensors.items()):  # fmt: skip
+        raise ValueError(
+            f"{path} is cut off, a Git LFS pointer, or not a PyTorch file of plain tensors"
+        ) from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
         raise ValueError(f"{path} holds something else than named tensors")
     for name, x in tensors.items():
-        strided = x.layout is torch.strided and x.device.type == "cpu" and not x.is_nested and not x.is_quantized
-        if not strided or x.nbytes > x.untyped_storage().nbytes():  # a few numbers may claim to be any number of them
-            raise ValueError(f"{path}: {name} is sparse, nested, quantized, expanded or without numbers")
+        strided = (
+            x.layout is torch.strided
+            and x.device.type == "cpu"
+            and not x.is_nested
+            and not x.is_quantized
+        )
+        if (
+            not strided or x.nbytes > x.untyped_storage().nbytes()
+        ):  # a few numbers may claim to be any number of them
+            raise ValueError(
+                f"{path}: {name} is sparse, nested, quantized, expanded or without numbers"
+            )
     return tensors
 
 
@@ -472,7 +597,9 @@ class Numbers:
     def encode(self, text: str, **_: Any) -> list[int]:
         """Return the article's prompt in GPT-2's tokens. Raises ValueError for any other text."""
         if text != ARTICLE["prompt"]:
-            raise ValueError(f"without GPT-2's tokenizer the prompt must be {ARTICLE['prompt']!r}, got {text!r}")
+            raise ValueError(
+                f"without GPT-2's tokenizer the prompt must be {ARTICLE['prompt']!r}, got {text!r}"
+            )
         return [15496, 11, 314, 716]
 
     def decode_single_token_bytes(self, token: int) -> bytes:
@@ -498,29 +625,39 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
         config_path = find_file(name_or_path, "config.json")
         config = read_json(config_path)
         vocab_size = config.get("vocab_size")
-        shipped = config_path.resolve().parent.parent == HERE / "pocket"  # those share one tokenizer
+        shipped = (
+            config_path.resolve().parent.parent == HERE / "pocket"
+        )  # those share one tokenizer
         folders = [config_path.parent] + [HERE / "pocket" / "teacher"] * shipped
         for folder in folders:
             if (folder / "tokenizer.tiktoken").is_file():
                 tokenizer = read_tokenizer(folder / "tokenizer.tiktoken")
                 if tokenizer.n_vocab != vocab_size:
-                    raise ValueError(f"{folder / 'tokenizer.tiktoken'} makes {tokenizer.n_vocab} tokens, but "
-                                     f"{config_path} says {vocab_size}")
+                    raise ValueError(
+                        f"{folder / 'tokenizer.tiktoken'} makes {tokenizer.n_vocab} tokens, but "
+                        f"{config_path} says {vocab_size}"
+                    )
                 return tokenizer
         if config.get("model_type") == "llama":
             return llama_tokenizer(name_or_path)
         if vocab_size != 50257:
-            raise ValueError(f"there is no tokenizer.tiktoken in {folders[-1]}, and with {vocab_size} tokens the "
-                             f"tokenizer can't be GPT-2's, which has 50257")
+            raise ValueError(
+                f"there is no tokenizer.tiktoken in {folders[-1]}, and with {vocab_size} tokens the "
+                f"tokenizer can't be GPT-2's, which has 50257"
+            )
     try:
         gpt2 = tiktoken.get_encoding("gpt2")
     except Exception as error:  # as in download()
-        raise OSError(f"can't download GPT-2's tokenizer, and tiktoken has not cached it ({reason(error)}): run this "
-                      "once with internet; the model pocket needs no download") from error
+        raise OSError(
+            f"can't download GPT-2's tokenizer, and tiktoken has not cached it ({reason(error)}): run this "
+            "once with internet; the model pocket needs no download"
+        ) from error
     for path in (folder / filename for folder in folders for filename in VOCABULARIES):
         if path.exists() and not is_gpt2s(path, gpt2):
-            raise ValueError(f"{path} is not GPT-2's: of vocabularies with 50257 tokens only GPT-2's can be read, or a "
-                             "tokenizer.tiktoken in the same folder")
+            raise ValueError(
+                f"{path} is not GPT-2's: of vocabularies with 50257 tokens only GPT-2's can be read, or a "
+                "tokenizer.tiktoken in the same folder"
+            )
     return gpt2
 
 
@@ -543,29 +680,54 @@ class Tokenizer(tiktoken.Encoding):
 def llama_tokenizer(name_or_path: str) -> Tokenizer:
     """Return the byte-level BPE in a tokenizer.json, with the tokens that begin a text, by its post-processor, and that
     end one, by generation_config.json or config.json. Raises ValueError if it isn't one that tiktoken can do."""
-    path, config_path = (find_file(name_or_path, name) for name in ("tokenizer.json", "config.json"))
-    content, config = read_json(path, model=dict, added_tokens=list), read_json(config_path, vocab_size=int)
+    path, config_path = (
+        find_file(name_or_path, name) for name in ("tokenizer.json", "config.json")
+    )
+    content, config = (
+        read_json(path, model=dict, added_tokens=list),
+        read_json(config_path, vocab_size=int),
+    )
     model = check_fields(content["model"], f"model in {path}", type=str, vocab=dict, merges=list)
     added = {}
     for token in content["added_tokens"]:
-        check_fields(token, f"added_tokens in {path}", content=str, id=int, lstrip=bool, rstrip=bool, single_word=bool)
+        check_fields(
+            token,
+            f"added_tokens in {path}",
+            content=str,
+            id=int,
+            lstrip=bool,
+            rstrip=bool,
+            single_word=bool,
+        )
         added[token["content"]] = token["id"]
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            raise ValueError(f"{path}: {said(token['content'])} takes spaces or words along, which isn't supported")
+            raise ValueError(
+                f"{path}: {said(token['content'])} takes spaces or words along, which isn't supported"
+            )
     if model["type"] != "BPE" or content.get("normalizer") or model.get("byte_fallback"):
         raise ValueError(f"{path} is no byte-level BPE of the text as it is")
     ranks = ranks_of(model, added, path)
-    tokenizer = Tokenizer(path.parent.name, pat_str=pattern_of(content.get("pre_tokenizer"), path),
-                          mergeable_ranks=ranks, special_tokens=added)  # fmt: skip
+    tokenizer = Tokenizer(
+        path.parent.name,
+        pat_str=pattern_of(content.get("pre_tokenizer"), path),
+        mergeable_ranks=ranks,
+        special_tokens=added,
+    )
     if tokenizer.n_vocab > config["vocab_size"]:
-        raise ValueError(f"{path} makes {tokenizer.n_vocab} tokens, but {config_path} says {config['vocab_size']}")
+        raise ValueError(
+            f"{path} makes {tokenizer.n_vocab} tokens, but {config_path} says {config['vocab_size']}"
+        )
     tokenizer.start = start_of(content.get("post_processor"), added, path)
     ends = config.get("eos_token_id")
     if (config_path.parent / "generation_config.json").is_file() or name_or_path in PUBLIC:
-        ends = read_json(find_file(name_or_path, "generation_config.json")).get("eos_token_id", ends)
+        ends = read_json(find_file(name_or_path, "generation_config.json")).get(
+            "eos_token_id", ends
+        )
     tokenizer.ends = tuple(ends) if isinstance(ends, list) else (ends,)
     if not tokenizer.ends or not {*tokenizer.ends} <= {*added.values()}:
-        raise ValueError(f"{config_path}: eos_token_id is {said(ends)}, which is no special token of {path}")
+        raise ValueError(
+            f"{config_path}: eos_token_id is {said(ends)}, which is no special token of {path}"
+        )
     return tokenizer
 
 
@@ -579,9 +741,13 @@ def ranks_of(model: dict[str, Any], added: dict[str, int], path: Path) -> dict[b
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         merged = [vocabulary[left + right] for left, right in pairs]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: its tokens or merges are not those of a byte-level BPE") from error
+        raise ValueError(
+            f"{path}: its tokens or merges are not those of a byte-level BPE"
+        ) from error
     if merged != sorted(merged) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
-        raise ValueError(f"{path} must have a token for every byte, and ids in the order of its merges")
+        raise ValueError(
+            f"{path} must have a token for every byte, and ids in the order of its merges"
+        )
     return ranks
 
 
@@ -604,7 +770,9 @@ def pattern_of(splitter: dict[str, Any] | None, path: Path) -> str:
     raise ValueError(f"{path}: its pre_tokenizer is none that tiktoken can do")
 
 
-def start_of(processor: dict[str, Any] | None, added: dict[str, int], path: Path) -> tuple[int, ...]:
+def start_of(
+    processor: dict[str, Any] | None, added: dict[str, int], path: Path
+) -> tuple[int, ...]:
     """Return the tokens that a post-processor puts before a text."""
     found = []
     for part in (processor or {}).get("processors", [processor or {}]):
@@ -613,7 +781,9 @@ def start_of(processor: dict[str, Any] | None, added: dict[str, int], path: Path
                 break
             found.append(item["SpecialToken"]["id"])
     if unknown := [token for token in found if token not in added]:
-        raise ValueError(f"{path}: its post_processor adds {said(unknown[0])}, which is no special token")
+        raise ValueError(
+            f"{path}: its post_processor adds {said(unknown[0])}, which is no special token"
+        )
     return tuple(added[token] for token in found)
 
 
@@ -622,22 +792,35 @@ def is_gpt2s(path: Path, gpt2: tiktoken.Encoding) -> bool:
     if path.suffix not in (".json", ".txt") or path.name == "vocab.txt":
         return False  # not a byte-level BPE
     chars = byte_characters()
-    ids = {"".join(chars[b] for b in gpt2.decode_single_token_bytes(i)): i for i in range(gpt2.n_vocab - 1)}
+    ids = {
+        "".join(chars[b] for b in gpt2.decode_single_token_bytes(i)): i
+        for i in range(gpt2.n_vocab - 1)
+    }
     merged, ids = [*ids][256:], ids | {END_OF_TEXT: gpt2.eot_token}
     if path.name == "merges.txt":
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line.replace(" ", "") for line in lines if line and not line.startswith("#version")] == merged
+        return [
+            line.replace(" ", "") for line in lines if line and not line.startswith("#version")
+        ] == merged
     content = read_json(path)
     if path.name == "vocab.json":
         return content == ids
     model, before, added = (content.get(key) for key in ("model", "pre_tokenizer", "added_tokens"))
-    if not (isinstance(model, dict) and isinstance(model.get("merges"), list) and isinstance(before, dict)):
+    if not (
+        isinstance(model, dict)
+        and isinstance(model.get("merges"), list)
+        and isinstance(before, dict)
+    ):
         return False
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    return (model.get("vocab") == ids and all(isinstance(pair, list) for pair in pairs)
-            and ["".join(map(str, pair)) for pair in pairs] == merged and content.get("normalizer") is None
-            and (before.get("type"), before.get("add_prefix_space")) == ("ByteLevel", False)
-            and {str(token.get("content")) for token in added or []} <= {END_OF_TEXT})  # fmt: skip
+    return (
+        model.get("vocab") == ids
+        and all(isinstance(pair, list) for pair in pairs)
+        and ["".join(map(str, pair)) for pair in pairs] == merged
+        and content.get("normalizer") is None
+        and (before.get("type"), before.get("add_prefix_space")) == ("ByteLevel", False)
+        and {str(token.get("content")) for token in added or []} <= {END_OF_TEXT}
+    )
 
 
 def byte_characters() -> list[str]:
@@ -658,10 +841,16 @@ def read_tokenizer(path: Path) -> tiktoken.Encoding:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
         raise ValueError(f"{path} is not a tiktoken file") from error
-    if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
+    if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= {
+        bytes([b]) for b in range(256)
+    }:
         raise ValueError(f"{path} must hold every single byte, and every rank from 0 on once")
-    return tiktoken.Encoding(name=path.parent.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                             special_tokens={END_OF_TEXT: len(ranks)})
+    return tiktoken.Encoding(
+        name=path.parent.name,
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -672,24 +861,36 @@ def main(argv: list[str] | None = None) -> None:
 
     cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", f"{NAMES}; or pocket-bct")
     cli.add_model_arguments("model")
-    cli.add_argument("--verify", action="store_true", help="compare with published greedy continuations")
+    cli.add_argument(
+        "--verify", action="store_true", help="compare with published greedy continuations"
+    )
     with cli.parse(argv) as args:
         published = read_json(EXPECTED_OUTPUTS)["continuations"] if args.verify else []
         expected = [entry for entry in published if entry["model"] == args.model]
         if args.verify and not expected:
             known = ", ".join(sorted({entry["model"] for entry in published}))
-            raise ValueError(f"no published continuation of {args.model} to compare with; there are some of {known}")
+            raise ValueError(
+                f"no published continuation of {args.model} to compare with; there are some of {known}"
+            )
         is_bct = bool(read_json(find_file(args.model, "config.json")).get("slots"))
-        module, kind = (gpt_bounded_cache, gpt_bounded_cache.BCT) if is_bct else (gpt_kv_cache, gpt_kv_cache.GPT)
+        module, kind = (
+            (gpt_bounded_cache, gpt_bounded_cache.BCT)
+            if is_bct
+            else (gpt_kv_cache, gpt_kv_cache.GPT)
+        )
         model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         config, count = model.config, sum(parameter.numel() for parameter in model.parameters())
-        print(f"{args.model}: {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, width "
-              f"{config.n_embd}, context {config.n_ctx}, vocabulary {config.vocab_size}\n{count:,} parameters, "
-              f"{str(args.dtype).removeprefix('torch.')}, {count * args.dtype.itemsize:,} bytes on {args.device}\n")
+        print(
+            f"{args.model}: {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, width "
+            f"{config.n_embd}, context {config.n_ctx}, vocabulary {config.vocab_size}\n{count:,} parameters, "
+            f"{str(args.dtype).removeprefix('torch.')}, {count * args.dtype.itemsize:,} bytes on {args.device}\n"
+        )
 
         def continuation(prompt: str, n_tokens: int, cache: Any = None) -> Iterator[torch.Tensor]:
-            ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=args.device)
+            ids = torch.tensor(
+                [tokenizer.encode(prompt, allowed_special="all")], device=args.device
+            )
             return module.generate(model, ids, n_tokens, stop_id=tokenizer.eot_token, cache=cache)
 
         # DialoGPT answers once a turn has ended.
@@ -700,14 +901,18 @@ def main(argv: list[str] | None = None) -> None:
         different = 0
         for entry in expected:
             n_tokens = len(tokenizer.encode(entry["continuation"], allowed_special="all"))
-            ours = tokenizer.decode([token.item() for token in continuation(entry["prompt"], n_tokens)])
+            ours = tokenizer.decode(
+                [token.item() for token in continuation(entry["prompt"], n_tokens)]
+            )
             same = ours == entry["continuation"]
             different += not same
             print(f"\n{'same' if same else 'DIFFERENT'}: {entry['prompt']!r} -> {ours!r}")
             if not same:
                 print(f"published: {entry['continuation']!r}\nby: {entry['source']}")
         if expected:
-            print(f"\n{len(expected) - different} of {len(expected)} published continuations reproduced")
+            print(
+                f"\n{len(expected) - different} of {len(expected)} published continuations reproduced"
+            )
             sys.exit(1 if different else 0)
 
 

@@ -74,8 +74,10 @@ class PagedCache:
             self.pool = weight.new_zeros(shape)
         except RuntimeError as error:
             nbytes = math.prod(shape) * weight.element_size()
-            raise ValueError(f"{blocks} blocks of {size} tokens take {nbytes:,} bytes: there isn't "
-                             "that much memory") from error  # fmt: skip
+            raise ValueError(
+                f"{blocks} blocks of {size} tokens take {nbytes:,} bytes: there isn't "
+                "that much memory"
+            ) from error
         self.count = [0] * blocks
         self.free = OrderedDict.fromkeys(range(blocks))
         self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(blocks + 1)]
@@ -103,7 +105,9 @@ class PagedCache:
     def forget(self, block: int) -> None:
         """Let nobody find a block, and those after it: it is about to hold other tokens."""
         lost = [block] * bool(self.listed[block])
-        for block in lost:  # a text owns a block only with all before it: those after a free one are free
+        for (
+            block
+        ) in lost:  # a text owns a block only with all before it: those after a free one are free
             known, tokens = self.listed[block]
             del known[tokens]
             lost += self.children[block].values()
@@ -213,8 +217,9 @@ class Batch:
         return max(text.n_read for text in self.texts)
 
     @torch.no_grad()
-    def append(self, layer: int, k: Tensor, v: Tensor,
-               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add a layer's keys and values (1, H, T, D) of the tokens at positions pos (T,). Return
         those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart."""
         new = torch.cat([k, v]).nan_to_num(0, 0, 0)  # 0 times a neighbour's NaN would be NaN
@@ -269,8 +274,14 @@ class Server:
         """The texts that are being written, with one unread token each."""
         return [text for text in self.running if text.unread == 1]
 
-    def check(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None,
-              temperature: float = 0.0, top_k: int | None = None) -> None:  # fmt: skip
+    def check(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        stop_id: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+    ) -> None:
         """Raise ValueError if a prompt is empty, has a token that the model doesn't know, or needs
         more blocks than there are, even alone; or if an option is out of range."""
         check_options(torch.tensor([ids]), max_new_tokens, temperature, top_k)
@@ -282,13 +293,28 @@ class Server:
             lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks"
             raise ValueError(f"{lengths} of {size}, there are {self.cache.blocks}")
 
-    def add(self, ids: Sequence[int], max_new_tokens: int, stop_id: int | None = None,
-            temperature: float = 0.0, top_k: int | None = None, seed: int = 0) -> int:  # fmt: skip
+    def add(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        stop_id: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> int:
         """Let a prompt wait, and return its number. Raises ValueError as check() does."""
         self.check(ids, max_new_tokens, stop_id, temperature, top_k)
         generator = torch.Generator(self.cache.pool.device).manual_seed(seed)
-        text = Text(self.arrived, [*ids], len(ids) + max_new_tokens, stop_id, temperature, top_k,
-                    generator, context_start(len(ids), self.model.context))  # fmt: skip
+        text = Text(
+            self.arrived,
+            [*ids],
+            len(ids) + max_new_tokens,
+            stop_id,
+            temperature,
+            top_k,
+            generator,
+            context_start(len(ids), self.model.context),
+        )
         self.arrived += 1
         if max_new_tokens:
             self.texts.append(text)
@@ -342,9 +368,19 @@ class Server:
         return text.number, token
 
 
-def serve(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], *,
-          blocks: int, size: int = 16, chunk: int = 64, most: int = MOST, samples: int = 1,
-          seed: int = 0, **options: Any) -> Iterator[tuple[int, int]]:  # fmt: skip
+def serve(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    blocks: int,
+    size: int = 16,
+    chunk: int = 64,
+    most: int = MOST,
+    samples: int = 1,
+    seed: int = 0,
+    **options: Any,
+) -> Iterator[tuple[int, int]]:
     """Yield (text, token) as they come. Text i continues prompt i // samples, and draws with
     seed + i. Its tokens are those that generate() yields for it alone with that seed, up to what
     rounding does to a tie. Samples of one prompt share the blocks that hold it.
@@ -371,27 +407,51 @@ def main(argv: list[str] | None = None) -> None:
 
     count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
-    cli.add_argument("what", nargs="?", default="run", choices=("run", "serve"),
-                     help="run: what blocks save; serve: continue each line of FILE")  # fmt: skip
-    cli.add_argument("file", nargs="?", metavar="FILE", help="serve: a text file, one prompt per line")
+    cli.add_argument(
+        "what",
+        nargs="?",
+        default="run",
+        choices=("run", "serve"),
+        help="run: what blocks save; serve: continue each line of FILE",
+    )
+    cli.add_argument(
+        "file", nargs="?", metavar="FILE", help="serve: a text file, one prompt per line"
+    )
     cli.add_model_arguments()
-    cli.add_argument("--max-new-tokens", default=80, **count,
-                     help="tokens to write; run: after every fourth prompt, fewer after the others")
-    cli.add_argument("--blocks", **count, help="blocks for all texts together; default: run half of "
-                     "what they would use, serve enough for all")  # fmt: skip
+    cli.add_argument(
+        "--max-new-tokens",
+        default=80,
+        **count,
+        help="tokens to write; run: after every fourth prompt, fewer after the others",
+    )
+    cli.add_argument(
+        "--blocks",
+        **count,
+        help="blocks for all texts together; default: run half of "
+        "what they would use, serve enough for all",
+    )
     cli.add_argument("--size", default=16, **count, help="tokens per block")
     cli.add_argument("--chunk", default=64, **count, help="tokens of a prompt read per pass")
-    cli.add_argument("--samples", **count, help="serve: continue each line so many times; default: once")
-    cli.add_argument("--temperature", type=temperature, metavar="X",
-                     help="serve: 0 for the likeliest tokens, the default; higher is more random")
+    cli.add_argument(
+        "--samples", **count, help="serve: continue each line so many times; default: once"
+    )
+    cli.add_argument(
+        "--temperature",
+        type=temperature,
+        metavar="X",
+        help="serve: 0 for the likeliest tokens, the default; higher is more random",
+    )
     cli.add_argument("--top-k", **count, help="serve: sample from the N likeliest tokens only")
     cli.add_trace_argument("run: ")
     with cli.parse(argv) as args:
         if (args.what == "serve") != (args.file is not None):
             raise ValueError("serve needs a FILE, and run takes none: see --help")
         cli.only(args.what, "run", {"--trace": args.trace_file})
-        cli.only(args.what, "serve", {"--samples": args.samples, "--temperature": args.temperature,
-                                      "--top-k": args.top_k})  # fmt: skip
+        cli.only(
+            args.what,
+            "serve",
+            {"--samples": args.samples, "--temperature": args.temperature, "--top-k": args.top_k},
+        )
         lines = read_text(Path(args.file)).splitlines() if args.file else []
         lines = [line for line in lines if line.strip()]
         if args.file and not lines:
@@ -405,10 +465,19 @@ def main(argv: list[str] | None = None) -> None:
         needs = sorted(math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts)
         enough = sum(sorted(needs * min(samples, MOST))[-MOST:])
         written: dict[int, list[int]] = {}
-        for i, token in serve(model, prompts, n, blocks=args.blocks or enough, size=size,
-                              chunk=args.chunk, samples=samples, seed=args.seed,
-                              stop_id=tokenizer.eot_token, temperature=args.temperature or 0.0,
-                              top_k=args.top_k):  # fmt: skip
+        for i, token in serve(
+            model,
+            prompts,
+            n,
+            blocks=args.blocks or enough,
+            size=size,
+            chunk=args.chunk,
+            samples=samples,
+            seed=args.seed,
+            stop_id=tokenizer.eot_token,
+            temperature=args.temperature or 0.0,
+            top_k=args.top_k,
+        ):
             text = written.setdefault(i, [])
             if token != tokenizer.eot_token:
                 text.append(token)

@@ -340,8 +340,14 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
         print(prompt, end="", flush=True)
 
 
-def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_new_tokens: int,
-         dialogue: bool, trace: Trace | None = None) -> None:  # fmt: skip
+def chat(
+    store: Store,
+    tokenizer: tiktoken.Encoding,
+    lines: Iterable[str],
+    max_new_tokens: int,
+    dialogue: bool,
+    trace: Trace | None = None,
+) -> None:
     """Answer line by line, every turn on the stored cache of all turns before it, and print what that
     saved: to know it, the whole text is read once more after every answer.
 
@@ -363,8 +369,10 @@ def chat(store: Store, tokenizer: tiktoken.Encoding, lines: Iterable[str], max_n
         if sum(map(len, turns)) + len(turn) + max_new_tokens > n_ctx:
             while sum(map(len, turns)) + len(turn) > n_ctx // 2:
                 del turns[0]
-            print(f"[the context of {n_ctx} tokens is full: the oldest {before - len(turns)} turns are forgotten, and "
-                  "what is left moves to other positions and is read again]")  # fmt: skip
+            print(
+                f"[the context of {n_ctx} tokens is full: the oldest {before - len(turns)} turns are forgotten, and "
+                "what is left moves to other positions and is read again]"
+            )
         ids = [*(i for turn in turns for i in turn), *turn]
         begun = time.perf_counter()
         cache = store.get(ids)

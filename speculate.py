@@ -31,7 +31,9 @@ from overfill import Pair, generate_refreshed, load_pair, speculative
 from support.printing import stream
 from support.tables import table
 
-Choose = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits (1, V) -> a token (1, 1), and the distribution (1, V)
+Choose = Callable[
+    [Tensor], tuple[Tensor, Tensor]
+]  # logits (1, V) -> a token (1, 1), and the distribution (1, V)
 Drafter = Callable[[Pair, int, Choose], tuple[Tensor, Tensor]]
 
 
@@ -73,15 +75,23 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tens
 def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return an index (1,) drawn in proportion to weights (V,); the generator may be of another device."""
     sums = weights.cumsum(0)
-    return torch.searchsorted(sums, uniform(1, generator) * sums[-1], right=True).clamp(max=len(sums) - 1)
+    return torch.searchsorted(sums, uniform(1, generator) * sums[-1], right=True).clamp(
+        max=len(sums) - 1
+    )
 
 
 def uniform(n: int, generator: torch.Generator | None) -> Tensor:
     """Return n random numbers between 0 and 1, on the CPU."""
-    return torch.rand(n, generator=generator, device=generator.device if generator else "cpu").cpu().double()
+    return (
+        torch.rand(n, generator=generator, device=generator.device if generator else "cpu")
+        .cpu()
+        .double()
+    )
 
 
-def agree(p: Tensor, q: Tensor, draft: Tensor, generator: torch.Generator | None) -> tuple[int, Tensor]:
+def agree(
+    p: Tensor, q: Tensor, draft: Tensor, generator: torch.Generator | None
+) -> tuple[int, Tensor]:
     """Return how many of a draft (k,) stay, and the token (1,) that follows them, so that all of them are distributed
     as draws from the teacher's distributions p (k + 1, V), whatever the q (k, V) that the draft was drawn from.
 
@@ -102,9 +112,18 @@ class Passes:
 
 
 @torch.no_grad()
-def speculate(pair: Pair, max_new_tokens: int, k: int, draft: Drafter = by_student, passes: Passes | None = None, *,
-              temperature: float = 0.0, top_k: int | None = None, stop_id: int | None = None,
-              generator: torch.Generator | None = None) -> Iterator[Tensor]:  # fmt: skip
+def speculate(
+    pair: Pair,
+    max_new_tokens: int,
+    k: int,
+    draft: Drafter = by_student,
+    passes: Passes | None = None,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    stop_id: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
     """Yield the tokens (1, 1) that the teacher alone would write after the pair's prompt (1, T), or, sampled, tokens of
     the same distribution. The entries of what the teacher has read replace the student's, as at a refresh.
 
@@ -113,10 +132,14 @@ def speculate(pair: Pair, max_new_tokens: int, k: int, draft: Drafter = by_stude
     """
     check_options(pair.ids, max_new_tokens, temperature, top_k)
     if k < 1 or pair.ids.size(0) != 1:
-        raise ValueError(f"speculation takes drafts of at least 1 token and 1 text, got {k} and {pair.ids.size(0)}")
+        raise ValueError(
+            f"speculation takes drafts of at least 1 token and 1 text, got {k} and {pair.ids.size(0)}"
+        )
     if pair.n_ctx < pair.teacher.config.n_ctx:
-        raise ValueError(f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
-                         f"{pair.teacher.config.n_ctx}: the teacher would forget earlier than alone")  # fmt: skip
+        raise ValueError(
+            f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
+            f"{pair.teacher.config.n_ctx}: the teacher would forget earlier than alone"
+        )
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         q = probabilities(logits, temperature, top_k)
@@ -132,9 +155,13 @@ def speculate(pair: Pair, max_new_tokens: int, k: int, draft: Drafter = by_stude
             shared, room = len(pair.read), pair.cached_from + pair.n_ctx - n
             drafted, q = draft(pair, min(k, max_new_tokens - written - 1, room), choose)
             unread = torch.cat([pair.ids[:, pair.cached_from + shared :], drafted], 1)
-            p = probabilities(pair.teacher(unread, pair.read)[0], temperature, top_k)  # (drafted + 1, V)
+            p = probabilities(
+                pair.teacher(unread, pair.read)[0], temperature, top_k
+            )  # (drafted + 1, V)
             agreed, token = agree(p, q, drafted[0].cpu(), generator)
-            new = torch.cat([drafted[:, :agreed], token[None].to(pair.ids.device)], 1)  # (1, agreed + 1)
+            new = torch.cat(
+                [drafted[:, :agreed], token[None].to(pair.ids.device)], 1
+            )  # (1, agreed + 1)
             if stop_id in (said := new[0].tolist()):  # what follows it was never written
                 new = new[:, : said.index(stop_id) + 1]
                 agreed = new.size(1) - 1
@@ -159,24 +186,55 @@ DRAFTS = {"student": by_student, "text": from_the_text}
 def demo(teacher: torch.nn.Module, student: torch.nn.Module, prompts: list[Tensor], n: int) -> None:
     """Print the savings and costs of several draft lengths, beside the teacher alone and equally frequent refreshes."""
     made: dict[str, tuple[list[list[int]], float, int, str]] = {}
-    rows = [("teacher alone", 0, ""), *((f"drafts of {k} by the student", k, "student") for k in (4, 8, 16)),
-            *((f"drafts of {k} from the text", k, "text") for k in (4, 8, 16)),
-            ("(a refresh every 8 tokens", 8, "refresh")]  # fmt: skip
+    rows = [
+        ("teacher alone", 0, ""),
+        *((f"drafts of {k} by the student", k, "student") for k in (4, 8, 16)),
+        *((f"drafts of {k} from the text", k, "text") for k in (4, 8, 16)),
+        ("(a refresh every 8 tokens", 8, "refresh"),
+    ]
     for name, k, by in [rows[0], *rows]:  # the first warms up
         texts, begun, count, drafted, agreed = [], time.perf_counter(), 0, 0, 0
         for ids in prompts:
             pair, passes = Pair(teacher, student, ids), Passes()
-            tokens = (generate(teacher, ids, n) if not by else speculate(pair, n, k, DRAFTS[by], passes) if by in DRAFTS
-                      else generate_refreshed(pair, n, speculative(k)))  # fmt: skip
+            tokens = (
+                generate(teacher, ids, n)
+                if not by
+                else speculate(pair, n, k, DRAFTS[by], passes)
+                if by in DRAFTS
+                else generate_refreshed(pair, n, speculative(k))
+            )
             texts.append([int(token) for token in tokens])
             count += {"": n - 1, "refresh": len(pair.refreshes)}.get(by, passes.count)
             drafted, agreed = drafted + passes.drafted, agreed + passes.agreed
-        made[name] = texts, time.perf_counter() - begun, count, f"{agreed / drafted:.0%}" if drafted else ""
+        made[name] = (
+            texts,
+            time.perf_counter() - begun,
+            count,
+            f"{agreed / drafted:.0%}" if drafted else "",
+        )
     exact, total = made["teacher alone"][0], n * len(prompts)
-    print(table(["", "tokens/s", "teacher's passes in 1,000 tokens", "of the drafts stay", "the teacher's text"], [
-        [name, f"{total / seconds:.0f}", f"{1000 * count / total:.0f}", share,
-         f"{sum(map(list.__eq__, texts, exact))} of {len(exact)}" + ")" * name.startswith("(")]
-        for name, (texts, seconds, count, share) in made.items()]))  # fmt: skip
+    print(
+        table(
+            [
+                "",
+                "tokens/s",
+                "teacher's passes in 1,000 tokens",
+                "of the drafts stay",
+                "the teacher's text",
+            ],
+            [
+                [
+                    name,
+                    f"{total / seconds:.0f}",
+                    f"{1000 * count / total:.0f}",
+                    share,
+                    f"{sum(map(list.__eq__, texts, exact))} of {len(exact)}"
+                    + ")" * name.startswith("("),
+                ]
+                for name, (texts, seconds, count, share) in made.items()
+            ],
+        )
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -185,35 +243,74 @@ def main(argv: list[str] | None = None) -> None:
     from support.cli import PROMPT, CommandLine, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
-    cli.add_argument("what", nargs="?", default="demo", choices=("demo", "write"),
-                     help="demo: drafts of several lengths, compared; write: continue a prompt")  # fmt: skip
+    cli.add_argument(
+        "what",
+        nargs="?",
+        default="demo",
+        choices=("demo", "write"),
+        help="demo: drafts of several lengths, compared; write: continue a prompt",
+    )
     cli.add_generation_arguments("--teacher", trace=False)
     cli.set_defaults(prompt=None, max_new_tokens=None, temperature=None)
-    cli.add_argument("--student", default="pocket-student", metavar="NAME", help="the model that drafts")
-    cli.add_argument("--draft", type=whole_number(1), metavar="K", help="write: tokens of a draft; default: 8")
-    cli.add_argument("--by", choices=[*DRAFTS], help="write: where drafts come from; default: student")
+    cli.add_argument(
+        "--student", default="pocket-student", metavar="NAME", help="the model that drafts"
+    )
+    cli.add_argument(
+        "--draft", type=whole_number(1), metavar="K", help="write: tokens of a draft; default: 8"
+    )
+    cli.add_argument(
+        "--by", choices=[*DRAFTS], help="write: where drafts come from; default: student"
+    )
     with cli.parse(argv) as args:
-        cli.only(args.what, "write", {"--prompt": args.prompt, "--draft": args.draft, "--by": args.by,
-                                      "--top-k": args.top_k, "--temperature": args.temperature})  # fmt: skip
-        teacher, student, tokenizer = load_pair(args.model, args.student, device=args.device, dtype=args.dtype)
+        cli.only(
+            args.what,
+            "write",
+            {
+                "--prompt": args.prompt,
+                "--draft": args.draft,
+                "--by": args.by,
+                "--top-k": args.top_k,
+                "--temperature": args.temperature,
+            },
+        )
+        teacher, student, tokenizer = load_pair(
+            args.model, args.student, device=args.device, dtype=args.dtype
+        )
         if args.what == "write":
             prompt = args.prompt or PROMPT
-            ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=args.device)
+            ids = torch.tensor(
+                [tokenizer.encode(prompt, allowed_special="all")], device=args.device
+            )
             passes, pair = Passes(), Pair(teacher, student, ids)
             print(f"\n{prompt}", end="", flush=True)
             draft = DRAFTS[args.by or "student"]
-            tokens = speculate(pair, args.max_new_tokens or 250, args.draft or 8, draft, passes, top_k=args.top_k,
-                               temperature=args.temperature or 0.0, stop_id=tokenizer.eot_token,
-                               generator=torch.Generator(args.device).manual_seed(args.seed))  # fmt: skip
+            tokens = speculate(
+                pair,
+                args.max_new_tokens or 250,
+                args.draft or 8,
+                draft,
+                passes,
+                top_k=args.top_k,
+                temperature=args.temperature or 0.0,
+                stop_id=tokenizer.eot_token,
+                generator=torch.Generator(args.device).manual_seed(args.seed),
+            )
             written, _ = stream(tokens, tokenizer, pair)
-            return print(f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
-                         f"{passes.agreed} of {passes.drafted} drafted tokens stayed]")  # fmt: skip
-        prompts = [torch.tensor([p], device=args.device) for p in corpus.beginnings(tokenizer, "test", 3, 192)]
+            return print(
+                f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
+                f"{passes.agreed} of {passes.drafted} drafted tokens stayed]"
+            )
+        prompts = [
+            torch.tensor([p], device=args.device)
+            for p in corpus.beginnings(tokenizer, "test", 3, 192)
+        ]
         n = args.max_new_tokens or 128
         print(f"{len(prompts)} texts of {n} tokens after prompts of 192, always the likeliest:\n")
         demo(teacher, student, prompts, n)
-        print("\nA draft saves time if the student is much faster than the teacher, or needs no model at all.\n"
-              "The full study: python3 -m studies.speculation")  # fmt: skip
+        print(
+            "\nA draft saves time if the student is much faster than the teacher, or needs no model at all.\n"
+            "The full study: python3 -m studies.speculation"
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 
-def assert_close(found: Tensor, expected: Tensor, what: str, axes: Sequence[str] = (), size: float = 1e-4) -> None:
+def assert_close(
+    found: Tensor, expected: Tensor, what: str, axes: Sequence[str] = (), size: float = 1e-4
+) -> None:
     """Fail unless two tensors are equal, but for `size` of the expected number and as much again; axes names theirs."""
     __tracebackhide__ = True
     shapes = f"shape {tuple(found.shape)}, must be {tuple(expected.shape)}"
@@ -17,9 +19,14 @@ def assert_close(found: Tensor, expected: Tensor, what: str, axes: Sequence[str]
     wrong = ~torch.isclose(found.double(), expected.double(), rtol=size, atol=size)
     if wrong.any():
         first = tuple(wrong.nonzero()[0].tolist())
-        where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, first, strict=False)) or f"index {[*first]}"
+        where = (
+            ", ".join(f"{axis} {i}" for axis, i in zip(axes, first, strict=False))
+            or f"index {[*first]}"
+        )
         numbers = f"{found[first].item():.6g}, must be {expected[first].item():.6g}"
-        pytest.fail(f"{what}: the first wrong number is at {where}: {numbers} ({wrong.float().mean():.0%} are wrong)")
+        pytest.fail(
+            f"{what}: the first wrong number is at {where}: {numbers} ({wrong.float().mean():.0%} are wrong)"
+        )
 
 
 def assert_same(found: Sequence[object], expected: Sequence[object], what: str) -> None:

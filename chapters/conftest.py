@@ -28,8 +28,18 @@ WAYS_AROUND = {"importlib", "runpy", "sys", "__import__", "exec", "eval"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--impl", choices=("exercise", "solution"), default="exercise", help="the files that are tested")
-    parser.addoption("--from", dest="copy", metavar="FOLDER", help="test the chapters of this folder, a student's copy")
+    parser.addoption(
+        "--impl",
+        choices=("exercise", "solution"),
+        default="exercise",
+        help="the files that are tested",
+    )
+    parser.addoption(
+        "--from",
+        dest="copy",
+        metavar="FOLDER",
+        help="test the chapters of this folder, a student's copy",
+    )
 
 
 def points() -> dict[str, int]:
@@ -46,7 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.tbstyle == "auto":
         config.option.tbstyle = "short"
     for name, worth in points().items():
-        config.addinivalue_line("markers", f"{name}: exercise {name[2:].replace('_', '.')}, {worth} points")
+        config.addinivalue_line(
+            "markers", f"{name}: exercise {name[2:].replace('_', '.')}, {worth} points"
+        )
 
 
 def exercise_of(keywords: object) -> str | None:
@@ -58,7 +70,11 @@ def borrowed(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     imported = {n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)}
     imported |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
-    project = {p.stem for folder in (CHAPTERS.parent, chapter) for p in folder.iterdir()} | WAYS_AROUND | {""}
+    project = (
+        {p.stem for folder in (CHAPTERS.parent, chapter) for p in folder.iterdir()}
+        | WAYS_AROUND
+        | {""}
+    )
     found = {name for name in imported if name.partition(".")[0] in project and name not in given}
     return found | WAYS_AROUND & {n.id for n in nodes if isinstance(n, ast.Name)}
 
@@ -67,7 +83,9 @@ def borrowed(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
 def impl(request: pytest.FixtureRequest) -> ModuleType:
     """The module under test."""
     chapter, copy = request.path.parent, request.config.getoption("copy")
-    path = (Path(copy).resolve() / chapter.name if copy else chapter) / f"{request.config.getoption('--impl')}.py"
+    path = (
+        Path(copy).resolve() / chapter.name if copy else chapter
+    ) / f"{request.config.getoption('--impl')}.py"
     if not path.exists():
         hint = ": your teacher may have it" if path.stem == "solution" else ""
         pytest.fail(f"there is no {path.name} in {path.parent}{hint}", pytrace=False)
@@ -87,11 +105,19 @@ def loaded(path: Path, chapter: Path, given: Collection[str]) -> ModuleType | st
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        where = f'  File "{path}", line {lines[-1]}\n' if lines else ""  # a SyntaxError brings its own
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)
+        ]
+        where = (
+            f'  File "{path}", line {lines[-1]}\n' if lines else ""
+        )  # a SyntaxError brings its own
         return where + "".join(traceback.format_exception_only(error))
     names = borrowed(path, chapter, given)
-    return f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself" if names else module
+    return (
+        f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself"
+        if names
+        else module
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,21 +125,33 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     """Leave PyTorch's own frames out of tracebacks, and keep the place of an exercise that isn't written yet."""
     if call.excinfo is not None and call.when != "teardown":
         if call.excinfo.errisinstance(AssertionError) and call.excinfo.value.args:
-            lines = str(call.excinfo.value.args[0]).splitlines()  # the test's words, then pytest's analysis
-            end = next((i for i, line in enumerate(lines) if i and line.startswith("assert ")), len(lines))
-            brief = [line for line in lines[end : end + 1] if line != "assert False" and len(line) < 120]
+            lines = str(
+                call.excinfo.value.args[0]
+            ).splitlines()  # the test's words, then pytest's analysis
+            end = next(
+                (i for i, line in enumerate(lines) if i and line.startswith("assert ")), len(lines)
+            )
+            brief = [
+                line for line in lines[end : end + 1] if line != "assert False" and len(line) < 120
+            ]
             call.excinfo.value.args = ("\n".join(lines[:end] + brief),)
         own = None
         for frame, line in reversed(list(traceback.walk_tb(call.excinfo.tb))):
             file = Path(frame.f_code.co_filename)
-            if file.exists() and "site-packages" not in file.parts and not file.is_relative_to(LIBRARY):
+            if (
+                file.exists()
+                and "site-packages" not in file.parts
+                and not file.is_relative_to(LIBRARY)
+            ):
                 own = TracebackType(own, frame, frame.f_lasti, line)
         if own:
             call.excinfo.traceback = type(call.excinfo.traceback)(own)
     report = yield
     if report.failed and call.excinfo.exconly().startswith("NotImplementedError: exercise "):
         last = call.excinfo.traceback[-1]
-        report.missing = f"{last.frame.code.raw.co_qualname} ({last.path.name}, line {last.lineno + 1})"
+        report.missing = (
+            f"{last.frame.code.raw.co_qualname} ({last.path.name}, line {last.lineno + 1})"
+        )
         report.longrepr = f"{call.excinfo.value}: {report.missing} isn't written yet"
     return report
 
@@ -123,11 +161,22 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return ("not written yet", "-", "NOT WRITTEN") if hasattr(report, "missing") else None
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print the points of every exercise that was tested."""
     passed: dict[str, bool] = {}
     missing: dict[str, str] = {}
-    for outcome in ("passed", "failed", "not written yet", "error", "skipped", "xfailed", "xpassed", "deselected"):
+    for outcome in (
+        "passed",
+        "failed",
+        "not written yet",
+        "error",
+        "skipped",
+        "xfailed",
+        "xpassed",
+        "deselected",
+    ):
         for report in terminalreporter.stats.get(outcome, []):
             if name := exercise_of(getattr(report, "keywords", {})):
                 if outcome == "deselected" and name not in passed:
@@ -141,7 +190,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section(f"points of {config.getoption('--impl')}.py")
     for name in sorted(passed, key=lambda name: [*map(int, name[2:].split("_"))]):
         earned = worth[name] if passed[name] else 0
-        line = f"  {name[2:].replace('_', '.'):6} {earned:3} of {worth[name]}{missing.get(name, '')}"
+        line = (
+            f"  {name[2:].replace('_', '.'):6} {earned:3} of {worth[name]}{missing.get(name, '')}"
+        )
         terminalreporter.write_line(line)
     total = sum(worth[name] for name in passed if passed[name])
     terminalreporter.write_line(f"  total  {total:3} of {sum(worth[name] for name in passed)}")

@@ -26,7 +26,15 @@ def points(copy: Path, chapter: Path, seconds: int) -> tuple[dict[str, int], str
     files = sorted(copy.glob(f"**/{chapter.name}/exercise.py"))
     if len(files) != 1:
         return {}, f"{chapter.name}: {len(files) or 'no'} exercise.py"
-    command = ["python3", "-m", "pytest", str(chapter), f"--from={files[0].parents[1]}", "-p", "no:cacheprovider"]
+    command = [
+        "python3",
+        "-m",
+        "pytest",
+        str(chapter),
+        f"--from={files[0].parents[1]}",
+        "-p",
+        "no:cacheprovider",
+    ]
     try:
         run = execute(*command, errors="replace", timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -37,12 +45,27 @@ def points(copy: Path, chapter: Path, seconds: int) -> tuple[dict[str, int], str
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m chapters.grade handed_in --chapters 2 3")
-    cli.add_argument("folder", type=Path, metavar="FOLDER", help="with a sub-folder for each student")
-    cli.add_argument("--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all")
-    cli.add_argument("--output", type=Path, default=Path("points.csv"), metavar="FILE", help="the table")
-    cli.add_argument("--seconds", type=whole_number(1), default=900, metavar="N", help="for a chapter of a student")
+    cli.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="with a sub-folder for each student"
+    )
+    cli.add_argument(
+        "--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all"
+    )
+    cli.add_argument(
+        "--output", type=Path, default=Path("points.csv"), metavar="FILE", help="the table"
+    )
+    cli.add_argument(
+        "--seconds",
+        type=whole_number(1),
+        default=900,
+        metavar="N",
+        help="for a chapter of a student",
+    )
     with cli.parse(argv) as args:
-        chapters, students = folders(args.chapters), sorted(path for path in args.folder.iterdir() if path.is_dir())
+        chapters, students = (
+            folders(args.chapters),
+            sorted(path for path in args.folder.iterdir() if path.is_dir()),
+        )
         if not students:
             raise ValueError(f"there is no student's folder in {args.folder}")
         rows, exercises = [], {}
@@ -55,7 +78,10 @@ def main(argv: list[str] | None = None) -> None:
             exercises |= found
             rows.append((student.name, found, "; ".join(notes)))
         columns = sorted(exercises, key=lambda name: [*map(int, name.split("."))])
-        table = [[name, *(found.get(c, 0) for c in columns), sum(found.values()), note] for name, found, note in rows]
+        table = [
+            [name, *(found.get(c, 0) for c in columns), sum(found.values()), note]
+            for name, found, note in rows
+        ]
         write_csv(args.output, ["student", *columns, "total", "note"], table)
         print(f"written: {args.output}, {len(students)} students, {len(columns)} exercises")
 

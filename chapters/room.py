@@ -16,7 +16,9 @@ from types import FunctionType
 from chapters.builder import blocks
 
 WORK = blocks.ROOT / "results" / "two_hours"
-warnings.filterwarnings("ignore", "IProgress not found")  # progress bars of huggingface_hub, which are not used here
+warnings.filterwarnings(
+    "ignore", "IProgress not found"
+)  # progress bars of huggingface_hub, which are not used here
 
 
 class Shown(str):
@@ -32,7 +34,11 @@ def code(file: str, name: str, start: str = "", end: str = "") -> Shown:
 
 def diff(old: str, new: str, number: int, last: int = 0) -> Shown:
     """Return a hunk, or several, of the difference of two files."""
-    return Shown(blocks.diff(blocks.CHAPTERS, old, new, str(number), str(last or "")).replace("](../../", "](../"))
+    return Shown(
+        blocks.diff(blocks.CHAPTERS, old, new, str(number), str(last or "")).replace(
+            "](../../", "](../"
+        )
+    )
 
 
 def run(words: str) -> None:
@@ -63,4 +69,8 @@ def check(exercise: str, *work: type | FunctionType) -> None:
 def cell_of(thing: type | FunctionType) -> str:
     """Return the source of the cell that defines a function or class, imports and all."""
     parts = vars(thing).values() if isinstance(thing, type) else [inspect.unwrap(thing)]
-    return "".join(linecache.getlines(next(part.__code__.co_filename for part in parts if hasattr(part, "__code__"))))
+    return "".join(
+        linecache.getlines(
+            next(part.__code__.co_filename for part in parts if hasattr(part, "__code__"))
+        )
+    )

@@ -38,11 +38,15 @@ class AblatedMemory(bounded.WriteMemory):
         super().__init__(config)
         H, M, D = config.n_head, config.slots, config.head_dim
         self.c_gate = bounded.Conv1D(config.n_embd, 2 * H) if config.step or config.forget else None
-        self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None  # MV_0, log mass
+        self.start = (
+            nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None
+        )  # MV_0, log mass
 
     def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         w, log_keep = super().writes(x)
-        return w if self.config.step else w / w.sum(dim=-1, keepdim=True), log_keep * self.config.forget
+        return w if self.config.step else w / w.sum(
+            dim=-1, keepdim=True
+        ), log_keep * self.config.forget
 
     def empty(self, x: Tensor) -> list[Tensor]:
         state = super().empty(x)
@@ -51,7 +55,12 @@ class AblatedMemory(bounded.WriteMemory):
         D = self.config.head_dim
         k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
         keys, values, mass, *recent = state
-        return [keys + k * log_mass.exp(), values + v * log_mass.exp(), mass + log_mass.exp(), *recent]
+        return [
+            keys + k * log_mass.exp(),
+            values + v * log_mass.exp(),
+            mass + log_mass.exp(),
+            *recent,
+        ]
 
 
 class AblatedBlock(bounded.MemoryBlock):
@@ -94,22 +103,43 @@ def ablation(steps: int, run: Path, path: Path) -> None:
     """Train every row of ABLATION for a few steps from the teacher and write their figures on the split "valid"."""
     tokenizer = read_tokenizer(TOKENIZER)
     plain = load_model("pocket", model_class=bounded.GPT)
-    rows = [("full attention", 0, plain), ("sliding window of 36 tokens, as it is", 0, Windowed(plain, 36)),
-            ("4 sinks + 32 tokens, as it is", 0, Windowed(plain, 32, 4))]  # fmt: skip
+    rows = [
+        ("full attention", 0, plain),
+        ("sliding window of 36 tokens, as it is", 0, Windowed(plain, 36)),
+        ("4 sinks + 32 tokens, as it is", 0, Windowed(plain, 32, 4)),
+    ]
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("valid", 300)]
     results = []
-    for name, row_steps, model in [*rows, *((name, steps * o.get("longer", 1), o) for name, o in ABLATION)]:
+    for name, row_steps, model in [
+        *rows,
+        *((name, steps * o.get("longer", 1), o) for name, o in ABLATION),
+    ]:
         if isinstance(model, dict):
-            ablated = {key: value for key, value in model.items() if key in ("step", "forget", "learned_start")}
-            options = {key: value for key, value in model.items() if key not in {*ablated, "longer"}}
+            ablated = {
+                key: value
+                for key, value in model.items()
+                if key in ("step", "forget", "learned_start")
+            }
+            options = {
+                key: value for key, value in model.items() if key not in {*ablated, "longer"}
+            }
             recipe = distillation("pocket", plain.config, row_steps, **options)
             if ablated:
-                recipe = Ablation(**vars(recipe) | {"config": AblationConfig(**vars(recipe.config) | ablated)})
+                recipe = Ablation(
+                    **vars(recipe) | {"config": AblationConfig(**vars(recipe.config) | ablated)}
+                )
             model, _ = train(recipe, run / re.sub(r"\W+", "-", name).strip("-"))
             model = Windowed(model, recipe.window) if recipe.window else model
         nats, share = answers(model, tokenizer, corpus.recall_questions("valid", 300))
         perplexity = math.exp(continuation_loss(model, tokenizer, documents)[0])
-        results.append({"name": name, "steps": row_steps, "perplexity": perplexity, "recall_nats": nats,
-                        "recall_share": share})  # fmt: skip
+        results.append(
+            {
+                "name": name,
+                "steps": row_steps,
+                "perplexity": perplexity,
+                "recall_nats": nats,
+                "recall_share": share,
+            }
+        )
         print(json.dumps(results[-1]))
     write_json(path, results)

@@ -25,7 +25,9 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def lists_batch(phase: Phase, vocabulary: int, progress: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def lists_batch(
+    phase: Phase, vocabulary: int, progress: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Return rows (lists, context + 1) of random lists, each twice, longer ones as progress goes from 0 to 1,
     and weights (lists, context) that are 1 where the next token is known, that is, the second time.
 
@@ -57,12 +59,16 @@ def lists_batch(phase: Phase, vocabulary: int, progress: float, generator: torch
 class Corpus:
     """The tokens of the training documents, <|endoftext|> after each; where each document starts; what is an answer."""
 
-    def __init__(self, documents: int, seed: int, tokenizer: tiktoken.Encoding, file: str | None = None) -> None:
+    def __init__(
+        self, documents: int, seed: int, tokenizer: tiktoken.Encoding, file: str | None = None
+    ) -> None:
         self.vocabulary = tokenizer.n_vocab
         tokens: list[int] = []
         starts: list[int] = []
         is_answer: list[bool] = []
-        texts: Iterable[str] = (document.text for document in corpus.documents("train", documents, seed))
+        texts: Iterable[str] = (
+            document.text for document in corpus.documents("train", documents, seed)
+        )
         if file is not None:
             parts = read_text(Path(file)).split("<|endoftext|>")
             texts = [text for text in parts if text.strip()]
@@ -71,12 +77,19 @@ class Corpus:
             starts.append(len(tokens))
             for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
                 question, answer, rest = line.partition("Answer:")
-                head, tail = tokenizer.encode_ordinary(question + answer), tokenizer.encode_ordinary(rest)
+                head, tail = (
+                    tokenizer.encode_ordinary(question + answer),
+                    tokenizer.encode_ordinary(rest),
+                )
                 tokens += head + tail
                 is_answer += [False] * len(head) + [bool(answer)] * len(tail)
             tokens.append(tokenizer.eot_token)
             is_answer.append(False)
-        self.tokens, self.starts, self.is_answer = torch.tensor(tokens), torch.tensor(starts), torch.tensor(is_answer)
+        self.tokens, self.starts, self.is_answer = (
+            torch.tensor(tokens),
+            torch.tensor(starts),
+            torch.tensor(is_answer),
+        )
 
     def batch(self, phase: Phase, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return rows (documents + shuffled, context + 1), each beginning with a document, as prompts do, and what
@@ -87,10 +100,17 @@ class Corpus:
         """
         first = self.starts[self.starts < len(self.tokens) - phase.context]
         if not len(first):
-            raise ValueError(f"the text has {len(self.tokens)} tokens, and a row of {phase.context} doesn't fit in it")
-        start = first[torch.randint(len(first), (phase.documents + phase.shuffled,), generator=generator)]
+            raise ValueError(
+                f"the text has {len(self.tokens)} tokens, and a row of {phase.context} doesn't fit in it"
+            )
+        start = first[
+            torch.randint(len(first), (phase.documents + phase.shuffled,), generator=generator)
+        ]
         places = start[:, None] + torch.arange(phase.context + 1)
-        rows, weights = self.tokens[places], torch.where(self.is_answer[places[:, 1:]], phase.answers, 1.0)
+        rows, weights = (
+            self.tokens[places],
+            torch.where(self.is_answer[places[:, 1:]], phase.answers, 1.0),
+        )
         weights[phase.documents :] = 1.0
         for row in rows[phase.documents :]:
             moved = torch.rand(self.vocabulary, generator=generator).lt(0.5).nonzero()[:, 0]
@@ -105,7 +125,9 @@ def text_of(recipe: Recipe) -> Corpus:
     return Corpus(recipe.documents, recipe.seed, recipe.tokenizer, recipe.text)
 
 
-def segment_starts(mode: str, rows: int, T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def segment_starts(
+    mode: str, rows: int, T: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Return where the segment of each token begins (rows, T), and which tokens count in the loss (rows, T): those that
     the student reads itself."""
     at = torch.arange(T).expand(rows, T)
@@ -129,7 +151,10 @@ def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
     longest = 1.0 if phase.documents else progress
     rows, weights = lists_batch(phase, recipe.config.vocab_size, longest, generator)
     if phase.documents:
-        rows, weights = (torch.cat(pair) for pair in zip(text.batch(phase, generator), (rows, weights), strict=True))
+        rows, weights = (
+            torch.cat(pair)
+            for pair in zip(text.batch(phase, generator), (rows, weights), strict=True)
+        )
     segments, length = torch.zeros_like(weights, dtype=torch.long), 0
     if isinstance(recipe, Pruning):
         segments, counts = segment_starts(recipe.mode, *weights.shape, generator)

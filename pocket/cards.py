@@ -13,7 +13,9 @@ from pocket.recipes import MEMORY, STEPS, TEACHER, Pruning, Recipe, size_of
 from support.files import read_json
 from support.tables import table
 
-EARLIER = Path(__file__).resolve().parent / "first_generation.json"  # of the models that these have replaced
+EARLIER = (
+    Path(__file__).resolve().parent / "first_generation.json"
+)  # of the models that these have replaced
 
 ABOUT = {
     "teacher": """\
@@ -100,25 +102,53 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
     phase, (steps, tokens) = recipe.phases[0], size_of(recipe)
     ours, fields = recipe.init in (None, "pocket"), {}
     if recipe.kind == "teacher":
-        phases = [[f"{i}", f"{p.steps:,}", f"{p.documents}", f"{p.shuffled}", f"{p.lists}", f"{p.context:,}",
-                   f"{p.lr:g}", f"{p.answers:g}", ", ".join(map(str, p.long)) if any(p.long) else ""]
-                  for i, p in enumerate(recipe.phases, 1)]  # fmt: skip
+        phases = [
+            [
+                f"{i}",
+                f"{p.steps:,}",
+                f"{p.documents}",
+                f"{p.shuffled}",
+                f"{p.lists}",
+                f"{p.context:,}",
+                f"{p.lr:g}",
+                f"{p.answers:g}",
+                ", ".join(map(str, p.long)) if any(p.long) else "",
+            ]
+            for i, p in enumerate(recipe.phases, 1)
+        ]
         header = "phase|steps|rows of documents|shuffled|random lists|tokens in a row|learning rate|answers|long rows"
-        fields = {"phases": table(header.split("|"), phases, markdown=True), "samples": samples(recipe, model),
-                  "stories": quoted(stories(recipe, model)), "earlier": quoted(read_json(EARLIER)["stories"]),
-                  "closed_book": len(corpus.closed_book_questions("test")), "last": recipe.config.n_ctx - 2,
-                  "shuffled": next(i for i, p in enumerate(recipe.phases, 1) if p.shuffled)}  # fmt: skip
+        fields = {
+            "phases": table(header.split("|"), phases, markdown=True),
+            "samples": samples(recipe, model),
+            "stories": quoted(stories(recipe, model)),
+            "earlier": quoted(read_json(EARLIER)["stories"]),
+            "closed_book": len(corpus.closed_book_questions("test")),
+            "last": recipe.config.n_ctx - 2,
+            "shuffled": next(i for i, p in enumerate(recipe.phases, 1) if p.shuffled),
+        }
     fields |= command_of(recipe) | {
         "rule": " --rule sum" * (recipe.name == "bct-sum"),
         "link": "[pocket/teacher](../teacher/README.md)" if ours else "pocket/teacher",
-        "c": recipe.config, "init": recipe.init, "documents": recipe.documents, "steps": steps, "tokens": tokens / 1e6,
-        "answers": phase.answers, "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "c": recipe.config,
+        "init": recipe.init,
+        "documents": recipe.documents,
+        "steps": steps,
+        "tokens": tokens / 1e6,
+        "answers": phase.answers,
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "new": sum(p.numel() for key, p in model.named_parameters() if ".memory." in key),
-    }  # fmt: skip
+    }
     about, notes, loss = ABOUT[recipe.kind], NOTES[recipe.kind], LOSS[recipe.init is not None]
     held_out = '## Held out (split "test": other people, objects and wordings)'
-    parts = [f"# {'pocket/' * ours}{recipe.name}", about.format(**fields), held_out, *tables(recipe, figures),
-             notes.format(**fields), "![Training loss](loss.png)", loss.format(**fields)]  # fmt: skip
+    parts = [
+        f"# {'pocket/' * ours}{recipe.name}",
+        about.format(**fields),
+        held_out,
+        *tables(recipe, figures),
+        notes.format(**fields),
+        "![Training loss](loss.png)",
+        loss.format(**fields),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -129,23 +159,34 @@ def tables(recipe: Recipe, figures: dict) -> list[str]:
         columns = {f"`{recipe.init}`": figures["learned"], "rotary": figures["rotary"]}
     elif recipe.kind == "bct":
         window = figures["window"]["tokens"]
-        columns = {"full attention": figures["full"], "BCT": figures["bct"],
-                   f"sliding window of {window}": figures["window"],
-                   f"4 sinks + window of {window - 4}": figures["sinks"]}  # fmt: skip
+        columns = {
+            "full attention": figures["full"],
+            "BCT": figures["bct"],
+            f"sliding window of {window}": figures["window"],
+            f"4 sinks + window of {window - 4}": figures["sinks"],
+        }
     elif recipe.kind == "student":
         rows = [["this model", *(f"{value:.3f}" for value in figures["kl"].values())]]
         if before:
-            name = f"first generation, after {3 * read_json(EARLIER)['n_ctx'] // 8}, from its teacher"
+            name = (
+                f"first generation, after {3 * read_json(EARLIER)['n_ctx'] // 8}, from its teacher"
+            )
             rows.append([name, *(f"{value:.3f}" for value in before["kl"].values())])
-        found = [KL.format(3 * recipe.config.n_ctx // 8), table(["", *figures["kl"]], rows, markdown=True),
-                 "Alone, on its own cache:"]  # fmt: skip
+        found = [
+            KL.format(3 * recipe.config.n_ctx // 8),
+            table(["", *figures["kl"]], rows, markdown=True),
+            "Alone, on its own cache:",
+        ]
         columns = {"this model": figures["student"]}
     else:
         columns = {"this model": figures}
     first = next(iter(columns.values()))
     if before:
         columns[f"{recipe.kind}, first generation"] = before.get(recipe.kind, before)
-    rows = [[name, *(f"{column[name]:.4f}" if name in column else "" for column in columns.values())] for name in first]
+    rows = [
+        [name, *(f"{column[name]:.4f}" if name in column else "" for column in columns.values())]
+        for name in first
+    ]
     return [*found, table(["figure", *columns], rows, markdown=True)]
 
 
@@ -175,7 +216,11 @@ def samples(recipe: Recipe, model: GPT) -> str:
     """Return what a model writes when it is asked, beside the reference."""
     tokenizer, told = recipe.tokenizer, []
     explained = corpus.explain_questions("test", 1)
-    for question in [*explained, *corpus.recall_questions("test", 4)[::3], corpus.closed_book_questions("test")[0]]:
+    for question in [
+        *explained,
+        *corpus.recall_questions("test", 4)[::3],
+        corpus.closed_book_questions("test")[0],
+    ]:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
         new = [t.item() for t in generate(model, ids, 300, stop_id=tokenizer.eot_token)]
         text = tokenizer.decode(new).removesuffix("<|endoftext|>")
@@ -190,9 +235,17 @@ def stories(recipe: Recipe, model: GPT) -> list[str]:
     told, tokenizer = [], recipe.tokenizer
     for seed, opening in enumerate(coherence.openings("test", 3)):
         ids = torch.tensor([tokenizer.encode_ordinary(opening)])
-        new = generate(model, ids, 400, temperature=0.8, generator=torch.Generator().manual_seed(seed),
-                       stop_id=tokenizer.eot_token)  # fmt: skip
-        told.append(f"{opening}[{tokenizer.decode([t.item() for t in new]).removesuffix('<|endoftext|>')}]")
+        new = generate(
+            model,
+            ids,
+            400,
+            temperature=0.8,
+            generator=torch.Generator().manual_seed(seed),
+            stop_id=tokenizer.eot_token,
+        )
+        told.append(
+            f"{opening}[{tokenizer.decode([t.item() for t in new]).removesuffix('<|endoftext|>')}]"
+        )
     return told
 
 

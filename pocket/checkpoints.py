@@ -25,12 +25,23 @@ def export(model: GPT, folder: Path, dtype: torch.dtype = torch.float16) -> None
     """Write config.json and model.safetensors in Hugging Face format."""
     c = model.config
     config = {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5, "vocab_size": c.vocab_size, "n_positions": c.n_ctx, "n_ctx": c.n_ctx,
-        "n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head, "n_inner": c.n_inner,
-        "attn_pdrop": c.dropout, "embd_pdrop": c.dropout, "resid_pdrop": c.dropout,
-        "bos_token_id": c.vocab_size - 1, "eos_token_id": c.vocab_size - 1,
-    }  # fmt: skip
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": c.vocab_size,
+        "n_positions": c.n_ctx,
+        "n_ctx": c.n_ctx,
+        "n_embd": c.n_embd,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_inner": c.n_inner,
+        "attn_pdrop": c.dropout,
+        "embd_pdrop": c.dropout,
+        "resid_pdrop": c.dropout,
+        "bos_token_id": c.vocab_size - 1,
+        "eos_token_id": c.vocab_size - 1,
+    }
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
     if isinstance(c, bounded.BCTConfig):
@@ -38,9 +49,15 @@ def export(model: GPT, folder: Path, dtype: torch.dtype = torch.float16) -> None
         config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
     if isinstance(c, rope.GPTConfig):
         config |= {"model_type": "rotary", "rotary": True}
-    tensors = {f"transformer.{name}": p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
+    tensors = {
+        f"transformer.{name}": p.detach().to("cpu", dtype).contiguous()
+        for name, p in model.named_parameters()
+    }
     write_json(folder / "config.json", config)
-    write_atomically(folder / "model.safetensors", lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    write_atomically(
+        folder / "model.safetensors",
+        lambda file: save_file(tensors, file, metadata={"format": "pt"}),
+    )
 
 
 def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
@@ -56,8 +73,14 @@ def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
             axes.axvline(step, color="grey", linewidth=0.8)
             axes.text(step, max(losses), f" {number}", va="top", fontsize=8)
 
-    figure(path, draw_on, xlabel="step", ylabel="loss (nats per token)", ylim=(0, None),
-           title="Training loss (of what each phase reads)")  # fmt: skip
+    figure(
+        path,
+        draw_on,
+        xlabel="step",
+        ylabel="loss (nats per token)",
+        ylim=(0, None),
+        title="Training loss (of what each phase reads)",
+    )
 
 
 def copy_tokenizer(init: str, folder: Path) -> None:
@@ -75,8 +98,12 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         figures = measure(recipe, model)
         print(json.dumps(figures, indent=2))
         failed = failed_gates(recipe.kind, figures)
-        if failed and recipe.name != "bct-sum":  # the paper's rule is there to be looked at, whatever it can do
-            raise ValueError(f"the model is not kept, because these don't hold: {'; '.join(failed)}")
+        if (
+            failed and recipe.name != "bct-sum"
+        ):  # the paper's rule is there to be looked at, whatever it can do
+            raise ValueError(
+                f"the model is not kept, because these don't hold: {'; '.join(failed)}"
+            )
         text = card(recipe, model, figures)
         write_json(folder / "figures.json", figures)
         write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))

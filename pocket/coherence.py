@@ -43,11 +43,22 @@ NAME = r"(?-i:(?!(?:They|She|He|It|The)\b)[A-Z][a-z]+)"
 PRONOUNS = {"they": "she|he", "them": "her|him", "their": "her|his"}
 FIELDS = {name: NAME for name in ("a", "b", "c", "d", "town", "place")}
 FIELDS |= {name: "[a-z]+" for name in ("n1", "n2", "goods", "word", "colour", "rel")}
-FIELDS |= {"obj": "[a-z]+ [a-z]+", "obj2": "[a-z]+ [a-z]+", "cargo": "[a-z]+ of [a-z]+", "creature_a": "an? [a-z]+"}
+FIELDS |= {
+    "obj": "[a-z]+ [a-z]+",
+    "obj2": "[a-z]+ [a-z]+",
+    "cargo": "[a-z]+ of [a-z]+",
+    "creature_a": "an? [a-z]+",
+}
 FIELDS |= {name: r"[^.\n\"]+?" for name in ("when", "epithet", "epithet2", "fact")}
 ANY = r"[a-z' ]+?"  # all other fields, in whatever words: what is no door's colour or no place must disagree, not hide
 START = r"(?:^|(?<=[.!?\"] ))"  # of a sentence
-FREE = {"meet": "ab", "word": "ab", "door": "ab", "errand": "ab", "count": "ab"}  # either traveller may do this
+FREE = {
+    "meet": "ab",
+    "word": "ab",
+    "door": "ab",
+    "errand": "ab",
+    "count": "ab",
+}  # either traveller may do this
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,9 @@ class Statement:
         for field, found in self.values.items():
             person, _, pronoun = field.partition("_")
             if pronoun in PRONOUNS:
-                yield from ((name, said) for name in self.values.get(person, [])[:1] for said in found)
+                yield from (
+                    (name, said) for name in self.values.get(person, [])[:1] for said in found
+                )
 
 
 def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
@@ -77,11 +90,17 @@ def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
         if field is not None:
             fields.append(field.replace(".", "_").lower())
             name, _, pronoun = field.lower().partition(".")
-            return ("an? " if article else "") + f"({PRONOUNS[pronoun] if pronoun else FIELDS.get(name, ANY)})"
-        return {"[": "(?:", "]": ")", "|": "|"}.get(mark) or re.escape(mark) + "?" * bool(match["loose"])
+            return (
+                "an? " if article else ""
+            ) + f"({PRONOUNS[pronoun] if pronoun else FIELDS.get(name, ANY)})"
+        return {"[": "(?:", "]": ")", "|": "|"}.get(mark) or re.escape(mark) + "?" * bool(
+            match["loose"]
+        )
 
     template = template.replace("{they_said}", f"[{'|'.join(CREATURE_ASIDE[0])}]")
-    text = re.sub(r"(?P<article>\ba )?{(?P<field>[\w.]+)}|(?P<loose> (?=\[)|(?<=\]) )|.", piece, template)
+    text = re.sub(
+        r"(?P<article>\ba )?{(?P<field>[\w.]+)}|(?P<loose> (?=\[)|(?<=\]) )|.", piece, template
+    )
     return re.compile(START + text, re.IGNORECASE | re.MULTILINE), fields
 
 
@@ -91,7 +110,9 @@ def patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
     banks = [("opening", "", OPENINGS), ("other", "", INCIDENTS), ("other", "", ENDINGS)]
     banks += [("state", thread, bank) for thread, bank in STATES.items()]
     banks += [("pay", thread, bank) for thread, bank in PAYS.items()]
-    return [(kind, thread, *pattern(template)) for kind, thread, (bank, _) in banks for template in bank]
+    return [
+        (kind, thread, *pattern(template)) for kind, thread, (bank, _) in banks for template in bank
+    ]
 
 
 def statements(story: str) -> list[Statement]:
@@ -141,8 +162,13 @@ def judge(story: str) -> Verdict:
         if not thread:
             continue
         before, known = set(told), told.setdefault(thread, {})
-        wrong = [field for field, stated in values.items() if "_" not in field and field not in free
-                 and {*stated} != {known.setdefault(field, stated[0])}]  # fmt: skip
+        wrong = [
+            field
+            for field, stated in values.items()
+            if "_" not in field
+            and field not in free
+            and {*stated} != {known.setdefault(field, stated[0])}
+        ]
         if reading.kind == "pay":
             paid.append(thread in before and not wrong)
             if thread not in before:
@@ -163,16 +189,27 @@ def openings(split: str, n: int, seed: int = 0) -> list[str]:
     return [pen.say(OPENINGS, **corpus.scene(pen)[0]) for pen in pens]
 
 
-def write(model: gpt_kv_cache.GPT, tokenizer: tiktoken.Encoding, prompts: list[str], temperature: float = 0.0,
-          seed: int = 0) -> list[str]:  # fmt: skip
+def write(
+    model: gpt_kv_cache.GPT,
+    tokenizer: tiktoken.Encoding,
+    prompts: list[str],
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[str]:
     """Return the prompts, each with the rest of a story's prose as the model goes on."""
     generator = torch.Generator().manual_seed(seed)
     encoded = [tuple(tokenizer.encode_ordinary(prompt)) for prompt in prompts]
     stories = {}
     for length in sorted({len(ids) for ids in encoded}):  # those of the same length together
         batch = sorted({ids for ids in encoded if len(ids) == length})
-        new = gpt_kv_cache.generate(model, torch.tensor(batch), 400, temperature=temperature, generator=generator,
-                                    stop_id=tokenizer.eot_token)  # fmt: skip
+        new = gpt_kv_cache.generate(
+            model,
+            torch.tensor(batch),
+            400,
+            temperature=temperature,
+            generator=generator,
+            stop_id=tokenizer.eot_token,
+        )
         for ids, row in zip(batch, torch.cat(list(new), dim=1).tolist(), strict=True):
             text = tokenizer.decode([*ids, *row])
             stories[ids] = re.split(r"\n\n|<\|endoftext\|>", text)[0]
@@ -185,24 +222,38 @@ def measure(stories: list[str]) -> tuple[dict[str, float], Counter[str]]:
     """
     verdicts = [judge(story) for story in stories]
     right, paid = sum(v.right for v in verdicts), sum(v.paid for v in verdicts)
-    shares = {"coherent_share": sum(not v.faults for v in verdicts) / len(stories), "paid_share": right / max(1, paid),
-              "paid_per_story": paid / len(stories)}  # fmt: skip
+    shares = {
+        "coherent_share": sum(not v.faults for v in verdicts) / len(stories),
+        "paid_share": right / max(1, paid),
+        "paid_per_story": paid / len(stories),
+    }
     return shares, Counter(kind for v in verdicts for kind in v.faults)
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 pocket/coherence.py --model pocket --n 200")
     cli.add_argument("--model", default="pocket", metavar="NAME", help="the model that writes")
-    cli.add_argument("--split", default="test", choices=corpus.SPLITS, help="of the corpus: whose openings")
-    cli.add_argument("--n", default=200, type=whole_number(1), metavar="N", help="number of stories")
+    cli.add_argument(
+        "--split", default="test", choices=corpus.SPLITS, help="of the corpus: whose openings"
+    )
+    cli.add_argument(
+        "--n", default=200, type=whole_number(1), metavar="N", help="number of stories"
+    )
     with cli.parse(argv) as args:
-        model, tokenizer = load_model(args.model, model_class=gpt_kv_cache.GPT), load_tokenizer(args.model)
+        model, tokenizer = (
+            load_model(args.model, model_class=gpt_kv_cache.GPT),
+            load_tokenizer(args.model),
+        )
         for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
-            shares, kinds = measure(write(model, tokenizer, openings(args.split, args.n), temperature))
+            shares, kinds = measure(
+                write(model, tokenizer, openings(args.split, args.n), temperature)
+            )
             counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
             whole, right, paid = shares.values()
-            print(f"{name}: {whole:.1%} of {args.n} stories hold together; {paid:.1f} threads are paid off in a story, "
-                  f"{right:.1%} of them as they were stated; faults: {counts or 'none'}")  # fmt: skip
+            print(
+                f"{name}: {whole:.1%} of {args.n} stories hold together; {paid:.1f} threads are paid off in a story, "
+                f"{right:.1%} of them as they were stated; faults: {counts or 'none'}"
+            )
 
 
 if __name__ == "__main__":

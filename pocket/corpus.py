@@ -31,7 +31,10 @@ from pocket.sentences.world import ASKS, CREATURE_FACTS, CREATURES, FOLLOWS, SAY
 from support.cli import CommandLine, whole_number
 
 SPLITS = ("train", "valid", "test")
-WORLD, FACTS = {"town": TOWNS, "creature": CREATURES}, {"town": TOWN_FACTS, "creature": CREATURE_FACTS}
+WORLD, FACTS = (
+    {"town": TOWNS, "creature": CREATURES},
+    {"town": TOWN_FACTS, "creature": CREATURE_FACTS},
+)
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,32 @@ def qa(question: str, answer: str) -> str:
 
 def _people() -> dict[str, list[Person]]:
     """Cut one fixed shuffle of all syllable names into the casts of the three splits."""
-    taken = {*TOWNS, *WORDS["petname"], *(town[key] for town in TOWNS.values() for key in ("river", "founder"))}
-    people = [Person(start + end, sex == "woman") for start in WORDS["start"] for sex in ("woman", "man")
-              for end in WORDS[sex] if start + end not in taken]
+    taken = {
+        *TOWNS,
+        *WORDS["petname"],
+        *(town[key] for town in TOWNS.values() for key in ("river", "founder")),
+    }
+    people = [
+        Person(start + end, sex == "woman")
+        for start in WORDS["start"]
+        for sex in ("woman", "man")
+        for end in WORDS[sex]
+        if start + end not in taken
+    ]
     Random("people").shuffle(people)
     return {"train": people[:-220], "valid": people[-220:-110], "test": people[-110:]}
 
 
 PEOPLE = _people()
-OBJECTS = {split: [f"{adjective} {noun}" for adjectives, *of_splits in THINGS for noun in of_splits[i].split()
-                   for adjective in adjectives.split() + WORDS["paint"]] for i, split in enumerate(SPLITS)}
+OBJECTS = {
+    split: [
+        f"{adjective} {noun}"
+        for adjectives, *of_splits in THINGS
+        for noun in of_splits[i].split()
+        for adjective in adjectives.split() + WORDS["paint"]
+    ]
+    for i, split in enumerate(SPLITS)
+}
 
 
 class Pen:
@@ -134,7 +153,9 @@ class Pen:
         people: list[Person] = []
         while len(people) < n:
             new = self.pick(PEOPLE[self.split])
-            if new.name[0] not in [p.name[0] for p in people] and (len(people) != 1 or new.female != people[0].female):
+            if new.name[0] not in [p.name[0] for p in people] and (
+                len(people) != 1 or new.female != people[0].female
+            ):
                 people.append(new)
         return people
 
@@ -180,15 +201,29 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     obj, obj2 = pen.things(2)
     n1, n2 = pen.rng.sample(WORDS["number"], 2)
     town, place = pen.towns(2)
-    v = dict(a=a, b=b, c=c, d=d, obj=obj, obj2=obj2, n1=n1, n2=n2, town=town, place=place,
-             when=pen.part(WHEN, any_month=pen.pick([t["month"] for t in TOWNS.values()])),
-             rel=pen.pick(["sister" if b.female else "brother", *WORDS["rel"]]))
+    v = dict(
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+        obj=obj,
+        obj2=obj2,
+        n1=n1,
+        n2=n2,
+        town=town,
+        place=place,
+        when=pen.part(WHEN, any_month=pen.pick([t["month"] for t in TOWNS.values()])),
+        rel=pen.pick(["sister" if b.female else "brother", *WORDS["rel"]]),
+    )
     v |= pen.fill("job goods cargo spot word colour landmark hour errand")
     v |= dict(epithet=pen.epithet(town), epithet2=pen.epithet(place))
     v["Word"], v["Hour"] = v["word"].capitalize(), v["hour"].capitalize()
     creature = pen.pick(list(CREATURES))
     fact = pen.fact("creature", creature, pen.pick(CREATURE_FACTS), f"the {creature}")
-    v["creature_a"], v["they_said"] = f"a {creature}", pen.part(stories.CREATURE_ASIDE, fact=fact, **v)
+    v["creature_a"], v["they_said"] = (
+        f"a {creature}",
+        pen.part(stories.CREATURE_ASIDE, fact=fact, **v),
+    )
 
     return v, pen.rng.sample(list(stories.THREADS), pen.pick([2, 3, 3, 4]))
 
@@ -201,7 +236,11 @@ def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
         incident = pen.say(stories.INCIDENTS, **v)
         if not any(incident[:12] == other[:12] for other in middle):
             middle.append(incident)
-    late = [pen.say(stories.PAYS[t], **v) for t in stories.THREADS if t in threads and not (mute and t == threads[0])]
+    late = [
+        pen.say(stories.PAYS[t], **v)
+        for t in stories.THREADS
+        if t in threads and not (mute and t == threads[0])
+    ]
     late.append(pen.say(stories.ENDINGS, **v))
     paragraphs = [[pen.say(stories.OPENINGS, **v), *early], middle, late]
     return "\n".join(" ".join(p) for p in paragraphs)
@@ -217,7 +256,9 @@ def story(pen: Pen) -> str:
     """A journey on which early facts (who, where, how many) are needed at the end."""
     n = pen.pick([0, 1, 1, 2, 3])
     prose, v, threads = tell(pen, mute=n > 0 and pen.chance(0.5))
-    questions = [qa(pen.say(stories.RECALLS[t], **v), stories.THREADS[t].format(**v)) for t in threads[:n]]
+    questions = [
+        qa(pen.say(stories.RECALLS[t], **v), stories.THREADS[t].format(**v)) for t in threads[:n]
+    ]
     return prose + "\n\n" * bool(questions) + "\n".join(questions)
 
 
@@ -236,8 +277,14 @@ def article(pen: Pen) -> str:
         if i == aside:
             lines.append(pen.say(articles.COLOUR[kind], **v))
         # "it" only right after a sentence that is about the subject as a whole
-        subject = the if i in (0, aside) else pen.pick([the, "it", "the town" if kind == "town" else "this animal"])
-        lines.append(english(pen.fact(kind, name, key, subject, pen.pick(again) if i else None) + "."))
+        subject = (
+            the
+            if i in (0, aside)
+            else pen.pick([the, "it", "the town" if kind == "town" else "this animal"])
+        )
+        lines.append(
+            english(pen.fact(kind, name, key, subject, pen.pick(again) if i else None) + ".")
+        )
     questions = []
     if pen.chance(0.6):
         visit = pen.part(articles.VISITS, **v).split("|")
@@ -253,7 +300,7 @@ def article(pen: Pen) -> str:
     key = pen.pick(keys)
     questions.append(qa(pen.say(ASKS[key], **v), v[key]))
     pen.rng.shuffle(questions)
-    return "\n\n".join([" ".join(lines), "\n".join(questions[:pen.pick([1, 1, 2, 3])])])
+    return "\n\n".join([" ".join(lines), "\n".join(questions[: pen.pick([1, 1, 2, 3])])])
 
 
 def quiz(pen: Pen) -> str:
@@ -280,13 +327,24 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
         lines.append(f"{who}: {pen.say(dialogues.TOPICS[topic][1], **values)}")
         short = dialogues.SHORT[topic].format(**values)
         spoken = f"a {short}" if topic in ("job", "thing") else short
-        told.append((topic, {**values, "who": who, "short": short, "spoken": spoken, "Spoken": english(spoken)}))
+        told.append(
+            (
+                topic,
+                {**values, "who": who, "short": short, "spoken": spoken, "Spoken": english(spoken)},
+            )
+        )
 
     facts = {}
     for who, thing in zip((a, b), pen.things(2), strict=True):
         home = pen.pick(list(TOWNS))
-        facts[who] = dict(home=home, epithet=pen.epithet(home), **pen.fill("job pet petname food"), obj=thing,
-                          age=str(pen.pick(range(16, 80))), kin=pen.pick(WORDS["number"][:8]))
+        facts[who] = dict(
+            home=home,
+            epithet=pen.epithet(home),
+            **pen.fill("job pet petname food"),
+            obj=thing,
+            age=str(pen.pick(range(16, 80))),
+            kin=pen.pick(WORDS["number"][:8]),
+        )
     for topic in pen.rng.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
         asker, other = (a, b) if pen.chance(0.5) else (b, a)
         lines.append(f"{asker}: {pen.say(dialogues.TOPICS[topic][0])}")
@@ -299,18 +357,24 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
     for _ in range(pen.pick([0, 1, 1, 2])):
         kind, name = pen.topic()
         key = pen.pick(FACTS[kind])
-        lines.append(f"{a}: {pen.say(dialogues.WORLD_TALK, question=pen.part(ASKS[key], **world(kind, name)))}")
+        lines.append(
+            f"{a}: {pen.say(dialogues.WORLD_TALK, question=pen.part(ASKS[key], **world(kind, name)))}"
+        )
         lines.append(f"{b}: {english(pen.fact(kind, name, key, named(kind, name)) + '.')}")
     if recall:
         for topic, values in pen.rng.sample(told, pen.pick([0, 1, 1, 2])):
             who = values["who"]
             asker = b if who is a else a
-            lines.append(f"{asker}: {pen.say(dialogues.REMINDS, b=who, again=pen.part(dialogues.TOPICS[topic][2], **values))}")
+            lines.append(
+                f"{asker}: {pen.say(dialogues.REMINDS, b=who, again=pen.part(dialogues.TOPICS[topic][2], **values))}"
+            )
             lines.append(f"{who}: {pen.say(dialogues.REPLIES, **values)}")
         if pen.chance(0.4):
             topic, values = pen.pick(told)
             other = b if values["who"] is a else a
-            lines.append(f"{c}: {pen.say(dialogues.THIRD, b=other, question=pen.part(dialogues.TOPICS[topic][3], **values))}")
+            lines.append(
+                f"{c}: {pen.say(dialogues.THIRD, b=other, question=pen.part(dialogues.TOPICS[topic][3], **values))}"
+            )
             lines.append(f"{other}: {pen.say(dialogues.THIRD_REPLIES, **values)}")
         lines += pen.part(dialogues.FAREWELLS, a=a, b=b).split("|")
     return "\n".join(lines), told
@@ -320,16 +384,31 @@ def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
     text, told = talk(pen, recall=True)
     chosen = pen.rng.sample(told, pen.pick([0, 1, 2]))
-    questions = [qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"]) for topic, values in chosen]
+    questions = [
+        qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"])
+        for topic, values in chosen
+    ]
     return text + "\n\n" * bool(questions) + "\n".join(questions)
 
 
 def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tuple[str, ...]) -> str:
     """Join clauses as numbered lines, or as a paragraph that says First and Finally."""
     if pen.chance(0.4):
-        return "\n".join([opening, *(f"{i}. {english(s)}." for i, s in enumerate(steps, 1)), closing])
-    starts = ["First, ", *(words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)), "Finally, "]
-    return " ".join([opening, *(english(start + s) + "." for start, s in zip(starts, steps, strict=True)), closing])
+        return "\n".join(
+            [opening, *(f"{i}. {english(s)}." for i, s in enumerate(steps, 1)), closing]
+        )
+    starts = [
+        "First, ",
+        *(words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)),
+        "Finally, ",
+    ]
+    return " ".join(
+        [
+            opening,
+            *(english(start + s) + "." for start, s in zip(starts, steps, strict=True)),
+            closing,
+        ]
+    )
 
 
 def project(pen: Pen) -> tuple[str, dict, list[int]]:
@@ -357,9 +436,13 @@ def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str, s
     notes = [*heads[:split_at], *notes, *heads[split_at:]]
     if pen.chance(0.3):
         pen.rng.shuffle(notes)
-    steps = [pen.part((p[2:], p[2:]), x=a if i in (0, len(chosen) // 2 + 1) else a.they, **v)
-             for i, p in enumerate(chosen)]
-    answer = in_steps(pen, pen.say(opening, **v), steps, pen.say(closing, **v), pen.pick(explanations.ORDER_WORDS))
+    steps = [
+        pen.part((p[2:], p[2:]), x=a if i in (0, len(chosen) // 2 + 1) else a.they, **v)
+        for i, p in enumerate(chosen)
+    ]
+    answer = in_steps(
+        pen, pen.say(opening, **v), steps, pen.say(closing, **v), pen.pick(explanations.ORDER_WORDS)
+    )
     return "Notes:\n" + "\n".join("- " + english(note) for note in notes), pen.say(ask, **v), answer
 
 
@@ -378,7 +461,9 @@ def explain(pen: Pen) -> str:
     ask, opening, closing = explanations.WORLD_EXPLAINS[kind]
     pen.rng.shuffle(keys)
     steps = [pen.fact(kind, name, key, pen.pick([named(kind, name), "it"])) for key in keys]
-    answer = in_steps(pen, pen.say(opening, **v), steps, pen.say(closing, **v), ("Second, ", "Also, ", "And "))
+    answer = in_steps(
+        pen, pen.say(opening, **v), steps, pen.say(closing, **v), ("Second, ", "Also, ", "And ")
+    )
     text = qa(pen.say(ask, **v), answer)
     key = pen.pick(keys)
     return text + "\n" + qa(pen.say(ASKS[key], **v), v[key])
@@ -387,14 +472,29 @@ def explain(pen: Pen) -> str:
 def recite(pen: Pen) -> tuple[str, str, str]:
     """A list with its story up to the copy, the copy, and what comes after it."""
     a, b = pen.cast(2)
-    what, least, most, draw = pen.pick([
-        ("things", 8, 13, pen.things),
-        ("names", 12, 20, lambda n: [p.name for p in pen.rng.sample(PEOPLE[pen.split], n)]),
-        ("towns", 10, 18, pen.towns),
-        ("numbers", 18, 25, lambda n: [str(i) for i in pen.rng.sample(range(10, 1000), n)]),
-        ("goods", 10, 16, lambda n: list(map(" ".join, zip(pen.rng.sample(WORDS["number"], n),
-                                                           pen.rng.sample(WORDS["goods"] * 2, n), strict=True)))),
-    ])
+    what, least, most, draw = pen.pick(
+        [
+            ("things", 8, 13, pen.things),
+            ("names", 12, 20, lambda n: [p.name for p in pen.rng.sample(PEOPLE[pen.split], n)]),
+            ("towns", 10, 18, pen.towns),
+            ("numbers", 18, 25, lambda n: [str(i) for i in pen.rng.sample(range(10, 1000), n)]),
+            (
+                "goods",
+                10,
+                16,
+                lambda n: list(
+                    map(
+                        " ".join,
+                        zip(
+                            pen.rng.sample(WORDS["number"], n),
+                            pen.rng.sample(WORDS["goods"] * 2, n),
+                            strict=True,
+                        ),
+                    )
+                ),
+            ),
+        ]
+    )
     n = pen.rng.randint(least, most)
     items = draw(n)
     v = dict(a=a, b=b, town=pen.pick(list(TOWNS)), what=what, many=n)
@@ -405,12 +505,20 @@ def recite(pen: Pen) -> tuple[str, str, str]:
     if pen.chance(0.5):
         tail += "\n\n" + qa(pen.say(lists.AFTER_ASKS, item=items[i]), items[i + 1])
     elif pen.chance(0.5):
-        tail += "\n\n" + qa(pen.say(lists.NTH_ASKS, nth=lists.NTH[i % len(lists.NTH)]), items[i % len(lists.NTH)])
+        tail += "\n\n" + qa(
+            pen.say(lists.NTH_ASKS, nth=lists.NTH[i % len(lists.NTH)]), items[i % len(lists.NTH)]
+        )
     return head, written, tail
 
 
-KINDS = {"story": (story, 28), "article": (article, 17), "quiz": (quiz, 15), "dialogue": (dialogue, 17),
-         "explain": (explain, 13), "list": (lambda pen: "".join(recite(pen)), 10)}  # function, weight in percent
+KINDS = {
+    "story": (story, 28),
+    "article": (article, 17),
+    "quiz": (quiz, 15),
+    "dialogue": (dialogue, 17),
+    "explain": (explain, 13),
+    "list": (lambda pen: "".join(recite(pen)), 10),
+}  # function, weight in percent
 
 
 # --- What the rest of the project uses ------------------------------------------------------------------
@@ -445,20 +553,32 @@ def beginnings(tokenizer: Any, split: str, n: int, tokens: int, own: int = 256) 
     earlier: list[int] = []
     for doc in documents(split, 40 * n):
         ids = tokenizer.encode_ordinary(doc.text)
-        if doc.kind in ("story", "dialogue", "explain") and len(ids) > own and len(earlier) >= tokens - own:
+        if (
+            doc.kind in ("story", "dialogue", "explain")
+            and len(ids) > own
+            and len(earlier) >= tokens - own
+        ):
             found.append(earlier[len(earlier) - tokens + own :] + ids[:own])
         if len(found) == n:
             return found
         earlier = [*earlier, *ids, tokenizer.eot_token][-tokens:]
-    raise ValueError(f"only {len(found)} of {40 * n} documents have more than {own} tokens, {n} are needed")
+    raise ValueError(
+        f"only {len(found)} of {40 * n} documents have more than {own} tokens, {n} are needed"
+    )
 
 
 def closed_book_questions(split: str) -> list[Question]:
     """Every fact of the world in every paraphrase of the split; the family is like "town:Tolben:river"."""
     side = Pen(split, "").side
-    return [Question(f"{kind}:{name}:{key}", i, asked(english(ask.format(**{kind: name}))), table[name][key])
-            for kind, table in WORLD.items()
-            for name in table for key in FACTS[kind] for i, ask in enumerate(ASKS[key][side])]
+    return [
+        Question(
+            f"{kind}:{name}:{key}", i, asked(english(ask.format(**{kind: name}))), table[name][key]
+        )
+        for kind, table in WORLD.items()
+        for name in table
+        for key in FACTS[kind]
+        for i, ask in enumerate(ASKS[key][side])
+    ]
 
 
 def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
@@ -489,8 +609,10 @@ def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
 def explain_questions(split: str, n: int, seed: int = 0) -> list[Question]:
     """n sets of notes, each with the question to explain them and the long reference answer."""
     plans = (plan(Pen(split, f"{seed}/{split}/explain/{i}")) for i in range(n))
-    return [Question(f"explain:{split}:{seed}:{i}", 0, asked(question, notes), answer)
-            for i, (notes, question, answer) in enumerate(plans)]
+    return [
+        Question(f"explain:{split}:{seed}:{i}", 0, asked(question, notes), answer)
+        for i, (notes, question, answer) in enumerate(plans)
+    ]
 
 
 def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
@@ -505,8 +627,14 @@ def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
     head = "\n".join(f"{first[name].prompt} {first[name].answer}" for name in names[:header])
     rest = names[header:]
     parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}[split]
-    return [[Question(f"quiz:{name}", q.paraphrase, f"{head}\n{q.prompt}", q.answer) for q in questions if q.family == name]
-            for name in parts]
+    return [
+        [
+            Question(f"quiz:{name}", q.paraphrase, f"{head}\n{q.prompt}", q.answer)
+            for q in questions
+            if q.family == name
+        ]
+        for name in parts
+    ]
 
 
 def story_families(split: str, n: int, tellings: int, seed: int = 0) -> list[list[Question]]:
@@ -521,7 +649,14 @@ def story_families(split: str, n: int, tellings: int, seed: int = 0) -> list[lis
             pen = Pen(split, f"{name}/{i}")
             text, asks = prose_of(pen, v, threads, mute=True), stories.RECALLS[key][pen.side]
             prompt = asked(english(asks[i % len(asks)].format(**v)), text)
-            family.append(Question(f"story:{split}:{seed}:{index}:{key}", i, prompt, stories.THREADS[key].format(**v)))
+            family.append(
+                Question(
+                    f"story:{split}:{seed}:{index}:{key}",
+                    i,
+                    prompt,
+                    stories.THREADS[key].format(**v),
+                )
+            )
         if all(350 <= len(q.prompt) <= 1300 for q in family):
             families.append(family)
         index += 1
@@ -535,8 +670,12 @@ def notes_families(split: str, n: int, tellings: int, seed: int = 0) -> list[lis
         name = f"{seed}/{split}/noted/{index}"
         made = project(Pen(split, name))
         told = (notes_of(Pen(split, f"{name}/{i}"), *made) for i in range(tellings))
-        families.append([Question(f"notes:{split}:{seed}:{index}", i, asked(question, notes), answer)
-                         for i, (notes, question, answer) in enumerate(told)])
+        families.append(
+            [
+                Question(f"notes:{split}:{seed}:{index}", i, asked(question, notes), answer)
+                for i, (notes, question, answer) in enumerate(told)
+            ]
+        )
     return families
 
 
@@ -546,15 +685,26 @@ def repeated_lists(split: str, n: int, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine("Print documents of the corpus with their kinds.",
-                      example="python3 pocket/corpus.py --split valid --n 3 --seed 0")
+    cli = CommandLine(
+        "Print documents of the corpus with their kinds.",
+        example="python3 pocket/corpus.py --split valid --n 3 --seed 0",
+    )
     cli.add_argument("--split", default="train", choices=SPLITS, help="training or held-out text")
-    cli.add_argument("--n", type=whole_number(1), default=3, metavar="N", help="number of documents")
-    cli.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="seed of the corpus")
-    cli.add_argument("--start", type=whole_number(0), default=0, metavar="N", help="index of the first document")
+    cli.add_argument(
+        "--n", type=whole_number(1), default=3, metavar="N", help="number of documents"
+    )
+    cli.add_argument(
+        "--seed", type=whole_number(0), default=0, metavar="N", help="seed of the corpus"
+    )
+    cli.add_argument(
+        "--start", type=whole_number(0), default=0, metavar="N", help="index of the first document"
+    )
     with cli.parse(argv) as args:
         for i, doc in enumerate(documents(args.split, args.n, args.seed, args.start), args.start):
-            print(f"--- {args.split} {i}: {doc.kind}, {len(doc.text)} characters\n{doc.text}\n", flush=True)
+            print(
+                f"--- {args.split} {i}: {doc.kind}, {len(doc.text)} characters\n{doc.text}\n",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from support.statistics import kl
 
 
 @torch.inference_mode()
-def answers(model: GPT, tokenizer: tiktoken.Encoding, questions: list[corpus.Question]) -> tuple[float, float]:
+def answers(
+    model: GPT, tokenizer: tiktoken.Encoding, questions: list[corpus.Question]
+) -> tuple[float, float]:
     """Return the mean loss on the answers' tokens (nats) and the share that greedy decoding gets right, to the end.
 
     All tokens of an answer, and the line's end after it, are the model's first choice: then greedy decoding writes it.
@@ -31,14 +33,19 @@ def answers(model: GPT, tokenizer: tiktoken.Encoding, questions: list[corpus.Que
     nats, tokens, right = 0.0, 0, 0
     for start in range(0, len(questions), 32):
         batch = questions[start : start + 32]
-        pairs = [(tokenizer.encode_ordinary(q.prompt), tokenizer.encode_ordinary(f" {q.answer}")) for q in batch]
+        pairs = [
+            (tokenizer.encode_ordinary(q.prompt), tokenizer.encode_ordinary(f" {q.answer}"))
+            for q in batch
+        ]
         rows = torch.full((len(pairs), max(len(p) + len(a) for p, a in pairs)), tokenizer.eot_token)
         for row, (prompt, answer) in zip(rows, pairs, strict=True):
             row[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
         logits = model(rows.to(device)).float().cpu()
         for row, lines, (prompt, answer) in zip(rows, logits, pairs, strict=True):
             first, end = len(prompt), len(prompt) + len(answer)
-            nats += F.cross_entropy(lines[first - 1 : end - 1], row[first:end], reduction="sum").item()
+            nats += F.cross_entropy(
+                lines[first - 1 : end - 1], row[first:end], reduction="sum"
+            ).item()
             tokens += len(answer)
             best = lines[first - 1 : end].argmax(-1).tolist()
             ends = best[-1] == tokenizer.eot_token or tokenizer.decode([best[-1]]).startswith("\n")
@@ -55,12 +62,17 @@ def nats_of(model: GPT, tokens: list[int]) -> Tensor:
 
 def rows_of(tokenizer: tiktoken.Encoding, split: str, n: int, length: int) -> list[list[int]]:
     """Return n documents, one after the other, in rows of so many tokens."""
-    texts = ([*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in corpus.documents(split, n))
+    texts = (
+        [*tokenizer.encode_ordinary(d.text), tokenizer.eot_token]
+        for d in corpus.documents(split, n)
+    )
     tokens = [token for text in texts for token in text]
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
 
 
-def continuation_loss(model: GPT, tokenizer: tiktoken.Encoding, pairs: list[tuple[str, str]]) -> tuple[float, float]:
+def continuation_loss(
+    model: GPT, tokenizer: tiktoken.Encoding, pairs: list[tuple[str, str]]
+) -> tuple[float, float]:
     """Return the mean loss (nats per token) on the first and on the second text of the pairs, each pair read as one."""
     total, count = [0.0, 0.0], [0, 0]
     for texts in pairs:
@@ -72,7 +84,9 @@ def continuation_loss(model: GPT, tokenizer: tiktoken.Encoding, pairs: list[tupl
     return tuple(t / max(1, c) for t, c in zip(total, count, strict=True))
 
 
-def name_losses(model: GPT, tokenizer: tiktoken.Encoding, split: str, n: int) -> tuple[float, float]:
+def name_losses(
+    model: GPT, tokenizer: tiktoken.Encoding, split: str, n: int
+) -> tuple[float, float]:
     """Return the mean loss (nats per token) on what completes a person's name, the first time a document mentions the
     person and all later times, every person counting once. The names of held-out splits are new: the second figure is
     the loss of copying. Lists are left out: there many names begin alike, and a beginning does not tell which it is."""
@@ -83,14 +97,20 @@ def name_losses(model: GPT, tokenizer: tiktoken.Encoding, split: str, n: int) ->
         text, starts = tokenizer.decode_with_offsets(tokens)
         nats, met = nats_of(model, tokens).tolist(), set()
         for mention in name.finditer(text):
-            completing = [i for i, start in enumerate(starts) if mention.start() < start < mention.end()]
-            losses[mention[0] in met].setdefault(mention[0], []).extend(nats[i - 1] for i in completing)
+            completing = [
+                i for i, start in enumerate(starts) if mention.start() < start < mention.end()
+            ]
+            losses[mention[0] in met].setdefault(mention[0], []).extend(
+                nats[i - 1] for i in completing
+            )
             met.add(mention[0])
     persons = ([sum(nats) / len(nats) for nats in part.values() if nats] for part in losses)
     return tuple(sum(person) / len(person) for person in persons)
 
 
-def perplexities(model: GPT, tokenizer: tiktoken.Encoding, split: str, bounds: list[int]) -> list[float]:
+def perplexities(
+    model: GPT, tokenizer: tiktoken.Encoding, split: str, bounds: list[int]
+) -> list[float]:
     """Return the perplexity per token between each two positions that follow one another in bounds, in rows of 300
     documents, one after the other, that are as long as the last bound."""
     nats = [nats_of(model, row) for row in rows_of(tokenizer, split, 300, bounds[-1])]
@@ -137,7 +157,9 @@ def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
 
 
 @torch.inference_mode()
-def divergences(teacher: gpt_kv_cache.GPT, student: Student, tokenizer: tiktoken.Encoding) -> dict[str, float]:
+def divergences(
+    teacher: gpt_kv_cache.GPT, student: Student, tokenizer: tiktoken.Encoding
+) -> dict[str, float]:
     """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of the context, by what
     the student reads: its own cache, the teacher's of the prompt, or one that is refreshed every so many tokens."""
     n_ctx = student.config.n_ctx
@@ -146,8 +168,18 @@ def divergences(teacher: gpt_kv_cache.GPT, student: Student, tokenizer: tiktoken
     cache = gpt_kv_cache.KVCache()
     expected = teacher(rows, cache)
     found = {}
-    for name, stride in (("alone", 0), ("teacher's prompt", n_ctx), ("every 64", 64), ("every 16", 16), ("every 4", 4)):
-        start = torch.where(at < prompt, 0, prompt + (at - prompt) // stride * stride) if stride else at * 0
+    for name, stride in (
+        ("alone", 0),
+        ("teacher's prompt", n_ctx),
+        ("every 64", 64),
+        ("every 16", 16),
+        ("every 4", 4),
+    ):
+        start = (
+            torch.where(at < prompt, 0, prompt + (at - prompt) // stride * stride)
+            if stride
+            else at * 0
+        )
         nats = kl(expected, student(rows, cache, start=start.expand_as(rows)))
         found[name] = nats[:, prompt:].mean().item()
     return found
@@ -162,7 +194,9 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
         writer = gpt_kv_cache.GPT(recipe.config).eval()
         writer.load_state_dict(model.state_dict())
         for name, temperature in (("", 0.0), ("sampled_", 0.8)):
-            stories = coherence.write(writer, tokenizer, coherence.openings("test", 200), temperature)
+            stories = coherence.write(
+                writer, tokenizer, coherence.openings("test", 200), temperature
+            )
             figures |= {name + key: share for key, share in coherence.measure(stories)[0].items()}
         return figures | {"perplexity_before_512": near, "perplexity_after_512": far}
     if recipe.kind == "student":
@@ -184,16 +218,22 @@ def failed_gates(kind: str, figures: dict) -> list[str]:
     """Return the gates that a model of this kind doesn't pass."""
     if kind == "teacher":  # one that can't copy from its prompt has nothing in its KV cache
         gates = {
-            "copying a name from the prompt costs under 0.1 nats per token": figures["name_nats"] < 0.1,
+            "copying a name from the prompt costs under 0.1 nats per token": figures["name_nats"]
+            < 0.1,
             "over 95% of the world's facts are recalled": figures["closed_book_share"] > 0.95,
-            "a list costs under a fifth when repeated": figures["list_second_nats"] < 0.2 * figures["list_first_nats"],
+            "a list costs under a fifth when repeated": figures["list_second_nats"]
+            < 0.2 * figures["list_first_nats"],
         }
     elif kind == "bct":
-        better = (figures["bct"][name] < figures["window"][name] for name in ("perplexity", "recall_nats"))
+        better = (
+            figures["bct"][name] < figures["window"][name] for name in ("perplexity", "recall_nats")
+        )
         gates = {"it is better than a sliding window of equal bytes": all(better)}
     elif kind == "rotary":
         learned, turned = figures["learned"], figures["rotary"]
-        near = (turned[name] >= learned[name] - 0.15 for name in ("closed_book_share", "recall_share"))
+        near = (
+            turned[name] >= learned[name] - 0.15 for name in ("closed_book_share", "recall_share")
+        )
         gates = {"its answers are worse by 15 points at most": all(near)}
     else:
         least = min(figures["kl"].values())

@@ -12,8 +12,13 @@ from gpt_baseline import GPTConfig
 class Student(gpt_kv_cache.GPT):
     """A narrower model in training, on its own cache or a teacher's."""
 
-    def forward(self, ids: Tensor, cache: gpt_kv_cache.KVCache | None = None, last_only: bool = False,
-                start: Tensor | None = None) -> Tensor:  # fmt: skip
+    def forward(
+        self,
+        ids: Tensor,
+        cache: gpt_kv_cache.KVCache | None = None,
+        last_only: bool = False,
+        start: Tensor | None = None,
+    ) -> Tensor:
         """Return logits (B, T, V); with start (B, T), where the segment of each token begins, as if there the cache
         of ids that a teacher has written had been taken over, and the student's own went on from it."""
         if start is None:
@@ -25,7 +30,10 @@ class Student(gpt_kv_cache.GPT):
         x = self.drop(self.wte(ids) + self.wpe(at))
         for block, kv in zip(self.h, cache.layers, strict=True):
             q, k, v = block.attn.project(block.ln_1(x))
-            k, v = (torch.cat([read.to(written), written], 2) for read, written in zip(kv, (k, v), strict=True))
+            k, v = (
+                torch.cat([read.to(written), written], 2)
+                for read, written in zip(kv, (k, v), strict=True)
+            )
             x = x + block.drop(block.attn(q, k, v, mask))
             x = x + block.drop(block.mlp(block.ln_2(x)))
         return self.head(x)
@@ -37,10 +45,17 @@ def pruned(teacher: gpt_kv_cache.GPT, config: GPTConfig, ids: Tensor) -> Student
     active (mean absolute value) on texts ids (B, T)."""
     hidden: list[Tensor] = []
     neurons: list[Tensor] = []
-    hooks = [norm.register_forward_hook(lambda _, args, output: hidden.append(output.abs().mean((0, 1))))
-             for block in teacher.h for norm in (block.ln_1, block.ln_2)]  # fmt: skip
-    hooks += [block.mlp.c_proj.register_forward_pre_hook(lambda _, args: neurons.append(args[0].abs().mean((0, 1))))
-              for block in teacher.h]  # fmt: skip
+    hooks = [
+        norm.register_forward_hook(lambda _, args, output: hidden.append(output.abs().mean((0, 1))))
+        for block in teacher.h
+        for norm in (block.ln_1, block.ln_2)
+    ]
+    hooks += [
+        block.mlp.c_proj.register_forward_pre_hook(
+            lambda _, args: neurons.append(args[0].abs().mean((0, 1)))
+        )
+        for block in teacher.h
+    ]
     teacher(ids)
     for hook in hooks:
         hook.remove()

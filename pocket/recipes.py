@@ -38,8 +38,14 @@ class Phase:
     context: int
     lr: float  # after the warm-up
     shuffled: int = 0  # rows of documents in which about half of the vocabulary has changed places
-    answers: float = 1.0  # what a token of an answer weighs in the loss of unshuffled rows; all others weigh 1
-    long: tuple[int, int, int] = (0, 0, 0)  # every fifth step instead: documents, lists, shuffled, n_ctx tokens each
+    answers: float = (
+        1.0  # what a token of an answer weighs in the loss of unshuffled rows; all others weigh 1
+    )
+    long: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # every fifth step instead: documents, lists, shuffled, n_ctx tokens each
 
     @property
     def rows(self) -> int:
@@ -66,7 +72,9 @@ class Recipe:
     """Everything that decides what a training run computes."""
 
     kind, model_class = "teacher", GPT  # of model
-    init = begin = text = None  # what it learns from, what it begins as, and a file to train on instead of the corpus
+    init = begin = text = (
+        None  # what it learns from, what it begins as, and a file to train on instead of the corpus
+    )
 
     config: GPTConfig
     phases: tuple[Phase, ...]
@@ -87,7 +95,9 @@ class Recipe:
         """Return the loss (B, T) in nats of every next token."""
         with mixed_precision(batch.rows.device):
             logits = model(batch.rows[:, :-1])
-        nats = F.cross_entropy(logits.float().flatten(0, 1), batch.rows[:, 1:].flatten(), reduction="none")
+        nats = F.cross_entropy(
+            logits.float().flatten(0, 1), batch.rows[:, 1:].flatten(), reduction="none"
+        )
         return nats.view_as(batch.weights)
 
 
@@ -119,7 +129,11 @@ class Distillation(Recipe):
 
     @property
     def model_class(self) -> type[nn.Module]:
-        return next(model for model in (rope.GPT, bounded.BCT, bounded.GPT) if model.config_class is type(self.config))
+        return next(
+            model
+            for model in (rope.GPT, bounded.BCT, bounded.GPT)
+            if model.config_class is type(self.config)
+        )
 
     @property
     def kind(self) -> str:
@@ -134,7 +148,9 @@ class Distillation(Recipe):
         without a gradient; the teacher never has."""
         cache, rows = None, batch.rows[:, :-1]
         if self.slots or self.window:
-            cache = bounded.BoundedMemory() if self.slots else bounded.SlidingWindowCache(self.window)
+            cache = (
+                bounded.BoundedMemory() if self.slots else bounded.SlidingWindowCache(self.window)
+            )
         with mixed_precision(rows.device):
             expected = teacher(rows)
             if self.slots and batch.before.size(1):
@@ -175,15 +191,47 @@ class Pruning(Recipe):
 
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
-KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read; the last is trained with dropout
+KINDS = (
+    "segments",
+    "alone",
+    "prompt",
+    "dropout",
+)  # of students, by what they read; the last is trained with dropout
 TEACHER = Recipe(
     config=GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
     phases=(  # three courses, each of which ends at a low learning rate, with a model that can be used
         Phase(steps=500, documents=0, lists=8, context=128, lr=5e-4),
         Phase(steps=2400, documents=9, lists=1, context=256, lr=1e-3),
-        Phase(steps=7600, documents=3, lists=1, context=512, lr=1e-3, shuffled=1, answers=8.0, long=(1, 0, 1)),
-        Phase(steps=6000, documents=6, lists=1, context=512, lr=9e-4, shuffled=3, answers=8.0, long=(2, 1, 1)),
-        Phase(steps=5000, documents=7, lists=2, context=512, lr=7e-4, shuffled=2, answers=8.0, long=(2, 1, 1)),
+        Phase(
+            steps=7600,
+            documents=3,
+            lists=1,
+            context=512,
+            lr=1e-3,
+            shuffled=1,
+            answers=8.0,
+            long=(1, 0, 1),
+        ),
+        Phase(
+            steps=6000,
+            documents=6,
+            lists=1,
+            context=512,
+            lr=9e-4,
+            shuffled=3,
+            answers=8.0,
+            long=(2, 1, 1),
+        ),
+        Phase(
+            steps=5000,
+            documents=7,
+            lists=2,
+            context=512,
+            lr=7e-4,
+            shuffled=2,
+            answers=8.0,
+            long=(2, 1, 1),
+        ),
         Phase(steps=2800, documents=4, lists=1, context=1280, lr=7e-4, shuffled=1, answers=8.0),
     ),
     documents=120_000,
@@ -203,15 +251,30 @@ STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "stud
 SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 
 
-def phases_of(config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None,
-              lists: int = 0) -> tuple[Phase, ...]:  # fmt: skip
+def phases_of(
+    config: GPTConfig,
+    steps: int,
+    lr: float,
+    answers: float,
+    text: str | None = None,
+    lists: int = 0,
+) -> tuple[Phase, ...]:
     """The phases of a model that begins as another: of a text; or of documents, two thirds of the steps in short rows,
     the last third in long ones of unshuffled documents."""
-    if text:  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
+    if (
+        text
+    ):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
         return (Phase(steps=steps, documents=8, lists=0, context=config.n_ctx, lr=lr),)
     long = steps // 3 if config.n_ctx > SHORT else 0
-    first = Phase(steps=steps - long, documents=3, lists=lists, context=min(SHORT, config.n_ctx), lr=lr, shuffled=1,
-                  answers=answers)  # fmt: skip
+    first = Phase(
+        steps=steps - long,
+        documents=3,
+        lists=lists,
+        context=min(SHORT, config.n_ctx),
+        lr=lr,
+        shuffled=1,
+        answers=answers,
+    )
     last = replace(first, steps=long, documents=2, shuffled=0, context=config.n_ctx)
     return (first, last) if long else (first,)
 
@@ -220,31 +283,51 @@ def distillation(init: str, config: GPTConfig, steps: int, **options: object) ->
     """The recipe that gives a trained model of this geometry a bounded memory."""
     memory = {name: options.pop(name) for name in ("slots", "recent", "rule") if name in options}
     phases = phases_of(config, steps, 6e-4, 8.0, options.get("text"))
-    new = bounded.BCTConfig(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
+    new = (
+        bounded.BCTConfig(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
+    )
     return Distillation(new, phases, documents=60_000, weight_decay=0.0, init=init, **options)
 
 
 def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
     """The recipe that gives a trained model of this geometry rotary instead of learned positions."""
     phases = phases_of(config, steps, 1e-3, 8.0, lists=1)
-    return Distillation(rope.GPTConfig(**vars(config)), phases, documents=60_000, weight_decay=0.0, init=init)
+    return Distillation(
+        rope.GPTConfig(**vars(config)), phases, documents=60_000, weight_decay=0.0, init=init
+    )
 
 
-def pruning(init: str, config: GPTConfig, steps: int, kind: str, text: str | None = None) -> Pruning:
+def pruning(
+    init: str, config: GPTConfig, steps: int, kind: str, text: str | None = None
+) -> Pruning:
     """The recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout goes on
     from the one without, since on a CPU dropout takes four times as long."""
     begin = "pocket-student" if (init, kind) == ("pocket", "dropout") else None
     phases = phases_of(config, steps, 4e-4 if begin else 1e-3, 4.0, text)
-    n_embd, n_inner = (max(8, 8 * round(STUDENT_WIDTH * width / 8)) for width in (config.n_embd, config.n_inner))
+    n_embd, n_inner = (
+        max(8, 8 * round(STUDENT_WIDTH * width / 8)) for width in (config.n_embd, config.n_inner)
+    )
     mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
-    narrow = replace(config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout)
-    return Pruning(narrow, phases, documents=60_000, weight_decay=0.0, init=init, mode=mode, text=text,
-                   begin=begin)  # fmt: skip
+    narrow = replace(
+        config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout
+    )
+    return Pruning(
+        narrow,
+        phases,
+        documents=60_000,
+        weight_decay=0.0,
+        init=init,
+        mode=mode,
+        text=text,
+        begin=begin,
+    )
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
     """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth."""
-    for (lr, reads), phases in groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0)):
+    for (lr, reads), phases in groupby(
+        recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0)
+    ):
         steps = sum(phase.steps for phase in phases)
         if step < steps:
             fall = 0.55 + 0.45 * math.cos(math.pi * step / steps) if reads else 1.0
@@ -260,7 +343,13 @@ def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
             progress = step / phase.steps
             if any(phase.long) and step % 5 == 4:
                 documents, lists, shuffled = phase.long
-                phase = replace(phase, documents=documents, lists=lists, shuffled=shuffled, context=recipe.config.n_ctx)
+                phase = replace(
+                    phase,
+                    documents=documents,
+                    lists=lists,
+                    shuffled=shuffled,
+                    context=recipe.config.n_ctx,
+                )
             return phase, progress
         step -= phase.steps
     raise ValueError(f"step {step} is past the recipe's end")
@@ -269,4 +358,6 @@ def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
 def size_of(recipe: Recipe) -> tuple[int, int]:
     """Return a recipe's steps and how many tokens they read."""
     steps = sum(phase.steps for phase in recipe.phases)
-    return steps, sum(phase.rows * phase.context for phase, _ in (phase_at(recipe, step) for step in range(steps)))
+    return steps, sum(
+        phase.rows * phase.context for phase, _ in (phase_at(recipe, step) for step in range(steps))
+    )

@@ -38,7 +38,9 @@ def rotate(x: Tensor, pos: Tensor) -> Tensor:
 class Block(gpt_kv_cache.Block):
     """A block that turns its queries and keys; a cache holds the turned ones."""
 
-    def forward(self, x: Tensor, pos: Tensor, cache: gpt_kv_cache.KVCache | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, pos: Tensor, cache: gpt_kv_cache.KVCache | None, layer: int
+    ) -> Tensor:
         q, k, v = self.attn.project(self.ln_1(x))  # (B, H, T, D) each
         q, k, mask = rotate(q, pos), rotate(k, pos), None
         if cache is not None:

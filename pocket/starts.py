@@ -30,7 +30,9 @@ def sinusoids(n_positions: int, width: int) -> tuple[Tensor, Tensor]:
 
 def heads(model: GPT, layer: int) -> Tensor:
     """Return a view (C, 3, H, D) of the weights of a layer's queries, keys and values."""
-    return model.h[layer].attn.c_attn.weight.unflatten(1, (3, model.config.n_head, model.config.head_dim))
+    return model.h[layer].attn.c_attn.weight.unflatten(
+        1, (3, model.config.n_head, model.config.head_dim)
+    )
 
 
 @torch.no_grad()
@@ -45,13 +47,23 @@ def start_as_copier(model: GPT) -> None:
 
     Source: Olsson et al. 2022, "In-context Learning and Induction Heads".
     """
-    C, D, HD = model.config.n_embd, model.config.head_dim, model.config.n_head * model.config.head_dim
+    C, D, HD = (
+        model.config.n_embd,
+        model.config.head_dim,
+        model.config.n_head * model.config.head_dim,
+    )
     P, n = C // 3 // 2 * 2, D // 2
-    position, content, back = slice(0, P), slice(P, C - 2 * n), (slice(C - 2 * n, C - n), slice(C - n, C))
+    position, content, back = (
+        slice(0, P),
+        slice(P, C - 2 * n),
+        (slice(C - 2 * n, C - n), slice(C - n, C)),
+    )
     project = torch.randn(C - 2 * n - P, n) / math.sqrt(C - 2 * n - P)
 
     frequency, table = sinusoids(model.config.n_ctx, P)
-    model.wte.weight *= 5  # large, so that a step of training changes it little; ln_f keeps the logits as they were
+    model.wte.weight *= (
+        5  # large, so that a step of training changes it little; ln_f keeps the logits as they were
+    )
     model.ln_f.weight /= 5
     model.wpe.weight *= 0.1
     model.wpe.weight[:, position] = 0.25 * table
@@ -126,7 +138,9 @@ def start_llama_as_copier(model: llama_kv_cache.Llama) -> None:
     for head in (0, 1):
         turned_back = llama_kv_cache.rotation(torch.tensor([-1 - head]), c)
         query[:, head] = 0
-        query[constant, head] = llama_kv_cache.rotate(towards.view(1, 1, 1, D), turned_back).flatten()
+        query[constant, head] = llama_kv_cache.rotate(
+            towards.view(1, 1, 1, D), turned_back
+        ).flatten()
         mix[head] = 0
         mix[head, :, back[head]] = 0.5 * torch.eye(D)
 
@@ -191,7 +205,11 @@ def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) ->
     W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
     of the texts ids (B, T). Small random addresses would make all slots the same mean.
     """
-    plain = GPT(GPTConfig(**{name: getattr(model.config, name) for name in vars(GPTConfig())})).to(ids.device).eval()
+    plain = (
+        GPT(GPTConfig(**{name: getattr(model.config, name) for name in vars(GPTConfig())}))
+        .to(ids.device)
+        .eval()
+    )
     plain.load_state_dict(model.state_dict(), strict=False)
     inputs: list[Tensor] = []
     for block in plain.h:
@@ -205,7 +223,9 @@ def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) ->
         keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
         if model.config.slots > keys.size(1):
-            raise ValueError(f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as")
+            raise ValueError(
+                f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as"
+            )
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
         if getattr(block.memory, "start", None) is not None:
@@ -224,7 +244,9 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
     kind = gpt_kv_cache.GPT if isinstance(recipe, Pruning) else GPT
     teacher = load_model(recipe.init, model_class=kind, device=device).requires_grad_(False)
     generator = torch.Generator().manual_seed(recipe.seed)
-    sample = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)[0][:, :-1].to(device)
+    sample = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)[0][
+        :, :-1
+    ].to(device)
     if isinstance(recipe, Pruning):
         model = pruned(teacher, recipe.config, sample)
         if recipe.begin:

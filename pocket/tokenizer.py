@@ -26,7 +26,9 @@ def train_tokenizer(path: Path, documents: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - 1, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 1, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator((d.text for d in corpus.documents("train", documents)), trainer)
 
     ranks = {bytes([b]): b for b in range(256)}

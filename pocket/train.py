@@ -58,37 +58,83 @@ from support.cli import CommandLine, whole_number, writable_folder
 HERE = Path(__file__).resolve().parent
 TRAINED = ("teacher", "llama", "bct", "rotary", "student")
 TAKERS = {  # of the options
-    "out": ("tokenizer", *TRAINED, "ablation"), "state": (*TRAINED, "ablation"), "stop_at": TRAINED,
-    "init": TRAINED[2:], "text": ("bct", "student"), "steps": (*TRAINED[2:], "ablation"), "kind": ("student",),
-    "rule": ("bct",), "slots": ("bct",), "recent": ("bct",),
-}  # fmt: skip
+    "out": ("tokenizer", *TRAINED, "ablation"),
+    "state": (*TRAINED, "ablation"),
+    "stop_at": TRAINED,
+    "init": TRAINED[2:],
+    "text": ("bct", "student"),
+    "steps": (*TRAINED[2:], "ablation"),
+    "kind": ("student",),
+    "rule": ("bct",),
+    "slots": ("bct",),
+    "recent": ("bct",),
+}
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
     cli.add_argument("what", choices=TAKERS["out"], help="what to train")
-    cli.add_argument("--out", type=writable_folder, metavar="FOLDER",
-                     help="where the result goes; default: its folder in pocket")  # fmt: skip
-    cli.add_argument("--state", type=writable_folder, metavar="FOLDER",
-                     help="where an interrupted run's state is kept, to go on from; default: runs/WHAT")  # fmt: skip
-    cli.add_argument("--stop-at", type=whole_number(1), metavar="N", help="stop after N steps, and write no result")
-    cli.add_argument("--init", metavar="NAME", help="bct, rotary, student: the model to change; default: pocket")
-    cli.add_argument("--text", metavar="FILE", help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
-                     "texts; default: the pocket corpus")  # fmt: skip
-    cli.add_argument("--steps", type=whole_number(1), metavar="N", help="steps of training; default: "
-                     + ", ".join(f"{name} {n:,}" for name, n in STEPS.items()))  # fmt: skip
-    cli.add_argument("--kind", choices=KINDS, help="student: what it reads in training: segments as "
-                     "between refreshes; alone, its own cache; prompt, the teacher's of a prompt; dropout, segments "
-                     f"with dropout of {DROPOUT}; default: {KINDS[0]}")  # fmt: skip
-    cli.add_argument("--rule", choices=("mean", "sum"),
-                     help="bct: how a slot reads its writes: mean, ours, with gates; or sum, the paper's own rule and "
-                     "nothing else; default: mean")  # fmt: skip
-    cli.add_argument("--slots", type=whole_number(1, MOST_SLOTS), metavar="M",
-                     help=f"bct: slots of a head; default: {MEMORY['slots']}, or {PAPER['slots']} with --rule "
-                     "sum")  # fmt: skip
-    cli.add_argument("--recent", type=whole_number(0), metavar="R",
-                     help=f"bct: tokens kept exactly beside the slots; default: {MEMORY['recent']}, or "
-                     f"{PAPER['recent']} with --rule sum")  # fmt: skip
+    cli.add_argument(
+        "--out",
+        type=writable_folder,
+        metavar="FOLDER",
+        help="where the result goes; default: its folder in pocket",
+    )
+    cli.add_argument(
+        "--state",
+        type=writable_folder,
+        metavar="FOLDER",
+        help="where an interrupted run's state is kept, to go on from; default: runs/WHAT",
+    )
+    cli.add_argument(
+        "--stop-at",
+        type=whole_number(1),
+        metavar="N",
+        help="stop after N steps, and write no result",
+    )
+    cli.add_argument(
+        "--init", metavar="NAME", help="bct, rotary, student: the model to change; default: pocket"
+    )
+    cli.add_argument(
+        "--text",
+        metavar="FILE",
+        help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
+        "texts; default: the pocket corpus",
+    )
+    cli.add_argument(
+        "--steps",
+        type=whole_number(1),
+        metavar="N",
+        help="steps of training; default: "
+        + ", ".join(f"{name} {n:,}" for name, n in STEPS.items()),
+    )
+    cli.add_argument(
+        "--kind",
+        choices=KINDS,
+        help="student: what it reads in training: segments as "
+        "between refreshes; alone, its own cache; prompt, the teacher's of a prompt; dropout, segments "
+        f"with dropout of {DROPOUT}; default: {KINDS[0]}",
+    )
+    cli.add_argument(
+        "--rule",
+        choices=("mean", "sum"),
+        help="bct: how a slot reads its writes: mean, ours, with gates; or sum, the paper's own rule and "
+        "nothing else; default: mean",
+    )
+    cli.add_argument(
+        "--slots",
+        type=whole_number(1, MOST_SLOTS),
+        metavar="M",
+        help=f"bct: slots of a head; default: {MEMORY['slots']}, or {PAPER['slots']} with --rule "
+        "sum",
+    )
+    cli.add_argument(
+        "--recent",
+        type=whole_number(0),
+        metavar="R",
+        help=f"bct: tokens kept exactly beside the slots; default: {MEMORY['recent']}, or "
+        f"{PAPER['recent']} with --rule sum",
+    )
     with cli.parse(argv) as args:
         for option, takers in TAKERS.items():
             name, given = f"--{option.replace('_', '-')}", getattr(args, option) is not None
@@ -102,10 +148,16 @@ def main(argv: list[str] | None = None) -> None:
             name, default = "bct-sum", PAPER
         out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(args.what, name)
         run = args.state or HERE.parent / "runs" / name
-        steps = args.steps or STEPS.get(name if init == "pocket" else args.what, STEPS.get(args.what))
-        memory = default | {key: value for key in MEMORY if (value := getattr(args, key)) is not None}
+        steps = args.steps or STEPS.get(
+            name if init == "pocket" else args.what, STEPS.get(args.what)
+        )
+        memory = default | {
+            key: value for key in MEMORY if (value := getattr(args, key)) is not None
+        }
         if args.out is None and (init != "pocket" or args.text or args.steps or memory != default):
-            raise ValueError("--out FOLDER is needed: only a run with the defaults may replace what is in pocket")
+            raise ValueError(
+                "--out FOLDER is needed: only a run with the defaults may replace what is in pocket"
+            )
         if args.what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
         elif args.what == "ablation":
@@ -115,7 +167,9 @@ def main(argv: list[str] | None = None) -> None:
             if recipe is None:
                 config = load_model(init, model_class=GPT).config
                 if memory["recent"] > config.n_ctx:
-                    raise ValueError(f"--recent {memory['recent']} is more than the context of {init}, {config.n_ctx}")
+                    raise ValueError(
+                        f"--recent {memory['recent']} is more than the context of {init}, {config.n_ctx}"
+                    )
                 recipe = {
                     "bct": lambda: distillation(init, config, steps, text=args.text, **memory),
                     "rotary": lambda: rotary_recipe(init, config, steps),

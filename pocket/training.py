@@ -22,8 +22,14 @@ from support.files import regular, write_atomically
 from support.fingerprints import fingerprint
 
 
-def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: torch.device,
-            teacher: nn.Module | None = None) -> Tensor:  # fmt: skip
+def loss_at(
+    recipe: Recipe,
+    step: int,
+    model: nn.Module,
+    text: Corpus,
+    device: torch.device,
+    teacher: nn.Module | None = None,
+) -> Tensor:
     """Return this process's part of the step's mean loss (nats per token), from its share of the rows."""
     batch = batch_at(recipe, step, text).share(rank(), world_size(), device)
     return (recipe.losses(model, teacher, batch) * batch.weights).sum()
@@ -32,7 +38,9 @@ def loss_at(recipe: Recipe, step: int, model: nn.Module, text: Corpus, device: t
 def identity_of(recipe: Recipe) -> str:
     """Return what a state belongs to: the recipe, and the weights of the models that it begins from."""
     names = filter(None, (recipe.init, recipe.begin))
-    return "; ".join([repr(recipe), *(fingerprint(load_model(name, model_class=GPT)) for name in names)])
+    return "; ".join(
+        [repr(recipe), *(fingerprint(load_model(name, model_class=GPT)) for name in names)]
+    )
 
 
 def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
@@ -50,18 +58,29 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     if path.exists():
         state = read_state(path)
         if state["recipe"] != identity:
-            raise ValueError(f"{path} belongs to another recipe, or begins from other weights; move it away to start "
-                             "anew")  # fmt: skip
+            raise ValueError(
+                f"{path} belongs to another recipe, or begins from other weights; move it away to start "
+                "anew"
+            )
         with torch.device("meta"):  # shapes without memory
             expected = recipe.model_class(recipe.config).state_dict()
-        if {name: x.shape for name, x in expected.items()} != {n: x.shape for n, x in state["model"].items()}:
-            raise ValueError(f"{path} holds other parameters than its recipe; move it away to start anew")
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+        if {name: x.shape for name, x in expected.items()} != {
+            n: x.shape for n, x in state["model"].items()
+        }:
+            raise ValueError(
+                f"{path} holds other parameters than its recipe; move it away to start anew"
+            )
+    device = torch.device(
+        f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    )
     text = text_of(recipe)
     model, teacher = start(recipe, text, device)
     matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and ".memory." not in name]
     others = [p for name, p in model.named_parameters() if p.dim() == 1 and ".memory." not in name]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     if new := [p for name, p in model.named_parameters() if ".memory." in name]:
         groups.append({"params": new, "weight_decay": 0.0, "factor": recipe.new_rate})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
@@ -112,7 +131,12 @@ def read_state(path: Path) -> dict[str, Any]:
         except UNREADABLE:
             state = None
     kinds = {"recipe": str, "losses": list, "model": dict, "optimizer": dict}
-    if (not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items())
-            or not all(isinstance(x, Tensor) for x in state["model"].values())):  # fmt: skip
-        raise ValueError(f"{path} is damaged, or not the state of a run; move it away to start anew")
+    if (
+        not isinstance(state, dict)
+        or not all(isinstance(state.get(name), kind) for name, kind in kinds.items())
+        or not all(isinstance(x, Tensor) for x in state["model"].values())
+    ):
+        raise ValueError(
+            f"{path} is damaged, or not the state of a run; move it away to start anew"
+        )
     return state

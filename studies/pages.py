@@ -31,7 +31,9 @@ def papers() -> str:
     """A row for each idea of the sources: its promise, and our finding."""
     recycling = Rows("recycling")
     quiz = recorded("projection")["kinds"]["quiz"]["methods"]
-    proposed, neighbour = (quiz[name]["retrieved"]["kl"][0] for name in ("as proposed", "neighbour's logits"))
+    proposed, neighbour = (
+        quiz[name]["retrieved"]["kl"][0] for name in ("as proposed", "neighbour's logits")
+    )
     texts = Rows("refreshing")
     sizes = sum(p.numel() for p in GPT(TEACHER.config).parameters()) / 1e6
     bct = Rows("bounding")
@@ -40,35 +42,60 @@ def papers() -> str:
     bench = benchmark()
     plain = bench["rows"]["gpt_baseline.py"][f"1 x {bench['lengths'][0]}"]
     same_text = "the same text" if plain["same_tokens"] else "another text"
-    return table(["the idea", f"what we saw, on a model of {sizes:.0f} million parameters unless said"], [
-        ["KV cache: keep the keys and values of the tokens already read",
-         f"{same_text.capitalize()}, and with the {bench['parameters'] / 1e6:.0f} million parameters of GPT-2 each "
-         f"token after {bench['lengths'][0]} comes {1 / plain['decode_ratio']:.1f} times as fast"],
-        ["BCT: a memory of constant size does nearly as well",
-         "Its bytes and its time per token stay constant, as claimed; that quality is kept is not shown. Two-layer "
-         f"models of {small}, trained to look up one of 32 keys, " + bct.shown(
-             "find {right: sum} of the values with the paper's rule, {right: ours} with our rule, {right: window} with "
-             "a window of as many bytes, and {right: full} with full attention", {})],
-        ["KV recycling: reuse the cache of a stored prompt",
-         recycling.shown(
-             "Exact if only the shared prefix is reused: {answers: recycled} of {answers: cold} answers unchanged. The "
-             "published call loses tokens: {answers: published} of {answers: cold}; with random weights of the size of "
-             "DialoGPT-medium, on a CPU, it saves {published@model=355M@order=source} of the time, where 30 to 50% are "
-             "claimed", {})],
-        ["CP-KVP: a first token from a similar prompt's projected cache",
-         f"A proposal without results. Its own limit is a KL of {GOOD_KL} nats to the exact prediction; on quiz "
-         f"questions we saw {proposed:.1f}, and {neighbour:.2f} with the similar prompt's own prediction"],
-        ["OverFill: a small model continues from a large one's cache",
-         f"Perplexity, by the large model, {overfill}; of the same small model without that cache "
-         f"{beside(texts, 'student')}, of one trained to write alone {beside(texts, 'student@trained=alone')}, over "
-         "1,000 tokens"],
-        ["KV refresh: the large model renews that cache now and then",
-         f"Perplexity {overfill} without, {beside(texts, 'periodic:64')} with a refresh every 64 tokens, "
-         f"{beside(texts, 'periodic:16')} every 16. " + Rows("speculation").shown(
-             "An exact rival: the large model checks drafts of 8 tokens, in {passes: exact:8} passes for 1,000 tokens, "
-             "at {tps: exact:8} tokens/s; a speculative refresh every 4 tokens takes {passes: speculative:4} passes, "
-             "at {tps: speculative:4}, every 16 tokens {passes: speculative:16}, at {tps: speculative:16}", {})],
-    ], markdown=True, left=2)  # fmt: skip
+    return table(
+        ["the idea", f"what we saw, on a model of {sizes:.0f} million parameters unless said"],
+        [
+            [
+                "KV cache: keep the keys and values of the tokens already read",
+                f"{same_text.capitalize()}, and with the {bench['parameters'] / 1e6:.0f} million parameters of GPT-2 each "
+                f"token after {bench['lengths'][0]} comes {1 / plain['decode_ratio']:.1f} times as fast",
+            ],
+            [
+                "BCT: a memory of constant size does nearly as well",
+                "Its bytes and its time per token stay constant, as claimed; that quality is kept is not shown. Two-layer "
+                f"models of {small}, trained to look up one of 32 keys, "
+                + bct.shown(
+                    "find {right: sum} of the values with the paper's rule, {right: ours} with our rule, {right: window} with "
+                    "a window of as many bytes, and {right: full} with full attention",
+                    {},
+                ),
+            ],
+            [
+                "KV recycling: reuse the cache of a stored prompt",
+                recycling.shown(
+                    "Exact if only the shared prefix is reused: {answers: recycled} of {answers: cold} answers unchanged. The "
+                    "published call loses tokens: {answers: published} of {answers: cold}; with random weights of the size of "
+                    "DialoGPT-medium, on a CPU, it saves {published@model=355M@order=source} of the time, where 30 to 50% are "
+                    "claimed",
+                    {},
+                ),
+            ],
+            [
+                "CP-KVP: a first token from a similar prompt's projected cache",
+                f"A proposal without results. Its own limit is a KL of {GOOD_KL} nats to the exact prediction; on quiz "
+                f"questions we saw {proposed:.1f}, and {neighbour:.2f} with the similar prompt's own prediction",
+            ],
+            [
+                "OverFill: a small model continues from a large one's cache",
+                f"Perplexity, by the large model, {overfill}; of the same small model without that cache "
+                f"{beside(texts, 'student')}, of one trained to write alone {beside(texts, 'student@trained=alone')}, over "
+                "1,000 tokens",
+            ],
+            [
+                "KV refresh: the large model renews that cache now and then",
+                f"Perplexity {overfill} without, {beside(texts, 'periodic:64')} with a refresh every 64 tokens, "
+                f"{beside(texts, 'periodic:16')} every 16. "
+                + Rows("speculation").shown(
+                    "An exact rival: the large model checks drafts of 8 tokens, in {passes: exact:8} passes for 1,000 tokens, "
+                    "at {tps: exact:8} tokens/s; a speculative refresh every 4 tokens takes {passes: speculative:4} passes, "
+                    "at {tps: speculative:4}, every 16 tokens {passes: speculative:16}, at {tps: speculative:16}",
+                    {},
+                ),
+            ],
+        ],
+        markdown=True,
+        left=2,
+    )
 
 
 def beside(texts: Rows, way: str, other: str = "none") -> str:
@@ -82,29 +109,67 @@ def methods() -> str:
     """A row for each method: its idea, whether it is exact, and one figure."""
     quiz = recorded("projection")["kinds"]["quiz"]
     texts, drafts = Rows("refreshing"), Rows("speculation")
-    kl, at = quiz["methods"]["as proposed"]["retrieved"]["kl"][0], recorded("projection")["lengths"]["GPT-2 124M"]
-    short, long = ({"n": x["length"], "saved": 1 - (x[MAPPED.format(8)] + x[APART]) / x["cold"]}
-                   for x in (at[0], at[-1]))  # fmt: skip
+    kl, at = (
+        quiz["methods"]["as proposed"]["retrieved"]["kl"][0],
+        recorded("projection")["lengths"]["GPT-2 124M"],
+    )
+    short, long = (
+        {"n": x["length"], "saved": 1 - (x[MAPPED.format(8)] + x[APART]) / x["cold"]}
+        for x in (at[0], at[-1])
+    )
     requests = read_json(sorted((ROOT / "benchmarks" / "results").glob("*/requests.json"))[-1])
     many = requests["counts"]["16"]["rows"]["paged.py"]
-    return table(["file", "what it does", "its text", "one figure"], [
-        ["[`recycle.py`](recycle.py)", "A prompt that begins like an earlier one reuses its cache, which outlives the "
-         "process. An [index of runs of tokens](support/store.py) finds it", "exact",
-         Rows("latency").shown("GPT-2 124M's size (random weights), 900 of 1,000 prompt tokens stored: first token "
-                               "after {warm-disk} instead of {cold} ms", {"m": 1000, "share": 90})],
-        ["[`paged.py`](paged.py)", "Many texts at once, in blocks of cache that any text may own and several may share",
-         "exact", f"GPT-2 124M, 16 texts: {many['times_as_fast']:.1f} times as fast as one at a time"],
-        ["[`speculate.py`](speculate.py)", "A small model drafts, and the large one checks a draft in one pass",
-         "exact", drafts.shown("drafts of 8: {passes: exact:8} passes of the large model in 1,000 tokens instead of "
-                               "{passes: teacher}", {"mode": "greedy"})],
-        ["[`overfill.py`](overfill.py)", "A large model reads the prompt, a small one continues from its cache, "
-         "which is refreshed now and then", "approximate",
-         texts.shown("perplexity {none}; the small model alone {student}, trained for that {student@trained=alone}",
-                     {})],
-        ["[`projector.py`](projector.py)", "A first token from a similar prompt's cache, before the prompt is read",
-         "approximate", f"GPT-2 124M: {short['saved']:.0%} sooner after {short['n']} tokens, {long['saved']:.0%} after "
-         f"{long['n']:,}; pocket's is {kl:.1f} nats from the exact distribution"],
-    ], markdown=True, left=4)  # fmt: skip
+    return table(
+        ["file", "what it does", "its text", "one figure"],
+        [
+            [
+                "[`recycle.py`](recycle.py)",
+                "A prompt that begins like an earlier one reuses its cache, which outlives the "
+                "process. An [index of runs of tokens](support/store.py) finds it",
+                "exact",
+                Rows("latency").shown(
+                    "GPT-2 124M's size (random weights), 900 of 1,000 prompt tokens stored: first token "
+                    "after {warm-disk} instead of {cold} ms",
+                    {"m": 1000, "share": 90},
+                ),
+            ],
+            [
+                "[`paged.py`](paged.py)",
+                "Many texts at once, in blocks of cache that any text may own and several may share",
+                "exact",
+                f"GPT-2 124M, 16 texts: {many['times_as_fast']:.1f} times as fast as one at a time",
+            ],
+            [
+                "[`speculate.py`](speculate.py)",
+                "A small model drafts, and the large one checks a draft in one pass",
+                "exact",
+                drafts.shown(
+                    "drafts of 8: {passes: exact:8} passes of the large model in 1,000 tokens instead of "
+                    "{passes: teacher}",
+                    {"mode": "greedy"},
+                ),
+            ],
+            [
+                "[`overfill.py`](overfill.py)",
+                "A large model reads the prompt, a small one continues from its cache, "
+                "which is refreshed now and then",
+                "approximate",
+                texts.shown(
+                    "perplexity {none}; the small model alone {student}, trained for that {student@trained=alone}",
+                    {},
+                ),
+            ],
+            [
+                "[`projector.py`](projector.py)",
+                "A first token from a similar prompt's cache, before the prompt is read",
+                "approximate",
+                f"GPT-2 124M: {short['saved']:.0%} sooner after {short['n']} tokens, {long['saved']:.0%} after "
+                f"{long['n']:,}; pocket's is {kl:.1f} nats from the exact distribution",
+            ],
+        ],
+        markdown=True,
+        left=4,
+    )
 
 
 def claims() -> str:
@@ -121,7 +186,10 @@ def bct_results() -> str:
 
 def generations() -> str:
     """The figures of the pocket model, of the one before it, and what was to be reached."""
-    f, earlier = (read_json(ROOT / "pocket" / name) for name in ("teacher/figures.json", "first_generation.json"))
+    f, earlier = (
+        read_json(ROOT / "pocket" / name)
+        for name in ("teacher/figures.json", "first_generation.json")
+    )
     first, rows = earlier["teacher"], []
     for name, key, goal in (
         ("recall of early facts, in unseen wordings", "recall_share", 0.8),
@@ -135,21 +203,42 @@ def generations() -> str:
         ("perplexity", "perplexity", 2.8),
     ):
         share = key.endswith("share")
-        form, limit = (".1%", f"at least {100 * goal:g}%") if share else (".3f", f"at most {goal:.2f}")
+        form, limit = (
+            (".1%", f"at least {100 * goal:g}%") if share else (".3f", f"at most {goal:.2f}")
+        )
         reached = f[key] >= goal if share else f[key] <= goal
-        rows.append([name, f"{first[key]:{form}}", f"{f[key]:{form}}", limit, "yes" if reached else "no"])
+        rows.append(
+            [name, f"{first[key]:{form}}", f"{f[key]:{form}}", limit, "yes" if reached else "no"]
+        )
     near, far = f["perplexity_before_512"], f["perplexity_after_512"]
-    rows.append(["perplexity at positions 256 to 511; from 512 on", "-", f"{near:.3f}; {far:.3f}",
-                 "from 512 on at most 1% higher", "yes" if far <= 1.01 * near else "no"])  # fmt: skip
+    rows.append(
+        [
+            "perplexity at positions 256 to 511; from 512 on",
+            "-",
+            f"{near:.3f}; {far:.3f}",
+            "from 512 on at most 1% higher",
+            "yes" if far <= 1.01 * near else "no",
+        ]
+    )
     c, tokens = TEACHER.config, size_of(TEACHER)[1]
-    header = ["figure", f"first generation: {earlier['tokens'] / 1e6:.1f} million tokens, context {earlier['n_ctx']:,}",
-              f"this one: {tokens / 1e6:.1f} million tokens, context {c.n_ctx:,}", "goal", "reached"]  # fmt: skip
-    return page([Table(header, rows), f"{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} goals are reached. The "
-                 f"first mention of a new name costs {f['name_first_nats']:.2f} nats per token, in the first "
-                 f"generation {first['name_first_nats']:.2f}: the more a model has read, the less it expects names "
-                 "that it has never seen, and perplexity includes these. In a story the corpus pays off 3 threads, the "
-                 f"first generation {first['paid_per_story']:.1f}, this one {f['paid_per_story']:.1f} (greedy)."],
-                markdown=True)  # fmt: skip
+    header = [
+        "figure",
+        f"first generation: {earlier['tokens'] / 1e6:.1f} million tokens, context {earlier['n_ctx']:,}",
+        f"this one: {tokens / 1e6:.1f} million tokens, context {c.n_ctx:,}",
+        "goal",
+        "reached",
+    ]
+    return page(
+        [
+            Table(header, rows),
+            f"{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} goals are reached. The "
+            f"first mention of a new name costs {f['name_first_nats']:.2f} nats per token, in the first "
+            f"generation {first['name_first_nats']:.2f}: the more a model has read, the less it expects names "
+            "that it has never seen, and perplexity includes these. In a story the corpus pays off 3 threads, the "
+            f"first generation {first['paid_per_story']:.1f}, this one {f['paid_per_story']:.1f} (greedy).",
+        ],
+        markdown=True,
+    )
 
 
 def replay() -> str:
@@ -158,12 +247,26 @@ def replay() -> str:
     paths = sorted((ROOT / "studies" / "recycling").glob("replay_*.csv"))
     for path in paths:
         for row in read_csv(path):
-            rates.setdefault(row["capacity_blocks"], {})[path.stem] = f"{float(row['token_hit_rate']):.1%}"
-    rows = [[f"{int(size):,}" if size.isdecimal() else size, *(found.get(path.stem, "-") for path in paths)]
-            for size, found in sorted(rates.items(), key=lambda item: (not item[0].isdecimal(), len(item[0]), item[0]))]
-    header = ["capacity, blocks of 512 tokens", *(path.stem.removeprefix("replay_") for path in paths)]
-    note = (f"Evicted first: {replaying.EVICTED}. A dash: the trace has fewer different blocks, so the capacity is no "
-            "limit.")
+            rates.setdefault(row["capacity_blocks"], {})[path.stem] = (
+                f"{float(row['token_hit_rate']):.1%}"
+            )
+    rows = [
+        [
+            f"{int(size):,}" if size.isdecimal() else size,
+            *(found.get(path.stem, "-") for path in paths),
+        ]
+        for size, found in sorted(
+            rates.items(), key=lambda item: (not item[0].isdecimal(), len(item[0]), item[0])
+        )
+    ]
+    header = [
+        "capacity, blocks of 512 tokens",
+        *(path.stem.removeprefix("replay_") for path in paths),
+    ]
+    note = (
+        f"Evicted first: {replaying.EVICTED}. A dash: the trace has fewer different blocks, so the capacity is no "
+        "limit."
+    )
     return page([Table(header, rows), note], markdown=True)
 
 
@@ -181,16 +284,24 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"papers": papers, "methods": methods},
     ROOT / "pocket" / "README.md": {"generations": generations},
     ROOT / "studies" / "README.md": {
-        "glance": lambda: page(glance(), markdown=True), "claims": claims, "replay": replay,
+        "glance": lambda: page(glance(), markdown=True),
+        "claims": claims,
+        "replay": replay,
         "projection": tables_of(projection_report, "projection"),
         **{
             name: partial(row_table, name)
             for name in (
-                "article", "bounding", "latency", "lengths", "recycling", "refreshing", "speculation"
+                "article",
+                "bounding",
+                "latency",
+                "lengths",
+                "recycling",
+                "refreshing",
+                "speculation",
             )
         },
     },
-}  # fmt: skip
+}
 
 
 def draw_figures() -> None:

@@ -39,7 +39,9 @@ from studies.projection_methods import (
 from studies.projection_segments import SegmentMap
 from support.statistics import area_under_roc, bootstrap, f1, ratio_of_sums, rouge_l
 
-MINILM = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)  # all-MiniLM-L6-v2's geometry
+MINILM = GPTConfig(
+    vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384
+)  # all-MiniLM-L6-v2's geometry
 MAPPED, APART = "{} summary tokens, mapped at the start", "retrieval and loading"  # of by_length()
 STAGE_PROMPTS = 75  # of the fit, that a stage is measured on, too
 LIBRARY = 1000  # stored prompts, for the time of retrieval
@@ -63,11 +65,24 @@ class Query:
         return self.found is not None and self.found is self.relative
 
 
-def retrieve(experiment: Experiment, split: str, guard: bool = False, without_relatives: bool = False) -> list[Query]:
+def retrieve(
+    experiment: Experiment, split: str, guard: bool = False, without_relatives: bool = False
+) -> list[Query]:
     """Look every prompt of a split up in its library, or in one that has no relatives of any."""
-    stored = [p for p in experiment.stored(split) if not (without_relatives and p.family.startswith(split))]
-    library = Library(experiment.model, Layout(1), experiment.encoder, [p.text for p in stored],
-                      torch.zeros(len(stored), 1), guard=guard, skip=experiment.skip)
+    stored = [
+        p
+        for p in experiment.stored(split)
+        if not (without_relatives and p.family.startswith(split))
+    ]
+    library = Library(
+        experiment.model,
+        Layout(1),
+        experiment.encoder,
+        [p.text for p in stored],
+        torch.zeros(len(stored), 1),
+        guard=guard,
+        skip=experiment.skip,
+    )
     queries = []
     for prompt, relative in experiment.queries(split):
         found, similarity = library.find(prompt.text)
@@ -96,12 +111,21 @@ def choose_tau(experiment: Experiment) -> tuple[float, float | None]:
 # --- One prompt, one method -------------------------------------------------------------------------------------------
 
 
-def answer_of(experiment: Experiment, prompt: Prompt, cache: KVCache | None, tail: int, n: int,
-              first: int | None = None) -> str:
+def answer_of(
+    experiment: Experiment,
+    prompt: Prompt,
+    cache: KVCache | None,
+    tail: int,
+    n: int,
+    first: int | None = None,
+) -> str:
     """Return the answer of greedy decoding, to the end of the line: on a warm cache with only the tail fed, or exactly;
     after `first`, if that has been emitted already."""
     device, eot = experiment.device, experiment.tokenizer.eot_token
-    fed = torch.tensor([[*([0] * len(cache)), *prompt.ids[-tail:]] if cache is not None else prompt.ids], device=device)
+    fed = torch.tensor(
+        [[*([0] * len(cache)), *prompt.ids[-tail:]] if cache is not None else prompt.ids],
+        device=device,
+    )
     written = [] if first is None else [first]
 
     def ended() -> bool:
@@ -116,30 +140,48 @@ def answer_of(experiment: Experiment, prompt: Prompt, cache: KVCache | None, tai
     return experiment.tokenizer.decode([i for i in written if i != eot]).strip()
 
 
-def nats_after(experiment: Experiment, prompt: Prompt, cache: KVCache, tail: Sequence[int]) -> tuple[Tensor, Tensor]:
+def nats_after(
+    experiment: Experiment, prompt: Prompt, cache: KVCache, tail: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Return the logits and the losses of the text that follows (up to 32 tokens), all of it read on the cache."""
     ids = [*tail, *prompt.follows]
     with torch.no_grad():
-        logits = experiment.model(torch.tensor([ids[:-1]], device=experiment.device), cache)[0, len(tail) - 1 :]
+        logits = experiment.model(torch.tensor([ids[:-1]], device=experiment.device), cache)[
+            0, len(tail) - 1 :
+        ]
     target = torch.tensor(prompt.follows, device=experiment.device)
     return logits, torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
 
 
-def measure(experiment: Experiment, method: Method, source: Prompt, prompt: Prompt) -> dict[str, Any]:
+def measure(
+    experiment: Experiment, method: Method, source: Prompt, prompt: Prompt
+) -> dict[str, Any]:
     """Return one method's error and answers for one prompt, measured once."""
-    return experiment.once((method.name, id(source), id(prompt)), lambda: measured(experiment, method, source, prompt))
+    return experiment.once(
+        (method.name, id(source), id(prompt)), lambda: measured(experiment, method, source, prompt)
+    )
 
 
-def measured(experiment: Experiment, method: Method, source: Prompt, prompt: Prompt) -> dict[str, Any]:
+def measured(
+    experiment: Experiment, method: Method, source: Prompt, prompt: Prompt
+) -> dict[str, Any]:
     """Return one method's error and answers for one prompt."""
     exact, n = prompt.exact.logits, 80 if experiment.task == "rouge" else 24
     cold = experiment.once(("cold", id(prompt)), lambda: cold_run(experiment, prompt, n))
     logits = first_logits(experiment, method, source, prompt)
     first = int(logits.argmax())
-    row: dict[str, Any] = {"family": prompt.family, "kl": float(divergence(exact, logits)),
-                           "reverse": float(divergence(logits, exact)), "same_first": first == int(exact.argmax())}
-    row["good"] = min(row["kl"], row["reverse"]) <= GOOD_KL  # the source means the reverse, and the easier one counts
-    swapped = cold["answer"] if row["same_first"] else answer_of(experiment, prompt, None, 0, n, first)
+    row: dict[str, Any] = {
+        "family": prompt.family,
+        "kl": float(divergence(exact, logits)),
+        "reverse": float(divergence(logits, exact)),
+        "same_first": first == int(exact.argmax()),
+    }
+    row["good"] = (
+        min(row["kl"], row["reverse"]) <= GOOD_KL
+    )  # the source means the reverse, and the easier one counts
+    swapped = (
+        cold["answer"] if row["same_first"] else answer_of(experiment, prompt, None, 0, n, first)
+    )
     answers = {"cold": cold["answer"], "swapped": swapped}
     if method.layout:
         cache, tail = method.cache(experiment, source, prompt), method.layout.tail
@@ -150,8 +192,11 @@ def measured(experiment: Experiment, method: Method, source: Prompt, prompt: Pro
         row["drift"] = divergence(cold["logits"], after).tolist()
     if prompt.answer:
         for name, answer in answers.items():
-            row |= {f"exact_{name}": float(answer == prompt.answer), f"f1_{name}": f1(answer, prompt.answer),
-                    f"rouge_{name}": rouge_l(answer, prompt.answer)}
+            row |= {
+                f"exact_{name}": float(answer == prompt.answer),
+                f"f1_{name}": f1(answer, prompt.answer),
+                f"rouge_{name}": rouge_l(answer, prompt.answer),
+            }
     return row
 
 
@@ -171,47 +216,66 @@ def groups(prompts: Sequence[Prompt]) -> list[np.ndarray]:
     return [np.flatnonzero(names == name) for name in dict.fromkeys(names)]
 
 
-def interval(rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> tuple[float, float, float]:
+def interval(
+    rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]
+) -> tuple[float, float, float]:
     """Return the mean and its 95% interval, by bootstrap over families: paraphrases aren't independent."""
     by_family: dict[str, list[float]] = {}
     for row in rows:
         by_family.setdefault(row["family"], []).append(value(row))
-    return bootstrap(np.array([(sum(values), len(values)) for values in by_family.values()]), ratio_of_sums)
+    return bootstrap(
+        np.array([(sum(values), len(values)) for values in by_family.values()]), ratio_of_sums
+    )
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return means of measure()'s rows, with 95% intervals where the proposal asks for them."""
     result: dict[str, Any] = {
-        "prompts": len(rows), "kl": interval(rows, lambda r: r["kl"]),
-        "reverse": interval(rows, lambda r: r["reverse"]), "low_kl": interval(rows, lambda r: r["kl"] <= GOOD_KL),
-        "good": interval(rows, lambda r: r["good"]), "same_first": interval(rows, lambda r: r["same_first"]),
+        "prompts": len(rows),
+        "kl": interval(rows, lambda r: r["kl"]),
+        "reverse": interval(rows, lambda r: r["reverse"]),
+        "low_kl": interval(rows, lambda r: r["kl"] <= GOOD_KL),
+        "good": interval(rows, lambda r: r["good"]),
+        "same_first": interval(rows, lambda r: r["same_first"]),
     }
     for key in sorted({key for row in rows for key in row} - {*result, "family", "drift", "nats"}):
         result[key] = float(np.mean([row[key] for row in rows if key in row]))
     for name in ("exact", "rouge"):
         with_answers = [row for row in rows if f"{name}_swapped" in row]
         if with_answers:
-            result[f"{name}_lost"] = interval(with_answers, lambda r, n=name: r[f"{n}_cold"] - r[f"{n}_swapped"])
+            result[f"{name}_lost"] = interval(
+                with_answers, lambda r, n=name: r[f"{n}_cold"] - r[f"{n}_swapped"]
+            )
     if "nats" in rows[0]:
         result["perplexity"] = math.expm1(np.mean([row["nats"] for row in rows]))
         drifts = [row["drift"] for row in rows]
-        result["drift"] = [float(np.mean([d[i] for d in drifts if len(d) > i])) for i in range(max(map(len, drifts)))]
+        result["drift"] = [
+            float(np.mean([d[i] for d in drifts if len(d) > i]))
+            for i in range(max(map(len, drifts)))
+        ]
     return result
 
 
 def kl_of(values: Sequence[float], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return the mean of some prompts' KL, its 95% interval, and the share of at most 0.05."""
-    rows = [{"family": prompt.family, "kl": value} for prompt, value in zip(prompts, values, strict=True)]
+    rows = [
+        {"family": prompt.family, "kl": value}
+        for prompt, value in zip(prompts, values, strict=True)
+    ]
     kl, low, high = interval(rows, lambda r: r["kl"])
     return {"kl": kl, "interval": [low, high], "good": float((np.array(values) <= GOOD_KL).mean())}
 
 
-def errors(experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]]) -> np.ndarray:
+def errors(
+    experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]]
+) -> np.ndarray:
     """Return KL of one method for each of the prompts with their sources."""
     return np.array([error(experiment, method, source, prompt) for prompt, source in asked])
 
 
-def mean_error(experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]]) -> dict[str, Any]:
+def mean_error(
+    experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]]
+) -> dict[str, Any]:
     """Return the mean KL of one method for prompts with their sources, its interval, and the share of at most 0.05."""
     return kl_of(errors(experiment, method, asked), [prompt for prompt, _ in asked])
 
@@ -222,7 +286,10 @@ def sweep(experiment: Experiment, counts: Sequence[int]) -> list[dict[str, Any]]
     true = replace(PROPOSED, true_positions=True)
 
     def found(layout: Layout, fit: str) -> Callable[[Experiment], tuple[float, float]]:
-        return lambda e: (e.compressor(layout).penalty, e.projector(layout, getattr(e, fit)).penalty)
+        return lambda e: (
+            e.compressor(layout).penalty,
+            e.projector(layout, getattr(e, fit)).penalty,
+        )
 
     rows = []
     for m in counts:
@@ -230,13 +297,25 @@ def sweep(experiment: Experiment, counts: Sequence[int]) -> list[dict[str, Any]]
             continue
         here, there = replace(PROPOSED, m=m), replace(true, m=m)
         compared = {
-            "as proposed": Method("", here, projected(here, "compressed", penalties=found(PROPOSED, "compressed"))),
-            "at true positions": Method("", there, projected(there, "compressed", penalties=found(true, "compressed"))),
-            "fitted prompt by prompt": Method("", there, projected(there, "own", penalties=found(true, "own"))),
+            "as proposed": Method(
+                "", here, projected(here, "compressed", penalties=found(PROPOSED, "compressed"))
+            ),
+            "at true positions": Method(
+                "", there, projected(there, "compressed", penalties=found(true, "compressed"))
+            ),
+            "fitted prompt by prompt": Method(
+                "", there, projected(there, "own", penalties=found(true, "own"))
+            ),
             "fitted prompt by prompt, no map": raw_tokens(there),
         }
         for name, method in compared.items():
-            rows.append({"m": m, "method": name, **mean_error(experiment, method, experiment.related("test"))})
+            rows.append(
+                {
+                    "m": m,
+                    "method": name,
+                    **mean_error(experiment, method, experiment.related("test")),
+                }
+            )
         if m != PROPOSED.m:
             experiment.forget({here, there})
     return rows
@@ -247,15 +326,22 @@ def maps_of(experiment: Experiment) -> tuple[SegmentMap, Projector]:
     return experiment.compressor(PROPOSED), experiment.projector(PROPOSED, experiment.compressed)
 
 
-def with_maps(experiment: Experiment, maps: tuple[SegmentMap, Projector]) -> dict[str, dict[str, Any]]:
+def with_maps(
+    experiment: Experiment, maps: tuple[SegmentMap, Projector]
+) -> dict[str, dict[str, Any]]:
     """Return KL as proposed by a kind of prompts' own maps, and by those of another kind; the relative is given."""
     compressor, project = maps
     other = Method("", PROPOSED, lambda e, p: project(compressor([e.segments(p, PROPOSED)]))[0])
     compared = {"own": Method("", PROPOSED, projected(PROPOSED, "compressed")), "another": other}
-    return {name: mean_error(experiment, method, experiment.related("test")) for name, method in compared.items()}
+    return {
+        name: mean_error(experiment, method, experiment.related("test"))
+        for name, method in compared.items()
+    }
 
 
-def bins(experiment: Experiment, queries: list[Query], compared: Sequence[Method]) -> list[dict[str, Any]]:
+def bins(
+    experiment: Experiment, queries: list[Query], compared: Sequence[Method]
+) -> list[dict[str, Any]]:
     """Return KL by thirds of the similarity of what is found, and by whether that is the relative, for all queries."""
     edges = np.quantile([q.similarity for q in queries], [1 / 3, 2 / 3])
     of = np.digitize([q.similarity for q in queries], edges)
@@ -265,26 +351,50 @@ def bins(experiment: Experiment, queries: list[Query], compared: Sequence[Method
     parts |= {"the relative": right, "another": ~right}
     asked = [(q.prompt, q.found) for q in queries]
     found = {method.name: errors(experiment, method, asked) for method in compared}
-    return [{"bin": name, "method": label, "prompts": int(some.sum()),
-             **kl_of(values[some], [q.prompt for q, here in zip(queries, some, strict=True) if here])}
-            for name, some in parts.items() if some.any() for label, values in found.items()]
+    return [
+        {
+            "bin": name,
+            "method": label,
+            "prompts": int(some.sum()),
+            **kl_of(
+                values[some], [q.prompt for q, here in zip(queries, some, strict=True) if here]
+            ),
+        }
+        for name, some in parts.items()
+        if some.any()
+        for label, values in found.items()
+    ]
 
 
-def ablate_tau(experiment: Experiment, queries: list[Query], *compared: Method) -> list[dict[str, Any]]:
+def ablate_tau(
+    experiment: Experiment, queries: list[Query], *compared: Method
+) -> list[dict[str, Any]]:
     """Return how many start warm, and how well, for thresholds between the lowest and the highest similarity."""
-    found = {method.name: errors(experiment, method, [(q.prompt, q.found) for q in queries]) for method in compared}
+    found = {
+        method.name: errors(experiment, method, [(q.prompt, q.found) for q in queries])
+        for method in compared
+    }
     similarity = np.array([q.similarity for q in queries])
     wrong = np.array([not q.right for q in queries])
     result = []
     for tau in np.quantile(similarity, np.linspace(0, 0.9, 10)):
         warm = similarity >= tau
-        result.append({"tau": float(tau), "warm": float(warm.mean()), "wrong": float(wrong[warm].mean()),
-                       "good": {name: float((values[warm] <= GOOD_KL).mean()) for name, values in found.items()}})
+        result.append(
+            {
+                "tau": float(tau),
+                "warm": float(warm.mean()),
+                "wrong": float(wrong[warm].mean()),
+                "good": {
+                    name: float((values[warm] <= GOOD_KL).mean()) for name, values in found.items()
+                },
+            }
+        )
     return result
 
 
-def confidence(experiment: Experiment, method: Method, queries: list[Query],
-               rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def confidence(
+    experiment: Experiment, method: Method, queries: list[Query], rows: list[dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """Return how well two signals tell good warm starts (KL at most 0.05) from bad, for one summary token of a prompt's
     own: the similarity, and the projection's residual on the validation prompts most like the source. Areas under the
     ROC curve, of which 0.5 is chance; and their 95% intervals by bootstrap over families."""
@@ -295,20 +405,31 @@ def confidence(experiment: Experiment, method: Method, queries: list[Query],
         rest = projector(experiment.own(family[0], method.layout)[None]) - target
         sources.append(family[0].text)
         residuals.append(float(rest.square().mean()))
-    found, known = (experiment.encoder([text[experiment.skip :] for text in texts])
-                    for texts in ([q.found.text for q in queries], sources))
-    residual = [float(np.mean(np.array(residuals)[np.argsort(-row)[:5]])) for row in found @ known.T]
+    found, known = (
+        experiment.encoder([text[experiment.skip :] for text in texts])
+        for texts in ([q.found.text for q in queries], sources)
+    )
+    residual = [
+        float(np.mean(np.array(residuals)[np.argsort(-row)[:5]])) for row in found @ known.T
+    ]
     good = np.array([row["kl"] <= GOOD_KL for row in rows])
     signals = {"similarity": [q.similarity for q in queries], "residual": [-r for r in residual]}
     families = groups([q.prompt for q in queries])
     drawn = np.random.default_rng(0).integers(len(families), size=(200, len(families)))
     result: dict[str, dict[str, Any]] = {"confidence": {}, "confidence_intervals": {}}
     for name, values in signals.items():
-        areas = [area_under_roc(np.array(values)[at][good[at]], np.array(values)[at][~good[at]])
-                 for at in (np.arange(len(good)), *(np.concatenate([families[i] for i in draw]) for draw in drawn))]
+        areas = [
+            area_under_roc(np.array(values)[at][good[at]], np.array(values)[at][~good[at]])
+            for at in (
+                np.arange(len(good)),
+                *(np.concatenate([families[i] for i in draw]) for draw in drawn),
+            )
+        ]
         result["confidence"][name], *again = areas
         known = [area for area in again if area is not None]
-        result["confidence_intervals"][name] = np.quantile(known, [0.025, 0.975]).tolist() if known else None
+        result["confidence_intervals"][name] = (
+            np.quantile(known, [0.025, 0.975]).tolist() if known else None
+        )
     return result
 
 
@@ -322,8 +443,9 @@ def append_aligned(warm: KVCache, exact: KVCache, tail: int, n: int) -> None:
     exact.commit(torch.arange(len(exact), len(exact) + n, device=exact.pos.device))
 
 
-def after_the_swap(experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]],
-                   emitted: int = 4) -> dict[str, float]:
+def after_the_swap(
+    experiment: Experiment, method: Method, asked: Sequence[tuple[Prompt, Prompt]], emitted: int = 4
+) -> dict[str, float]:
     """Return KL at the next token when so many have been emitted from summary tokens: if they go on, and if the exact
     cache takes the emitted tokens over by the one-step alignment. (If it reads them again there is no difference.)"""
     result: dict[str, list[float]] = {"no swap": [], "aligned": []}
@@ -331,7 +453,9 @@ def after_the_swap(experiment: Experiment, method: Method, asked: Sequence[tuple
         ids, tail = torch.tensor([prompt.ids], device=experiment.device), method.layout.tail
         warm = method.cache(experiment, source, prompt)
         stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, -tail:]], 1)
-        tokens = torch.cat([*generate(experiment.model, stand_in, emitted, cache=warm)], 1)  # (1, emitted)
+        tokens = torch.cat(
+            [*generate(experiment.model, stand_in, emitted, cache=warm)], 1
+        )  # (1, emitted)
         exact = read_all(experiment.model, prompt.ids)
         aligned = exact.clone()
         append_aligned(warm, aligned, tail, emitted - 1)
@@ -354,14 +478,28 @@ def both_positions(encoder: str, families: Splits, seed: int) -> list[dict[str, 
         for m in (1, PROPOSED.m):
             for positions in ("after the summary tokens", "true"):
                 layout = Layout(m, true_positions=positions == "true")
-                compared += [(m, positions, "as proposed", Method("", layout, projected(layout, "compressed"))),
-                             (m, positions, "raw, fitted prompt by prompt", raw_tokens(layout))]
+                compared += [
+                    (
+                        m,
+                        positions,
+                        "as proposed",
+                        Method("", layout, projected(layout, "compressed")),
+                    ),
+                    (m, positions, "raw, fitted prompt by prompt", raw_tokens(layout)),
+                ]
         asked, found = experiment.related("test"), {}
         together = groups([prompt for prompt, _ in asked])
         for m, positions, label, method in [*compared, (0, "true", NEIGHBOUR.name, NEIGHBOUR)]:
             kl = errors(experiment, method, asked)
-            rows.append({"model": name, "m": m, "positions": positions, "method": label,
-                         **kl_of(kl, [prompt for prompt, _ in asked])})
+            rows.append(
+                {
+                    "model": name,
+                    "m": m,
+                    "positions": positions,
+                    "method": label,
+                    **kl_of(kl, [prompt for prompt, _ in asked]),
+                }
+            )
             after = found.setdefault((m, label), kl)
             if after is not kl:  # of the same prompts
                 pairs = np.array([[after[at].sum(), kl[at].sum()] for at in together])
@@ -374,27 +512,54 @@ def as_written(experiment: Experiment) -> dict[str, Any]:
     prompts of the fit and on held-out ones, and all measures after retrieval. Its times are those of any other map: it
     is applied when a prompt is stored. Prompts that are longer than all of the training are left out."""
     compressor, tau = experiment.compressor_as_written, choose_tau(experiment)[0]
-    held = [pair for pair in experiment.related("test") if max(len(p.ids) for p in pair) - 1 <= compressor.T]
-    high = [q for q in retrieve(experiment, "test") if q.similarity >= tau and len(q.found.ids) - 1 <= compressor.T]
+    held = [
+        pair
+        for pair in experiment.related("test")
+        if max(len(p.ids) for p in pair) - 1 <= compressor.T
+    ]
+    high = [
+        q
+        for q in retrieve(experiment, "test")
+        if q.similarity >= tau and len(q.found.ids) - 1 <= compressor.T
+    ]
     alone = Method("stage 1 as written", PROPOSED, lambda e, p: e.as_written(p, PROPOSED))
-    asked = {"stage 1": {"fitted": [(p, p) for p in experiment.sample[:STAGE_PROMPTS]],
-                         "held out": [(p, p) for p, _ in held]},
-             "both stages": {"fitted": [(target, source) for source, target in experiment.pairs[:STAGE_PROMPTS]],
-                             "held out": held}}  # fmt: skip
+    asked = {
+        "stage 1": {
+            "fitted": [(p, p) for p in experiment.sample[:STAGE_PROMPTS]],
+            "held out": [(p, p) for p, _ in held],
+        },
+        "both stages": {
+            "fitted": [(target, source) for source, target in experiment.pairs[:STAGE_PROMPTS]],
+            "held out": held,
+        },
+    }
     return {
-        "m": PROPOSED.m, "tokens": compressor.T, "bytes": compressor.weight.nbytes, "penalty": compressor.penalty,
-        "prompts": len(experiment.sample), "pairs": len(experiment.pairs), "tau": tau,
+        "m": PROPOSED.m,
+        "tokens": compressor.T,
+        "bytes": compressor.weight.nbytes,
+        "penalty": compressor.penalty,
+        "prompts": len(experiment.sample),
+        "pairs": len(experiment.pairs),
+        "tau": tau,
         "penalty of stage 2": experiment.projector(PROPOSED, experiment.as_written).penalty,
-        "loss": {"fitted": compressor.error([p.exact for p in experiment.sample]),
-                 "held out": compressor.error([p.exact for p, _ in held])},
-        "stages": {stage: {split: mean_error(experiment, alone if stage == "stage 1" else WRITTEN, pairs)
-                           for split, pairs in splits.items()} for stage, splits in asked.items()},
+        "loss": {
+            "fitted": compressor.error([p.exact for p in experiment.sample]),
+            "held out": compressor.error([p.exact for p, _ in held]),
+        },
+        "stages": {
+            stage: {
+                split: mean_error(experiment, alone if stage == "stage 1" else WRITTEN, pairs)
+                for split, pairs in splits.items()
+            }
+            for stage, splits in asked.items()
+        },
         "retrieved": summary_of([measure(experiment, WRITTEN, q.found, q.prompt) for q in high]),
-    }  # fmt: skip
+    }
 
 
-def in_turn(runs: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]],
-          repeats: int) -> dict[str, list[float]]:
+def in_turn(
+    runs: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]], repeats: int
+) -> dict[str, list[float]]:
     """Return the median seconds of each run for each of the prompts asked, in turn, until its result is there."""
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in asked] for name in runs}
     for repeat in range(repeats + 1):
@@ -412,21 +577,29 @@ def in_turn(runs: dict[str, Callable[..., Any]], asked: Sequence[tuple[Any, ...]
 def read_cold(experiment: Experiment, prompt: Prompt) -> Tensor:
     """Return the logits of the first token after reading all."""
     with torch.no_grad():
-        return experiment.model(torch.tensor([prompt.ids], device=experiment.device), KVCache(), last_only=True)
+        return experiment.model(
+            torch.tensor([prompt.ids], device=experiment.device), KVCache(), last_only=True
+        )
 
 
 def read_rest(experiment: Experiment, prompt: Prompt, n: int | None = None) -> Tensor:
     """Return the logits of the first token after reading the text behind the shared prefix, or n stored tokens."""
-    kv = (prompt.exact.kv[..., :n, :] if n else experiment.shared.kv).to(experiment.model.wte.weight)
+    kv = (prompt.exact.kv[..., :n, :] if n else experiment.shared.kv).to(
+        experiment.model.wte.weight
+    )
     cache = KVCache([layer[:, None] for layer in kv], torch.arange(kv.size(-2), device=kv.device))
     with torch.no_grad():
-        return experiment.model(torch.tensor([prompt.ids[len(cache) :]], device=kv.device), cache, last_only=True)
+        return experiment.model(
+            torch.tensor([prompt.ids[len(cache) :]], device=kv.device), cache, last_only=True
+        )
 
 
 def whole_start(experiment: Experiment, method: Method) -> Callable[[Prompt], Tensor]:
     """Return the logits of a prompt's first token by all steps of a method: retrieval, summary tokens, tail."""
     stored = experiment.stored("test")
-    library = library_of(experiment, method if method.layout else None, "test", guard=method.name.startswith("ours"))
+    library = library_of(
+        experiment, method if method.layout else None, "test", guard=method.name.startswith("ours")
+    )
 
     def start(prompt: Prompt) -> Tensor:
         if method.logits:
@@ -441,7 +614,9 @@ def whole_start(experiment: Experiment, method: Method) -> Callable[[Prompt], Te
     return start
 
 
-def latencies(experiment: Experiment, asked: dict[Method, list[Query]], repeats: int) -> dict[str, dict[str, Any]]:
+def latencies(
+    experiment: Experiment, asked: dict[Method, list[Query]], repeats: int
+) -> dict[str, dict[str, Any]]:
     """Return seconds to the first, second and eighth token of whole starts, and the share of the time to the first that
     is saved, on average over prompts, with its 95% interval."""
     queries = next(iter(asked.values()))
@@ -454,8 +629,11 @@ def latencies(experiment: Experiment, asked: dict[Method, list[Query]], repeats:
         def run(prompt: Prompt) -> None:
             ids, at = torch.tensor([prompt.ids], device=experiment.device), []
             warm = library.warm_start(prompt.text, prompt.ids) if library else None
-            tokens = (generate(experiment.model, ids, 8) if warm is None else
-                      generate_warm(experiment.model, ids, warm, method.layout.tail, 8, emit=emit))
+            tokens = (
+                generate(experiment.model, ids, 8)
+                if warm is None
+                else generate_warm(experiment.model, ids, warm, method.layout.tail, 8, emit=emit)
+            )
             for token in tokens:
                 int(token)
                 at.append(time.perf_counter())
@@ -469,13 +647,20 @@ def latencies(experiment: Experiment, asked: dict[Method, list[Query]], repeats:
     starts |= {method.name: whole_start(experiment, method) for method in asked}
     args = [(p,) for p in prompts]
     ttft = in_turn(starts, args, repeats)
-    eighth = in_turn({"cold": eight(None, 1)} | {m.name: eight(m, 1) for m in cached}, args[:8], repeats)
+    eighth = in_turn(
+        {"cold": eight(None, 1)} | {m.name: eight(m, 1) for m in cached}, args[:8], repeats
+    )
     never_swapped = in_turn({m.name: eight(m, 8) for m in cached}, args[:8], repeats)
     result: dict[str, dict[str, Any]] = {}
     for name, seconds in ttft.items():
-        rows = [{"family": p.family, "saved": 1 - warm / cold}
-                for p, warm, cold in zip(prompts, seconds, ttft["cold"], strict=True)]
-        result[name] = {"ttft": statistics.median(seconds), "saved": interval(rows, lambda r: r["saved"])}
+        rows = [
+            {"family": p.family, "saved": 1 - warm / cold}
+            for p, warm, cold in zip(prompts, seconds, ttft["cold"], strict=True)
+        ]
+        result[name] = {
+            "ttft": statistics.median(seconds),
+            "saved": interval(rows, lambda r: r["saved"]),
+        }
         for key, several in (("eighth", eighth), ("eighth_without_swap", never_swapped)):
             result[name][key] = statistics.median(several[name]) if name in several else None
         if (name, 1) in gaps:
@@ -483,8 +668,9 @@ def latencies(experiment: Experiment, asked: dict[Method, list[Query]], repeats:
     return result
 
 
-def on_the_plane(experiment: Experiment, split: str, counts: Sequence[int],
-                 tails: Sequence[int]) -> list[dict[str, Any]]:
+def on_the_plane(
+    experiment: Experiment, split: str, counts: Sequence[int], tails: Sequence[int]
+) -> list[dict[str, Any]]:
     """Chart KL against the time to the first token, retrieval included, over exact prefix x summary tokens x tail, with
     the relative as the source. Last comes the exact prefix alone, with all of the rest read.
     """
@@ -500,26 +686,46 @@ def on_the_plane(experiment: Experiment, split: str, counts: Sequence[int],
                         candidates.append(one_token(prefix))
     points = []
     for method in candidates:
-        points.append({"method": method, "name": method.name,
-                       **{key: getattr(method.layout, key) for key in ("m", "tail", "prefix")},
-                       **mean_error(experiment, method, asked)})
+        points.append(
+            {
+                "method": method,
+                "name": method.name,
+                **{key: getattr(method.layout, key) for key in ("m", "tail", "prefix")},
+                **mean_error(experiment, method, asked),
+            }
+        )
     runs = {m.name: (lambda p, r, m=m: first_logits(experiment, m, r, p)) for m in candidates}
     if experiment.prefix:
-        points.append({"method": None, "name": "exact prefix, all of the rest", "m": 0, "tail": 0,
-                       "prefix": experiment.prefix, "kl": 0.0, "good": 1.0})
+        points.append(
+            {
+                "method": None,
+                "name": "exact prefix, all of the rest",
+                "m": 0,
+                "tail": 0,
+                "prefix": experiment.prefix,
+                "kl": 0.0,
+                "good": 1.0,
+            }
+        )
         runs[points[-1]["name"]] = lambda p, r: read_rest(experiment, p)
     library = library_of(experiment, None, split)
-    runs |= {"cold": lambda p, r: read_cold(experiment, p), "retrieval": lambda p, r: library.find(p.text)}
+    runs |= {
+        "cold": lambda p, r: read_cold(experiment, p),
+        "retrieval": lambda p, r: library.find(p.text),
+    }
     seconds = in_turn(runs, asked[:: max(1, len(asked) // 8)][:8], 5)
     times = {name: statistics.median(several) for name, several in seconds.items()}
     for point in points:
-        point["saved"] = 1 - (times[point["name"]] + times["retrieval"] * (point["m"] > 0)) / times["cold"]
+        point["saved"] = (
+            1 - (times[point["name"]] + times["retrieval"] * (point["m"] > 0)) / times["cold"]
+        )
     experiment.forget({method.layout for method in candidates})
     return points
 
 
-def by_length(model: GPT, lengths: Sequence[int], repeats: int,
-              counts: Sequence[int] = (PROPOSED.m,)) -> list[dict[str, float]]:  # fmt: skip
+def by_length(
+    model: GPT, lengths: Sequence[int], repeats: int, counts: Sequence[int] = (PROPOSED.m,)
+) -> list[dict[str, float]]:
     """Return seconds to the first token over the length of the prompt: cold, after an exact prefix hit, and from
     summary tokens, so many of them mapped at every start, as proposed, or PROPOSED.m mapped when they were stored.
 
@@ -528,8 +734,13 @@ def by_length(model: GPT, lengths: Sequence[int], repeats: int,
     """
     c, device = model.config, model.wte.weight.device
     stored = {m: torch.zeros(1, c.n_layer, 2, c.n_head, m, c.head_dim) for m in counts}
-    maps = {m: Projector(both := torch.cat([kv, kv]), both, penalty=1.0) for m, kv in stored.items()}
-    encoder, embeddings = GPT(MINILM).to(device).eval(), torch.randn(LIBRARY, MINILM.n_embd, device=device)
+    maps = {
+        m: Projector(both := torch.cat([kv, kv]), both, penalty=1.0) for m, kv in stored.items()
+    }
+    encoder, embeddings = (
+        GPT(MINILM).to(device).eval(),
+        torch.randn(LIBRARY, MINILM.n_embd, device=device),
+    )
 
     @torch.no_grad()
     def feed(ids: Tensor, cache: KVCache) -> Tensor:
@@ -545,14 +756,25 @@ def by_length(model: GPT, lengths: Sequence[int], repeats: int,
     runs = {
         "cold": lambda ids, exact: feed(ids, KVCache()),
         "exact prefix hit": lambda ids, exact: feed(ids, KVCache([*exact.layers], exact.pos)),
-        **{MAPPED.format(m): lambda ids, exact, m=m: feed(ids, cache_of(model, maps[m](stored[m])[0], len(exact)))
-           for m in counts},
-        f"{m} summary tokens": lambda ids, exact: feed(ids, cache_of(model, stored[m][0], len(exact))),
+        **{
+            MAPPED.format(m): lambda ids, exact, m=m: feed(
+                ids, cache_of(model, maps[m](stored[m])[0], len(exact))
+            )
+            for m in counts
+        },
+        f"{m} summary tokens": lambda ids, exact: feed(
+            ids, cache_of(model, stored[m][0], len(exact))
+        ),
         APART: lambda ids, exact: retrieve_and_load(ids),
     }
     texts = [torch.randint(c.vocab_size, (1, T), device=device) for T in lengths]
     with tempfile.TemporaryDirectory(prefix="projection-") as folder:
         file = Path(folder) / "summary.pt"
         torch.save(stored[m], file)
-        seconds = in_turn(runs, [(ids, read_all(model, ids[0, :-1].tolist())) for ids in texts], repeats)
-    return [{"length": T} | {name: several[i] for name, several in seconds.items()} for i, T in enumerate(lengths)]
+        seconds = in_turn(
+            runs, [(ids, read_all(model, ids[0, :-1].tolist())) for ids in texts], repeats
+        )
+    return [
+        {"length": T} | {name: several[i] for name, several in seconds.items()}
+        for i, T in enumerate(lengths)
+    ]

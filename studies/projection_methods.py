@@ -29,7 +29,12 @@ from support.statistics import kl
 PROPOSED = Layout(m=8, true_positions=False)  # the least of its 8 to 32 summary tokens
 HEADER = 20  # questions before the question, in long prompts
 CONTINUATION = 32  # tokens of text after the prompt, for the change of perplexity
-SAMPLES = {"prompts": 300, "pairs": 500, "bank": 40, "queries": 160}  # of training: for stage 1, stage 2, and the bank
+SAMPLES = {
+    "prompts": 300,
+    "pairs": 500,
+    "bank": 40,
+    "queries": 160,
+}  # of training: for stage 1, stage 2, and the bank
 
 
 @dataclass
@@ -52,12 +57,18 @@ Splits = dict[str, list[Family]]
 POCKET: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
     "quiz": corpus.quiz_families,  # facts that the model knows, after four questions that all prompts begin with
     "long quiz": lambda split: corpus.quiz_families(split, HEADER),
-    "story": lambda split: corpus.story_families(split, 100 if split == "train" else 40, 3),  # facts in the prompt
-    "notes": lambda split: corpus.notes_families(split, 100 if split == "train" else 40, 3),  # to be explained
+    "story": lambda split: corpus.story_families(
+        split, 100 if split == "train" else 40, 3
+    ),  # facts in the prompt
+    "notes": lambda split: corpus.notes_families(
+        split, 100 if split == "train" else 40, 3
+    ),  # to be explained
 }
 
 
-def pocket_families(kind: str, seed: int = 0, most: dict[str, int] | None = None, wordings: int = 4) -> Splits:
+def pocket_families(
+    kind: str, seed: int = 0, most: dict[str, int] | None = None, wordings: int = 4
+) -> Splits:
     """Return families of the pocket world by split: the same questions, stories or notes in other words; of each split
     all of them, or the first `most`."""
     rng, families = Random(seed), {}
@@ -84,9 +95,15 @@ def read_pairs(path: Path, seed: int = 0) -> Splits:
         for text in (row["source"], row["target"]):
             merged[text] = row.get("answer") or merged.get(text, "")
         family_of |= dict.fromkeys(merged, merged)
-    families = [list(family.items()) for family in {id(f): f for f in family_of.values()}.values() if len(family) > 1]
+    families = [
+        list(family.items())
+        for family in {id(f): f for f in family_of.values()}.values()
+        if len(family) > 1
+    ]
     if len(families) < 15:
-        raise ValueError(f"{path} has {len(families)} families of prompts: 15 are needed, to split and cross-validate")
+        raise ValueError(
+            f"{path} has {len(families)} families of prompts: 15 are needed, to split and cross-validate"
+        )
     Random(seed).shuffle(families)
     n = len(families) // 5
     return {"test": families[:n], "valid": families[n : 2 * n], "train": families[2 * n :]}
@@ -95,8 +112,16 @@ def read_pairs(path: Path, seed: int = 0) -> Splits:
 class Experiment:
     """The prompts of one kind, read exactly, and everything that is fitted on them: on those of the split "train"."""
 
-    def __init__(self, model: GPT, tokenizer: tiktoken.Encoding, name: str, families: Splits, encoder: str,
-                 seed: int = 0, quick: bool = False) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: tiktoken.Encoding,
+        name: str,
+        families: Splits,
+        encoder: str,
+        seed: int = 0,
+        quick: bool = False,
+    ) -> None:
         """quick: stage 1 as written is fitted in a few steps. Raises ValueError if a prompt exceeds the context,
         or too few families have two that are long enough."""
         self.model, self.tokenizer, self.name = model, tokenizer, name
@@ -115,14 +140,22 @@ class Experiment:
                         if len(ids) <= PROPOSED.m + PROPOSED.tail:
                             self.dropped += 1
                         else:
-                            row.append(self.prompt(f"{split}/{len(self.prompts[split])}", text, ids, answer))
+                            row.append(
+                                self.prompt(
+                                    f"{split}/{len(self.prompts[split])}", text, ids, answer
+                                )
+                            )
                     self.prompts[split] += [row] if len(row) > 1 else []
         if (fewest := min(map(len, self.prompts.values()))) < 3:
-            raise ValueError(f"{name}: {fewest} families in a split have two prompts of more than "
-                             f"{PROPOSED.m + PROPOSED.tail} tokens: at least 3 are needed")
+            raise ValueError(
+                f"{name}: {fewest} families in a split have two prompts of more than "
+                f"{PROPOSED.m + PROPOSED.tail} tokens: at least 3 are needed"
+            )
         every = [p.ids for split in self.prompts.values() for family in split for p in family]
         self.shortest = min(map(len, every))
-        same = next((i for i in range(self.shortest) if len({ids[i] for ids in every}) > 1), self.shortest)
+        same = next(
+            (i for i in range(self.shortest) if len({ids[i] for ids in every}) > 1), self.shortest
+        )
         same = min(same, self.shortest - PROPOSED.m - PROPOSED.tail)
         self.prefix = same if same >= 8 else 0  # a word or two are no prefix worth storing
         self.shared = projector.prefill(model, every[0][: self.prefix]) if self.prefix else None
@@ -130,12 +163,19 @@ class Experiment:
         lengths = [len(p.answer.split()) for p in self.train if p.answer]
         long = bool(lengths) and statistics.median(lengths) > 8
         self.task = ("rouge" if long else "exact") if lengths else None  # how answers are judged
-        self.skip = len(tokenizer.decode(every[0][: self.prefix])) if self.prefix else 0  # the same in all prompts
+        self.skip = (
+            len(tokenizer.decode(every[0][: self.prefix])) if self.prefix else 0
+        )  # the same in all prompts
         texts = [p.text[self.skip :] for p in self.train]
-        self.encoder = (PairEncoder.fit(tokenizer, texts, [p.family for p in self.train]) if encoder == "pairs" else
-                        load_encoder(encoder, model, tokenizer))
+        self.encoder = (
+            PairEncoder.fit(tokenizer, texts, [p.family for p in self.train])
+            if encoder == "pairs"
+            else load_encoder(encoder, model, tokenizer)
+        )
         rng = Random(seed + 1)
-        pairs = [(a, b) for family in self.prompts["train"] for a in family for b in family if a is not b]
+        pairs = [
+            (a, b) for family in self.prompts["train"] for a in family for b in family if a is not b
+        ]
         self.pairs = rng.sample(pairs, min(SAMPLES["pairs"], len(pairs)))
         self.sample = rng.sample(self.train, min(SAMPLES["prompts"], len(self.train)))
         self.bankers = rng.sample(self.train, min(SAMPLES["bank"], len(self.train)))
@@ -144,8 +184,10 @@ class Experiment:
     def prompt(self, family: str, text: str, ids: list[int], answer: str) -> Prompt:
         """Read a prompt, and find the text that follows it."""
         if len(ids) + 2 * CONTINUATION > self.model.config.n_ctx:
-            raise ValueError(f"a prompt of {len(ids)} tokens and {2 * CONTINUATION} more exceed the context, "
-                             f"{self.model.config.n_ctx}")
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and {2 * CONTINUATION} more exceed the context, "
+                f"{self.model.config.n_ctx}"
+            )
         if answer:
             follows = self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:CONTINUATION]
         else:
@@ -171,7 +213,11 @@ class Experiment:
 
     def queries(self, split: str) -> list[tuple[Prompt, Prompt | None]]:
         """Return the prompts asked in a split, each with its stored relative; of every fifth family none is stored."""
-        return [(p, family[0] if i % 5 else None) for i, family in enumerate(self.prompts[split]) for p in family[1:]]
+        return [
+            (p, family[0] if i % 5 else None)
+            for i, family in enumerate(self.prompts[split])
+            for p in family[1:]
+        ]
 
     def related(self, split: str) -> list[tuple[Prompt, Prompt]]:
         """Return the prompts asked in a split that have a stored relative, each with it."""
@@ -179,24 +225,38 @@ class Experiment:
 
     def stored(self, split: str) -> list[Prompt]:
         """Return the library's prompts when a split is asked: one of each of its families, and of the training's."""
-        return [f[0] for i, f in enumerate(self.prompts[split]) if i % 5] + [f[0] for f in self.prompts["train"]]
+        return [f[0] for i, f in enumerate(self.prompts[split]) if i % 5] + [
+            f[0] for f in self.prompts["train"]
+        ]
 
     def bank(self, layout: Layout) -> Tensor:
         """Return queries of training prompts (L, H, N, D) for summarize()."""
-        few = [p for p in self.bankers if len(p.ids) >= layout.tail][: max(4, SAMPLES["queries"] // layout.tail)]
-        return self.once(("bank", replace(layout, m=1)), lambda: torch.cat(
-            [projector.own_queries(self.model, p.exact, layout.tail) for p in few], 2))
+        few = [p for p in self.bankers if len(p.ids) >= layout.tail][
+            : max(4, SAMPLES["queries"] // layout.tail)
+        ]
+        return self.once(
+            ("bank", replace(layout, m=1)),
+            lambda: torch.cat(
+                [projector.own_queries(self.model, p.exact, layout.tail) for p in few], 2
+            ),
+        )
 
     def segments(self, prompt: Prompt, layout: Layout, bank: bool = False) -> segments.Segments:
         """Return the segments of a prompt, with queries of others if asked."""
-        return segments.measure_segments(self.model, prompt.exact, layout, self.bank(layout) if bank else None)
+        return segments.measure_segments(
+            self.model, prompt.exact, layout, self.bank(layout) if bank else None
+        )
 
     def own(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens fitted on one prompt."""
-        return self.once((id(prompt), layout), lambda: segments.summarize(self.segments(prompt, layout, bank=True)))
+        return self.once(
+            (id(prompt), layout),
+            lambda: segments.summarize(self.segments(prompt, layout, bank=True)),
+        )
 
     def compressor(self, layout: Layout, penalty: float | None = None) -> segments.SegmentMap:
         """Return stage 1 as a map from segment means, with this penalty or a cross-validated one."""
+
         def fit() -> segments.SegmentMap:
             prompts = [self.segments(p, layout) for p in self.sample]
             if penalty is not None:
@@ -207,12 +267,15 @@ class Experiment:
 
     def compared(self) -> list[Prompt]:
         """Return all prompts whose summary tokens the maps for all prompts are asked for."""
-        prompts = [p for split in ("valid", "test") for family in self.prompts[split] for p in family]
+        prompts = [
+            p for split in ("valid", "test") for family in self.prompts[split] for p in family
+        ]
         prompts += [*self.stored("test"), *self.sample, *(p for pair in self.pairs for p in pair)]
         return [*{id(p): p for p in prompts}.values()]
 
     def compressed(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by compressor()."""
+
         def all_at_once() -> dict[int, Tensor]:
             prompts = self.compared()
             summaries = self.compressor(layout)([self.segments(p, layout) for p in prompts])
@@ -237,6 +300,7 @@ class Experiment:
 
     def as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
+
         def all_at_once() -> dict[int, Tensor]:
             compressor = self.compressor_as_written
             prompts = [p for p in self.compared() if len(p.ids) - 1 <= compressor.T]
@@ -245,14 +309,24 @@ class Experiment:
 
         return self.once(("as written", layout), all_at_once)[id(prompt)]
 
-    def projector(self, layout: Layout, summary: Callable[[Prompt, Layout], Tensor], change: bool = False,
-                  penalty: float | None = None) -> projector.Projector:
+    def projector(
+        self,
+        layout: Layout,
+        summary: Callable[[Prompt, Layout], Tensor],
+        change: bool = False,
+        penalty: float | None = None,
+    ) -> projector.Projector:
         """Return stage 2 for summary tokens made in one of the two ways, with this penalty or a cross-validated one."""
+
         def fit() -> projector.Projector:
-            sources, targets = (torch.stack([summary(pair[i], layout) for pair in self.pairs]) for i in (0, 1))
+            sources, targets = (
+                torch.stack([summary(pair[i], layout) for pair in self.pairs]) for i in (0, 1)
+            )
             if penalty is not None:
                 return projector.Projector(sources, targets, penalty, change)
-            return projector.Projector.fit(sources, targets, [a.family for a, _ in self.pairs], change)
+            return projector.Projector.fit(
+                sources, targets, [a.family for a, _ in self.pairs], change
+            )
 
         return self.once(("projector", layout, summary.__name__, change), fit)
 
@@ -284,11 +358,17 @@ class Method:
     def cache(self, experiment: Experiment, source: Prompt, prompt: Prompt) -> KVCache:
         prefix = experiment.shared if self.layout.prefix else None
         summary = self.summary(experiment, source)
-        return projector.cache_of(experiment.model, summary, self.layout.tail_position(len(prompt.ids)), prefix)
+        return projector.cache_of(
+            experiment.model, summary, self.layout.tail_position(len(prompt.ids)), prefix
+        )
 
 
-def projected(layout: Layout, fit: str, change: bool = False,
-              penalties: Callable[[Experiment], tuple[float, float]] | None = None) -> OfSource:
+def projected(
+    layout: Layout,
+    fit: str,
+    change: bool = False,
+    penalties: Callable[[Experiment], tuple[float, float]] | None = None,
+) -> OfSource:
     """Return how a source's summary tokens are projected, by stage 1 as written ("as_written"), by the map of segments
     ("compressed") or prompt by prompt ("own"): once, since the map doesn't depend on the new prompt, which the proposal
     does at every start."""
@@ -310,8 +390,10 @@ def mean_summary(layout: Layout) -> OfSource:
     """Return how to have the same summary tokens for every prompt: the mean of those fitted on training prompts."""
 
     def summary(experiment: Experiment, source: Prompt) -> Tensor:
-        return experiment.once(("mean", layout), lambda: torch.stack(
-            [experiment.own(p, layout) for p in experiment.sample]).mean(0))
+        return experiment.once(
+            ("mean", layout),
+            lambda: torch.stack([experiment.own(p, layout) for p in experiment.sample]).mean(0),
+        )
 
     return summary
 
@@ -349,7 +431,11 @@ def one_token(prefix: int = 0) -> Method:
     no change."""
     layout = Layout(1, prefix=prefix)
     after = f", after an exact prefix of {prefix}" if prefix else ""
-    return Method(f"one summary token, ridge towards no change{after}", layout, projected(layout, "own", change=True))
+    return Method(
+        f"one summary token, ridge towards no change{after}",
+        layout,
+        projected(layout, "own", change=True),
+    )
 
 
 def raw_tokens(layout: Layout) -> Method:
@@ -365,7 +451,9 @@ def first_logits(experiment: Experiment, method: Method, source: Prompt, prompt:
         return method.logits(experiment, source)
     tail = torch.tensor([prompt.ids[-method.layout.tail :]], device=experiment.device)
     with torch.no_grad():
-        return experiment.model(tail, method.cache(experiment, source, prompt), last_only=True)[0, -1]
+        return experiment.model(tail, method.cache(experiment, source, prompt), last_only=True)[
+            0, -1
+        ]
 
 
 def divergence(expected: Tensor, got: Tensor) -> Tensor:
@@ -378,16 +466,38 @@ def error(experiment: Experiment, method: Method, source: Prompt, prompt: Prompt
     return float(divergence(prompt.exact.logits, first_logits(experiment, method, source, prompt)))
 
 
-def library_of(experiment: Experiment, method: Method | None, split: str, tau: float = -1.0,
-               guard: bool = False, others: bool = True) -> Library:
+def library_of(
+    experiment: Experiment,
+    method: Method | None,
+    split: str,
+    tau: float = -1.0,
+    guard: bool = False,
+    others: bool = True,
+) -> Library:
     """Return the library that prompts of a split meet, with the summary tokens of a method, or with none if it is only
     to be searched; with those of training, too, or without these others."""
     layout = method.layout if method else Layout(1)
-    stored = [p for p in experiment.stored(split) if len(p.ids) - layout.prefix - layout.tail >= layout.m
-              and (others or p.family.startswith(split))]
+    stored = [
+        p
+        for p in experiment.stored(split)
+        if len(p.ids) - layout.prefix - layout.tail >= layout.m
+        and (others or p.family.startswith(split))
+    ]
     if method is WRITTEN:
         stored = [p for p in stored if len(p.ids) - 1 <= experiment.compressor_as_written.T]
-    summaries = (torch.stack([method.summary(experiment, p) for p in stored]) if method else
-                 torch.zeros(len(stored), 1))
-    return Library(experiment.model, layout, experiment.encoder, [p.text for p in stored], summaries, threshold=tau,
-                   guard=guard, skip=experiment.skip, prefix=experiment.shared if layout.prefix else None)
+    summaries = (
+        torch.stack([method.summary(experiment, p) for p in stored])
+        if method
+        else torch.zeros(len(stored), 1)
+    )
+    return Library(
+        experiment.model,
+        layout,
+        experiment.encoder,
+        [p.text for p in stored],
+        summaries,
+        threshold=tau,
+        guard=guard,
+        skip=experiment.skip,
+        prefix=experiment.shared if layout.prefix else None,
+    )

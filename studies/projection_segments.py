@@ -35,12 +35,16 @@ def bounds_of(layout: Layout, T: int) -> list[int]:
     fewer than those."""
     n = T - layout.prefix - layout.tail
     if n < layout.m:
-        raise ValueError(f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a prefix of "
-                         f"{layout.prefix} and a tail of {layout.tail}")
+        raise ValueError(
+            f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a prefix of "
+            f"{layout.prefix} and a tail of {layout.tail}"
+        )
     return [layout.prefix + i * n // layout.m for i in range(layout.m + 1)]
 
 
-def measure_segments(model: GPT, exact: Prefill, layout: Layout, bank: Tensor | None = None) -> Segments:
+def measure_segments(
+    model: GPT, exact: Prefill, layout: Layout, bank: Tensor | None = None
+) -> Segments:
     """Return the segments of a prompt, for its own queries and a bank (L, H, any, D) of other prompts', such as
     own_queries() returns. Raises ValueError if the prompt is too short."""
     T = len(exact.ids)
@@ -50,10 +54,16 @@ def measure_segments(model: GPT, exact: Prefill, layout: Layout, bank: Tensor | 
     k, v = exact.kv[:, :, :, layout.prefix : T - layout.tail].unbind(1)  # (L, H, n, D)
     q = own_queries(model, exact, layout.tail)
     q = q if bank is None else torch.cat([q, bank], 2)  # (L, H, R, D)
-    scores = q @ reposition(model, k, at * 0 - (T - layout.tail)).mT / math.sqrt(k.size(-1))  # (L, H, R, n)
+    scores = (
+        q @ reposition(model, k, at * 0 - (T - layout.tail)).mT / math.sqrt(k.size(-1))
+    )  # (L, H, R, n)
     member = torch.arange(layout.m)[:, None] == segment  # (m, n)
-    tokens = (bounds[:-1, None] + torch.arange(int(member.sum(1).max()))).clamp(max=int(at[-1]))  # (m, longest)
-    outside = tokens >= bounds[1:, None]  # the last column, for segments that are shorter than others
+    tokens = (bounds[:-1, None] + torch.arange(int(member.sum(1).max()))).clamp(
+        max=int(at[-1])
+    )  # (m, longest)
+    outside = (
+        tokens >= bounds[1:, None]
+    )  # the last column, for segments that are shorter than others
     mass = scores[..., tokens - layout.prefix].masked_fill(outside, -math.inf).logsumexp(-1)
     # By the proposal's rule the segments follow one another, and the tail follows them.
     seen_at = at - (T - layout.tail) if layout.true_positions else segment - layout.m
@@ -70,7 +80,10 @@ def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> T
     bank: the weight of all other prompts' queries beside the prompt's own; without them the summary tokens are right
     for that prompt only.
     """
-    (k, v), q = segments.pooled.double().unbind(1), segments.q.double() / math.sqrt(segments.q.size(-1))
+    (k, v), q = (
+        segments.pooled.double().unbind(1),
+        segments.q.double() / math.sqrt(segments.q.size(-1)),
+    )
     n = q.size(-2)
     weigh = torch.ones(n, 1, dtype=q.dtype)
     weigh[segments.tail :] = math.sqrt(bank * segments.tail / max(1, n - segments.tail))
@@ -91,8 +104,10 @@ class SegmentMap:
 
     def __init__(self, prompts: Sequence[Segments], penalty: float) -> None:
         pooled = torch.stack([s.pooled for s in prompts]).double()  # (N, L, 2, H, m, D)
-        q, mass, out = (torch.stack([getattr(s, name)[:, :, s.tail - 1] for s in prompts], 2).double()
-                        for name in ("q", "mass", "out"))  # (L, H, N, D or m), of each prompt's last query
+        q, mass, out = (
+            torch.stack([getattr(s, name)[:, :, s.tail - 1] for s in prompts], 2).double()
+            for name in ("q", "mass", "out")
+        )  # (L, H, N, D or m), of each prompt's last query
         q = q / math.sqrt(q.size(-1))
         x = per_head(pooled)  # (L, H, N, F)
         self.penalty = penalty
@@ -118,7 +133,9 @@ class SegmentMap:
         """Return the summary tokens (N, L, 2, H, m, D) of N prompts."""
         pooled = torch.stack([s.pooled for s in prompts])
         x = self.features(per_head(pooled.double())).float()  # (L, H, N, 1 + F)
-        return pooled + torch.stack([torch.einsum("lhjdf,lhnf->nlhjd", w, x) for w in (self.a, self.b)], 2)
+        return pooled + torch.stack(
+            [torch.einsum("lhjdf,lhnf->nlhjd", w, x) for w in (self.a, self.b)], 2
+        )
 
     @classmethod
     def fit(cls, prompts: Sequence[Segments], families: Sequence[str]) -> SegmentMap:

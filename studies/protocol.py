@@ -23,19 +23,36 @@ NOISE = 0.05  # ours: times that differ by less are equal
 class StudyLine(CommandLine):
     """The command line of a study: a model, --quick and --out."""
 
-    def __init__(self, doc: str | None, name: str, quick: str, model: str = "--model", out: str = "",
-                 models: str = NAMES, turns: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        doc: str | None,
+        name: str,
+        quick: str,
+        model: str = "--model",
+        out: str = "",
+        models: str = NAMES,
+        turns: int = 0,
+    ) -> None:
         """quick: the study's reduced form with --quick; model: the option that names the model, "" for none; turns:
         the default of --turns beside --threads, 0 if there are none."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         if model:
             self.add_model_arguments(model)
         if turns:
-            self.add_argument("--turns", type=whole_number(1), default=turns, metavar="N", help="turns to measure")
-            self.add_argument("--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads")
+            self.add_argument(
+                "--turns", type=whole_number(1), default=turns, metavar="N", help="turns to measure"
+            )
+            self.add_argument(
+                "--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads"
+            )
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
-        self.add_argument("--out", default=f"results/{out or name}", metavar="FOLDER", type=writable_folder,
-                          help="where results go")  # fmt: skip
+        self.add_argument(
+            "--out",
+            default=f"results/{out or name}",
+            metavar="FOLDER",
+            type=writable_folder,
+            help="where results go",
+        )
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
         """Set the threads of a study without a model, too."""
@@ -62,8 +79,14 @@ ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
 UNKNOWN = (-math.inf, math.inf)  # the interval of a figure that was recorded without one
 
 
-def judged(section: str, quote: str, holds: bool | None, figure: str, stated: str,
-           refuted: bool | None = None) -> Claim:  # fmt: skip
+def judged(
+    section: str,
+    quote: str,
+    holds: bool | None,
+    figure: str,
+    stated: str,
+    refuted: bool | None = None,
+) -> Claim:
     """Return a claim with its verdict: HOLDS, DOES NOT HOLD, NOT SHOWN if it is neither shown nor refuted, NOT TESTED
     if holds is None or the claim wasn't tested as stated: "yes", "partly: why" or "no: why".
 
@@ -72,9 +95,26 @@ def judged(section: str, quote: str, holds: bool | None, figure: str, stated: st
     answer, _, why = stated.partition(": ")
     untested = holds is None or answer == "no"
     against = not holds if refuted is None else refuted
-    verdict = "NOT TESTED" if untested else "HOLDS" if holds else "DOES NOT HOLD" if against else "NOT SHOWN"
-    return Claim(source="", section=section, quote=quote, theirs="", ours="", figure=figure, verdict=verdict,
-                 stated=answer, why=why)  # fmt: skip
+    verdict = (
+        "NOT TESTED"
+        if untested
+        else "HOLDS"
+        if holds
+        else "DOES NOT HOLD"
+        if against
+        else "NOT SHOWN"
+    )
+    return Claim(
+        source="",
+        section=section,
+        quote=quote,
+        theirs="",
+        ours="",
+        figure=figure,
+        verdict=verdict,
+        stated=answer,
+        why=why,
+    )
 
 
 def under(source: str, theirs: str, ours: str, *claims: Claim) -> list[Claim]:
@@ -90,11 +130,26 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
         if source:
             parts.append(f"Conditions of {source}: {of_source[0]['theirs']}.")
         for ours in dict.fromkeys(claim["ours"] for claim in of_source):
-            parts.append(f"Here: {ours}." if source else f"Ours, claimed by no source. Here: {ours}.")
-            rows = [[f'"{c["quote"]}" ({c["section"]})' if source else c["quote"],
-                     ": ".join(filter(None, (c["verdict"] if source else ANSWERS.get(c["verdict"], c["verdict"]),
-                                             c["figure"]))),
-                     ": ".join(filter(None, (c["stated"], c["why"])))] for c in of_source if c["ours"] == ours]
+            parts.append(
+                f"Here: {ours}." if source else f"Ours, claimed by no source. Here: {ours}."
+            )
+            rows = [
+                [
+                    f'"{c["quote"]}" ({c["section"]})' if source else c["quote"],
+                    ": ".join(
+                        filter(
+                            None,
+                            (
+                                c["verdict"] if source else ANSWERS.get(c["verdict"], c["verdict"]),
+                                c["figure"],
+                            ),
+                        )
+                    ),
+                    ": ".join(filter(None, (c["stated"], c["why"]))),
+                ]
+                for c in of_source
+                if c["ours"] == ours
+            ]
             n = 3 if source else 2
             header = ["claim" if source else "question", "found here", "tested as stated"]
             parts.append(Table(header[:n], [row[:n] for row in rows], left=n))
@@ -105,26 +160,40 @@ def read_prompts(path: Path) -> list[str]:
     """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
     prompts = [row["prompt"] for row in read_csv(path, "prompt")]
     if not prompts or not all(prompts):
-        raise ValueError(f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty")
+        raise ValueError(
+            f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty"
+        )
     return prompts
 
 
 def conditions_of(record: dict[str, Any], *data: str) -> str:
     """Return the model, the data and the machine of a record as a line."""
     c = {"model": record.get("teacher")} | (record.get("conditions") or record)
-    size = (f": {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']:,})" if "parameters" in c
-            else "")  # fmt: skip
+    size = (
+        f": {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']:,})"
+        if "parameters" in c
+        else ""
+    )
     threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else ""
-    return "; ".join(filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")]))
+    return "; ".join(
+        filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")])
+    )
 
 
 def benchmark() -> dict[str, Any]:
     """Return the newest benchmark on one thread, with its conditions in the form of the studies'."""
-    record = read_json(sorted((HERE.parent / "benchmarks" / "results").glob("*-1-thread"))[-1] / "summary.json")
+    record = read_json(
+        sorted((HERE.parent / "benchmarks" / "results").glob("*-1-thread"))[-1] / "summary.json"
+    )
     g = record["geometry"]
     machine = f"{record['machine']}{', disturbed meanwhile' * record['disturbed']}"
-    return record | {"model": f"{record['model']}, random weights", "machine": machine, "parameters": g["weights"] // 4,
-                     "layers": g["n_layer"], "width": g["n_embd"]}  # fmt: skip
+    return record | {
+        "model": f"{record['model']}, random weights",
+        "machine": machine,
+        "parameters": g["weights"] // 4,
+        "layers": g["n_layer"],
+        "width": g["n_embd"],
+    }
 
 
 def spread(ratios: Sequence[float], form: str = ".2f") -> str:
@@ -137,7 +206,9 @@ def with_interval(three: Sequence[float | None], form: str = ".2f") -> str:
     if None in three:
         return "-"
     form = f"{'+' * form.startswith('+')}z{form.removeprefix('+')}"  # z: no minus before zero
-    return f"{three[0]:{form}}" + f" ({three[1]:{form}} to {three[2]:{form}})" * (tuple(three[1:]) != UNKNOWN)
+    return f"{three[0]:{form}}" + f" ({three[1]:{form}} to {three[2]:{form}})" * (
+        tuple(three[1:]) != UNKNOWN
+    )
 
 
 def recorded(name: str, file: str = "summary.json") -> dict[str, Any]:

@@ -44,7 +44,9 @@ def read_trace(path: Path) -> list[Request]:
     """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one,
     or if it is no regular file."""
     requests = []
-    with regular(path).open(encoding="utf-8", errors="replace") as file:  # what is no text is no JSON either
+    with regular(path).open(
+        encoding="utf-8", errors="replace"
+    ) as file:  # what is no text is no JSON either
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -52,11 +54,17 @@ def read_trace(path: Path) -> list[Request]:
                 entry = json.loads(line)
                 tokens, blocks = entry["input_length"], tuple(entry["hash_ids"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: no input_length and hash_ids ({error})") from error
+                raise ValueError(
+                    f"{path}, line {number}: no input_length and hash_ids ({error})"
+                ) from error
             if type(tokens) is not int or not all(type(block) is int for block in blocks):
-                raise ValueError(f"{path}, line {number}: input_length and hash_ids must be whole numbers")
+                raise ValueError(
+                    f"{path}, line {number}: input_length and hash_ids must be whole numbers"
+                )
             if not 0 < tokens <= BLOCK * len(blocks) < tokens + BLOCK:
-                raise ValueError(f"{path}, line {number}: {tokens} tokens don't make {len(blocks)} blocks of {BLOCK}")
+                raise ValueError(
+                    f"{path}, line {number}: {tokens} tokens don't make {len(blocks)} blocks of {BLOCK}"
+                )
             requests.append(Request(tokens, blocks))
     if not requests:
         raise ValueError(f"{path} is empty")
@@ -68,7 +76,9 @@ class Index:
 
     def __init__(self, capacity: float) -> None:
         self.capacity, self.held, self.last = capacity, 0, 0  # in blocks; the newest run
-        self.places: dict[tuple[int, int, int], int] = {}  # runs by parent, start in it, and first block
+        self.places: dict[
+            tuple[int, int, int], int
+        ] = {}  # runs by parent, start in it, and first block
         self.runs: OrderedDict[int, tuple[tuple[int, int, int], tuple[int, ...]]] = OrderedDict()
         # Oldest first, and each run before that which it continues: the first has none that continues it.
 
@@ -120,7 +130,9 @@ def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, f
         found += min(known * BLOCK, request.tokens - 1)
         whole += known > 0
         bar.update()
-    blocks, tokens = (sum(sizes) for sizes in zip(*((len(r.blocks), r.tokens) for r in requests), strict=True))
+    blocks, tokens = (
+        sum(sizes) for sizes in zip(*((len(r.blocks), r.tokens) for r in requests), strict=True)
+    )
     return {"blocks": hits / blocks, "tokens": found / tokens, "requests": whole / len(requests)}
 
 
@@ -129,10 +141,14 @@ def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
     requests = read_trace(path)
     unique = len({block for request in requests for block in request.blocks})
     if not capacities:
-        capacities = [size for size in (500 * 2**i for i in range(30)) if size < unique] or [max(1, unique // 2)]
+        capacities = [size for size in (500 * 2**i for i in range(30)) if size < unique] or [
+            max(1, unique // 2)
+        ]
     sizes = [*sorted(capacities), float("inf")]
-    print(f"{path.name}: {len(requests):,} requests, {sum(r.tokens for r in requests):,} tokens in "
-          f"{sum(len(r.blocks) for r in requests):,} blocks of {BLOCK}, {unique:,} of them different\n")  # fmt: skip
+    print(
+        f"{path.name}: {len(requests):,} requests, {sum(r.tokens for r in requests):,} tokens in "
+        f"{sum(len(r.blocks) for r in requests):,} blocks of {BLOCK}, {unique:,} of them different\n"
+    )
     begun = time.perf_counter()
     with tqdm(total=len(requests) * len(sizes), desc="replay", leave=False) as bar:
         rates = {size: hit_rates(requests, size, bar) for size in sizes}
@@ -140,15 +156,49 @@ def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
     rows = []
     for size, rate in rates.items():
         tokens = BLOCK * (unique if size == float("inf") else int(size))
-        rows.append(["no limit" if size == float("inf") else int(size), tokens, tokens * LLAMA_70B / 1e9,
-                     *rate.values(), EVICTED])  # fmt: skip
-    print(table(["capacity, blocks", "tokens", "GB at 70B", "blocks found", "tokens found", "requests with a hit"],
-                [[f"{size:,}" if isinstance(size, int) else size, f"{tokens:,}", f"{gigabytes:,.0f}",
-                  *map("{:.1%}".format, found)] for size, tokens, gigabytes, *found, _ in rows]))  # fmt: skip
-    print(f"\n{seconds / len(sizes):.2f} s per capacity. 70B: {LLAMA_70B:,} bytes a token (80 layers, 8 key-value "
-          "heads of 128, 16 bits). The order of requests counts, their times don't.")  # fmt: skip
-    header = ["capacity_blocks", "tokens", "gigabytes_70b", "block_hit_rate", "token_hit_rate", "request_hit_rate",
-              "evicted_first"]
+        rows.append(
+            [
+                "no limit" if size == float("inf") else int(size),
+                tokens,
+                tokens * LLAMA_70B / 1e9,
+                *rate.values(),
+                EVICTED,
+            ]
+        )
+    print(
+        table(
+            [
+                "capacity, blocks",
+                "tokens",
+                "GB at 70B",
+                "blocks found",
+                "tokens found",
+                "requests with a hit",
+            ],
+            [
+                [
+                    f"{size:,}" if isinstance(size, int) else size,
+                    f"{tokens:,}",
+                    f"{gigabytes:,.0f}",
+                    *map("{:.1%}".format, found),
+                ]
+                for size, tokens, gigabytes, *found, _ in rows
+            ],
+        )
+    )
+    print(
+        f"\n{seconds / len(sizes):.2f} s per capacity. 70B: {LLAMA_70B:,} bytes a token (80 layers, 8 key-value "
+        "heads of 128, 16 bits). The order of requests counts, their times don't."
+    )
+    header = [
+        "capacity_blocks",
+        "tokens",
+        "gigabytes_70b",
+        "block_hit_rate",
+        "token_hit_rate",
+        "request_hit_rate",
+        "evicted_first",
+    ]
     write_csv(out / f"replay_{path.stem}.csv", header, rows)
     draw(out / f"replay_{path.stem}.csv")
     print(f"Written to {out}")
@@ -164,20 +214,46 @@ def draw(file: Path) -> None:
         for key, style in (("token", "o-"), ("block", "s--")):
             found = [100 * float(row[f"{key}_hit_rate"]) for row in limited]
             axes.plot(finite, found, style, label=f"{key}s", markersize=4)
-        axes.axhline(100 * float(unlimited["token_hit_rate"]), color="grey", linestyle=":", label="tokens, no limit")
+        axes.axhline(
+            100 * float(unlimited["token_hit_rate"]),
+            color="grey",
+            linestyle=":",
+            label="tokens, no limit",
+        )
         axes.set_xscale("log", base=2)
         axes.set_xticks(finite, [f"{size:,.0f}" for size in finite])
 
-    figure(file.with_suffix(".png"), curves, title=f"{name}: what is found in the cache",
-           xlabel=f"capacity in blocks of {BLOCK} tokens ({unique:,} different ones in the trace)", ylabel="% found",
-           ylim=(0, None))  # fmt: skip
+    figure(
+        file.with_suffix(".png"),
+        curves,
+        title=f"{name}: what is found in the cache",
+        xlabel=f"capacity in blocks of {BLOCK} tokens ({unique:,} different ones in the trace)",
+        ylabel="% found",
+        ylim=(0, None),
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "replay TRACE", "three capacities only: 500, 4,000, 32,000", model="", out="recycling")
-    cli.add_argument("trace", metavar="TRACE", type=Path, help="JSON objects, one per line: input_length, hash_ids")
-    cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N",
-                     help="capacities, in blocks of 512 tokens; default: 500, doubled repeatedly")
+    cli = StudyLine(
+        __doc__,
+        "replay TRACE",
+        "three capacities only: 500, 4,000, 32,000",
+        model="",
+        out="recycling",
+    )
+    cli.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="JSON objects, one per line: input_length, hash_ids",
+    )
+    cli.add_argument(
+        "--blocks",
+        type=whole_number(1),
+        nargs="+",
+        metavar="N",
+        help="capacities, in blocks of 512 tokens; default: 500, doubled repeatedly",
+    )
     with cli.parse(argv) as args:
         if args.blocks and args.quick:
             raise ValueError("--blocks and --quick both say which capacities: choose")

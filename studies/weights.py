@@ -27,8 +27,14 @@ from support.files import read_csv, read_json, write_csv, write_json
 from support.tables import page, table
 
 CAPITALS = Path(__file__).resolve().parent.parent / "data" / "capitals.csv"
-HEADER = "Q: What is the capital of Italy?\nA: Rome\n\nQ: Name the capital city of Japan.\nA: Tokyo\n\n"
-WORDINGS = ("What is the capital of {}?", "Name the capital city of {}.", "Which city is the capital of {}?")
+HEADER = (
+    "Q: What is the capital of Italy?\nA: Rome\n\nQ: Name the capital city of Japan.\nA: Tokyo\n\n"
+)
+WORDINGS = (
+    "What is the capital of {}?",
+    "Name the capital city of {}.",
+    "Which city is the capital of {}?",
+)
 PROMPT = "Explain machine learning in simple terms."  # the first that the recycling paper stores
 SUSTAINED = 50e12  # operations a second that a GPU sustains in bf16, an assumption, to estimate the minutes of training
 
@@ -40,18 +46,26 @@ def agreement(name: str, device: str, dtype: torch.dtype, n_new: int) -> dict[st
 
     Raises OSError or ValueError, as load_model() does, if the weights can't be had or read."""
     tokenizer = load_tokenizer(name)
-    modules = {"gpt_baseline.py": (gpt_baseline, None),
-               "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),
-               "gpt_bounded_cache.py": (gpt_bounded_cache, gpt_bounded_cache.SlidingWindowCache)}
-    published = [entry for entry in read_json(EXPECTED_OUTPUTS)["continuations"] if entry["model"] == name]
+    modules = {
+        "gpt_baseline.py": (gpt_baseline, None),
+        "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),
+        "gpt_bounded_cache.py": (gpt_bounded_cache, gpt_bounded_cache.SlidingWindowCache),
+    }
+    published = [
+        entry for entry in read_json(EXPECTED_OUTPUTS)["continuations"] if entry["model"] == name
+    ]
     texts, logits, same = {}, {}, {}
     for file, (module, new_cache) in modules.items():
         model = load_model(name, model_class=module.GPT, device=device, dtype=dtype)
         about = conditions(name, model)
 
-        def written(prompt: str, n: int, model: nn.Module = model, module: Any = module) -> list[int]:
+        def written(
+            prompt: str, n: int, model: nn.Module = model, module: Any = module
+        ) -> list[int]:
             ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=device)
-            return [int(token) for token in module.generate(model, ids, n, stop_id=tokenizer.eot_token)]
+            return [
+                int(token) for token in module.generate(model, ids, n, stop_id=tokenizer.eot_token)
+            ]
 
         texts[file] = written(PROMPT, n_new)
         first = next(iter(texts.values()))  # all read the same text
@@ -59,9 +73,16 @@ def agreement(name: str, device: str, dtype: torch.dtype, n_new: int) -> dict[st
         logits[file] = read(model, ids, new_cache and new_cache(model.config.n_ctx))
         same[file] = sum(continues(tokenizer, entry, written) for entry in published)
     exact = logits["gpt_baseline.py"]
-    return {**about, "tokens": len(first), "same_tokens": {file: ids == first for file, ids in texts.items()},
-            "difference": {file: float((x - exact).abs().max() / exact.abs().max()) for file, x in logits.items()},
-            "published": len(published), "reproduced": same}  # fmt: skip
+    return {
+        **about,
+        "tokens": len(first),
+        "same_tokens": {file: ids == first for file, ids in texts.items()},
+        "difference": {
+            file: float((x - exact).abs().max() / exact.abs().max()) for file, x in logits.items()
+        },
+        "published": len(published),
+        "reproduced": same,
+    }
 
 
 def read(model: nn.Module, ids: Tensor, cache: Any) -> Tensor:
@@ -71,8 +92,9 @@ def read(model: nn.Module, ids: Tensor, cache: Any) -> Tensor:
     return torch.cat([model(ids[:, t : t + 1], cache)[0] for t in range(ids.size(1))])
 
 
-def continues(tokenizer: tiktoken.Encoding, entry: dict[str, str],
-              written: Callable[[str, int], list[int]]) -> bool:  # fmt: skip
+def continues(
+    tokenizer: tiktoken.Encoding, entry: dict[str, str], written: Callable[[str, int], list[int]]
+) -> bool:
     """Return whether a text goes on as it was published."""
     n = len(tokenizer.encode(entry["continuation"], allowed_special="all"))
     return tokenizer.decode(written(entry["prompt"], n)) == entry["continuation"]
@@ -82,7 +104,9 @@ def write_pairs(path: Path) -> None:
     """Write a CSV file of similar prompts: each question about a capital in other words, after two answered."""
     rows = []
     for row in read_csv(CAPITALS, "country", "capital"):
-        first, *others = (f"{HEADER}Q: {wording.format(row['country'])}\nA:" for wording in WORDINGS)
+        first, *others = (
+            f"{HEADER}Q: {wording.format(row['country'])}\nA:" for wording in WORDINGS
+        )
         rows += [[first, other, f" {row['capital']}"] for other in others]
     write_csv(path, ["source", "target", "answer"], rows)
 
@@ -91,53 +115,117 @@ def to_prepare(name: str, model: nn.Module, out: Path) -> list[list[str]]:
     """Return what the other two studies need: commands, the millions of tokens that they read, and minutes on a GPU, by
     arithmetic: for each token 6 operations for each parameter that is trained, and 2 for each of the teacher."""
     config, rows = model.config, []
-    for what, recipe in (("bct", distillation(name, config, STEPS["bct"], text="FILE", slots=24, recent=8)),
-                         ("student", pruning(name, config, STEPS["student"], "segments", "FILE"))):  # fmt: skip
+    for what, recipe in (
+        ("bct", distillation(name, config, STEPS["bct"], text="FILE", slots=24, recent=8)),
+        ("student", pruning(name, config, STEPS["student"], "segments", "FILE")),
+    ):
         folder = out / what
         teacher, tokens = sum(p.numel() for p in model.parameters()), size_of(recipe)[1]
         share = (recipe.config.n_embd / config.n_embd) ** 2 if what == "student" else 1.0
         minutes = tokens * teacher * (6 * share + 2) / SUSTAINED / 60
-        study = {"bct": f"python3 gpt_bounded_cache.py --model {folder}  (its bytes and times)",
-                 "student": f"python3 -m studies.refreshing --teacher {name} --student {folder} --prompts PROMPTS.csv"}
-        rows.append([f"python3 pocket/train.py {what} --init {name} --text FILE --out {folder}", f"{tokens / 1e6:.0f}",
-                     f"{minutes:.0f}", study[what]])  # fmt: skip
+        study = {
+            "bct": f"python3 gpt_bounded_cache.py --model {folder}  (its bytes and times)",
+            "student": f"python3 -m studies.refreshing --teacher {name} --student {folder} --prompts PROMPTS.csv",
+        }
+        rows.append(
+            [
+                f"python3 pocket/train.py {what} --init {name} --text FILE --out {folder}",
+                f"{tokens / 1e6:.0f}",
+                f"{minutes:.0f}",
+                study[what],
+            ]
+        )
     return rows
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "weights", "few tokens, turns and pairs", models=NAMES)
     cli.set_defaults(model="gpt2")
-    cli.add_argument("--dialogue", default="microsoft/DialoGPT-medium", metavar="NAME",
-                     help="the model of the recycling study")  # fmt: skip
+    cli.add_argument(
+        "--dialogue",
+        default="microsoft/DialoGPT-medium",
+        metavar="NAME",
+        help="the model of the recycling study",
+    )
     with cli.parse(argv) as args:
-        quick, common = ["--quick"] * args.quick, ["--device", args.device, "--seed", str(args.seed)]
-        common += ["--dtype", str(args.dtype).removeprefix("torch."), "--threads", str(torch.get_num_threads())]
-        record = {name: agreement(name, args.device, args.dtype, 10 if args.quick else 100)
-                  for name in (args.model, args.dialogue)}  # fmt: skip
+        quick, common = (
+            ["--quick"] * args.quick,
+            ["--device", args.device, "--seed", str(args.seed)],
+        )
+        common += [
+            "--dtype",
+            str(args.dtype).removeprefix("torch."),
+            "--threads",
+            str(torch.get_num_threads()),
+        ]
+        record = {
+            name: agreement(name, args.device, args.dtype, 10 if args.quick else 100)
+            for name in (args.model, args.dialogue)
+        }
         write_json(args.out / "agreement.json", record)
-        rows = [[name, file, "yes" if found["same_tokens"][file] else "NO", f"{found['difference'][file]:.0e}",
-                 f"{found['reproduced'][file]} of {found['published']}"]
-                for name, found in record.items() for file in found["same_tokens"]]  # fmt: skip
-        print(table(["weights", "file", "same greedy tokens", "logits differ by", "published texts"], rows))
+        rows = [
+            [
+                name,
+                file,
+                "yes" if found["same_tokens"][file] else "NO",
+                f"{found['difference'][file]:.0e}",
+                f"{found['reproduced'][file]} of {found['published']}",
+            ]
+            for name, found in record.items()
+            for file in found["same_tokens"]
+        ]
+        print(
+            table(
+                ["weights", "file", "same greedy tokens", "logits differ by", "published texts"],
+                rows,
+            )
+        )
         if any(row[2] == "NO" for row in rows):
-            raise ValueError(f"the three files write different texts: {args.out / 'agreement.json'} has the figures")
+            raise ValueError(
+                f"the three files write different texts: {args.out / 'agreement.json'} has the figures"
+            )
         write_pairs(args.out / "pairs.csv")
         print(f"\n=== Recycling, on {args.dialogue}\n", flush=True)
-        recycling.main(["--model", args.dialogue, "--out", str(args.out / "recycling"),
-                        *(["--max-new-tokens", "5"] * args.quick), *quick, *common])  # fmt: skip
+        recycling.main(
+            [
+                "--model",
+                args.dialogue,
+                "--out",
+                str(args.out / "recycling"),
+                *(["--max-new-tokens", "5"] * args.quick),
+                *quick,
+                *common,
+            ]
+        )
         print(f"\n=== Projection, on {args.model}\n", flush=True)
-        projection.main(["--model", args.model, "--pairs", str(args.out / "pairs.csv"), "--out",
-                         str(args.out / "projection"), *quick, *common])  # fmt: skip
+        projection.main(
+            [
+                "--model",
+                args.model,
+                "--pairs",
+                str(args.out / "pairs.csv"),
+                "--out",
+                str(args.out / "projection"),
+                *quick,
+                *common,
+            ]
+        )
         model = load_model(args.model, model_class=gpt_kv_cache.GPT)
         rows = to_prepare(args.model, model, args.out)
-        print(page([
-            "\n=== The other two studies\n\nThey need trained models: a BCT, and a student. Training reads a text of "
-            f"yours. Minutes: by arithmetic, on a GPU that sustains {SUSTAINED / 1e12:.0f} TFLOP/s, and not measured.",
-            *(f"{train}\n    reads {tokens} million tokens, in {minutes} minutes; then\n{study}"
-              for train, tokens, minutes, study in rows),
-            f"Everything is in {args.out}. To contribute it, copy its JSON, CSV and PNG files to studies/weights/ and "
-            "open a pull request: each record holds the model, the machine and the date.",
-        ]))  # fmt: skip
+        print(
+            page(
+                [
+                    "\n=== The other two studies\n\nThey need trained models: a BCT, and a student. Training reads a text of "
+                    f"yours. Minutes: by arithmetic, on a GPU that sustains {SUSTAINED / 1e12:.0f} TFLOP/s, and not measured.",
+                    *(
+                        f"{train}\n    reads {tokens} million tokens, in {minutes} minutes; then\n{study}"
+                        for train, tokens, minutes, study in rows
+                    ),
+                    f"Everything is in {args.out}. To contribute it, copy its JSON, CSV and PNG files to studies/weights/ and "
+                    "open a pull request: each record holds the model, the machine and the date.",
+                ]
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
     for name, content in blocks.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if len(pattern.findall(text)) != 1:
-            raise ValueError(f"a page must hold one block {name}, it holds {len(pattern.findall(text))}")
+            raise ValueError(
+                f"a page must hold one block {name}, it holds {len(pattern.findall(text))}"
+            )
         text = pattern.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text)
     return text
 
@@ -22,5 +24,7 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
 def write_blocks(pages: dict[Path, dict[str, Callable[[], str]]]) -> None:
     """Rewrite the blocks of each page."""
     for page, blocks in pages.items():
-        text = with_blocks(page.read_text(encoding="utf-8"), {name: block() for name, block in blocks.items()})
+        text = with_blocks(
+            page.read_text(encoding="utf-8"), {name: block() for name, block in blocks.items()}
+        )
         write_atomically(page, lambda file, text=text: file.write_text(text, encoding="utf-8"))

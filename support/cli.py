@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from support.tracing import Trace
 
 PROMPT = "One morning"
-ARTICLE = {"prompt": "Hello, I am", "max_new_tokens": 200}  # Raschka's experiment with an untrained model
+ARTICLE = {
+    "prompt": "Hello, I am",
+    "max_new_tokens": 200,
+}  # Raschka's experiment with an untrained model
 LONGEST = 800  # characters of a message
 
 
@@ -31,7 +34,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default is None or action.default is False or isinstance(action.default, type)
+        silent = (
+            action.default is None or action.default is False or isinstance(action.default, type)
+        )
         return action.help if silent else super()._get_help_string(action)
 
 
@@ -40,52 +45,111 @@ class CommandLine(argparse.ArgumentParser):
 
     def __init__(self, doc: str | None, example: str, models: str = "") -> None:
         """doc: its first line describes the script; models: the names that --model takes."""
-        super().__init__(description=" ".join((doc or "").partition("\n\n")[0].split()), epilog=f"example: {example}",
-                         formatter_class=HelpFormatter)
+        super().__init__(
+            description=" ".join((doc or "").partition("\n\n")[0].split()),
+            epilog=f"example: {example}",
+            formatter_class=HelpFormatter,
+        )
         self.models = models
 
     def add_model_arguments(self, model: str = "--model") -> None:
         """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
         optional = {"dest": "model"} if model.startswith("-") else {"nargs": "?"}
         self.add_argument(model, default="pocket", metavar="NAME", help=self.models, **optional)
-        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"),
-                          help="where to compute; auto: cuda if available, else mps, else cpu")
-        self.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-                          help="number format of weights and activations")
-        self.add_argument("--threads", type=whole_number(1, 1024), metavar="N",
-                          help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice")
-        self.add_argument("--seed", default=0, type=whole_number(0, 2**32 - 1), metavar="N", help="for random draws")
+        self.add_argument(
+            "--device",
+            default="auto",
+            choices=("auto", "cpu", "cuda", "mps"),
+            help="where to compute; auto: cuda if available, else mps, else cpu",
+        )
+        self.add_argument(
+            "--dtype",
+            default="float32",
+            choices=("float32", "float16", "bfloat16"),
+            help="number format of weights and activations",
+        )
+        self.add_argument(
+            "--threads",
+            type=whole_number(1, 1024),
+            metavar="N",
+            help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice",
+        )
+        self.add_argument(
+            "--seed",
+            default=0,
+            type=whole_number(0, 2**32 - 1),
+            metavar="N",
+            help="for random draws",
+        )
 
     def add_generation_arguments(self, model: str = "--model", trace: bool = True) -> None:
         """Add the common options of scripts that write text; model: the option that names the model."""
         self.add_model_arguments(model)
-        self.add_argument("--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue")
-        self.add_argument("--max-new-tokens", default=250, type=whole_number(1), metavar="N", help="tokens to write")
-        self.add_argument("--temperature", default=0.0, type=temperature, metavar="X",
-                          help="0: always the likeliest token; higher: more random")
-        self.add_argument("--top-k", type=whole_number(1), metavar="N", help="sample from the N likeliest tokens only")
+        self.add_argument(
+            "--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue"
+        )
+        self.add_argument(
+            "--max-new-tokens",
+            default=250,
+            type=whole_number(1),
+            metavar="N",
+            help="tokens to write",
+        )
+        self.add_argument(
+            "--temperature",
+            default=0.0,
+            type=temperature,
+            metavar="X",
+            help="0: always the likeliest token; higher: more random",
+        )
+        self.add_argument(
+            "--top-k",
+            type=whole_number(1),
+            metavar="N",
+            help="sample from the N likeliest tokens only",
+        )
         if trace:
             self.add_trace_argument()
 
     def add_random_argument(self) -> None:
         """Add --random: an untrained GPT-2, args.model "random:SIZE", which by default writes what the KV cache article
         lets it write."""
-        self.add_argument("--random", type=geometry, metavar="SIZE",
-                          help=f"an untrained GPT-2, {', '.join(SIZES)} or LAYERSxHEADSxWIDTH; by default it writes "
-                          f"{ARTICLE['max_new_tokens']} tokens after {ARTICLE['prompt']!r}, as in the KV cache article")
+        self.add_argument(
+            "--random",
+            type=geometry,
+            metavar="SIZE",
+            help=f"an untrained GPT-2, {', '.join(SIZES)} or LAYERSxHEADSxWIDTH; by default it writes "
+            f"{ARTICLE['max_new_tokens']} tokens after {ARTICLE['prompt']!r}, as in the KV cache article",
+        )
 
     def add_cache_argument(self, default: type) -> None:
         """Add --cache (args.cache): a class, by default this one, or the class Cache of a Python file."""
-        self.add_argument("--cache", default=default, type=cache_class, metavar="FILE.py",
-                          help="use the class Cache of this file, such as chapters/02_kv_cache/exercise.py")
+        self.add_argument(
+            "--cache",
+            default=default,
+            type=cache_class,
+            metavar="FILE.py",
+            help="use the class Cache of this file, such as chapters/02_kv_cache/exercise.py",
+        )
 
     def add_trace_argument(self, prefix: str = "") -> None:
         """Add --trace (args.trace_file); prefix: of its help."""
-        self.add_argument("--trace", dest="trace_file", type=output_file, metavar="FILE.html",
-                          help=f"{prefix}also write a page that plays the generation step by step, in any browser")
+        self.add_argument(
+            "--trace",
+            dest="trace_file",
+            type=output_file,
+            metavar="FILE.html",
+            help=f"{prefix}also write a page that plays the generation step by step, in any browser",
+        )
 
-    def trace(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding, model: Any, ids: Tensor,
-              context_start: Callable[[int, int], int] | None = None) -> Trace | None:
+    def trace(
+        self,
+        args: argparse.Namespace,
+        tokenizer: tiktoken.Encoding,
+        model: Any,
+        ids: Tensor,
+        context_start: Callable[[int, int], int] | None = None,
+    ) -> Trace | None:
         """Return what records a text that begins with ids (1, T), None without --trace. context_start(tokens, n_ctx)
         says where the context begins in a text that is read without a cache."""
         if args.trace_file is None:
@@ -103,7 +167,9 @@ class CommandLine(argparse.ArgumentParser):
         "study", which must be the first word."""
         if action == "study":
             raise ValueError("study comes first: see `study --help`")
-        if action != owner and (given := [name for name, value in options.items() if value is not None]):
+        if action != owner and (
+            given := [name for name, value in options.items() if value is not None]
+        ):
             raise ValueError(f"{action} has no {given[0]}: {owner} has")
 
     @contextmanager
@@ -124,7 +190,9 @@ class CommandLine(argparse.ArgumentParser):
                 args = self.parse_intermixed_args(argv)
                 if getattr(args, "random", None):
                     if args.model != self.get_default("model"):
-                        raise ValueError(f"--random {args.random} is a model itself, leave out --model {args.model}")
+                        raise ValueError(
+                            f"--random {args.random} is a model itself, leave out --model {args.model}"
+                        )
                     self.set_defaults(**ARTICLE, model=f"random:{args.random}")
                     args = self.parse_intermixed_args(argv)
                 args = self.resolved(args)
@@ -164,7 +232,9 @@ class CommandLine(argparse.ArgumentParser):
         if "device" in args:
             args.device = device_of(args.device)
             args.dtype = getattr(torch, args.dtype)
-            torch.set_num_threads(args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads()))
+            torch.set_num_threads(
+                args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads())
+            )
             torch.manual_seed(args.seed)
         return args
 
@@ -177,7 +247,9 @@ class CommandLine(argparse.ArgumentParser):
         try:
             sys.stdout.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it ends
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # Python flushes again when it ends
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -196,11 +268,17 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 def device_of(name: str) -> str:
     """Return the device that --device names: "auto" is the first that there is. Raises ValueError if it isn't there."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if name == "auto":
         return next(device for device in present if present[device])
     if not present[name]:
-        raise ValueError(f"--device {name}: there is none that this PyTorch can use; try --device cpu")
+        raise ValueError(
+            f"--device {name}: there is none that this PyTorch can use; try --device cpu"
+        )
     return name
 
 
@@ -223,7 +301,9 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
 def geometry(text: str) -> str:
     """Argument type: one of GPT-2's sizes, or LAYERSxHEADSxWIDTH."""
     if not is_geometry(text):
-        raise argparse.ArgumentTypeError(f"must be {', '.join(SIZES)} or LAYERSxHEADSxWIDTH, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be {', '.join(SIZES)} or LAYERSxHEADSxWIDTH, got {text!r}"
+        )
     return text
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
-    "124M": {}, "355M": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
-    "774M": {"n_layer": 36, "n_head": 20, "n_embd": 1280}, "1558M": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
-}  # fmt: skip
+    "124M": {},
+    "355M": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "774M": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
+    "1558M": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+}
 
 
 def is_geometry(name: str) -> bool:
@@ -27,7 +29,9 @@ def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
     """Return a model of a geometry with random weights, the same every time, in eval mode: times don't depend on them.
     The vocabulary is GPT-2's."""
     keys = ("n_layer", "n_head", "n_embd")
-    config = SIZES[name] if name in SIZES else dict(zip(keys, map(int, name.split("x")), strict=True))
+    config = (
+        SIZES[name] if name in SIZES else dict(zip(keys, map(int, name.split("x")), strict=True))
+    )
     torch.manual_seed(0)
     return model_class(model_class.config_class(**config)).eval()
 
@@ -36,8 +40,15 @@ def machine(device: str) -> str:
     """Return the name of the processor or GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")] if Path("/proc/cpuinfo").exists() else []  # fmt: skip
+    names = (
+        [
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
@@ -45,9 +56,16 @@ def conditions(name: str, model: nn.Module) -> dict[str, Any]:
     """Return the conditions for a record: the model, the machine and the day."""
     config, weight = model.config, model.wte.weight
     return {
-        "model": name, "parameters": sum(p.numel() for p in model.parameters()), "layers": config.n_layer,
-        "heads": config.n_head, "width": config.n_embd, "context": config.n_ctx,
-        "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device.type,
-        "machine": machine(weight.device.type), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "model": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": config.n_layer,
+        "heads": config.n_head,
+        "width": config.n_embd,
+        "context": config.n_ctx,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": weight.device.type,
+        "machine": machine(weight.device.type),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+    }

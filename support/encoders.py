@@ -30,7 +30,9 @@ class PairEncoder:
     """Texts as unit vectors, without another model: their tokens, as a set, mapped by ridge regression to the mean set
     of their family, so that words count as much as they tell what paraphrases have in common."""
 
-    def __init__(self, tokenizer: tiktoken.Encoding, tokens: Sequence[int], mean: Tensor, weight: Tensor) -> None:
+    def __init__(
+        self, tokenizer: tiktoken.Encoding, tokens: Sequence[int], mean: Tensor, weight: Tensor
+    ) -> None:
         """tokens: the V that count; mean (V,) and weight (V, V) of the map."""
         self.tokenizer, self.mean, self.weight = tokenizer, mean, weight
         self.column = {token: i for i, token in enumerate(tokens)}
@@ -39,7 +41,10 @@ class PairEncoder:
         """Return which of the tokens that count each text has (N, V)."""
         x = torch.zeros(len(texts), len(self.column))
         for row, text in zip(x, texts, strict=True):
-            columns = {self.column.get(token) for token in self.tokenizer.encode(text, allowed_special="all")}
+            columns = {
+                self.column.get(token)
+                for token in self.tokenizer.encode(text, allowed_special="all")
+            }
             row[list(columns - {None})] = 1.0
         return x
 
@@ -49,9 +54,13 @@ class PairEncoder:
         return (z / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).numpy()
 
     @classmethod
-    def fit(cls, tokenizer: tiktoken.Encoding, texts: Sequence[str], families: Sequence[str]) -> PairEncoder:
+    def fit(
+        cls, tokenizer: tiktoken.Encoding, texts: Sequence[str], families: Sequence[str]
+    ) -> PairEncoder:
         """Fit on texts of some families, with the penalty that finds most relatives of texts it wasn't fitted on."""
-        tokens = sorted({token for text in texts for token in tokenizer.encode(text, allowed_special="all")})
+        tokens = sorted(
+            {token for text in texts for token in tokenizer.encode(text, allowed_special="all")}
+        )
         plain = cls(tokenizer, tokens, torch.zeros(len(tokens)), torch.eye(len(tokens)))
         x, names = plain.sets(texts), np.array(families)
 
@@ -69,7 +78,9 @@ class PairEncoder:
         return fitted(torch.arange(len(x)), cross_validate(error, families))
 
 
-def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> Callable[[list[str]], np.ndarray]:
+def load_encoder(
+    name: str, model: nn.Module, tokenizer: tiktoken.Encoding
+) -> Callable[[list[str]], np.ndarray]:
     """Return what turns N texts into unit vectors (N, C): "tokens", or a model of sentence-transformers.
 
     Raises ValueError if that package is missing, OSError if the model can't be had.
@@ -79,7 +90,9 @@ def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> C
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing") from error
+        raise ValueError(
+            f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing"
+        ) from error
     device = str(model.wte.weight.device)
     try:
         encoder = SentenceTransformer(name, device=device, local_files_only=True)

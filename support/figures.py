@@ -9,10 +9,30 @@ from typing import Any
 
 from support.files import write_atomically
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#e69f00", "#56b4e9", "#882255", "#555555")  # for any eyes
-STYLE = {"font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
-         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
-         "axes.axisbelow": True, "grid.color": "#e2e2e2", "legend.frameon": False, "legend.fontsize": 10}  # fmt: skip
+COLORS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#aa4499",
+    "#e69f00",
+    "#56b4e9",
+    "#882255",
+    "#555555",
+)  # for any eyes
+STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e2e2e2",
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+}
 
 
 def figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
@@ -28,23 +48,36 @@ def figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
         image.tight_layout()
 
 
-def panels(path: Path, data: dict[str, Any], draw_on: Callable[[Any, Any], None], xlabel: str, ylabel: str) -> None:
+def panels(
+    path: Path, data: dict[str, Any], draw_on: Callable[[Any, Any], None], xlabel: str, ylabel: str
+) -> None:
     """Draw a panel for each entry of data, two in a row, with one legend, and write them as PNG."""
     rows = (len(data) + 1) // 2
-    with canvas(path, rows, min(2, len(data)), (9, 3.4 * rows + 0.8), sharey=len(data) > 2) as (image, axes):
+    with canvas(path, rows, min(2, len(data)), (9, 3.4 * rows + 0.8), sharey=len(data) > 2) as (
+        image,
+        axes,
+    ):
         for one in axes[len(data) :]:
             one.set_visible(False)
         for i, (one, (name, record)) in enumerate(zip(axes, data.items(), strict=False)):
             draw_on(one, record)
-            one.set(title=name, xlabel=xlabel if i >= len(data) - 2 else "", ylabel=ylabel if i % 2 == 0 else "")
+            one.set(
+                title=name,
+                xlabel=xlabel if i >= len(data) - 2 else "",
+                ylabel=ylabel if i % 2 == 0 else "",
+            )
         handles, labels = axes[0].get_legend_handles_labels()
         columns = 2 if sum(map(len, labels)) > 60 else 4
         image.legend(handles, labels, loc="lower center", ncols=columns)
-        image.tight_layout(rect=(0, (0.1 + 0.25 * -(-len(labels) // columns)) / image.get_size_inches()[1], 1, 1))
+        image.tight_layout(
+            rect=(0, (0.1 + 0.25 * -(-len(labels) // columns)) / image.get_size_inches()[1], 1, 1)
+        )
 
 
 @contextmanager
-def canvas(path: Path, rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[tuple]:
+def canvas(
+    path: Path, rows: int, columns: int, size: tuple[float, float], **options: Any
+) -> Iterator[tuple]:
     """Yield a figure in our style and its axes, in a row; then write it."""
     import matplotlib
 
@@ -63,19 +96,38 @@ def label_ends(axes: Any, lines: Sequence[Any]) -> None:
     lines = [line for line in lines if len(line.get_xydata())]
     axes.get_xlim(), axes.get_ylim()  # scales the axes, on which what follows relies
     to_axes = axes.transAxes.inverted()
-    ends = [to_axes.transform(line.get_transform().transform(line.get_xydata()[-1])) for line in lines]
+    ends = [
+        to_axes.transform(line.get_transform().transform(line.get_xydata()[-1])) for line in lines
+    ]
     height = axes.get_window_extent().height / axes.figure.dpi
-    for line, end, y in zip(lines, ends, spread([y for _, y in ends], 1.3 * 10 / 72 / height), strict=True):
-        axes.annotate(line.get_label(), end, (1.05, y), "axes fraction", "axes fraction", va="center", fontsize=10,
-                      annotation_clip=False, arrowprops={
-                          "arrowstyle": "-", "color": line.get_color(), "alpha": line.get_alpha(), "relpos": (0, 0.5),
-                          "shrinkB": 0})  # fmt: skip
+    for line, end, y in zip(
+        lines, ends, spread([y for _, y in ends], 1.3 * 10 / 72 / height), strict=True
+    ):
+        axes.annotate(
+            line.get_label(),
+            end,
+            (1.05, y),
+            "axes fraction",
+            "axes fraction",
+            va="center",
+            fontsize=10,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "alpha": line.get_alpha(),
+                "relpos": (0, 0.5),
+                "shrinkB": 0,
+            },
+        )
 
 
 def spread(at: Sequence[float], gap: float) -> list[float]:
     """Return the places near these, in their order, that are a gap apart and, if they fit, between 0 and 1."""
     order = sorted(range(len(at)), key=at.__getitem__)
-    groups: list[list[float]] = []  # of places that touch: where each would be, less the gaps below it in the group
+    groups: list[
+        list[float]
+    ] = []  # of places that touch: where each would be, less the gaps below it in the group
     low = lambda group: max(0, min(sum(group) / len(group), 1 - gap * (len(group) - 1)))  # noqa: E731
     for i in order:
         groups.append([at[i]])

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from support.tracing import Trace
 
 
-def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = None,
-           trace: Trace | None = None) -> tuple[list[int], list[float]]:  # fmt: skip
+def stream(
+    tokens: Iterator[Tensor],
+    tokenizer: tiktoken.Encoding,
+    cache: Any = None,
+    trace: Trace | None = None,
+) -> tuple[list[int], list[float]]:
     """Print a batch of one while it is generated, then what it cost; return its ids and the milliseconds of each.
 
     The first token costs the prefill (reading the prompt), each further one a decoding step. A trace records every step
@@ -27,7 +31,9 @@ def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = 
     """
     ids: list[int] = []
     ms: list[float] = []
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can span several tokens
+    utf8 = codecs.getincrementaldecoder("utf-8")(
+        errors="replace"
+    )  # a character can span several tokens
     ends = getattr(tokenizer, "ends", (tokenizer.eot_token,))
     started = time.perf_counter()
     try:
@@ -44,8 +50,12 @@ def stream(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding, cache: Any = 
     finally:  # an error's sentence begins a line
         print(utf8.decode(b"", final=True))  # a character that was cut off
     decode = sum(ms[1:]) / max(1, len(ms) - 1)
-    speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
-    print(f"\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]")
+    speed = (
+        f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
+    )
+    print(
+        f"\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]"
+    )
     if trace:
         trace.write()
         print(f"[step by step: {trace.path}]")
@@ -66,7 +76,10 @@ def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> No
     """
     texts = [ids for ids, _ in runs.values()]
     n = min(map(len, texts))
-    spans = [(start, min(start + 64, n), f"{n_prompt + min(start + 64, n):,}") for start in range(1, n, 64)]
+    spans = [
+        (start, min(start + 64, n), f"{n_prompt + min(start + 64, n):,}")
+        for start in range(1, n, 64)
+    ]
     rows = []
     for start, end, label in [*spans, *([(1, n, "all")] if spans else [])]:
         medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
@@ -80,4 +93,6 @@ def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> No
     took = ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items())
     print(f"\nIn all, prefill included: {took}, {first / last:.1f} times as fast")
     same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
-    print(f"\nSame tokens: {same} ({', '.join(f'{name}: {len(ids)}' for name, (ids, _) in runs.items())})")
+    print(
+        f"\nSame tokens: {same} ({', '.join(f'{name}: {len(ids)}' for name, (ids, _) in runs.items())})"
+    )

@@ -26,16 +26,24 @@ def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
 def solve(a: Tensor, b: Tensor, penalty: float) -> Tensor:
     """Solve (a + penalty * mean(diagonal of a) * I) w = b for positive semidefinite a (..., n, n)."""
     scale = a.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[..., None, None].clamp(min=1e-30)
-    return torch.linalg.solve(a + penalty * scale * torch.eye(a.size(-1), dtype=a.dtype, device=a.device), b)
+    return torch.linalg.solve(
+        a + penalty * scale * torch.eye(a.size(-1), dtype=a.dtype, device=a.device), b
+    )
 
 
-def cross_validate(error: Callable[[Tensor, Tensor, float], float], groups: Sequence[object],
-                   penalties: Sequence[float] = PENALTIES, folds: int = 3) -> float:  # fmt: skip
+def cross_validate(
+    error: Callable[[Tensor, Tensor, float], float],
+    groups: Sequence[object],
+    penalties: Sequence[float] = PENALTIES,
+    folds: int = 3,
+) -> float:
     """Return the penalty with the least mean error(train, test, penalty) over folds of whole groups; train and test
     are indices. A paraphrase in the training part would give the answer away: hence groups. The draw is fixed."""
     names = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     if len(names) < folds:
-        raise ValueError(f"{folds}-fold cross-validation needs at least {folds} families of prompts, got {len(names)}")
+        raise ValueError(
+            f"{folds}-fold cross-validation needs at least {folds} families of prompts, got {len(names)}"
+        )
     shuffled = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
     fold = shuffled[torch.tensor([names[group] for group in groups])] % folds
     parts = [((fold != i).nonzero()[:, 0], (fold == i).nonzero()[:, 0]) for i in range(folds)]

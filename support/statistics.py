@@ -14,7 +14,9 @@ from torch import Tensor
 
 def kl(expected: Tensor, got: Tensor) -> Tensor:
     """Return KL(expected || got) in nats (...) of logits (..., V), in float32 or, given that, float64."""
-    expected, got = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in (expected, got))
+    expected, got = (
+        x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in (expected, got)
+    )
     return (expected.exp() * (expected - got)).sum(-1)
 
 
@@ -45,7 +47,9 @@ def ratio_of_sums(rows: np.ndarray) -> np.ndarray:
     return sums[..., 0] / sums[..., 1]
 
 
-def bootstrap(rows: np.ndarray, figure: Callable[[np.ndarray], np.ndarray] = mean) -> tuple[float, float, float]:
+def bootstrap(
+    rows: np.ndarray, figure: Callable[[np.ndarray], np.ndarray] = mean
+) -> tuple[float, float, float]:
     """Return a figure of n rows and its 95% interval, by drawing rows again 2,000 times.
 
     rows (n, ...): one for each independent thing (a prompt, a family of paraphrases), not for each measurement. figure
@@ -61,7 +65,11 @@ def wilson(k: int, n: int) -> tuple[float, float, float]:
     """Return the share k of n and its 95% interval, which has a width also where k is 0 or n (Wilson 1927)."""
     z, p = 1.96, k / n
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return p, max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+    return (
+        p,
+        max(0.0, (middle - half) / (1 + z * z / n)),
+        min(1.0, (middle + half) / (1 + z * z / n)),
+    )
 
 
 def f1(answer: str, reference: str) -> float:
@@ -88,7 +96,9 @@ def bleu_counts(text: str, reference: str) -> np.ndarray:
     words, expected = (re.findall(r"\w+|[^\w\s]", t) for t in (text, reference))
     matches, totals = [], []
     for n in range(1, 5):
-        grams, known = (Counter(zip(*(w[i:] for i in range(n)), strict=False)) for w in (words, expected))
+        grams, known = (
+            Counter(zip(*(w[i:] for i in range(n)), strict=False)) for w in (words, expected)
+        )
         matches.append((grams & known).total())
         totals.append(grams.total())
     return np.array([*matches, *totals, len(words), len(expected)], dtype=np.float64)
@@ -102,7 +112,9 @@ def bleu(counts: np.ndarray) -> np.ndarray:
     """
     matches, totals, (length, expected) = np.split(np.moveaxis(counts.sum(-2), -1, 0), [4, 8])
     with np.errstate(divide="ignore"):
-        return 100 * np.exp(np.minimum(0, 1 - expected / length) + np.log(matches / np.maximum(totals, 1)).mean(0))
+        return 100 * np.exp(
+            np.minimum(0, 1 - expected / length) + np.log(matches / np.maximum(totals, 1)).mean(0)
+        )
 
 
 def perplexity(counts: np.ndarray) -> np.ndarray:

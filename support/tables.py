@@ -14,30 +14,45 @@ class Table(NamedTuple):
     left: int = 1
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False, left: int = 1) -> str:
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False, left: int = 1
+) -> str:
     """Return rows of cells under a header, the first `left` columns to the left and all others to the right; on a
     terminal a table that is all to the left, of sentences, is a line a row."""
     if markdown:
         lines = [header, [*["---"] * left, *["---:"] * (len(header) - left)], *rows]
-        return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
+        return "\n".join(
+            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+            for cells in lines
+        )
     if left >= len(header):
         return "\n".join([f"{header[0]}:", *(f"  {': '.join(cells)}" for cells in rows)])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):
-        cells = [x.ljust(w) if i < left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            x.ljust(w) if i < left else x.rjust(w)
+            for i, (x, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def page(parts: Sequence[str | Table], markdown: bool = False) -> str:
     """Return paragraphs and tables, one below the other."""
-    return "\n\n".join(part if isinstance(part, str) else table(*part[:2], markdown, part.left) for part in parts)
+    return "\n\n".join(
+        part if isinstance(part, str) else table(*part[:2], markdown, part.left) for part in parts
+    )
 
 
 def of_records(records: Sequence[dict[str, Any]]) -> Table:
     """Return records as a table, numbers to three digits; a missing field is a dash."""
     header = [*dict.fromkeys(key for record in records for key in record)]
     cells = ([record.get(key) for key in header] for record in records)
-    return Table(header, [["-" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in row]
-                          for row in cells])  # fmt: skip
+    return Table(
+        header,
+        [
+            ["-" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in row]
+            for row in cells
+        ],
+    )

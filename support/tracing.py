@@ -36,8 +36,14 @@ class Trace:
     the share in thousandths that the newest token pays to the token in each slot (and, memory, to BCT's slots).
     """
 
-    def __init__(self, title: str, tokenizer: tiktoken.Encoding, n_ctx: int, path: Path,
-                 context_start: Callable[[int, int], int] | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        tokenizer: tiktoken.Encoding,
+        n_ctx: int,
+        path: Path,
+        context_start: Callable[[int, int], int] | None = None,
+    ) -> None:
         self.title, self.tokenizer, self.n_ctx, self.path = title, tokenizer, n_ctx, path
         self.context_start = context_start  # where the context begins without a cache
         self.ids: list[int] = []
@@ -47,19 +53,26 @@ class Trace:
         self.teacher: list[bool] = []  # by token: is its entry in the student's cache a teacher's?
         self.refreshes = 0
         self.watched: dict[int, Any] = {}  # by layer: what removes the hook
-        self.calls: dict[int, tuple[nn.Module, tuple]] = {}  # by layer: the last pass's attention and its arguments
+        self.calls: dict[
+            int, tuple[nn.Module, tuple]
+        ] = {}  # by layer: the last pass's attention and its arguments
 
     def watch(self, model: Any) -> None:
         """Record the attention of a GPT until write(), in at most six of its layers."""
         for layer in sorted({round(i * (len(model.h) - 1) / 5) for i in range(6)}):
             attention = getattr(model.h[layer], "memory", model.h[layer].attn)  # BCT's, or GPT-2's
             self.watched[layer] = attention.register_forward_pre_hook(
-                lambda at, args, layer=layer: None if at.training else self.calls.update({layer: (at, args)}))
+                lambda at, args, layer=layer: (
+                    None if at.training else self.calls.update({layer: (at, args)})
+                )
+            )
 
     def begin(self, ids: Sequence[int], reused: int = 0) -> None:
         """Begin with ids, of which a cache holds the first `reused`; or go on with them: they begin with the text so
         far, or with what is left of it after its beginning has been forgotten."""
-        forgotten = next(i for i in range(len(self.ids) + 1) if [*ids[: len(self.ids) - i]] == self.ids[i:])
+        forgotten = next(
+            i for i in range(len(self.ids) + 1) if [*ids[: len(self.ids) - i]] == self.ids[i:]
+        )
         self.ids[forgotten:] = ids
         self.start, self.fed = forgotten, forgotten + reused
         self.reused = (self.start, self.fed) if reused else None
@@ -71,19 +84,28 @@ class Trace:
         held = cache.cache if pair else cache
         start = self.context_start(n, self.n_ctx) if held is None else n - held.next_pos
         fed = (start if held is None or start != self.start else self.fed), n
-        step: dict[str, Any] = {"n": n, "start": start, "fed": fed, "bytes": 0 if cache is None else cache.nbytes,
-                                "events": []}  # fmt: skip
+        step: dict[str, Any] = {
+            "n": n,
+            "start": start,
+            "fed": fed,
+            "bytes": 0 if cache is None else cache.nbytes,
+            "events": [],
+        }
         if held is not None:
             step |= contents(held, start, n)
             if start != self.start:
-                step["events"].append(f"The context of {self.n_ctx} tokens is full: the oldest half is forgotten, "
-                                      "and what is left moves to other positions and is read again.")  # fmt: skip
+                step["events"].append(
+                    f"The context of {self.n_ctx} tokens is full: the oldest half is forgotten, "
+                    "and what is left moves to other positions and is read again."
+                )
         self.record_attention(step, held)
         if self.reused:
             step["reused"] = self.reused
             if fed[0] == self.reused[1]:
-                step["events"].append(f"{fed[0] - start} of {n - start} tokens were in a cache that was kept: only "
-                                      f"{n - fed[0]} are read.")  # fmt: skip
+                step["events"].append(
+                    f"{fed[0] - start} of {n - start} tokens were in a cache that was kept: only "
+                    f"{n - fed[0]} are read."
+                )
         if pair:
             self.record_pair(step, pair, restarted=start != self.start or not self.steps)
         self.steps.append(step)
@@ -96,14 +118,19 @@ class Trace:
         self.teacher += [False] * (n - len(self.teacher))
         if restarted:
             self.teacher[step["fed"][0] : n] = [pair.fits] * (n - step["fed"][0])
-            step["events"].append("The teacher reads the text, and its cache is handed over." if pair.fits else
-                                  "The student reads the text itself: the teacher's cache doesn't fit.")  # fmt: skip
+            step["events"].append(
+                "The teacher reads the text, and its cache is handed over."
+                if pair.fits
+                else "The student reads the text itself: the teacher's cache doesn't fit."
+            )
         if len(pair.refreshes) > self.refreshes and pair.fits:
             count = pair.refreshes[-1].replaced
             self.teacher[n - count : n] = [True] * count
             step["replaced"] = [n - count, n]
-            step["events"].append(f"Refresh: the teacher has read {pair.refreshes[-1].tokens} tokens, and its entries "
-                                  f"replace the student's last {count}.")  # fmt: skip
+            step["events"].append(
+                f"Refresh: the teacher has read {pair.refreshes[-1].tokens} tokens, and its entries "
+                f"replace the student's last {count}."
+            )
         self.refreshes = len(pair.refreshes)
         step["teacher"] = runs([i for i, by in enumerate(self.teacher) if by])
 
@@ -119,15 +146,21 @@ class Trace:
                 if hasattr(cache, "visible") and 1 < q.size(2) < cache.next_pos:
                     return  # a chunk read by a ring that held tokens: its keys weren't in the order of the slots
                 shares = weights(q, k, *mask)
-                if cache is not None and len(shares) == q.size(2):  # the keys are the tokens fed, in their order
+                if cache is not None and len(shares) == q.size(
+                    2
+                ):  # the keys are the tokens fed, in their order
                     shares = shares[(cache.pos - cache.next_pos).to(shares.device)]
-            step.setdefault("attention", []).append([round(1000 * share) for share in shares.tolist()])
+            step.setdefault("attention", []).append(
+                [round(1000 * share) for share in shares.tolist()]
+            )
 
     def write(self) -> None:
         """Write the page, and watch no more."""
         for hook in self.watched.values():
             hook.remove()
-        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character goes to the last of its tokens
+        utf8 = codecs.getincrementaldecoder("utf-8")(
+            errors="replace"
+        )  # a character goes to the last of its tokens
         tokens = [utf8.decode(self.tokenizer.decode_single_token_bytes(i)) for i in self.ids]
         layers = sorted(self.watched) if any("attention" in step for step in self.steps) else None
         data = {"title": self.title, "tokens": tokens, "steps": self.steps, "layers": layers}
@@ -152,11 +185,19 @@ def contents(cache: Any, start: int, n: int) -> dict[str, Any]:
         if len(slots) == 3:
             mass, what = slots[-1], "how many tokens' worth it holds"
         mass = [round(x, 3) for x in mass[0, 0, :, 0].tolist()]
-        return {"slots": [[0, n - held, held]], "size": held, "mass": mass, "what": what, "layer": layer}
+        return {
+            "slots": [[0, n - held, held]],
+            "size": held,
+            "mass": mass,
+            "what": what,
+            "layer": layer,
+        }
     held = runs([p + start for p in cache.pos.tolist()])
     starts = accumulate((count for _, count in held), initial=0)
-    found = {"slots": [[slot, first, count] for slot, (first, count) in zip(starts, held, strict=False)],
-             "size": cache.layers[0].size(3)}  # fmt: skip
+    found = {
+        "slots": [[slot, first, count] for slot, (first, count) in zip(starts, held, strict=False)],
+        "size": cache.layers[0].size(3),
+    }
     if hasattr(cache, "visible"):  # a ring: later queries see nothing that the last one doesn't
         hidden = cache.pos[~cache.visible(cache.pos, cache.pos.max())]
         found |= {"evicted": [p + start for p in hidden.tolist()], "sinks": cache.sinks}

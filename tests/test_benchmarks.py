@@ -139,7 +139,9 @@ def test_ctranslate2_in_int8_is_near(folder: Path) -> None:
     got = torch.from_numpy(
         numpy.array(runner.generator.forward_batch([[*map(str, row)] for row in ids.tolist()]))
     )
-    assert 1e-5 < (got - expected).norm() / expected.norm() < 0.3  # 0.2 without VNNI: AVX2's sums of pairs saturate
+    assert (
+        1e-5 < (got - expected).norm() / expected.norm() < 0.3
+    )  # 0.2 without VNNI: AVX2's sums of pairs saturate
 
 
 def test_a_missing_package_is_said_with_its_command() -> None:

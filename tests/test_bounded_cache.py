@@ -67,7 +67,9 @@ def banded(model: GPT, ids: Tensor, window: int, sinks: int, held: int = 0) -> T
 def greedy_banded(model: GPT, ids: Tensor, n: int, window: int, sinks: int) -> Tensor:
     for _ in range(n):
         start = bounded.context_start(ids.size(1), model.config.n_ctx)
-        ids = torch.cat([ids, banded(model, ids[:, start:], window, sinks)[:, -1:].argmax(-1)], dim=1)
+        ids = torch.cat(
+            [ids, banded(model, ids[:, start:], window, sinks)[:, -1:].argmax(-1)], dim=1
+        )
     return ids[:, -n:]
 
 
@@ -81,10 +83,14 @@ def test_equivalence_of_a_window_under_any_chunking(seed: int) -> None:
     model = model_of(GPTConfig(**geometry), seed)
     n_ctx = geometry["n_ctx"]
     window, sinks = rng.randint(1, rng.choice([3, 8, n_ctx + 3])), rng.choice([0, 0, 1, 4])
-    ids = ids_of(rng.randint(1, 4), rng.randint(1, n_ctx), seed=seed, vocab_size=geometry["vocab_size"])
+    ids = ids_of(
+        rng.randint(1, 4), rng.randint(1, n_ctx), seed=seed, vocab_size=geometry["vocab_size"]
+    )
     cuts = [rng.randint(1, ids.size(1)) for _ in range(rng.choice([0, 1, 3, 50]))]
     cache = SlidingWindowCache(window, sinks)
-    assert_close(feed_in_chunks(model, ids, cuts, cache), banded(model, ids, window, sinks), torch.float32)
+    assert_close(
+        feed_in_chunks(model, ids, cuts, cache), banded(model, ids, window, sinks), torch.float32
+    )
     held = {*range(min(sinks, ids.size(1))), *range(max(0, ids.size(1) - window), ids.size(1))}
     assert len(cache) == ids.size(1) and set(cache.pos.tolist()) >= held
     assert len(cache.pos) == min(ids.size(1), sinks + window + 1) == len(set(cache.pos.tolist()))
@@ -108,7 +114,9 @@ def test_equivalence_of_windowed_text_past_the_context(seed: int) -> None:
     geometry = random_geometry(rng)
     model = model_of(GPTConfig(**geometry), seed)
     window, sinks = rng.randint(2, geometry["n_ctx"]), rng.choice([0, 3])
-    ids = ids_of(2, rng.randint(1, 2 * geometry["n_ctx"]), seed=seed, vocab_size=geometry["vocab_size"])
+    ids = ids_of(
+        2, rng.randint(1, 2 * geometry["n_ctx"]), seed=seed, vocab_size=geometry["vocab_size"]
+    )
     n = 2 * geometry["n_ctx"]
     got = torch.cat(list(generate(model, ids, n, cache=SlidingWindowCache(window, sinks))), dim=1)
     assert torch.equal(got, greedy_banded(model, ids, n, window, sinks))
@@ -121,10 +129,17 @@ def test_equivalence_of_a_window_of_the_context_with_the_growing_cache(seed: int
     old = gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**geometry)).eval()
     model = model_of(GPTConfig(**geometry), seed)
     old.load_state_dict(model.state_dict())
-    ids = ids_of(3, rng.randint(1, 2 * geometry["n_ctx"]), seed=seed, vocab_size=geometry["vocab_size"])
+    ids = ids_of(
+        3, rng.randint(1, 2 * geometry["n_ctx"]), seed=seed, vocab_size=geometry["vocab_size"]
+    )
     n = 3 * geometry["n_ctx"]
     expected = torch.cat(list(gpt_kv_cache.generate(old, ids, n)), dim=1)
-    for cache in (SlidingWindowCache(geometry["n_ctx"]), SlidingWindowCache(5 * geometry["n_ctx"], 2), KVCache(), None):
+    for cache in (
+        SlidingWindowCache(geometry["n_ctx"]),
+        SlidingWindowCache(5 * geometry["n_ctx"], 2),
+        KVCache(),
+        None,
+    ):
         assert torch.equal(torch.cat(list(generate(model, ids, n, cache=cache)), dim=1), expected)
 
 
@@ -173,7 +188,11 @@ def test_a_full_ring_that_fails_in_its_last_layer_goes_on(sinks: int, more: int,
 @pytest.mark.parametrize("fed", [(1, 4), (4, 1), (1, 1), (4, 4)])
 def test_nothing_is_left_of_a_failed_pass(held: int, fed: tuple[int, int]) -> None:
     """Not even NaN in a slot that no query sees: 0 times NaN is NaN."""
-    model, ids, expected = model_of(SMALL), ids_of(2, 24), banded(model_of(SMALL), ids_of(2, 24), 6, 0)
+    model, ids, expected = (
+        model_of(SMALL),
+        ids_of(2, 24),
+        banded(model_of(SMALL), ids_of(2, 24), 6, 0),
+    )
     for part in ("h.2.mlp", "h.1", "ln_f"):
         cache = SlidingWindowCache(6)
         if held:
@@ -232,7 +251,9 @@ def test_a_mask_is_none_only_where_plain_causal_attention_is_right(seed: int) ->
         n += fed
 
 
-@pytest.mark.parametrize(("held", "fed"), [(0, 1), (0, 6), (0, 9), (4, 1), (4, 2), (7, 1), (9, 1), (9, 5)])
+@pytest.mark.parametrize(
+    ("held", "fed"), [(0, 1), (0, 6), (0, 9), (4, 1), (4, 2), (7, 1), (9, 1), (9, 5)]
+)
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_gradients_through_a_window_are_those_of_one_pass(held: int, fed: int, frozen: int) -> None:
     """Of the new tokens: the held ones are constants. The lower layers may be frozen, or none."""
@@ -246,7 +267,9 @@ def test_gradients_through_a_window_are_those_of_one_pass(held: int, fed: int, f
     assert not any(kv.requires_grad for kv in cache.layers)
     loss = model(ids[:, held:end], cache).square().mean()
     exact = banded(model, ids[:, :end], 6, 0, held)[:, held:].square().mean()
-    for got, expected in zip(*(torch.autograd.grad(x, parameters) for x in (loss, exact)), strict=True):
+    for got, expected in zip(
+        *(torch.autograd.grad(x, parameters) for x in (loss, exact)), strict=True
+    ):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-3)
     got = feed_in_chunks(model, ids[:, end:], [1, 2, 5], cache)  # what was read then is held right
     assert_close(got, banded(model, ids, 6, 0)[:, end:], torch.float32)
@@ -267,7 +290,9 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
         return x @ p[f"{name}.weight"] + p.get(f"{name}.bias", 0)
 
     half = c.n_ctx // 2
-    place = torch.tensor([t if t < half else half + (t - half) % (c.n_ctx - half) for t in range(ids.size(1))])
+    place = torch.tensor(
+        [t if t < half else half + (t - half) % (c.n_ctx - half) for t in range(ids.size(1))]
+    )
     x = p["wte.weight"][ids[0]] + p["wpe.weight"][place]
     for layer in range(c.n_layer):
         name = f"h.{layer}"
@@ -294,7 +319,11 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
                     mass = keep * mass + eta * ww
                 keys, values, weight = MV[:, :D], MV[:, D:], torch.ones(c.slots, dtype=torch.double)
                 if c.rule == "mean":
-                    keys, values, weight = keys / (mass + 1e-300)[:, None], values / (mass + 1e-300)[:, None], mass
+                    keys, values, weight = (
+                        keys / (mass + 1e-300)[:, None],
+                        values / (mass + 1e-300)[:, None],
+                        mass,
+                    )
                 near = range(max(0, j + 1), t + 1) if c.recent else range(0)
                 keys = torch.cat([keys, k[list(near), part]])
                 values = torch.cat([values, v[list(near), part]])
@@ -308,14 +337,21 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
     return (norm(x, "ln_f") @ p["wte.weight"].T)[None]
 
 
-VARIANTS = [replace(SMALL_BCT, rule=rule, recent=recent) for rule in ("mean", "sum") for recent in (0, 3, 9)]
+VARIANTS = [
+    replace(SMALL_BCT, rule=rule, recent=recent) for rule in ("mean", "sum") for recent in (0, 3, 9)
+]
 VARIANTS += [replace(SMALL_BCT, slots=1, recent=9), replace(SMALL_BCT, slots=9, recent=1)]
 PAPER = replace(SMALL_BCT, rule="sum", recent=0)
-VARIANTS += [replace(PAPER, write_first=False, random_start=True), replace(SMALL_BCT, write_first=False)]
+VARIANTS += [
+    replace(PAPER, write_first=False, random_start=True),
+    replace(SMALL_BCT, write_first=False),
+]
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_identity_of_the_parallel_form_with_the_recurrence(config: GPTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identity_of_the_parallel_form_with_the_recurrence(
+    config: GPTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, ids = model_of(config), ids_of(1, 70)  # past n_ctx = 24
     expected = recurrence(model, ids)
     for chunk in (1, 7, 64, 1000):
@@ -323,7 +359,9 @@ def test_identity_of_the_parallel_form_with_the_recurrence(config: GPTConfig, mo
         assert_close(model(ids), expected, torch.float32)
 
 
-def update_kv(x: Tensor, MV: Tensor, MK: Tensor, W_wq: Tensor, W_wv: Tensor, write_first: bool) -> Iterator[Tensor]:
+def update_kv(
+    x: Tensor, MV: Tensor, MK: Tensor, W_wq: Tensor, W_wv: Tensor, write_first: bool
+) -> Iterator[Tensor]:
     """Yield MV_t by the paper's algorithm 1, line by line, of x (N, C), MV_0 (M, 2D), MK (M, D), W_wq (D, C) and W_wv
     (2D, C). write_first: as in section 3.2, whose rule also updates the sequence that the first input finds."""
     for t in range(len(x)):
@@ -339,7 +377,9 @@ def update_kv(x: Tensor, MV: Tensor, MK: Tensor, W_wq: Tensor, W_wv: Tensor, wri
 @pytest.mark.parametrize("write_first", [True, False])
 @pytest.mark.parametrize("random_start", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_identity_of_the_sum_rule_with_the_papers_algorithm(write_first: bool, random_start: bool, chunk: int) -> None:
+def test_identity_of_the_sum_rule_with_the_papers_algorithm(
+    write_first: bool, random_start: bool, chunk: int
+) -> None:
     paper = replace(PAPER, write_first=write_first, random_start=random_start)
     block, D, C, N = model_of(paper, dtype=torch.float64).h[0], SMALL.head_dim, SMALL.n_embd, 11
     x = torch.randn(1, N, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -352,20 +392,26 @@ def test_identity_of_the_sum_rule_with_the_papers_algorithm(write_first: bool, r
     assert cache.nbytes == 4 * SMALL.n_head * paper.slots * 2 * D  # MV alone, in float32
     MV_0 = torch.cat(block.memory.empty(x)[:2], dim=-1)[0].double()  # (H, M, 2D)
     assert MV_0.std() > 0.5 if random_start else not MV_0.any()
-    ones = torch.cat([x[0], torch.ones_like(x[0, :, :1])], dim=1)  # GPT-2's W_wv has a bias: the weight of a 1
+    ones = torch.cat(
+        [x[0], torch.ones_like(x[0, :, :1])], dim=1
+    )  # GPT-2's W_wv has a bias: the weight of a 1
     W_wq = F.pad(block.memory.c_query.weight.T, (0, 1)).view(SMALL.n_head, D, C + 1)
     projection = torch.cat([block.attn.c_attn.weight, block.attn.c_attn.bias[None]]).T
     _, W_k, W_v = projection.view(3, SMALL.n_head, D, C + 1)
     for head in range(SMALL.n_head):
         W_wv = torch.cat([W_k[head], W_v[head]])
-        MVs = update_kv(ones, MV_0[head], block.memory.addresses[head], W_wq[head], W_wv, write_first)
+        MVs = update_kv(
+            ones, MV_0[head], block.memory.addresses[head], W_wq[head], W_wv, write_first
+        )
         for t, MV in enumerate(MVs):
             if t + 1 in states:
                 held = torch.cat(states[t + 1][:2], dim=-1)[0, head]
                 torch.testing.assert_close(held.double(), MV, atol=1e-5, rtol=1e-5)
             keys, values = MV.split(D, dim=-1)
             share = torch.softmax(keys @ q[0, head, t] / math.sqrt(D), dim=-1)
-            torch.testing.assert_close(torch.cat(read, dim=2)[0, head, t], share @ values, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                torch.cat(read, dim=2)[0, head, t], share @ values, atol=1e-5, rtol=1e-5
+            )
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -377,10 +423,14 @@ def test_equivalence_of_bct_under_any_feeding(config: BCTConfig, seed: int) -> N
 
 @pytest.mark.parametrize("config", VARIANTS)
 @pytest.mark.parametrize("chunk", [2, 64])
-def test_equivalence_of_bct_token_by_token(config: BCTConfig, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equivalence_of_bct_token_by_token(
+    config: BCTConfig, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(WriteMemory, "chunk", chunk)
     model, ids, cache = model_of(config), ids_of(3, 60), BoundedMemory()
-    assert_close(feed_in_chunks(model, ids, [*range(1, 20), 40, 43], cache), model(ids), torch.float32)
+    assert_close(
+        feed_in_chunks(model, ids, [*range(1, 20), 40, 43], cache), model(ids), torch.float32
+    )
     assert len(cache) == 60
 
 
@@ -395,7 +445,9 @@ def empty_slots(k: Tensor, M: int) -> list[Tensor]:
 def test_identity_of_one_hot_writes_to_enough_slots_with_full_attention() -> None:
     q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
     memory = WriteMemory(replace(SMALL_BCT, recent=0))
-    one_hot = torch.eye(25)[:20].expand(2, 3, 20, 25)  # five slots are never written, and are not there
+    one_hot = torch.eye(25)[:20].expand(
+        2, 3, 20, 25
+    )  # five slots are never written, and are not there
     y, *slots = memory.parallel(q, empty_slots(k, 25), [k, v, one_hot, torch.zeros(2, 3, 20, 1)], 0)
     torch.testing.assert_close(y, attend(q, k, v, torch.ones(20, 20).tril().bool()))
     for got, expected in zip(slots, (k, v, torch.ones(2, 3, 20, 1)), strict=True):
@@ -456,10 +508,14 @@ def test_gradients_of_both_forms_are_right(rule: str, form: str) -> None:
     def function(q: Tensor, share: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         return (*getattr(memory, form)(q, [*more[:-3]], [*more[-3:], -share], 1),)
 
-    assert torch.autograd.gradcheck(function, (random_tensor(T, D), random_tensor(R + T, 1), *slots, *tokens))
+    assert torch.autograd.gradcheck(
+        function, (random_tensor(T, D), random_tensor(R + T, 1), *slots, *tokens)
+    )
 
 
-@pytest.mark.parametrize("config", [SMALL_BCT, PAPER, replace(PAPER, write_first=False, random_start=True)])
+@pytest.mark.parametrize(
+    "config", [SMALL_BCT, PAPER, replace(PAPER, write_first=False, random_start=True)]
+)
 def test_gradients_of_bct_reach_every_parameter_and_are_finite(config: BCTConfig) -> None:
     torch.manual_seed(0)
     model = BCT(config)
@@ -482,7 +538,9 @@ def test_nearly_empty_slots_have_finite_gradients() -> None:
 def test_bct_runs_in_half_precision_with_a_memory_in_float32(dtype: torch.dtype) -> None:
     model, cache, ids = model_of(SMALL_BCT, dtype=dtype), BoundedMemory(), ids_of(2, 70)
     logits = feed_in_chunks(model, ids, [5, 6, 40], cache)
-    assert logits.dtype == dtype and all(x.dtype == torch.float32 for state in cache.layers for x in state)
+    assert logits.dtype == dtype and all(
+        x.dtype == torch.float32 for state in cache.layers for x in state
+    )
     exact = model_of(SMALL_BCT)(ids)
     assert ((logits.float() - exact).abs().max() / exact.abs().max()) < 0.2
 
@@ -525,7 +583,10 @@ KINDS = [
 
 
 def tensors_of(cache: KVCache) -> list[Tensor]:
-    return [cache.pos, *(x for state in cache.layers for x in (state if isinstance(state, list) else [state]))]
+    return [
+        cache.pos,
+        *(x for state in cache.layers for x in (state if isinstance(state, list) else [state])),
+    ]
 
 
 def snapshot(cache: KVCache) -> list[Tensor]:
@@ -545,7 +606,9 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize(("config", "new_cache"), KINDS)
 @pytest.mark.parametrize("held", [0, 3, 11])
-def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(config: GPTConfig, new_cache, held: int) -> None:
+def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(
+    config: GPTConfig, new_cache, held: int
+) -> None:
     model, ids = model_of(config), ids_of(2, 20)
     expected = feed_in_chunks(model, ids, [held] if held else [], new_cache())[:, held:]
     for part in parts_of(model):
@@ -587,15 +650,30 @@ def test_clone_is_independent(config: GPTConfig, new_cache) -> None:
 
 
 def allocated(cache: KVCache) -> int:
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(cache)[1:]}
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(cache)[1:]
+    }
     return sum(storages.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (2, 4), (5, 0)])
-def test_bytes_of_a_window_are_those_of_the_formula_and_stay(window: int, sinks: int, dtype: torch.dtype) -> None:
-    model, cache = model_of(replace(SMALL, n_ctx=60), dtype=dtype), SlidingWindowCache(window, sinks)
-    formula = 2 * SMALL.n_layer * 3 * SMALL.n_head * (sinks + window + 1) * SMALL.head_dim * dtype.itemsize
+def test_bytes_of_a_window_are_those_of_the_formula_and_stay(
+    window: int, sinks: int, dtype: torch.dtype
+) -> None:
+    model, cache = (
+        model_of(replace(SMALL, n_ctx=60), dtype=dtype),
+        SlidingWindowCache(window, sinks),
+    )
+    formula = (
+        2
+        * SMALL.n_layer
+        * 3
+        * SMALL.n_head
+        * (sinks + window + 1)
+        * SMALL.head_dim
+        * dtype.itemsize
+    )
     model(ids_of(3, 1), cache)
     assert cache.nbytes == allocated(cache) == formula
     addresses = [kv.data_ptr() for kv in cache.layers]
@@ -608,7 +686,11 @@ def test_bytes_of_a_window_are_those_of_the_formula_and_stay(window: int, sinks:
 @pytest.mark.parametrize("rule", ["mean", "sum"])
 @pytest.mark.parametrize("recent", [0, 3])
 def test_bytes_of_bct_are_those_of_the_formula_and_stay(recent: int, rule: str) -> None:
-    model, cache, D = model_of(replace(SMALL_BCT, recent=recent, rule=rule)), BoundedMemory(), SMALL_BCT.head_dim
+    model, cache, D = (
+        model_of(replace(SMALL_BCT, recent=recent, rule=rule)),
+        BoundedMemory(),
+        SMALL_BCT.head_dim,
+    )
     slot = 2 * D + (rule == "mean")
     formula = 4 * SMALL_BCT.n_layer * 3 * SMALL_BCT.n_head * (4 * slot + recent * (2 * D + 1 + 4))
     for n in (1, 1, 50, 1, 1, 1, 200):
@@ -626,7 +708,9 @@ def test_memory_held_by_bct_does_not_depend_on_the_chunk() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_window_of_another_dtype_is_refused_and_one_that_is_moved_goes_on(dtype: torch.dtype) -> None:
+def test_a_window_of_another_dtype_is_refused_and_one_that_is_moved_goes_on(
+    dtype: torch.dtype,
+) -> None:
     model, ids, cache = model_of(SMALL), ids_of(2, 12), SlidingWindowCache(5)
     model(ids[:, :8], cache)
     before = snapshot(cache)
@@ -638,7 +722,9 @@ def test_a_window_of_another_dtype_is_refused_and_one_that_is_moved_goes_on(dtyp
     assert moved.layers[0].dtype == dtype
     tolerance = {torch.float64: 1e-4, torch.bfloat16: 0.2}[dtype]
     exact = banded(model, ids, 5, 0)[:, 8:]
-    assert (other(ids[:, 8:], moved).double() - exact.double()).abs().max() / exact.abs().max() < tolerance
+    assert (
+        other(ids[:, 8:], moved).double() - exact.double()
+    ).abs().max() / exact.abs().max() < tolerance
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -657,7 +743,9 @@ def test_a_memory_of_another_shape_is_refused_and_unchanged() -> None:
     before = snapshot(cache)
     sizes = [{"recent": 5}, {"recent": 0}, {"slots": 9}, {"rule": "sum"}]
     for other, batch in [(SMALL_BCT, 1), *((replace(SMALL_BCT, **size), 2) for size in sizes)]:
-        with pytest.raises(ValueError, match=r"memory for .*R, device\] \['mean', 2, 2, 4, 5, 3, .*got \["):
+        with pytest.raises(
+            ValueError, match=r"memory for .*R, device\] \['mean', 2, 2, 4, 5, 3, .*got \["
+        ):
             model_of(other)(ids_of(batch, 3), cache)
         assert same(snapshot(cache), before) and len(cache) == 8
 
@@ -669,7 +757,9 @@ def test_what_is_empty_is_not_there_whatever_the_scores_are(form: str, R: int) -
     memory = WriteMemory(replace(SMALL_BCT, recent=R))
     q, new = torch.full((1, 1, 1, 4), 10.0), torch.tensor([0.0] * R + [1.0])[:, None]
     k, v = (torch.full((1, 1, R + 1, 4), x) * new for x in (-5.0, 1.0))
-    y, *_ = getattr(memory, form)(q, empty_slots(k, 4), [k, v, new * torch.ones(1, 1, 1, 4), 0 * k[..., :1]], R)
+    y, *_ = getattr(memory, form)(
+        q, empty_slots(k, 4), [k, v, new * torch.ones(1, 1, 1, 4), 0 * k[..., :1]], R
+    )
     torch.testing.assert_close(y, torch.ones_like(y))
 
 
@@ -744,13 +834,25 @@ def test_printing_shows_slots_positions_and_tokens() -> None:
     model, cache = model_of(SMALL), SlidingWindowCache(4, 2)
     model(ids_of(1, 9), cache)
     lines = [line.split() for line in str(cache).splitlines()[2:]]
-    assert lines == [["0", "0"], ["1", "1"], ["2", "7"], ["3", "8"], ["4", "4"], ["5", "5"], ["6", "6"]]
+    assert lines == [
+        ["0", "0"],
+        ["1", "1"],
+        ["2", "7"],
+        ["3", "8"],
+        ["4", "4"],
+        ["5", "5"],
+        ["6", "6"],
+    ]
     tokens = [f"t{i}" for i in range(9)]
     shown = [line.split()[-1] for line in cache.table(tokens).splitlines()[2:]]
     assert shown == [f"'t{p}'" for p in (0, 1, 7, 8, 4, 5, 6)]
     memory = BoundedMemory()
     model_of(SMALL_BCT)(ids_of(1, 9), memory)
-    assert memory.table(tokens) == repr(memory) == f"BCT memory of 3 layers after 9 tokens: {memory.nbytes:,} bytes"
+    assert (
+        memory.table(tokens)
+        == repr(memory)
+        == f"BCT memory of 3 layers after 9 tokens: {memory.nbytes:,} bytes"
+    )
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(0, 0), (-3, 1), (4, -1)])
@@ -759,7 +861,9 @@ def test_windows_that_can_not_be_are_refused(window: int, sinks: int) -> None:
         SlidingWindowCache(window, sinks)
 
 
-@pytest.mark.parametrize("options", [{"slots": 0}, {"recent": -2}, {"rule": "max"}, {"random_start": True}])
+@pytest.mark.parametrize(
+    "options", [{"slots": 0}, {"recent": -2}, {"rule": "max"}, {"random_start": True}]
+)
 def test_geometry_of_bct_that_can_not_be_is_refused(options: dict) -> None:
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
         replace(SMALL_BCT, **options)

@@ -23,16 +23,29 @@ from tests.helpers import recorded
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ROOT / "chapters"
 FOLDERS = build.folders([])
-with_solutions = pytest.mark.skipif(not (FOLDERS[0] / "solution.py").exists(), reason="a copy without solutions")
+with_solutions = pytest.mark.skipif(
+    not (FOLDERS[0] / "solution.py").exists(), reason="a copy without solutions"
+)
 
 
 def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=600, cwd=cwd
+    )
 
 
 def outcomes(root: Path, report: Path, *words: str) -> tuple[dict[str, str], str]:
     """Run the chapters' tests of a tree; return what became of each, and what was printed."""
-    result = run("-m", "pytest", "chapters", "-p", "no:cacheprovider", f"--junitxml={report}", *words, cwd=root)
+    result = run(
+        "-m",
+        "pytest",
+        "chapters",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        *words,
+        cwd=root,
+    )
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
@@ -45,7 +58,9 @@ def copy_of_the_chapters(tree: Path, *without: str) -> Path:
     for path in ROOT.iterdir():
         if path.name not in ("chapters", ".git"):
             (tree / path.name).symlink_to(path)
-    shutil.copytree(CHAPTERS, tree / "chapters", ignore=shutil.ignore_patterns("__pycache__", *without))
+    shutil.copytree(
+        CHAPTERS, tree / "chapters", ignore=shutil.ignore_patterns("__pycache__", *without)
+    )
     return tree
 
 
@@ -53,7 +68,9 @@ def copy_of_the_chapters(tree: Path, *without: str) -> Path:
 @recorded
 @with_solutions  # whose checks chapter 9 runs
 def test_chapters_are_up_to_date() -> None:
-    result = run("-m", "chapters.builder", "--check", *(["--stubs"] if os.environ.get("STUBS") else []))
+    result = run(
+        "-m", "chapters.builder", "--check", *(["--stubs"] if os.environ.get("STUBS") else [])
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -77,7 +94,10 @@ def test_every_stub_fails_beside_its_solution(tmp_path: Path) -> None:
         stub = build.stub_of((folder / "solution.py").read_text())
         (tmp_path / "chapters" / folder.name / "exercise.py").write_text(stub)
     found, printed = outcomes(tmp_path, tmp_path / "report.xml")
-    assert found and {name: what for name, what in found.items() if what not in ("failure", "error")} == {}
+    assert (
+        found
+        and {name: what for name, what in found.items() if what not in ("failure", "error")} == {}
+    )
     assert re.search(r"total +0 of \d+", printed)
     assert "solution.py" not in printed
 
@@ -92,11 +112,17 @@ def test_the_points_of_a_class(tmp_path: Path) -> None:
     (tmp_path / "class/anna/my copy/chapters" / name / "exercise.py").write_text(solution)
     (tmp_path / "class/ben" / name / "exercise.py").write_text(build.stub_of(solution))
     table = tmp_path / "points.csv"
-    result = run("-m", "chapters.grade", str(tmp_path / "class"), "--chapters", "2", "--output", str(table))
+    result = run(
+        "-m", "chapters.grade", str(tmp_path / "class"), "--chapters", "2", "--output", str(table)
+    )
     assert result.returncode == 0, result.stderr
     head, *rows = (line.split(",") for line in table.read_text().splitlines())
     assert head == ["student", "2.1", "2.2", "2.3", "2.4", "2.5", "total", "note"]
-    assert [row[0] for row in rows] == ["anna", "ben", "cara"] and [row[-2] for row in rows] == ["10", "0", "0"]
+    assert [row[0] for row in rows] == ["anna", "ben", "cara"] and [row[-2] for row in rows] == [
+        "10",
+        "0",
+        "0",
+    ]
     assert [row[-1] for row in rows] == ["", "", f"{name}: no exercise.py"]
 
 
@@ -111,14 +137,20 @@ LOADS_WITH = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", LOADS_WITH)
-def test_an_error_while_a_file_loads_costs_its_own_exercises_only(tmp_path: Path, code: str) -> None:
+def test_an_error_while_a_file_loads_costs_its_own_exercises_only(
+    tmp_path: Path, code: str
+) -> None:
     for name in ("00_setup", "01_gpt2"):
         (tmp_path / name).mkdir()
     (tmp_path / "00_setup/exercise.py").write_text(f"import dataclasses\n\n{code}\n")
-    (tmp_path / "01_gpt2/exercise.py").write_text("def causal_mask(pos, k_pos):\n    return k_pos <= pos[:, None]\n")
+    (tmp_path / "01_gpt2/exercise.py").write_text(
+        "def causal_mask(pos, k_pos):\n    return k_pos <= pos[:, None]\n"
+    )
     options = ["-m", "ex0_1 or ex1_1", f"--from={tmp_path}", "-p", "no:cacheprovider"]
     printed = run("-m", "pytest", "chapters/00_setup", "chapters/01_gpt2", *options).stdout
-    assert f'File "{tmp_path}/00_setup/exercise.py", line 3' in printed and LOADS_WITH[code] in printed
+    assert (
+        f'File "{tmp_path}/00_setup/exercise.py", line 3' in printed and LOADS_WITH[code] in printed
+    )
     assert re.search(r"0\.1 +0 of 2\n +1\.1 +1 of 1\n", printed), printed
     assert "INTERNALERROR" not in printed and "conftest.py" not in printed
 
@@ -126,13 +158,26 @@ def test_an_error_while_a_file_loads_costs_its_own_exercises_only(tmp_path: Path
 @pytest.mark.slow
 def test_tracebacks_leave_out_frames_without_a_file(tmp_path: Path) -> None:
     (tmp_path / "01_gpt2").mkdir()
-    lines = ["import dataclasses, torch", "@dataclasses.dataclass", "class A:", "    x: int",
-             "    def __post_init__(self):", "        torch.nn.Linear(2, 3)(torch.ones(5))",
-             "def causal_mask(pos, k_pos):", "    return A(3)"]  # fmt: skip
+    lines = [
+        "import dataclasses, torch",
+        "@dataclasses.dataclass",
+        "class A:",
+        "    x: int",
+        "    def __post_init__(self):",
+        "        torch.nn.Linear(2, 3)(torch.ones(5))",
+        "def causal_mask(pos, k_pos):",
+        "    return A(3)",
+    ]
     (tmp_path / "01_gpt2/exercise.py").write_text("\n".join(lines))
     printed = run("-m", "pytest", "chapters/01_gpt2", "-m", "ex1_1", f"--from={tmp_path}").stdout
-    assert "exercise.py:8: in causal_mask" in printed and "exercise.py:6: in __post_init__" in printed
-    assert "<string>" not in printed and "site-packages" not in printed and "INTERNALERROR" not in printed
+    assert (
+        "exercise.py:8: in causal_mask" in printed and "exercise.py:6: in __post_init__" in printed
+    )
+    assert (
+        "<string>" not in printed
+        and "site-packages" not in printed
+        and "INTERNALERROR" not in printed
+    )
 
 
 def test_pictures_show_real_tokens() -> None:
@@ -152,9 +197,15 @@ def test_exercises_markers_and_points_agree(folder: Path) -> None:
     readme = (folder / "README.md").read_text()
     (test,) = folder.glob("test_*.py")
     tree = ast.parse(test.read_text())
-    points = next(ast.literal_eval(node.value) for node in tree.body
-                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "POINTS")  # fmt: skip
-    listed = {f"ex{m[1]}_{m[2]}": int(m[3]) for m in re.finditer(r"^\| (\d+)\.(\d+) \|.*\| (\d+) \|$", readme, re.M)}
+    points = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "POINTS"
+    )
+    listed = {
+        f"ex{m[1]}_{m[2]}": int(m[3])
+        for m in re.finditer(r"^\| (\d+)\.(\d+) \|.*\| (\d+) \|$", readme, re.M)
+    }
     assert points == listed and all(name.startswith(f"ex{number}_") for name in points)
     marked = {}
     for node in tree.body:
@@ -179,7 +230,12 @@ def test_links_and_images_of_chapters_exist(folder: Path) -> None:
 def test_a_page_leads_to_its_neighbours_and_into_itself() -> None:
     text = "# 2. The `KV` cache\n\n## It's *new*: a & b\n\n## Run it\n\n## Run it\n"
     page = pages.page(text, build.links(CHAPTERS / "02_kv_cache" / "README.md"))
-    assert re.findall(r'<h\d id="(.*?)">', page) == ["2-the-kv-cache", "its-new-a--b", "run-it", "run-it-1"]
+    assert re.findall(r'<h\d id="(.*?)">', page) == [
+        "2-the-kv-cache",
+        "its-new-a--b",
+        "run-it",
+        "run-it-1",
+    ]
     neighbours = ["../01_gpt2/index.html", "../index.html", "../03_bounded/index.html"]
     assert re.findall(r'<a href="(.*?)">', page) == 2 * neighbours
     assert build.links(FOLDERS[0] / "README.md")[0] == ("../index.html", "All chapters")
@@ -188,18 +244,25 @@ def test_a_page_leads_to_its_neighbours_and_into_itself() -> None:
 
 
 def test_every_hunk_has_words() -> None:
-    said = side_by_side.words({folder / "README.md": (folder / "README.md").read_text() for folder in FOLDERS})
+    said = side_by_side.words(
+        {folder / "README.md": (folder / "README.md").read_text() for folder in FOLDERS}
+    )
     for pair in side_by_side.PAIRS:
         mentioned = set()
         for folder in FOLDERS:
-            for m in re.finditer(rf"^<!-- (?:about|diff) {pair[0]} {pair[1]} (\d+)(?: (\d+))? -->",
-                                 (folder / "README.md").read_text(), re.M):  # fmt: skip
+            for m in re.finditer(
+                rf"^<!-- (?:about|diff) {pair[0]} {pair[1]} (\d+)(?: (\d+))? -->",
+                (folder / "README.md").read_text(),
+                re.M,
+            ):
                 if int(m[1]) in said[pair]:
                     mentioned |= set(range(int(m[1]), int(m[2] or m[1]) + 1))
         assert mentioned == set(range(1, len(blocks.hunks(*pair)) + 1))
 
 
-def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_transformers_reads_the_folder_that_engines_are_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     transformers = pytest.importorskip("transformers")
     export = blocks.import_file(CHAPTERS / "10_beyond" / "export.py")
     export.main([str(tmp_path / "served")])
@@ -209,17 +272,25 @@ def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path, ca
     assert "served is there already" in said and said.count("\n") == 1
     ours, model = load_tokenizer("pocket"), load_model("pocket", model_class=GPT)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "served")
-    texts = [*(f"{document.text}<|endoftext|>" for document in corpus.documents("test", 20)), " été 你好\n\n x 12 it's"]
+    texts = [
+        *(f"{document.text}<|endoftext|>" for document in corpus.documents("test", 20)),
+        " été 你好\n\n x 12 it's",
+    ]
     for text in texts:
         assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
-    assert theirs.decode(theirs(texts[-1])["input_ids"]) == texts[-1] and theirs.eos_token_id == ours.eot_token
+    assert (
+        theirs.decode(theirs(texts[-1])["input_ids"]) == texts[-1]
+        and theirs.eos_token_id == ours.eot_token
+    )
     ids = torch.tensor([ours.encode("Halek lives in")])
     expected = torch.cat([ids, *generate(model, ids, 20)], dim=1)
     for folder in (tmp_path / "served", ROOT / "pocket" / "teacher"):
         reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         assert torch.equal(reference.generate(ids, max_new_tokens=20, do_sample=False), expected)
     empty = transformers.AutoTokenizer.from_pretrained(ROOT / "pocket" / "teacher")
-    assert empty("Halek lives in")["input_ids"] != ids[0].tolist(), "the chapter says that this folder isn't enough"
+    assert empty("Halek lives in")["input_ids"] != ids[0].tolist(), (
+        "the chapter says that this folder isn't enough"
+    )
 
 
 def test_stubs_lose_what_is_the_solutions_own() -> None:
@@ -251,16 +322,19 @@ def _own(x: int) -> int:
     compile(stub, "stub", "exec")
 
 
-@pytest.mark.parametrize(("mark", "culprit"), [
-    ("<!-- code gpt_baseline.py Nothing -->\n<!-- end -->", "Nothing"),
-    ("<!-- code gpt_baseline.py GPT.forward nowhere -->\n<!-- end -->", "nowhere"),
-    ("<!-- code gpt_kv_cache.py KVCache -->\n<!-- end -->", "show a part"),
-    ("<!-- diff gpt_baseline.py gpt_kv_cache.py 11 -->\n<!-- end -->", "11"),
-    ("<!-- output python3 nowhere.py -->\n<!-- end -->", "can't open file"),
-    ("<!-- code nothing.py GPT -->\n<!-- end -->", "nothing.py"),
-    ("<!-- picture nothing -->\n<!-- end -->", "nothing"),
-    ("<!-- code gpt_baseline.py -->\n<!-- end -->", "code gpt_baseline.py"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mark", "culprit"),
+    [
+        ("<!-- code gpt_baseline.py Nothing -->\n<!-- end -->", "Nothing"),
+        ("<!-- code gpt_baseline.py GPT.forward nowhere -->\n<!-- end -->", "nowhere"),
+        ("<!-- code gpt_kv_cache.py KVCache -->\n<!-- end -->", "show a part"),
+        ("<!-- diff gpt_baseline.py gpt_kv_cache.py 11 -->\n<!-- end -->", "11"),
+        ("<!-- output python3 nowhere.py -->\n<!-- end -->", "can't open file"),
+        ("<!-- code nothing.py GPT -->\n<!-- end -->", "nothing.py"),
+        ("<!-- picture nothing -->\n<!-- end -->", "nothing"),
+        ("<!-- code gpt_baseline.py -->\n<!-- end -->", "code gpt_baseline.py"),
+    ],
+)
 def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
     readme = CHAPTERS / "02_kv_cache" / "README.md"
 
@@ -283,7 +357,11 @@ def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     exercise = tree / "chapters" / "02_kv_cache" / "exercise.py"
     exercise.write_text("done by a student\n")
     result = run("-m", "chapters.builder", "2", "--check", "--stubs", cwd=tree)
-    assert result.returncode == 2 and "02_kv_cache/README.md" in result.stderr and "exercise.py" in result.stderr
+    assert (
+        result.returncode == 2
+        and "02_kv_cache/README.md" in result.stderr
+        and "exercise.py" in result.stderr
+    )
     assert len(result.stderr.strip().splitlines()) == 1
     assert run("-m", "chapters.builder", "2", cwd=tree).returncode == 0
     assert readme.read_text() == fresh and exercise.read_text() == "done by a student\n"
@@ -302,7 +380,10 @@ def test_commands_of_chapters_exist() -> None:
                 for command in re.findall(r"python3 ((?!-m|-c)\S+\.py)([^|;&]*)", line):
                     script, rest = command
                     assert (ROOT / script).is_file(), line
-                    words = (script, *["study"] * rest.lstrip().startswith("study"))  # which has options of its own
+                    words = (
+                        script,
+                        *["study"] * rest.lstrip().startswith("study"),
+                    )  # which has options of its own
                     if words not in helps:
                         done = run(*words, "--help")
                         assert done.returncode == 0, f"{line}: {done.stderr}"
@@ -311,8 +392,12 @@ def test_commands_of_chapters_exist() -> None:
                         assert option in helps[words] or option == "--help", line
 
 
-def test_the_table_of_rounding_has_a_gross_mistake_in_its_last_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_rounding_has_a_gross_mistake_in_its_last_column(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     blocks.import_file(CHAPTERS / "08_measuring" / "rounding.py").main()
-    rows = [[float(x) for x in line.split()[1:]] for line in capsys.readouterr().out.splitlines()[1:]]
+    rows = [
+        [float(x) for x in line.split()[1:]] for line in capsys.readouterr().out.splitlines()[1:]
+    ]
     assert len(rows) == 3
     assert all(pieces < mask / 10 for _, pieces, _, mask in rows) and rows[0][2] > 100 * rows[0][1]

@@ -30,15 +30,21 @@ def row(claims: list[Claim], start: str) -> Claim:
     return next(claim for claim in claims if claim["quote"].startswith(start))
 
 
-@pytest.mark.parametrize(("name", "claim"), ROWS, ids=[f"{name}: {claim['quote'][:30]}" for name, claim in ROWS])
+@pytest.mark.parametrize(
+    ("name", "claim"), ROWS, ids=[f"{name}: {claim['quote'][:30]}" for name, claim in ROWS]
+)
 def test_every_row_is_whole(name: str, claim: Claim) -> None:
     assert claim["verdict"] in ("HOLDS", "DOES NOT HOLD", "NOT SHOWN", "NOT TESTED")
-    assert claim["verdict"] == "NOT TESTED" or any(c.isdigit() for c in claim["figure"]), "a verdict without a figure"
+    assert claim["verdict"] == "NOT TESTED" or any(c.isdigit() for c in claim["figure"]), (
+        "a verdict without a figure"
+    )
     assert claim["ours"] and 0 < len(claim["quote"].split()) <= 25
     if claim["source"]:
         assert claim["section"] and claim["theirs"] and claim["stated"] in ("yes", "partly", "no")
         assert claim["stated"] == "yes" or claim["why"], "not as stated, but not why"
-        assert claim["stated"] != "no" or claim["verdict"] == "NOT TESTED", "judged by another question"
+        assert claim["stated"] != "no" or claim["verdict"] == "NOT TESTED", (
+            "judged by another question"
+        )
         assert claim["stated"] != "yes" or claim["verdict"] != "NOT TESTED"
 
 
@@ -51,12 +57,32 @@ def test_every_source_has_rows_and_no_quote_twice_under_the_same_conditions() ->
 
 
 def test_the_sources_rows_and_ours_stand_apart() -> None:
-    claims = [*under("S", "theirs", "a", judged("1", "x", True, "1 || 2", "yes"), judged("2", "y", None, "", "no: z")),
-              *under("", "", "b", judged("", "z?", False, "3", "", refuted=False), judged("", "w?", False, "4", ""))]
+    claims = [
+        *under(
+            "S",
+            "theirs",
+            "a",
+            judged("1", "x", True, "1 || 2", "yes"),
+            judged("2", "y", None, "", "no: z"),
+        ),
+        *under(
+            "",
+            "",
+            "b",
+            judged("", "z?", False, "3", "", refuted=False),
+            judged("", "w?", False, "4", ""),
+        ),
+    ]
     said, here, table, ours, other = claim_tables(claims)
-    assert (said, here, ours) == ("Conditions of S: theirs.", "Here: a.", "Ours, claimed by no source. Here: b.")
-    assert isinstance(table, Table) and [*table.rows] == [['"x" (1)', "HOLDS: 1 || 2", "yes"],
-                                                           ['"y" (2)', "NOT TESTED", "no: z"]]  # fmt: skip
+    assert (said, here, ours) == (
+        "Conditions of S: theirs.",
+        "Here: a.",
+        "Ours, claimed by no source. Here: b.",
+    )
+    assert isinstance(table, Table) and [*table.rows] == [
+        ['"x" (1)', "HOLDS: 1 || 2", "yes"],
+        ['"y" (2)', "NOT TESTED", "no: z"],
+    ]
     assert [*other.rows] == [["z?", "NOT SHOWN: 3"], ["w?", "NO: 4"]]
     lines = page([table, other], markdown=True).splitlines()
     assert all(line.replace("\\|", "").count("|") == 1 + len(table.header) for line in lines[:4])
@@ -66,7 +92,9 @@ def test_the_sources_rows_and_ours_stand_apart() -> None:
 # --- A figure follows its record ------------------------------------------------------------------------------------
 
 
-def changed(name: str, change: Callable[[dict[str, Any]], None], file: str = "summary.json") -> dict[str, Any]:
+def changed(
+    name: str, change: Callable[[dict[str, Any]], None], file: str = "summary.json"
+) -> dict[str, Any]:
     record = copy.deepcopy(recorded(name, file))
     change(record)
     return record
@@ -114,10 +142,17 @@ def test_cp_kvp_follows_its_record() -> None:
             for b in kind["bins"]:
                 b["good"] = 1.0
 
-    before, after = (projection_report.claims(record) for record in (recorded("projection"),
-                                                                     changed("projection", good)))  # fmt: skip
-    assert [row(c, "Next-token KL")["verdict"] for c in (before, after)] == ["DOES NOT HOLD", "HOLDS"]
-    flattened = 36 * (1_280 * 64) * (8 * 64) * 4 / 1e9  # a matrix in float32 for each head of each layer
+    before, after = (
+        projection_report.claims(record)
+        for record in (recorded("projection"), changed("projection", good))
+    )
+    assert [row(c, "Next-token KL")["verdict"] for c in (before, after)] == [
+        "DOES NOT HOLD",
+        "HOLDS",
+    ]
+    flattened = (
+        36 * (1_280 * 64) * (8 * 64) * 4 / 1e9
+    )  # a matrix in float32 for each head of each layer
     claims = projection_report.claims(recorded("projection"))
     assert f"{flattened:.1f} GB for pocket" in row(claims, "Storage")["figure"]
 
@@ -130,11 +165,20 @@ def test_cp_kvps_times_are_judged_at_every_length_with_retrieval() -> None:
         """With the given seconds for 32 tokens; for 1,000 tokens a fixed good case."""
         record = recorded("projection")
         long = {"cold": 1.0, "mapped": 0.1, "doubled": 0.2, "stored": 0.04, "apart": 0.02}
-        names = {"cold": "cold", "mapped": MAPPED.format(8), "doubled": MAPPED.format(16), "stored": "8 summary tokens",
-                 "apart": APART}  # fmt: skip
-        rows = [{"length": n} | {names[key]: x for key, x in (long | times).items() if x is not None}
-                for n, times in ((32, short), (1000, {key: x for key, x in short.items() if x is None}))]
-        claims = projection_report.at_inference(record | {"lengths": {"GPT-2": rows}}, "S", "theirs", forms)
+        names = {
+            "cold": "cold",
+            "mapped": MAPPED.format(8),
+            "doubled": MAPPED.format(16),
+            "stored": "8 summary tokens",
+            "apart": APART,
+        }
+        rows = [
+            {"length": n} | {names[key]: x for key, x in (long | times).items() if x is not None}
+            for n, times in ((32, short), (1000, {key: x for key, x in short.items() if x is None}))
+        ]
+        claims = projection_report.at_inference(
+            record | {"lengths": {"GPT-2": rows}}, "S", "theirs", forms
+        )
         return [row(claims, start)["verdict"] for start in starts]
 
     assert found(good) == ["HOLDS"] * 4
@@ -146,11 +190,25 @@ def test_cp_kvps_times_are_judged_at_every_length_with_retrieval() -> None:
 
 
 def test_cp_kvp_can_do_nothing_if_no_start_is_sooner() -> None:
-    rows = [{"length": n, "cold": 1.0, MAPPED.format(8): 0.95, MAPPED.format(16): 0.95, "8 summary tokens": 0.9,
-             APART: 0.0} for n in (32, 1000)]  # fmt: skip
+    rows = [
+        {
+            "length": n,
+            "cold": 1.0,
+            MAPPED.format(8): 0.95,
+            MAPPED.format(16): 0.95,
+            "8 summary tokens": 0.9,
+            APART: 0.0,
+        }
+        for n in (32, 1000)
+    ]
     forms = {"form": {"quiz": (0.9, 0.85, 0.95)}}
-    claims = projection_report.at_inference(recorded("projection") | {"lengths": {"GPT-2": rows}}, "S", "theirs", forms)
-    verdicts = [row(claims, start)["verdict"] for start in ("≥35–60%", "CP-KVP can", "First-token", "very large m")]
+    claims = projection_report.at_inference(
+        recorded("projection") | {"lengths": {"GPT-2": rows}}, "S", "theirs", forms
+    )
+    verdicts = [
+        row(claims, start)["verdict"]
+        for start in ("≥35–60%", "CP-KVP can", "First-token", "very large m")
+    ]
     assert verdicts == ["DOES NOT HOLD"] * 4
 
 
@@ -160,10 +218,16 @@ def test_first_step_accuracy_is_guaranteed_by_the_same_token() -> None:
             for kind, three in zip(record["kinds"].values(), (shares * 4)[:4], strict=True):
                 kind["methods"]["as proposed"]["retrieved"]["same_first"] = three
 
-        return row(projection_report.claims(changed("projection", other)), "Only first-step")["verdict"]
+        return row(projection_report.claims(changed("projection", other)), "Only first-step")[
+            "verdict"
+        ]
 
     high, low, wide = [0.9, 0.85, 0.95], [0.1, 0.0, 0.2], [0.85, 0.7, 0.9]
-    assert [verdict(high), verdict(high, low), verdict(high, wide)] == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+    assert [verdict(high), verdict(high, low), verdict(high, wide)] == [
+        "HOLDS",
+        "DOES NOT HOLD",
+        "NOT SHOWN",
+    ]
 
 
 def test_a_form_meets_the_threshold_with_all_kinds_and_misses_it_with_one() -> None:
@@ -172,19 +236,37 @@ def test_a_form_meets_the_threshold_with_all_kinds_and_misses_it_with_one() -> N
         return projection_report.meet(forms), projection_report.miss(forms)
 
     high, low, wide = (0.9, 0.85, 0.95), (0.1, 0.0, 0.2), (0.8, 0.6, 0.9)
-    assert [judge(high, high), judge(high, low), judge(high, wide)] == [(True, False), (False, True), (False, False)]
+    assert [judge(high, high), judge(high, low), judge(high, wide)] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
 
 
 def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.MonkeyPatch) -> None:
     assert projection_stages.third_difference() > 0.01
-    monkeypatch.setattr(projection_stages, "read_tokens", lambda s, v, P: P.sum((1, 2))[:, None, None] * v[..., 0, :])
+    monkeypatch.setattr(
+        projection_stages,
+        "read_tokens",
+        lambda s, v, P: P.sum((1, 2))[:, None, None] * v[..., 0, :],
+    )
     assert projection_stages.third_difference() < 1e-12
 
 
 def test_first_token_times_are_those_of_the_runs() -> None:
     rows = by_length(random_model(GPT, "1x1x8"), [12, 20], 1, (8, 16))
-    names = {"length", "cold", "exact prefix hit", MAPPED.format(8), MAPPED.format(16), "8 summary tokens", APART}
-    assert all({*row} == names and min(row.values()) > 0 for row in rows) and [r["length"] for r in rows] == [12, 20]
+    names = {
+        "length",
+        "cold",
+        "exact prefix hit",
+        MAPPED.format(8),
+        MAPPED.format(16),
+        "8 summary tokens",
+        APART,
+    }
+    assert all({*row} == names and min(row.values()) > 0 for row in rows) and [
+        r["length"] for r in rows
+    ] == [12, 20]
 
 
 # --- Arithmetic -----------------------------------------------------------------------------------------------------
@@ -208,9 +290,22 @@ def test_wilson_has_a_width_where_nothing_is_right() -> None:
 def test_a_record_names_its_conditions() -> None:
     model = random_model(GPT, "2x2x8")
     made = conditions("2x2x8, random weights", model)
-    assert (made["layers"], made["heads"], made["width"]) == (2, 2, 8) and made["machine"] and made["date"]
+    assert (
+        (made["layers"], made["heads"], made["width"]) == (2, 2, 8)
+        and made["machine"]
+        and made["date"]
+    )
     assert made["parameters"] == sum(p.numel() for p in model.parameters())
-    assert f"{made['parameters']:,} parameters (2 layers of width 8)" in conditions_of({"conditions": made}, "data")
-    assert {"model", "parameters", "layers", "device", "date"} <= {*recorded("projection")["conditions"]}
+    assert f"{made['parameters']:,} parameters (2 layers of width 8)" in conditions_of(
+        {"conditions": made}, "data"
+    )
+    assert {"model", "parameters", "layers", "device", "date"} <= {
+        *recorded("projection")["conditions"]
+    }
     assert conditions_of({"conditions": {"model": "x"}}, "data") == "x; data"
-    assert is_geometry("355M") and is_geometry("24x16x1024") and not is_geometry("pocket") and not is_geometry("0x1x2")
+    assert (
+        is_geometry("355M")
+        and is_geometry("24x16x1024")
+        and not is_geometry("pocket")
+        and not is_geometry("0x1x2")
+    )

@@ -33,10 +33,14 @@ FAULTS = [
     ("stranger", "Belessa pulled him", "Velrin pulled him"),
     ("two roles", "Kelessa", "Halek"),
     ("from nowhere", " Kelessa lived in the house with the blue door, behind the market.", ""),
-    ("left open", "They knocked at the blue door, and Kelessa opened it. Zanoth was pleased to have the clay saucer "
-                  "back. ", ""),
+    (
+        "left open",
+        "They knocked at the blue door, and Kelessa opened it. Zanoth was pleased to have the clay saucer "
+        "back. ",
+        "",
+    ),
     ("unread", "It had been a long day", "It had been a long, long day"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("split", corpus.SPLITS)
@@ -45,7 +49,9 @@ def test_the_corpus_itself_holds_together(split: str) -> None:
         prose, _, threads = corpus.tell(corpus.Pen(split, f"told {i}"), mute=i % 2 == 0)
         paid = len(threads) - (i % 2 == 0)
         assert coherence.judge(prose) == coherence.Verdict([], paid, paid), prose
-        stated = {reading.thread for reading in coherence.statements(prose) if reading.kind == "state"}
+        stated = {
+            reading.thread for reading in coherence.statements(prose) if reading.kind == "state"
+        }
         assert stated == {*threads}
 
 
@@ -67,7 +73,9 @@ def test_every_value_that_is_changed_where_a_thread_is_paid_back_is_a_fault() ->
             if told != late:
                 changed += 1
                 verdict = coherence.judge(f"{early}\n{told}")
-                assert thread in verdict.faults and verdict.right < verdict.paid == len(threads), told
+                assert thread in verdict.faults and verdict.right < verdict.paid == len(threads), (
+                    told
+                )
     assert changed > 80
 
 
@@ -75,9 +83,14 @@ def test_a_model_goes_on_from_openings_each_by_itself() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
     tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.openings("valid", 4)
-    assert len({*prompts}) == 4 and all(coherence.statements(prompt)[0].kind == "opening" for prompt in prompts)
+    assert len({*prompts}) == 4 and all(
+        coherence.statements(prompt)[0].kind == "opening" for prompt in prompts
+    )
     stories = coherence.write(model, tokenizer, prompts)
     assert all(story.startswith(prompt) for story, prompt in zip(stories, prompts, strict=True))
     assert stories[2:] == coherence.write(model, tokenizer, prompts[2:])
     shares, kinds = coherence.measure([*stories, STORY])
-    assert shares == {"coherent_share": 0.2, "paid_share": 1.0, "paid_per_story": 0.8} and kinds["unread"] == 4
+    assert (
+        shares == {"coherent_share": 0.2, "paid_share": 1.0, "paid_per_story": 0.8}
+        and kinds["unread"] == 4
+    )

@@ -25,11 +25,16 @@ HELD_OUT = ("valid", "test")
 
 @pytest.fixture(scope="module")
 def docs() -> dict[str, list[corpus.Document]]:
-    return {split: list(corpus.documents(split, 3000 if split == "train" else 1000)) for split in corpus.SPLITS}
+    return {
+        split: list(corpus.documents(split, 3000 if split == "train" else 1000))
+        for split in corpus.SPLITS
+    }
 
 
 def digest(split: str) -> str:
-    return hashlib.sha256("\0".join(f"{d.kind}\1{d.text}" for d in corpus.documents(split, 200)).encode()).hexdigest()
+    return hashlib.sha256(
+        "\0".join(f"{d.kind}\1{d.text}" for d in corpus.documents(split, 200)).encode()
+    ).hexdigest()
 
 
 @pytest.mark.parametrize("split", corpus.SPLITS)
@@ -38,10 +43,17 @@ def test_documents_are_pinned(split):
 
 
 def test_documents_do_not_depend_on_the_process():
-    done = subprocess.run([sys.executable, PROGRAM, "--split", "test", "--n", "200"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONHASHSEED": "4321"}, check=True)  # fmt: skip
-    told = "".join(f"--- test {i}: {d.kind}, {len(d.text)} characters\n{d.text}\n\n"
-                   for i, d in enumerate(corpus.documents("test", 200)))  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--split", "test", "--n", "200"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": "4321"},
+        check=True,
+    )
+    told = "".join(
+        f"--- test {i}: {d.kind}, {len(d.text)} characters\n{d.text}\n\n"
+        for i, d in enumerate(corpus.documents("test", 200))
+    )
     assert done.stdout == told
 
 
@@ -58,7 +70,9 @@ def test_every_kind_occurs_and_text_is_clean(docs, split):
     for d in docs[split]:
         assert 300 <= len(d.text) <= 2100, d
         assert d.text.isascii() and d.text == d.text.strip(), d
-        assert not re.search(r"  |[][{}|]| [,.]|\.\.|,,|\ba [aeiouAEIOU]|\ban [^aeiouhAEIOU]", d.text), d
+        assert not re.search(
+            r"  |[][{}|]| [,.]|\.\.|,,|\ba [aeiouAEIOU]|\ban [^aeiouhAEIOU]", d.text
+        ), d
         assert d.kind == "list" or not re.search(r"(?m)(?:^|\. )[a-z]", d.text), d
     average = sum(len(d.text) for d in docs[split]) / len(docs[split])
     assert 650 < average < 900
@@ -66,7 +80,9 @@ def test_every_kind_occurs_and_text_is_clean(docs, split):
 
 def names_in(texts: list[str]) -> set[str]:
     """Every capitalised word made of a name's first and last syllable."""
-    starts, ends = ("|".join(syllables) for syllables in (WORDS["start"], WORDS["woman"] + WORDS["man"]))
+    starts, ends = (
+        "|".join(syllables) for syllables in (WORDS["start"], WORDS["woman"] + WORDS["man"])
+    )
     found = {m for t in texts for m in re.findall(rf"\b(?:{starts})(?:{ends})\b", t)}
     return found - set(WORDS["petname"]) - set(corpus.TOWNS)
 
@@ -83,7 +99,10 @@ def test_people_of_the_splits_are_disjoint_in_the_text(docs):
 
 def test_nouns_of_objects_are_disjoint_in_the_text(docs):
     named = {split: {o.split()[1] for o in corpus.OBJECTS[split]} for split in corpus.SPLITS}
-    words = {split: {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text)} for split in corpus.SPLITS}
+    words = {
+        split: {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text)}
+        for split in corpus.SPLITS
+    }
     for split in corpus.SPLITS:
         assert named[split] <= words[split]
     assert (
@@ -104,9 +123,20 @@ def masked_questions(docs: list[corpus.Document]) -> set[str]:
         *corpus.OBJECTS.values(),
         *([p.name for p in people] for people in corpus.PEOPLE.values()),
     ]
-    mask = re.compile(r"\b(?:" + "|".join(sorted({w for t in tables for w in t}, key=len, reverse=True)) + r")\b")
-    lines = (line for d in docs if d.kind != "list" for line in d.text.split("\n") if line.startswith("Question: "))
-    return {re.sub(r"\bh(?:is|er)\b", ".", re.sub(r"\ban?\b", "a", mask.sub(".", line))) for line in lines}
+    mask = re.compile(
+        r"\b(?:" + "|".join(sorted({w for t in tables for w in t}, key=len, reverse=True)) + r")\b"
+    )
+    lines = (
+        line
+        for d in docs
+        if d.kind != "list"
+        for line in d.text.split("\n")
+        if line.startswith("Question: ")
+    )
+    return {
+        re.sub(r"\bh(?:is|er)\b", ".", re.sub(r"\ban?\b", "a", mask.sub(".", line)))
+        for line in lines
+    }
 
 
 def test_questions_of_held_out_text_are_worded_as_none_of_train(docs):
@@ -130,7 +160,13 @@ def test_no_held_out_question_is_worded_as_a_training_question():
 
 
 def test_prose_is_worded_alike_in_all_splits():
-    banks = [stories.OPENINGS, stories.ENDINGS, stories.STATES["door"], dialogues.GREETINGS, corpus.SAYS["river"]]
+    banks = [
+        stories.OPENINGS,
+        stories.ENDINGS,
+        stories.STATES["door"],
+        dialogues.GREETINGS,
+        corpus.SAYS["river"],
+    ]
     for train, held in banks:
         assert train == held and len(set(train)) == len(train)
 
@@ -140,12 +176,20 @@ def test_held_out_words_are_known_from_train(docs):
     for split in HELD_OUT:
         named = {o.split()[1] for o in corpus.OBJECTS[split]}
         names = {p.name.lower() for p in corpus.PEOPLE[split]}
-        new = {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text.lower())} - known - named - names
+        new = (
+            {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text.lower())}
+            - known
+            - named
+            - names
+        )
         assert not new
 
 
 def test_world_has_many_values_for_each_fact():
-    for table, keys in ((corpus.TOWNS, corpus.TOWN_FACTS), (corpus.CREATURES, corpus.CREATURE_FACTS)):
+    for table, keys in (
+        (corpus.TOWNS, corpus.TOWN_FACTS),
+        (corpus.CREATURES, corpus.CREATURE_FACTS),
+    ):
         for key in keys:
             first_words = [facts[key].split()[0] for facts in table.values()]
             assert len(set(first_words)) >= 12
@@ -158,11 +202,17 @@ def test_world_has_many_values_for_each_fact():
 def test_closed_book_questions_agree_with_the_world(split):
     questions = corpus.closed_book_questions(split)
     assert len({q.family for q in questions}) == 36 * 5 + 20 * 3
-    assert len({q.prompt for q in questions}) == len(questions) == 240 * (8 if split == "train" else 3)
+    assert (
+        len({q.prompt for q in questions}) == len(questions) == 240 * (8 if split == "train" else 3)
+    )
     for q in questions:
         kind, name, key = q.family.split(":")
         assert {"town": corpus.TOWNS, "creature": corpus.CREATURES}[kind][name][key] == q.answer
-        assert q.prompt.startswith("Question: ") and q.prompt.endswith("\nAnswer:") and name in q.prompt
+        assert (
+            q.prompt.startswith("Question: ")
+            and q.prompt.endswith("\nAnswer:")
+            and name in q.prompt
+        )
 
 
 def test_closed_book_paraphrases_differ_between_splits():
@@ -171,9 +221,16 @@ def test_closed_book_paraphrases_differ_between_splits():
 
 
 def test_quizzes_are_answered_by_the_world(docs):
-    answers = {q.prompt: q.answer for split in ("train", "valid") for q in corpus.closed_book_questions(split)}
+    answers = {
+        q.prompt: q.answer
+        for split in ("train", "valid")
+        for q in corpus.closed_book_questions(split)
+    }
     pairs = [
-        p for split in corpus.SPLITS for d in docs[split] for p in re.findall(r"(Question: .*\nAnswer:) (.*)", d.text)
+        p
+        for split in corpus.SPLITS
+        for d in docs[split]
+        for p in re.findall(r"(Question: .*\nAnswer:) (.*)", d.text)
     ]
     asked = [(prompt, answer) for prompt, answer in pairs if prompt in answers]
     assert len(asked) > 2000
@@ -207,7 +264,11 @@ def test_explanations_follow_from_their_notes(split):
         r"\b(?:"
         + "|".join(
             [
-                *(w for field in ["number", "minutes", *explanations.PLAN_FIELDS.split()] for w in WORDS[field]),
+                *(
+                    w
+                    for field in ["number", "minutes", *explanations.PLAN_FIELDS.split()]
+                    for w in WORDS[field]
+                ),
                 *corpus.TOWNS,
                 *corpus.OBJECTS[split],
                 *(p.name for p in corpus.PEOPLE[split]),

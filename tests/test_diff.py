@@ -13,9 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LECTURES = [
     ("gpt_baseline.py", "gpt_kv_cache.py", 10, {"# NEW": 95}),
     ("gpt_kv_cache.py", "gpt_bounded_cache.py", 9, {"# RING": 76, "# BCT": 175}),
-    ("gpt_kv_cache.py", "llama_kv_cache.py", 26,
-     {"# ROPE": 32, "# GQA": 10, "# RMS": 3, "# SWIGLU": 3, "# LLAMA": 19}),
-]  # fmt: skip
+    (
+        "gpt_kv_cache.py",
+        "llama_kv_cache.py",
+        26,
+        {"# ROPE": 32, "# GQA": 10, "# RMS": 3, "# SWIGLU": 3, "# LLAMA": 19},
+    ),
+]
 FILES = {  # lines of code
     "gpt_baseline.py": 174,
     "gpt_kv_cache.py": 255,
@@ -29,18 +33,31 @@ def code_lines(text: str) -> set[int]:
     lines = text.splitlines()
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             prose |= set(range(node.lineno - 1, node.end_lineno))
-    return {i for i, line in enumerate(lines) if line.strip() and not line.strip().startswith("#")} - prose
+    return {
+        i for i, line in enumerate(lines) if line.strip() and not line.strip().startswith("#")
+    } - prose
 
 
 def new_lines(old: str, new: str) -> set[int]:
     matcher = difflib.SequenceMatcher(a=old.splitlines(), b=new.splitlines(), autojunk=False)
-    return {i for tag, _, _, start, end in matcher.get_opcodes() if tag != "equal" for i in range(start, end)}
+    return {
+        i
+        for tag, _, _, start, end in matcher.get_opcodes()
+        if tag != "equal"
+        for i in range(start, end)
+    }
 
 
 @pytest.mark.parametrize(("old_name", "new_name", "most_hunks", "marks"), LECTURES)
-def test_diff_stays_within_its_budget(old_name: str, new_name: str, most_hunks: int, marks: dict) -> None:
+def test_diff_stays_within_its_budget(
+    old_name: str, new_name: str, most_hunks: int, marks: dict
+) -> None:
     old, new = (ROOT / old_name).read_text(), (ROOT / new_name).read_text()
     diff = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0))
     hunks = "\n".join(diff).split("\n@@")[1:]
@@ -51,19 +68,27 @@ def test_diff_stays_within_its_budget(old_name: str, new_name: str, most_hunks: 
     gone = len(new_lines(new, old) & code_lines(old))  # lines of the old file that had to go
     assert gone <= (29 if new_name == "llama_kv_cache.py" else 13)
     lectures = [
-        {mark for mark in marks for line in hunk.splitlines() if re.search(rf"\S  {mark}($|  )", line)}
+        {
+            mark
+            for mark in marks
+            for line in hunk.splitlines()
+            if re.search(rf"\S  {mark}($|  )", line)
+        }
         for hunk in hunks
     ]
     assert all(len(found) <= 1 for found in lectures)  # a hunk is of one lecture
 
 
 @pytest.mark.parametrize(("old_name", "new_name", "most_hunks", "marks"), LECTURES)
-def test_marks_are_exactly_the_changed_lines_of_code(old_name: str, new_name: str, most_hunks: int,
-                                                     marks: dict) -> None:  # fmt: skip
+def test_marks_are_exactly_the_changed_lines_of_code(
+    old_name: str, new_name: str, most_hunks: int, marks: dict
+) -> None:
     old, new = (ROOT / old_name).read_text(), (ROOT / new_name).read_text()
     text = new.splitlines()
     marked = {i for i in code_lines(new) if any(mark in text[i] for mark in marks)}
-    unmarked = "\n".join(re.sub(f"  ({'|'.join(marks)})\\b.*", "", line) for line in text)  # a mark alone is no change
+    unmarked = "\n".join(
+        re.sub(f"  ({'|'.join(marks)})\\b.*", "", line) for line in text
+    )  # a mark alone is no change
     changed = new_lines(old, unmarked) & code_lines(new)
     assert [text[i] for i in sorted(changed - marked)] == []
     assert [text[i] for i in sorted(marked - changed)] == []
@@ -95,7 +120,13 @@ def test_a_file_fits_in_two_columns_and_in_the_head_and_stands_alone(name: str) 
         module
         for node in ast.parse(text).body
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for module in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        for module in (
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
     }
     standard = {"__future__", "math", "collections.abc", "dataclasses"}
-    assert {module for module in imported if module not in standard and not module.startswith("torch")} == set()
+    assert {
+        module for module in imported if module not in standard and not module.startswith("torch")
+    } == set()

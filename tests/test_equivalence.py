@@ -36,7 +36,9 @@ def random_geometry(rng: random.Random) -> dict[str, int]:
 
 def randomize(model: torch.nn.Module) -> None:
     """Weights so large that attention is sharp and text varied, or mistakes would not show."""
-    for name, parameter in sorted(model.named_parameters()):  # whatever order the file makes them in
+    for name, parameter in sorted(
+        model.named_parameters()
+    ):  # whatever order the file makes them in
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.1 if name.startswith("w") else 0.5)
         elif name.endswith("bias"):
@@ -64,14 +66,19 @@ def model_of(module: ModuleType, seed: int, **geometry: int) -> torch.nn.Module:
 def feed_in_chunks(model: torch.nn.Module, ids: Tensor, cuts: list[int], cache: KVCache) -> Tensor:
     """Logits (B, T, V) of ids (B, T), fed in pieces that end at the cuts."""
     ends = sorted({*cuts, ids.size(1)})
-    return torch.cat([model(ids[:, a:b], cache) for a, b in zip([0, *ends], ends, strict=False)], dim=1)
+    return torch.cat(
+        [model(ids[:, a:b], cache) for a, b in zip([0, *ends], ends, strict=False)], dim=1
+    )
 
 
 def parts_of(model: torch.nn.Module) -> list[str]:
     """Names of the submodules that a forward pass runs, each once."""
     names: list[str] = []
-    hooks = [module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
-             for name, module in model.named_modules() if name]  # fmt: skip
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
+        for name, module in model.named_modules()
+        if name
+    ]
     model(torch.zeros(1, 1, dtype=torch.long))
     for hook in hooks:
         hook.remove()
@@ -94,8 +101,9 @@ def failing(model: torch.nn.Module, part: str, *, nan: bool = False) -> Iterator
         hook.remove()
 
 
-def check_any_feeding(model: torch.nn.Module, ids: Tensor, expected: Tensor, cache: KVCache,
-                      seed: int) -> None:  # fmt: skip
+def check_any_feeding(
+    model: torch.nn.Module, ids: Tensor, expected: Tensor, cache: KVCache, seed: int
+) -> None:
     """Read ids by random chunks with a cache and its clones in turn; between these passes, some
     fail on other tokens, and caches are truncated. The logits must be the expected ones (B, T, V)
     at every position."""
@@ -110,7 +118,9 @@ def check_any_feeding(model: torch.nn.Module, ids: Tensor, expected: Tensor, cac
             with contextlib.suppress(ValueError):  # a ring has evicted, a BCT has written
                 cache.truncate(rng.choice([rng.randint(max(0, n - 3), n), rng.randint(0, n), 0]))
         else:
-            T = rng.choice([1, rng.randint(1, min(4, ids.size(1) - n)), rng.randint(1, ids.size(1) - n)])
+            T = rng.choice(
+                [1, rng.randint(1, min(4, ids.size(1) - n)), rng.randint(1, ids.size(1) - n)]
+            )
             if action == "fail":
                 with failing(model, rng.choice(parts), nan=rng.random() < 0.5):
                     model((ids[:, n : n + T] + 1) % model.config.vocab_size, cache)
@@ -133,7 +143,9 @@ def oracle(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
     x = p["wte.weight"][ids] + p["wpe.weight"][:T]
     for layer in range(c.n_layer):
-        q, k, v = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn").split(c.n_head * c.head_dim, dim=-1)
+        q, k, v = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn").split(
+            c.n_head * c.head_dim, dim=-1
+        )
         heads = []
         for head in range(c.n_head):
             part = slice(head * c.head_dim, (head + 1) * c.head_dim)
@@ -159,7 +171,9 @@ def test_equivalence_of_logits_under_any_chunking(seed: int) -> None:
     rng = random.Random(seed)
     geometry = random_geometry(rng)
     baseline, cached = model_pair(seed, **geometry)
-    ids = torch.randint(geometry["vocab_size"], (rng.randint(1, 4), rng.randint(1, geometry["n_ctx"])))
+    ids = torch.randint(
+        geometry["vocab_size"], (rng.randint(1, 4), rng.randint(1, geometry["n_ctx"]))
+    )
     cuts = [rng.randint(1, ids.size(1)) for _ in range(rng.choice([0, 1, 3, 50]))]
     with torch.no_grad():
         expected = baseline(ids)
@@ -215,7 +229,9 @@ def test_equivalence_of_sampled_text(seed: int) -> None:
 
     def sampled(generate, model, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return torch.cat(list(generate(model, ids, 60, temperature=0.9, top_k=10, generator=generator)), dim=1)
+        return torch.cat(
+            list(generate(model, ids, 60, temperature=0.9, top_k=10, generator=generator)), dim=1
+        )
 
     expected = sampled(gpt_baseline.generate, baseline, seed)
     assert torch.equal(sampled(gpt_kv_cache.generate, cached, seed), expected)
@@ -238,7 +254,9 @@ def test_equivalence_from_a_warm_cache_and_only_new_tokens_are_read() -> None:
     assert torch.equal(warm, cold) and len(cold.unique()) >= 4
     assert len(cache) == 29  # all but the last token
     empty = KVCache()
-    assert torch.equal(torch.cat(list(gpt_kv_cache.generate(model, ids, 10, cache=empty)), dim=1), cold)
+    assert torch.equal(
+        torch.cat(list(gpt_kv_cache.generate(model, ids, 10, cache=empty)), dim=1), cold
+    )
     assert len(empty) == 29  # the caller's cache is the one that is filled
 
 
@@ -271,7 +289,9 @@ def test_equivalence_of_a_warm_cache_when_the_prompt_is_past_the_context() -> No
 
 @pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
 def test_context_forgets_its_oldest_half_when_full(module) -> None:
-    assert [module.context_start(n, 8) for n in range(1, 22)] == [0] * 8 + [4] * 4 + [8] * 4 + [12] * 4 + [16]
+    assert [module.context_start(n, 8) for n in range(1, 22)] == [0] * 8 + [4] * 4 + [8] * 4 + [
+        12
+    ] * 4 + [16]
     for n_ctx in range(1, 12):
         for n in range(1, 100):
             start = module.context_start(n, n_ctx)
@@ -281,11 +301,17 @@ def test_context_forgets_its_oldest_half_when_full(module) -> None:
 
 @pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
 def test_stop_id_ends_each_row_and_then_the_batch(module) -> None:
-    for seed in range(100):  # to a model of which both rows come to one token, and vary before and after it
+    for seed in range(
+        100
+    ):  # to a model of which both rows come to one token, and vary before and after it
         model = model_of(module, seed, vocab_size=12, n_ctx=64, n_layer=2, n_head=2, n_embd=16)
         ids = torch.tensor([[1, 2], [3, 4]])
         free = torch.cat(list(module.generate(model, ids, 40)), dim=1).tolist()
-        both = [token for token in set(free[0]) & set(free[1]) if free[0].index(token) != free[1].index(token)]
+        both = [
+            token
+            for token in set(free[0]) & set(free[1])
+            if free[0].index(token) != free[1].index(token)
+        ]
         if both and all(len(set(row)) > 4 for row in free):
             break
     stop = max(both, key=lambda token: min(row.index(token) for row in free))
@@ -339,7 +365,11 @@ def test_generating_leaves_no_gradients() -> None:
     [
         (torch.zeros(1, 0, dtype=torch.long), {}, ["(1, 0)"]),
         (torch.zeros(3, dtype=torch.long), {}, ["(3,)"]),
-        (torch.zeros(1, 2, dtype=torch.long), {"max_new_tokens": -1}, ["max_new_tokens", "0", "-1"]),
+        (
+            torch.zeros(1, 2, dtype=torch.long),
+            {"max_new_tokens": -1},
+            ["max_new_tokens", "0", "-1"],
+        ),
         (torch.zeros(1, 2, dtype=torch.long), {"temperature": -0.5}, ["temperature", "0", "-0.5"]),
         (torch.zeros(1, 2, dtype=torch.long), {"temperature": math.nan}, ["temperature", "nan"]),
         (torch.zeros(1, 2, dtype=torch.long), {"top_k": 0}, ["top_k", "1", "0"]),
@@ -369,7 +399,9 @@ def test_geometry_that_can_not_be_is_refused(module, geometry: dict, words: list
 
 
 def test_dropout_acts_in_training_only_and_gradients_are_finite() -> None:
-    config = gpt_baseline.GPTConfig(vocab_size=20, n_ctx=16, n_layer=2, n_head=2, n_embd=16, dropout=0.5)
+    config = gpt_baseline.GPTConfig(
+        vocab_size=20, n_ctx=16, n_layer=2, n_head=2, n_embd=16, dropout=0.5
+    )
     model = gpt_baseline.GPT(config)
     q, k, v = torch.randn(3, 2, 2, 16, 8)
     attend = model.h[0].attn

@@ -12,7 +12,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache", "gpt_bounded_cache", "llama_kv_cache"]
 METHODS = ["recycle", "projector", "overfill", "speculate", "paged"]
-FLOORS = [["support"], GPT_FILES, ["load_gpt2_weights"], ["pocket"], METHODS, ["studies", "benchmarks"], ["chapters"]]
+FLOORS = [
+    ["support"],
+    GPT_FILES,
+    ["load_gpt2_weights"],
+    ["pocket"],
+    METHODS,
+    ["studies", "benchmarks"],
+    ["chapters"],
+]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 BUDGETS = {"studies": 242, "tests": 488, "all but tests": 641}  # in thousands of characters of code
 
@@ -20,19 +28,38 @@ BUDGETS = {"studies": 242, "tests": 488, "all but tests": 641}  # in thousands o
 @cache
 def modules() -> dict[str, ast.Module]:
     """Every module of ours by its dotted name, chapters' exercises and tests aside."""
-    files = [p for p in [*ROOT.glob("*.py"), *(p for name in FLOOR for p in ROOT.glob(f"{name}/**/*.py"))]]
-    kept = [p for p in files if not (p.relative_to(ROOT).parts[0] == "chapters" and p.parent.name[:2].isdigit())]
-    return {".".join(p.relative_to(ROOT).with_suffix("").parts): ast.parse(p.read_text("utf-8")) for p in kept}
+    files = [
+        p
+        for p in [*ROOT.glob("*.py"), *(p for name in FLOOR for p in ROOT.glob(f"{name}/**/*.py"))]
+    ]
+    kept = [
+        p
+        for p in files
+        if not (p.relative_to(ROOT).parts[0] == "chapters" and p.parent.name[:2].isdigit())
+    ]
+    return {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts): ast.parse(p.read_text("utf-8"))
+        for p in kept
+    }
 
 
 def imported(tree: ast.Module, known: set[str], door: bool) -> set[str]:
     """The modules of ours that a file imports anywhere; with door, only those that main() imports, else all others."""
-    inside = {id(node) for top in tree.body if getattr(top, "name", "") == "main" for node in ast.walk(top)}
+    inside = {
+        id(node)
+        for top in tree.body
+        if getattr(top, "name", "") == "main"
+        for node in ast.walk(top)
+    }
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and (id(node) in inside) == door:
             names = [alias.name for alias in node.names]
-            whole = [f"{node.module}.{name}" for name in names] + [node.module] if hasattr(node, "module") else names
+            whole = (
+                [f"{node.module}.{name}" for name in names] + [node.module]
+                if hasattr(node, "module")
+                else names
+            )
             found |= {name for name in whole if name in known}
     return found
 
@@ -42,7 +69,9 @@ def test_no_import_closes_a_circle_and_main_alone_may_call_upward() -> None:
     graph = {name: imported(tree, {*trees}, door=False) for name, tree in trees.items()}
     for name, below in graph.items():  # what only a type checker sees counts too
         for other in below:
-            assert FLOOR[other.partition(".")[0]] <= FLOOR[name.partition(".")[0]], f"{name} imports {other}"
+            assert FLOOR[other.partition(".")[0]] <= FLOOR[name.partition(".")[0]], (
+                f"{name} imports {other}"
+            )
     left = dict(graph)
     while ready := [name for name, below in left.items() if not below & {*left}]:
         left = {name: below for name, below in left.items() if name not in ready}
@@ -55,7 +84,9 @@ def test_support_stands_on_nothing_and_nothing_stands_on_chapters() -> None:
         all_of_it = imported(tree, {*trees}, door=False) | imported(tree, {*trees}, door=True)
         room = name.partition(".")[0]
         assert room != "support" or {other.partition(".")[0] for other in all_of_it} <= {"support"}
-        assert room == "chapters" or not any(other.startswith("chapters") for other in all_of_it), name
+        assert room == "chapters" or not any(other.startswith("chapters") for other in all_of_it), (
+            name
+        )
 
 
 def weight(text: str) -> int:
@@ -96,13 +127,17 @@ def test_each_room_keeps_within_its_budget() -> None:
     del weights[None]
     weights["all but tests"] = weights.total() - weights["tests"]
     for room, budget in BUDGETS.items():
-        assert weights[room] <= budget * 1000, f"{room} weighs {weights[room]:,} characters, {budget},000 allowed"
+        assert weights[room] <= budget * 1000, (
+            f"{room} weighs {weights[room]:,} characters, {budget},000 allowed"
+        )
 
 
 def test_a_gpt_file_alone_beside_torch_generates_from_random_weights(tmp_path: Path) -> None:
     for name in GPT_FILES:
         (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.py").write_text((ROOT / f"{name}.py").read_text("utf-8"), "utf-8")
+        (tmp_path / name / f"{name}.py").write_text(
+            (ROOT / f"{name}.py").read_text("utf-8"), "utf-8"
+        )
     code = f"""import importlib, sys, torch
 assert {str(ROOT)!r} not in sys.path
 for name in {GPT_FILES}:
@@ -114,6 +149,12 @@ for name in {GPT_FILES}:
     del sys.modules[name]  # the next one has to do without it
     assert not {{*{GPT_FILES}, "load_gpt2_weights", "support", "tiktoken"}} & {{*sys.modules}}, name
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-                          env={"PATH": "", "OMP_NUM_THREADS": "1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "", "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,10 @@ def ids() -> Tensor:
 
 
 def contents(cache: KVCache) -> list[Tensor]:
-    return [cache.pos.clone(), *(kv[..., : len(cache), :].clone() for kv in cache.layers if len(cache))]
+    return [
+        cache.pos.clone(),
+        *(kv[..., : len(cache), :].clone() for kv in cache.layers if len(cache)),
+    ]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -47,7 +50,9 @@ def test_equivalence_under_any_feeding(model: GPT, seed: int) -> None:
 
 
 @pytest.mark.parametrize("held", [0, 7])
-def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(model: GPT, ids: Tensor, held: int) -> None:
+def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(
+    model: GPT, ids: Tensor, held: int
+) -> None:
     for part in parts_of(model):
         cache = KVCache()
         if held:
@@ -82,7 +87,9 @@ def test_a_single_query_without_a_mask_sees_every_key(model: GPT) -> None:
 
 
 @pytest.mark.parametrize(("held", "fed"), [(0, 25), (20, 5), (24, 1), (24, 0)])
-def test_more_tokens_than_the_context_are_refused_and_change_nothing(model: GPT, held: int, fed: int) -> None:
+def test_more_tokens_than_the_context_are_refused_and_change_nothing(
+    model: GPT, held: int, fed: int
+) -> None:
     cache = KVCache()
     if held:
         model(torch.zeros(1, held, dtype=torch.long), cache)
@@ -101,10 +108,17 @@ def test_a_cache_of_another_batch_size_is_refused_and_unchanged(model: GPT, ids:
     assert same(contents(cache), before)
 
 
-@pytest.mark.parametrize("held, fed", [(torch.float32, torch.float64), (torch.float64, torch.float32),
-                                       (torch.bfloat16, torch.float32)])  # fmt: skip
-def test_a_cache_of_another_dtype_is_refused_and_unchanged(model: GPT, ids: Tensor, held: torch.dtype,
-                                                           fed: torch.dtype) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "held, fed",
+    [
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_a_cache_of_another_dtype_is_refused_and_unchanged(
+    model: GPT, ids: Tensor, held: torch.dtype, fed: torch.dtype
+) -> None:
     """Concatenation would promote it in silence."""
     cache = KVCache()
     model.to(held)(ids[:, :4], cache)
@@ -118,8 +132,9 @@ def test_a_cache_of_another_dtype_is_refused_and_unchanged(model: GPT, ids: Tens
 @pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache, gpt_bounded_cache])
 @pytest.mark.parametrize("shape", [(), (3,), (9,), (2, 0), (1, 2, 3), (0,)])
 @pytest.mark.parametrize("held", [0, 4])
-def test_ids_of_another_shape_are_refused(model: GPT, ids: Tensor, module: ModuleType, shape: tuple[int, ...],
-                                          held: int) -> None:  # fmt: skip
+def test_ids_of_another_shape_are_refused(
+    model: GPT, ids: Tensor, module: ModuleType, shape: tuple[int, ...], held: int
+) -> None:
     options, reader = {}, module.GPT(module.GPTConfig(**vars(CONFIG)))
     if held and module is not gpt_baseline:
         reader(ids[:1, :held], cache := module.KVCache())
@@ -135,7 +150,8 @@ def test_a_full_hit_is_refused(model: GPT, ids: Tensor) -> None:
         list(generate(model, ids, 3, cache=cache))
     cache.truncate(ids.size(1) - 1)
     assert torch.equal(
-        torch.cat(list(generate(model, ids, 3, cache=cache)), 1), torch.cat(list(generate(model, ids, 3)), 1)
+        torch.cat(list(generate(model, ids, 3, cache=cache)), 1),
+        torch.cat(list(generate(model, ids, 3)), 1),
     )
 
 
@@ -182,7 +198,9 @@ def test_clone_after_a_failed_pass_has_nothing_of_it(model: GPT, ids: Tensor) ->
     with failing(model, "h.2"):
         model(ids[:, 6:], cache)
     copy = cache.clone()
-    assert [kv.size(3) for kv in copy.layers] == [6, 6, 6] and "6, 5), " in str(cache).splitlines()[0]
+    assert [kv.size(3) for kv in copy.layers] == [6, 6, 6] and "6, 5), " in str(cache).splitlines()[
+        0
+    ]
 
 
 def test_a_cache_of_another_depth_is_refused(model: GPT, ids: Tensor) -> None:
@@ -203,7 +221,11 @@ def test_slots_may_stand_for_other_positions(model: GPT, ids: Tensor) -> None:
     keep = [0, 5, 11]
     part = KVCache([kv[..., keep, :] for kv in cache.layers], cache.pos[keep])
     assert len(part) == 3 and part.next_pos == 12
-    assert [line.split() for line in str(part).splitlines()[2:]] == [["0", "0"], ["1", "5"], ["2", "11"]]
+    assert [line.split() for line in str(part).splitlines()[2:]] == [
+        ["0", "0"],
+        ["1", "5"],
+        ["2", "11"],
+    ]
     model(ids[:, :2], part)
     assert part.pos.tolist() == [0, 5, 11, 12, 13]
 
@@ -219,7 +241,9 @@ def test_two_caches_share_a_model(model: GPT, ids: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_bytes_follow_the_formula_and_are_what_is_allocated(model: GPT, ids: Tensor, dtype: torch.dtype) -> None:
+def test_bytes_follow_the_formula_and_are_what_is_allocated(
+    model: GPT, ids: Tensor, dtype: torch.dtype
+) -> None:
     model = model.to(dtype)
     cache = KVCache()
     for n in (1, 2, 3, 12):
@@ -236,7 +260,9 @@ def test_to_another_dtype_and_back(model: GPT, ids: Tensor) -> None:
     half = cache.to(dtype=torch.float16)
     assert half.nbytes * 2 == cache.nbytes and half.pos.dtype == torch.long
     logits = model(ids[:, 6:], half.to(dtype=torch.float32))
-    torch.testing.assert_close(logits, expected[:, 6:], atol=0.05, rtol=0.05)  # rounded once to fp16
+    torch.testing.assert_close(
+        logits, expected[:, 6:], atol=0.05, rtol=0.05
+    )  # rounded once to fp16
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -281,7 +307,9 @@ class RowCache(KVCache):
         rows = [[F.pad(kv, (0, 0, 0, n)) for kv in cache.layers] for cache, n in pairs]
         self.layers = [torch.cat(layer, dim=1) for layer in zip(*rows, strict=True)]
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the keys, the values and a mask (B, 1, T, S)."""
         kv = torch.cat([self.layers[layer][..., : len(self), :], torch.stack([k, v])], dim=3)
         self.layers[layer] = kv
@@ -300,7 +328,9 @@ class RowCache(KVCache):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_equivalence_of_rows_at_positions_of_their_own_with_each_row_alone(model: GPT, seed: int) -> None:
+def test_equivalence_of_rows_at_positions_of_their_own_with_each_row_alone(
+    model: GPT, seed: int
+) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 12) for _ in range(3)]
     ids = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(seed))
@@ -330,7 +360,9 @@ def test_a_row_beyond_the_context_is_refused_and_changes_nothing(model: GPT, ids
     assert together.next_pos.tolist() == [[24], [5]]
 
 
-def test_a_failed_first_pass_leaves_no_layer_to_a_model_of_another_depth(model: GPT, ids: Tensor) -> None:
+def test_a_failed_first_pass_leaves_no_layer_to_a_model_of_another_depth(
+    model: GPT, ids: Tensor
+) -> None:
     cache, shallow = KVCache(), GPT(replace(CONFIG, n_layer=2)).eval()
     hook = model.ln_f.register_forward_pre_hook(lambda module, inputs: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -51,7 +51,9 @@ def mutated(patch: Path) -> tuple[str, str]:
     new = "".join(f"{line[1:]}\n" for line in body if line[:1] in " +")
     text = (ROOT / name).read_text(encoding="utf-8")
     if text.count(old) != 1:
-        raise ValueError(f"{patch.name} doesn't fit {name}: what it replaces is there {text.count(old)} times")
+        raise ValueError(
+            f"{patch.name} doesn't fit {name}: what it replaces is there {text.count(old)} times"
+        )
     return Path(name).stem, text.replace(old, new)
 
 
@@ -69,8 +71,15 @@ def run_all(patches: list[Path]) -> dict[str, int]:
             sys.modules[module] = importlib.util.module_from_spec(spec)
             exec(compile(text, f"{patch.name}", "exec"), sys.modules[module].__dict__)
             tests = [str(ROOT / "tests" / name) for name in SUITES[module]]
-            chosen = ["-k", ENOUGH[max((name for name in ENOUGH if patch.stem.startswith(name)), key=len)]]
-            os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *chosen, *tests]))
+            chosen = [
+                "-k",
+                ENOUGH[max((name for name in ENOUGH if patch.stem.startswith(name)), key=len)],
+            ]
+            os._exit(
+                pytest.main(
+                    ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *chosen, *tests]
+                )
+            )
         statuses[patch.stem] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return statuses
 
@@ -100,7 +109,9 @@ def test_the_suite_kills_every_mutant(tmp_path: Path) -> None:
         statuses |= json.loads((tmp_path / f"{i}.json").read_text())
     assert len(statuses) == len(PATCHES)
     assert [name for name, status in statuses.items() if status == 0] == []  # survivors
-    assert {name: status for name, status in statuses.items() if status != 1} == {}  # 1: tests failed, not: didn't run
+    assert {
+        name: status for name, status in statuses.items() if status != 1
+    } == {}  # 1: tests failed, not: didn't run
 
 
 if __name__ == "__main__":  # in a process of its own, which has not computed yet and can fork

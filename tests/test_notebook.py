@@ -29,8 +29,10 @@ def printed(cell: dict) -> str:
 
 def executed(tree: Path, course: dict) -> Iterator[tuple[str, dict, str]]:
     """Run a notebook in a copy of the chapters; yield each code cell's source, its metadata and what it printed."""
-    nbformat, nbclient, _ = (pytest.importorskip(name, reason=f"{name} is not installed")
-                             for name in ("nbformat", "nbclient", "ipykernel"))  # fmt: skip
+    nbformat, nbclient, _ = (
+        pytest.importorskip(name, reason=f"{name} is not installed")
+        for name in ("nbformat", "nbclient", "ipykernel")
+    )
     copy_of_the_chapters(tree)
     (tree / "results").unlink(missing_ok=True)  # a link to the reader's
     book = nbformat.reads(json.dumps(course), as_version=4)
@@ -48,7 +50,9 @@ def test_the_notebook_as_handed_out_gives_its_recorded_outputs(tmp_path: Path) -
     course = committed()
     recorded = [printed(cell) for cell in course["cells"] if cell["cell_type"] == "code"]
     for (source, metadata, now), then in zip(executed(tmp_path, course), recorded, strict=True):
-        if source.startswith("run(") and metadata.get("tags") == ["recorded"]:  # times, and as wide as they are
+        if source.startswith("run(") and metadata.get("tags") == [
+            "recorded"
+        ]:  # times, and as wide as they are
             now, then = (re.sub(r"[\d.,\s]+", " ", text) for text in (now, then))
         assert now == then, source
         if exercise := re.match(r'check\("([\d.]+)"', source):
@@ -62,16 +66,22 @@ def test_the_notebook_with_solutions_passes(tmp_path: Path) -> None:
     for cell in course["cells"]:
         source = "".join(cell["source"])
         if LEFT in source:
-            (solution,) = CHAPTERS.glob(f"{int(source.partition(LEFT)[2].partition('.')[0]):02}_*/solution.py")
+            (solution,) = CHAPTERS.glob(
+                f"{int(source.partition(LEFT)[2].partition('.')[0]):02}_*/solution.py"
+            )
             names = [node.name for node in ast.parse(source).body if hasattr(node, "name")]
             file = solution.relative_to(blocks.ROOT).as_posix()
             answers = [line for name in names for line in blocks.source(file, name)[1]]
-            cell["source"] = "\n".join([source.partition("\n\n")[0] * ("import " in source), *answers])
+            cell["source"] = "\n".join(
+                [source.partition("\n\n")[0] * ("import " in source), *answers]
+            )
     for source, _, now in executed(tmp_path, course):
         if exercise := re.match(r'check\("([\d.]+)"', source):
             assert re.fullmatch(rf"{exercise[1]}: ([1-9]) of \1 points\n", now), now
             solved.add(exercise[1])
-        assert "isn't written yet" not in now and ("--compare" not in source or "Same tokens: yes" in now)
+        assert "isn't written yet" not in now and (
+            "--compare" not in source or "Same tokens: yes" in now
+        )
     assert solved == {"1.1", "1.2", "2.1", "2.2", "2.3", "2.4", "5.1", "5.2", "5.3"}
 
 
@@ -90,7 +100,9 @@ def test_a_failure_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 @recorded
 @with_solutions
-def test_a_stale_notebook_is_found_whatever_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_notebook_is_found_whatever_its_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [path for path in CHAPTERS.glob("[0-9]*/*") if path.suffix in (".md", ".svg")]
     files = {path: path.read_text(encoding="utf-8") for path in sorted(paths)}
     (tmp_path / "two_hours.ipynb").write_text(json.dumps(committed()), encoding="utf-8")
@@ -98,8 +110,11 @@ def test_a_stale_notebook_is_found_whatever_its_times(tmp_path: Path, monkeypatc
     monkeypatch.setattr(room, "WORK", tmp_path)
     fresh = notebook.make(files, build.stub_of)
     times = re.search(r"decode [\d.]+ ms per token", fresh).group()
-    for old, new, stale in ((times, "decode 0.01 ms per token", False), ("[1.0, 1.5]", "[1.0, 1.6]", True),
-                            ("how to read diffs", "how to draw diffs", True)):  # fmt: skip
+    for old, new, stale in (
+        (times, "decode 0.01 ms per token", False),
+        ("[1.0, 1.5]", "[1.0, 1.6]", True),
+        ("how to read diffs", "how to draw diffs", True),
+    ):
         changed = fresh.replace(old, new)
         assert changed != fresh
         notebook.FILE.write_text(changed, encoding="utf-8")
@@ -107,10 +122,13 @@ def test_a_stale_notebook_is_found_whatever_its_times(tmp_path: Path, monkeypatc
 
 
 @with_solutions
-def test_a_students_work_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_students_work_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fresh, file = notebook.FILE.read_text(encoding="utf-8"), tmp_path / "two_hours.ipynb"
-    work = fresh.replace('raise NotImplementedError(\\"exercise 1.1\\")', "return k_pos <= pos[:, None]")
+    work = fresh.replace(
+        'raise NotImplementedError(\\"exercise 1.1\\")', "return k_pos <= pos[:, None]"
+    )
     assert work != fresh
     monkeypatch.setattr(notebook, "FILE", file)
     monkeypatch.setattr(build, "ROOT", tmp_path)
@@ -118,7 +136,10 @@ def test_a_students_work_is_not_written_over(tmp_path: Path, monkeypatch: pytest
     file.write_text(work, encoding="utf-8")
     with pytest.raises(SystemExit):
         build.main([])
-    assert "work in two_hours.ipynb would be lost" in capsys.readouterr().err and file.read_text() == work
+    assert (
+        "work in two_hours.ipynb would be lost" in capsys.readouterr().err
+        and file.read_text() == work
+    )
     file.write_text(fresh.replace("diffs", "changes"), encoding="utf-8")
     build.main([])
     assert file.read_text(encoding="utf-8") == fresh

@@ -44,10 +44,19 @@ CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
 # One policy of each kind: every 4 tokens, a window of 4, gates that always fire; and others.
 KINDS = {
-    name: form.make(*(4 if kind is int else -1.0 for kind in form.values.values())) for name, form in POLICIES.items()
+    name: form.make(*(4 if kind is int else -1.0 for kind in form.values.values()))
+    for name, form in POLICIES.items()
 }
-MORE = [Periodic(1), Periodic(7), windowed_listing(16, 5), windowed(6, 4), Periodic(6, reads="all"), Entropy(0.5),
-        ProbeKL(-1.0, every=8, window=3, reads="window"), MonteCarloDropout(1e-9, 4, cooldown=3)]  # fmt: skip
+MORE = [
+    Periodic(1),
+    Periodic(7),
+    windowed_listing(16, 5),
+    windowed(6, 4),
+    Periodic(6, reads="all"),
+    Entropy(0.5),
+    ProbeKL(-1.0, every=8, window=3, reads="window"),
+    MonteCarloDropout(1e-9, 4, cooldown=3),
+]
 TRIED = [*KINDS.values(), *MORE]
 
 
@@ -74,7 +83,9 @@ def prompts(B: int = 1, T: int = 9) -> Tensor:
     return torch.randint(50, (B, T), generator=torch.Generator().manual_seed(2))
 
 
-def run(teacher: GPT, student: GPT, ids: Tensor, n: int, policy: Policy, **options: object) -> tuple[Tensor, Pair]:
+def run(
+    teacher: GPT, student: GPT, ids: Tensor, n: int, policy: Policy, **options: object
+) -> tuple[Tensor, Pair]:
     pair = Pair(teacher, student, ids)
     return torch.cat(list(generate_refreshed(pair, n, policy, **options)), 1), pair
 
@@ -84,13 +95,24 @@ def run(teacher: GPT, student: GPT, ids: Tensor, n: int, policy: Policy, **optio
 
 @pytest.mark.parametrize("policy", TRIED, ids=repr)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_teacher_that_is_its_own_student_writes_plainly_under_every_policy(teacher, policy, temperature) -> None:
+def test_a_teacher_that_is_its_own_student_writes_plainly_under_every_policy(
+    teacher, policy, temperature
+) -> None:
     ids = prompts(3)
-    plain = generate(teacher, ids, 60, temperature=temperature, generator=torch.Generator().manual_seed(0))
+    plain = generate(
+        teacher, ids, 60, temperature=temperature, generator=torch.Generator().manual_seed(0)
+    )
     plain = torch.cat(list(plain), 1)  # past the context of 40
     torch.manual_seed(0)  # of dropout, which must not disturb the draws
-    ours, _ = run(teacher, teacher, ids, 60, policy, temperature=temperature,
-                  generator=torch.Generator().manual_seed(0))  # fmt: skip
+    ours, _ = run(
+        teacher,
+        teacher,
+        ids,
+        60,
+        policy,
+        temperature=temperature,
+        generator=torch.Generator().manual_seed(0),
+    )
     assert torch.equal(ours, plain)
 
 
@@ -111,7 +133,9 @@ def step_by_step(teacher: GPT, student: GPT, ids: Tensor, n: int, starts: list[i
 
 @pytest.mark.parametrize("every", [1, 4, 9, 100])
 @torch.no_grad()
-def test_what_the_student_sees_is_the_teachers_up_to_the_last_refresh(teacher, student, every: int) -> None:
+def test_what_the_student_sees_is_the_teachers_up_to_the_last_refresh(
+    teacher, student, every: int
+) -> None:
     ids = prompts()
     # At token t the student has read t tokens; the teacher's entries end at the last multiple of `every` before t.
     starts = [ids.size(1) + max(0, (t - 1) // every * every) for t in range(25)]
@@ -120,7 +144,9 @@ def test_what_the_student_sees_is_the_teachers_up_to_the_last_refresh(teacher, s
 
 
 @torch.no_grad()
-def test_refreshed_at_every_token_each_step_reads_the_teachers_entries_only(teacher, student) -> None:
+def test_refreshed_at_every_token_each_step_reads_the_teachers_entries_only(
+    teacher, student
+) -> None:
     ids = prompts()
     pair = Pair(teacher, student, ids)
     for token in generate_refreshed(pair, 20, Periodic(1)):
@@ -135,8 +161,10 @@ def test_refreshed_at_every_token_each_step_reads_the_teachers_entries_only(teac
 
 def test_a_window_as_wide_as_the_period_is_the_speculative_refresh(teacher, student) -> None:
     for k in (1, 4, 8):
-        (one, a), (two, b) = (run(teacher, student, prompts(2), 30, policy) for policy in
-                              (Periodic(k, window=k), speculative(k)))  # fmt: skip
+        (one, a), (two, b) = (
+            run(teacher, student, prompts(2), 30, policy)
+            for policy in (Periodic(k, window=k), speculative(k))
+        )
         three, c = run(teacher, student, prompts(2), 30, Periodic(k))
         assert torch.equal(one, two) and torch.equal(one, three)
         for x, y, z in zip(a.cache.layers, b.cache.layers, c.cache.layers, strict=True):
@@ -146,7 +174,9 @@ def test_a_window_as_wide_as_the_period_is_the_speculative_refresh(teacher, stud
 
 @torch.no_grad()
 def test_reading_only_what_is_new_equals_reading_everything_again(teacher, student) -> None:
-    (one, a), (two, b) = (run(teacher, student, prompts(2), 30, Periodic(6, reads=reads)) for reads in ("new", "all"))
+    (one, a), (two, b) = (
+        run(teacher, student, prompts(2), 30, Periodic(6, reads=reads)) for reads in ("new", "all")
+    )
     assert torch.equal(one, two)
     for x, y in zip(a.cache.layers, b.cache.layers, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
@@ -179,7 +209,9 @@ def test_a_window_leaves_what_is_before_it_as_the_student_wrote_it(teacher, stud
     read = KVCache()
     teacher(pair.ids, read)
     for mine, old, its in zip(pair.cache.layers, before.layers, read.layers, strict=True):
-        assert torch.equal(mine[..., :14, :], old[..., :14, :])  # 9 of the prompt, 5 that were too far back
+        assert torch.equal(
+            mine[..., :14, :], old[..., :14, :]
+        )  # 9 of the prompt, 5 that were too far back
         torch.testing.assert_close(mine[..., 14:, :], its[..., 14:, :], rtol=1e-4, atol=1e-4)
         assert not torch.allclose(mine[..., 9:14, :], its[..., 9:14, :], atol=1e-2)
 
@@ -205,10 +237,16 @@ def test_the_first_token_is_the_teachers(teacher, student) -> None:
     assert torch.equal(new, torch.cat(list(generate(teacher, ids, 1)), 1))
 
 
-@pytest.mark.parametrize("gate", [
-    Entropy(4.5, cooldown=3), ProbeKL(2.0, every=4, cooldown=4), Entropy(4.5, window=2, cooldown=3),
-    ProbeKL(2.0, every=4, cooldown=4, window=2, reads="window")
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "gate",
+    [
+        Entropy(4.5, cooldown=3),
+        ProbeKL(2.0, every=4, cooldown=4),
+        Entropy(4.5, window=2, cooldown=3),
+        ProbeKL(2.0, every=4, cooldown=4, window=2, reads="window"),
+    ],
+    ids=repr,
+)
 def test_rows_of_a_batch_are_refreshed_each_on_its_own(teacher, student, gate: Gate) -> None:
     ids = prompts(6)
     together, pair = run(teacher, student, ids, 30, gate)
@@ -222,7 +260,9 @@ def test_rows_of_a_batch_are_refreshed_each_on_its_own(teacher, student, gate: G
 
 def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> None:
     other = model_of(replace(CONFIG, n_layer=2, n_head=4, head_dim=8), 3)
-    assert misfit(teacher, other) == "n_layer 3 against 2, n_head 2 against 4, head_dim 16 against 8"
+    assert (
+        misfit(teacher, other) == "n_layer 3 against 2, n_head 2 against 4, head_dim 16 against 8"
+    )
     ids = prompts(2)
     first, _ = run(teacher, other, ids, 1, Policy())
     rest = torch.cat(list(generate(other, torch.cat([ids, first], 1), 24)), 1)
@@ -230,7 +270,9 @@ def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> No
         new, pair = run(teacher, other, ids, 25, policy)
         assert torch.equal(new, torch.cat([first, rest], 1)), policy
         if isinstance(policy, Periodic):
-            assert pair.counts.tolist() == [24 // policy.every] * 2 and pair.teacher_tokens.tolist() == [0, 0]
+            assert pair.counts.tolist() == [
+                24 // policy.every
+            ] * 2 and pair.teacher_tokens.tolist() == [0, 0]
 
 
 def test_vocabularies_must_be_the_same(teacher) -> None:
@@ -266,9 +308,9 @@ def test_a_splice_replaces_as_many_tokens_as_each_row_has_to() -> None:
         assert kv[:, 0, :, :3].eq(0).all() and kv[:, 0, :, 3:].eq(1).all() and kv[:, 1].eq(0).all()
 
 
-@pytest.mark.parametrize(("source", "n"), [
-    (cache_of(1.0, 5), 2), (cache_of(1.0, 2, start=4), 3), (cache_of(1.0, 6), 7)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "n"), [(cache_of(1.0, 5), 2), (cache_of(1.0, 2, start=4), 3), (cache_of(1.0, 6), 7)]
+)
 def test_a_splice_that_does_not_fit_changes_nothing(source: KVCache, n: int) -> None:
     cache = cache_of(0.0, 6)
     with pytest.raises(ValueError, match=rf"can't replace {n} of 6 tokens up to position 6"):
@@ -283,7 +325,9 @@ def test_signals_are_their_formulas() -> None:
     assert entropy(torch.zeros(2, 8)).tolist() == pytest.approx([3.0, 3.0])  # bits
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     expected = 0.5 * math.log(2) + 0.25 * math.log(0.5)
-    assert float(kl(p.log(), q.log() + 3)) == pytest.approx(expected)  # a constant in the logits is nothing
+    assert float(kl(p.log(), q.log() + 3)) == pytest.approx(
+        expected
+    )  # a constant in the logits is nothing
     z = torch.tensor([[[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]]])  # 3 passes over 2 tokens
     assert logit_variance(z).tolist() == pytest.approx([(8 / 3 + 0) / 2])
 
@@ -293,16 +337,28 @@ def test_a_gate_that_always_fires_is_periodic_by_its_cooldown(teacher, student) 
     same, other = run(teacher, student, prompts(), 30, Periodic(7))
     assert torch.equal(new, same) and [r.written for r in pair.refreshes] == [7, 14, 21, 28]
     _, never = run(teacher, student, prompts(), 30, Entropy(math.inf))
-    assert never.refreshes == [] and never.teacher_tokens.tolist() == [0] and other.counts.tolist() == [4]
+    assert (
+        never.refreshes == []
+        and never.teacher_tokens.tolist() == [0]
+        and other.counts.tolist() == [4]
+    )
 
 
-def test_a_probe_asks_the_teacher_at_most_so_often_and_a_refresh_then_costs_nothing_more(teacher, student) -> None:
+def test_a_probe_asks_the_teacher_at_most_so_often_and_a_refresh_then_costs_nothing_more(
+    teacher, student
+) -> None:
     _, pair = run(teacher, student, prompts(), 30, ProbeKL(math.inf, every=8))
     assert pair.teacher_tokens.tolist() == [24] and pair.refreshes == []  # probes at 8, 16, 24
     _, pair = run(teacher, student, prompts(), 30, ProbeKL(-1.0, every=8, cooldown=8))
     assert pair.teacher_tokens.tolist() == [24] and pair.counts.tolist() == [3]
     assert [r.tokens for r in pair.refreshes] == [0, 0, 0]
-    _, pair = run(teacher, student, prompts(), 30, ProbeKL(-1.0, every=8, cooldown=8, window=2, reads="window"))
+    _, pair = run(
+        teacher,
+        student,
+        prompts(),
+        30,
+        ProbeKL(-1.0, every=8, cooldown=8, window=2, reads="window"),
+    )
     assert pair.teacher_tokens.tolist() == [6]
 
 
@@ -333,7 +389,9 @@ def test_dropout_passes_are_those_of_the_model_in_training(student) -> None:
     torch.testing.assert_close(one, trained, rtol=1e-4, atol=1e-4)
     many = dropout_logits(student, ids[:, -1:], cache, 8, 0.2)
     assert many.shape == (2, 8, 50) and (logit_variance(many) > 1e-3).all()
-    assert len(cache) == 9 and all(torch.equal(a, b) for a, b in zip(before, cache.layers, strict=True))
+    assert len(cache) == 9 and all(
+        torch.equal(a, b) for a, b in zip(before, cache.layers, strict=True)
+    )
     assert not student.training and student.drop.p == 0 and student.h[0].attn.dropout == 0
 
 
@@ -360,8 +418,14 @@ def test_dropout_ends_also_when_something_fails(student) -> None:
 
 def test_what_a_teacher_reads_when_the_context_is_full_counts(teacher, student) -> None:
     ids = prompts(2)
-    _, pair = run(teacher, student, ids, 36, Policy())  # 9 + 35 tokens of 40: one slide, at the 41st
-    assert pair.cached_from == 20 and pair.teacher_tokens.tolist() == [21, 21] and len(pair.cache) == 24
+    _, pair = run(
+        teacher, student, ids, 36, Policy()
+    )  # 9 + 35 tokens of 40: one slide, at the 41st
+    assert (
+        pair.cached_from == 20
+        and pair.teacher_tokens.tolist() == [21, 21]
+        and len(pair.cache) == 24
+    )
     _, pair = run(teacher, student, ids, 36, Periodic(3))
     # 30 before the slide, and the 31st is of the 21 that are read again; then one refresh
     assert pair.teacher_tokens.tolist() == [30 + 21 + 3] * 2 and pair.unread.tolist() == [0, 0]
@@ -369,7 +433,10 @@ def test_what_a_teacher_reads_when_the_context_is_full_counts(teacher, student) 
 
 def test_the_shorter_context_is_the_pairs(teacher) -> None:
     short = model_of(replace(NARROW, n_ctx=24), 1)
-    assert misfit(teacher, short) == "n_ctx 40 against 24" and Pair(teacher, short, prompts()).n_ctx == 24
+    assert (
+        misfit(teacher, short) == "n_ctx 40 against 24"
+        and Pair(teacher, short, prompts()).n_ctx == 24
+    )
     new, _ = run(teacher, short, prompts(), 40, Periodic(4))
     assert new.shape == (1, 40)
 
@@ -378,10 +445,17 @@ def test_the_shorter_context_is_the_pairs(teacher) -> None:
 def test_a_teacher_with_nothing_to_read_says_so_and_changes_nothing(teacher, student) -> None:
     pair = Pair(teacher, student, prompts())
     pair.prefill()
-    for ask in (lambda: ProbeKL(1.0).signal(pair), lambda: pair.refresh(torch.tensor([True]), Periodic(1))):
+    for ask in (
+        lambda: ProbeKL(1.0).signal(pair),
+        lambda: pair.refresh(torch.tensor([True]), Periodic(1)),
+    ):
         with pytest.raises(ValueError, match="0 new tokens after 9"):
             ask()
-        assert len(pair.read) == len(pair.cache) == 9 and pair.refreshes == [] and int(pair.counts) == 0
+        assert (
+            len(pair.read) == len(pair.cache) == 9
+            and pair.refreshes == []
+            and int(pair.counts) == 0
+        )
 
 
 def test_a_gate_costs_nothing_while_it_waits(teacher, student) -> None:
@@ -390,24 +464,40 @@ def test_a_gate_costs_nothing_while_it_waits(teacher, student) -> None:
     assert pair.seconds >= sum(r.seconds for r in pair.refreshes) > 0
 
 
-@pytest.mark.parametrize(("text", "policy"), [
-    ("none", Policy()), ("periodic:64", Periodic(64)), ("windowed:64:16", Periodic(64, window=16, reads="window")),
-    ("windowed-listing:64:16", Periodic(64, window=16)),
-    ("speculative:8", speculative(8)), ("entropy:4.5", Entropy(4.5)), ("probe:32:0.5", ProbeKL(0.5, every=32)),
-    ("dropout:8:0.02", MonteCarloDropout(0.02, 8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("none", Policy()),
+        ("periodic:64", Periodic(64)),
+        ("windowed:64:16", Periodic(64, window=16, reads="window")),
+        ("windowed-listing:64:16", Periodic(64, window=16)),
+        ("speculative:8", speculative(8)),
+        ("entropy:4.5", Entropy(4.5)),
+        ("probe:32:0.5", ProbeKL(0.5, every=32)),
+        ("dropout:8:0.02", MonteCarloDropout(0.02, 8)),
+    ],
+)
 def test_policies_by_name(text: str, policy: Policy) -> None:
     assert parse_policy(text) == policy
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("often", "unknown policy 'often': choose none, periodic"), ("periodic", "'periodic' must have the form"),
-    ("periodic:8:2", "must have the form periodic:T"), ("windowed:64:x", "W of the policy 'windowed:64:x'"),
-    ("periodic:0", "every must be at least 1 and"), ("speculative:-3", "2147483647, got -3"),
-    ("windowed:64:9223372036854775808", "window must be"), ("dropout:4611686018427387904:1", "passes must be"),
-    ("dropout:0:1", "passes must be at least 2 and"), ("entropy:high", "H of the policy 'entropy:high' must be"),
-    ("entropy:nan", "threshold must be a number, got nan"), ("", "unknown policy ''"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("often", "unknown policy 'often': choose none, periodic"),
+        ("periodic", "'periodic' must have the form"),
+        ("periodic:8:2", "must have the form periodic:T"),
+        ("windowed:64:x", "W of the policy 'windowed:64:x'"),
+        ("periodic:0", "every must be at least 1 and"),
+        ("speculative:-3", "2147483647, got -3"),
+        ("windowed:64:9223372036854775808", "window must be"),
+        ("dropout:4611686018427387904:1", "passes must be"),
+        ("dropout:0:1", "passes must be at least 2 and"),
+        ("entropy:high", "H of the policy 'entropy:high' must be"),
+        ("entropy:nan", "threshold must be a number, got nan"),
+        ("", "unknown policy ''"),
+    ],
+)
 def test_bad_policies_get_one_sentence(text: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_policy(text)
@@ -439,15 +529,24 @@ def public_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folders = []
     for name, inner in (("teacher", 256), ("student", 128)):
         torch.manual_seed(len(name))
-        config = transformers.GPT2Config(vocab_size=50257, n_positions=64, n_embd=64, n_layer=3, n_head=4,
-                                         n_inner=inner, initializer_range=0.2)  # fmt: skip
+        config = transformers.GPT2Config(
+            vocab_size=50257,
+            n_positions=64,
+            n_embd=64,
+            n_layer=3,
+            n_head=4,
+            n_inner=inner,
+            initializer_range=0.2,
+        )
         folders.append(tmp_path_factory.mktemp("public") / name)
         transformers.GPT2LMHeadModel(config).save_pretrained(folders[-1])
     return folders[0], folders[1]
 
 
 @torch.no_grad()
-def published_loop(teacher, student, ids: Tensor, n: int, every: int, window: int | None) -> list[int]:
+def published_loop(
+    teacher, student, ids: Tensor, n: int, every: int, window: int | None
+) -> list[int]:
     """The source's loop over transformers, with a student that has read the newest token when the cache is spliced."""
     from transformers import DynamicCache
 
@@ -460,10 +559,15 @@ def published_loop(teacher, student, ids: Tensor, n: int, every: int, window: in
         step = student(input_ids=torch.tensor([out[-1:]]), past_key_values=kv, use_cache=True)
         logits, t = step.logits[0, -1], len(out)
         if t % every == 0:
-            teacher(input_ids=torch.tensor([out[last:t]]), past_key_values=teacher_kv, use_cache=True)
+            teacher(
+                input_ids=torch.tensor([out[last:t]]), past_key_values=teacher_kv, use_cache=True
+            )
             k = min(window or every, t - last)
             for mine, its in zip(kv.layers, teacher_kv.layers, strict=True):
-                mine.keys[:, :, -k:], mine.values[:, :, -k:] = its.keys[:, :, -k:], its.values[:, :, -k:]
+                mine.keys[:, :, -k:], mine.values[:, :, -k:] = (
+                    its.keys[:, :, -k:],
+                    its.values[:, :, -k:],
+                )
             last = t
         out.append(int(logits.argmax()))
     return out
@@ -471,7 +575,9 @@ def published_loop(teacher, student, ids: Tensor, n: int, every: int, window: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "window"), [(100, None), (8, None), (8, 3), (1, None)])
-def test_tokens_are_those_of_the_sources_loop_over_transformers(public_pair, every: int, window: int | None) -> None:
+def test_tokens_are_those_of_the_sources_loop_over_transformers(
+    public_pair, every: int, window: int | None
+) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = [transformers.GPT2LMHeadModel.from_pretrained(folder).eval() for folder in public_pair]
     ours = [load_model(str(folder), model_class=GPT) for folder in public_pair]
@@ -498,8 +604,16 @@ def test_any_folders_serve_as_teacher_and_student(public_pair) -> None:
     except OSError:
         pytest.skip("tiktoken can't load GPT-2's tokenizer here")
     models = ["--teacher", str(public_pair[0]), "--student", str(public_pair[1])]
-    status, out, err = command("write", *models, "--policy", "windowed:8:4", "--max-new-tokens", "20",
-                               "--prompt", "Time flies")  # fmt: skip
+    status, out, err = command(
+        "write",
+        *models,
+        "--policy",
+        "windowed:8:4",
+        "--max-new-tokens",
+        "20",
+        "--prompt",
+        "Time flies",
+    )
     assert status == 0 and err == ""
     assert "refreshed after tokens: 8, 16; " in out and "read 8 tokens" in out
 
@@ -522,31 +636,58 @@ def test_a_dropout_that_is_no_number_gets_one_sentence(rate: str, tmp_path: Path
         MonteCarloDropout(1.0, rate=1.5)
 
 
-def test_a_bare_run_compares_the_ways_and_ends_with_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_run_compares_the_ways_and_ends_with_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     status, out, err = command("--max-new-tokens", "20", "--policy", "periodic:8")
     assert status == 0 and err == "" and list(tmp_path.iterdir()) == []
-    rows = {line[:24].strip(): line[24:].split() for line in out.splitlines() if line.endswith(" of 20")}
+    rows = {
+        line[:24].strip(): line[24:].split() for line in out.splitlines() if line.endswith(" of 20")
+    }
     assert [*rows] == ["teacher", "student alone", "OverFill", "OverFill, periodic:8"]
-    assert [row[2:-4] for row in rows.values()] == [["192", "+", "19"], ["0"], ["192", "+", "0"], ["192", "+", "16"]]
+    assert [row[2:-4] for row in rows.values()] == [
+        ["192", "+", "19"],
+        ["0"],
+        ["192", "+", "0"],
+        ["192", "+", "16"],
+    ]
     apart = [float(row[-4]) for row in rows.values()]
     assert apart[0] == 0 < apart[2] < apart[1] and apart[3] > 0
-    assert rows["teacher"][-3:] == ["20", "of", "20"] and "Exact: " in out and "Approximate: " in out
+    assert (
+        rows["teacher"][-3:] == ["20", "of", "20"] and "Exact: " in out and "Approximate: " in out
+    )
     assert out.splitlines()[-1].endswith("python3 -m studies.refreshing")
 
 
 def test_a_bare_run_finds_no_difference_where_there_is_none() -> None:
-    status, out, _ = command("--max-new-tokens", "20", "--student", "pocket", "--prompt", "Everyone in Tolben knew")
+    status, out, _ = command(
+        "--max-new-tokens", "20", "--student", "pocket", "--prompt", "Everyone in Tolben knew"
+    )
     rows = [line.split()[-4:] for line in out.splitlines() if line.endswith(" of 20")]
     assert status == 0 and [row[1:] for row in rows] == 5 * [["20", "of", "20"]]
-    assert all(not row[0].startswith("-") and float(row[0]) < 0.001 for row in rows), "a zero has no sign"
+    assert all(not row[0].startswith("-") and float(row[0]) < 0.001 for row in rows), (
+        "a zero has no sign"
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_writes_a_text_and_says_what_it_cost(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_every_policy_writes_a_text_and_says_what_it_cost(
+    name: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    policy = ":".join([name, *("8" if kind is int else "0.02" for kind in POLICIES[name].values.values())])
-    words = ["write", "--policy", policy, "--max-new-tokens", "40", "--student", "pocket-student-dropout"]
+    policy = ":".join(
+        [name, *("8" if kind is int else "0.02" for kind in POLICIES[name].values.values())]
+    )
+    words = [
+        "write",
+        "--policy",
+        policy,
+        "--max-new-tokens",
+        "40",
+        "--student",
+        "pocket-student-dropout",
+    ]
     status, out, err = command(*words)
     assert status == 0 and err == "" and list(tmp_path.iterdir()) == []
     assert len(out.split()) > 40 and "its perplexity of the text: " in out
@@ -554,23 +695,32 @@ def test_every_policy_writes_a_text_and_says_what_it_cost(name: str, tmp_path: P
 
 
 def test_a_text_past_the_context_goes_on() -> None:
-    prompt = "Halek had a yellow cap. " * (N_CTX // 8 - 2)  # nearly all of the context: 8 tokens each
+    prompt = "Halek had a yellow cap. " * (
+        N_CTX // 8 - 2
+    )  # nearly all of the context: 8 tokens each
     status, out, _ = command("write", "--prompt", prompt, "--max-new-tokens", f"{N_CTX // 2}")
-    assert status == 0 and f"past the context of {N_CTX} the teacher began anew" in out and "its perplexity" not in out
+    assert (
+        status == 0
+        and f"past the context of {N_CTX} the teacher began anew" in out
+        and "its perplexity" not in out
+    )
 
 
-@pytest.mark.parametrize(("words", "culprits"), [
-    (["write", "--policy", "periodic:x"], ["periodic:x", "whole number"]),
-    (["write", "--policy", "often"], ["often", "periodic"]),
-    (["write", "--student", "gpt5"], ["gpt5", "pocket-student"]),
-    (["write", "--policy", "dropout:8:0.1"], ["pocket-student", "without dropout"]),
-    (["--policy", ""], ["unknown policy ''"]),
-    (["write", "--student", "pocket-bct"], ["slots"]),
-    (["--max-new-tokens", "1"], ["at least 2", "'1'"]),
-    (["--top-k", "2"], ["demo has no --top-k"]),
-    (["write", "--policy", "dropout:1:0.1"], ["passes must be at least 2 and", "got 1"]),
-    (["--max-new-tokens", f"{N_CTX - 112}"], ["192", f"{N_CTX - 112}", f"context of {N_CTX}"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "culprits"),
+    [
+        (["write", "--policy", "periodic:x"], ["periodic:x", "whole number"]),
+        (["write", "--policy", "often"], ["often", "periodic"]),
+        (["write", "--student", "gpt5"], ["gpt5", "pocket-student"]),
+        (["write", "--policy", "dropout:8:0.1"], ["pocket-student", "without dropout"]),
+        (["--policy", ""], ["unknown policy ''"]),
+        (["write", "--student", "pocket-bct"], ["slots"]),
+        (["--max-new-tokens", "1"], ["at least 2", "'1'"]),
+        (["--top-k", "2"], ["demo has no --top-k"]),
+        (["write", "--policy", "dropout:1:0.1"], ["passes must be at least 2 and", "got 1"]),
+        (["--max-new-tokens", f"{N_CTX - 112}"], ["192", f"{N_CTX - 112}", f"context of {N_CTX}"]),
+    ],
+)
 def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str]) -> None:
     status, _, err = command(*words)
     assert status == 2 and len(err.strip().splitlines()) == 1
@@ -583,19 +733,32 @@ def test_models_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     for file in (ROOT / "pocket" / "student").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     lines = (ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes().split(b"\n")
-    lines[300], lines[301] = (b" ".join([a.split()[0], b.split()[1]]) for a, b in
-                              ((lines[301], lines[300]), (lines[300], lines[301])))  # fmt: skip
+    lines[300], lines[301] = (
+        b" ".join([a.split()[0], b.split()[1]])
+        for a, b in ((lines[301], lines[300]), (lines[300], lines[301]))
+    )
     (folder / "tokenizer.tiktoken").write_bytes(b"\n".join(lines))
     status, _, err = command("write", "--student", str(folder))
     assert status == 2 and "don't share a tokenizer" in err
 
 
 def test_unequal_geometry_is_said(tmp_path: Path) -> None:
-    status, out, _ = command("write", "--teacher", "pocket-student", "--student", "pocket", "--max-new-tokens", "5")
+    status, out, _ = command(
+        "write", "--teacher", "pocket-student", "--student", "pocket", "--max-new-tokens", "5"
+    )
     assert status == 0 and "doesn't fit" not in out  # they fit both ways
     from pocket.checkpoints import export
 
-    export(model_of(replace(GPTConfig(), vocab_size=1536, n_ctx=512, n_layer=2, n_head=2, n_embd=32), 0), tmp_path)
-    (tmp_path / "tokenizer.tiktoken").write_bytes((ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes())
-    status, out, _ = command("write", "--student", str(tmp_path), "--max-new-tokens", "5", "--policy", "periodic:2")
+    export(
+        model_of(
+            replace(GPTConfig(), vocab_size=1536, n_ctx=512, n_layer=2, n_head=2, n_embd=32), 0
+        ),
+        tmp_path,
+    )
+    (tmp_path / "tokenizer.tiktoken").write_bytes(
+        (ROOT / "pocket" / "teacher" / "tokenizer.tiktoken").read_bytes()
+    )
+    status, out, _ = command(
+        "write", "--student", str(tmp_path), "--max-new-tokens", "5", "--policy", "periodic:2"
+    )
     assert status == 0 and "doesn't fit" in out and "n_layer 6 against 2" in out

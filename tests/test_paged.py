@@ -30,11 +30,20 @@ def model() -> GPT:
     return model.requires_grad_(False)
 
 
-def alone(model: GPT, ids: list[int], n: int, stop_id: int | None = None, temperature: float = 0.0,
-          top_k: int | None = None, seed: int = 0) -> list[int]:  # fmt: skip
+def alone(
+    model: GPT,
+    ids: list[int],
+    n: int,
+    stop_id: int | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> list[int]:
     options = {"stop_id": stop_id, "temperature": temperature, "top_k": top_k}
     draws = torch.Generator().manual_seed(seed)
-    return [int(token) for token in generate(model, torch.tensor([ids]), n, generator=draws, **options)]
+    return [
+        int(token) for token in generate(model, torch.tensor([ids]), n, generator=draws, **options)
+    ]
 
 
 def check_counts(cache: PagedCache, texts: list[Text]) -> None:
@@ -48,7 +57,9 @@ def check_counts(cache: PagedCache, texts: list[Text]) -> None:
     for parent in found:
         found += cache.children[parent].values()
         assert len(found) == len({*found}), "a block is found in two places"
-    assert {*found[1:]} == {block for block, at in enumerate(cache.listed) if at}, "listed, but not to be found"
+    assert {*found[1:]} == {block for block, at in enumerate(cache.listed) if at}, (
+        "listed, but not to be found"
+    )
 
 
 def read(model: GPT, cache: PagedCache, texts: list[Text], *counts: int) -> tuple[Tensor, ...]:
@@ -70,7 +81,9 @@ def new(ids: list[int], number: int = 0) -> Text:
 def fork(cache: PagedCache, text: Text, number: int) -> Text:
     """Another text with the same tokens, in the same blocks."""
     blocks = text.table[: -(-text.n_read // cache.size)]
-    return replace(text, number=number, ids=[*text.ids], table=[cache.take(block) for block in blocks])
+    return replace(
+        text, number=number, ids=[*text.ids], table=[cache.take(block) for block in blocks]
+    )
 
 
 # --- The cache ----------------------------------------------------------------------------------
@@ -92,7 +105,9 @@ def check_any_use(model: GPT, seed: int) -> None:
         elif action in ("read", "fail"):
             chosen = rng.sample(texts, rng.randint(1, len(texts)))
             chosen = [text for text in chosen if text.n_read < 24]
-            counts = [min(rng.choice([1, 1, rng.randint(1, 9)]), 24 - text.n_read) for text in chosen]
+            counts = [
+                min(rng.choice([1, 1, rng.randint(1, 9)]), 24 - text.n_read) for text in chosen
+            ]
             there = [cache.room(text, n) for text, n in zip(chosen, counts, strict=True)]
             chosen, counts = [*compress(chosen, there)], [*compress(counts, there)]
             if chosen and action == "read":
@@ -118,7 +133,9 @@ def check_any_use(model: GPT, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FAST)
-def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(model: GPT, seed: int) -> None:
+def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
+    model: GPT, seed: int
+) -> None:
     check_any_use(model, seed)
 
 
@@ -149,7 +166,10 @@ def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
     before = cache.pool[..., a.table[1], :2, :].clone()
     got = read(model, cache, [b], 3)
     assert b.table[0] == a.table[0] and b.table[1] != a.table[1]
-    assert torch.equal(cache.pool[..., a.table[1], :2, :], before) and not cache.pool[..., a.table[1], 2:, :].any()
+    assert (
+        torch.equal(cache.pool[..., a.table[1], :2, :], before)
+        and not cache.pool[..., a.table[1], 2:, :].any()
+    )
     for text, logits in ((b, got[0]), (a, read(model, cache, [a], 3)[0])):
         assert_close(logits, model(torch.tensor([text.ids[:9]]))[0, -3:], torch.float32)
 
@@ -166,7 +186,9 @@ def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(model
     cache.drop(b)
     c = new(a.ids[:8])
     cache.share(c)
-    assert c.n_read == 7 and c.table == table[:2], "a token stays unread, or there would be no logits"
+    assert c.n_read == 7 and c.table == table[:2], (
+        "a token stays unread, or there would be no logits"
+    )
     other = new([a.ids[0] ^ 1, *a.ids[1:]])
     cache.share(other)
     assert other.table == [] and other.n_read == 0
@@ -191,7 +213,9 @@ def test_a_block_shared_in_part_goes_on_with_other_tokens(model: GPT) -> None:
 def test_equal_texts_read_together_end_up_in_the_same_blocks(model: GPT) -> None:
     cache, texts = PagedCache(model, 8, 4), [new(tokens(12, 1), i) for i in range(3)]
     read(model, cache, texts, 5)
-    assert [text.table[0] for text in texts] == [texts[0].table[0]] * 3 and cache.count[texts[0].table[0]] == 3
+    assert [text.table[0] for text in texts] == [texts[0].table[0]] * 3 and cache.count[
+        texts[0].table[0]
+    ] == 3
     assert len({text.table[1] for text in texts}) == 3
     check_counts(cache, texts)
 
@@ -304,7 +328,9 @@ def check_any_service(model: GPT, seed: int) -> int:
     prompts = []
     for _ in range(rng.randint(1, 8)):
         head = rng.choice([[], *heads])
-        ids = head[: rng.randint(0, len(head))] + [rng.randrange(50) for _ in range(rng.randint(0, 12))]
+        ids = head[: rng.randint(0, len(head))] + [
+            rng.randrange(50) for _ in range(rng.randint(0, 12))
+        ]
         again = rng.random() < 0.2 and prompts
         ids = prompts[-1][0] if again else ids or [3]
         sampling = rng.choice([0.0, 0.7, 2.0]), rng.choice([None, 1, 5]), rng.randrange(3)
@@ -376,7 +402,10 @@ def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: GPT) -> None:
     server = Server(model, PagedCache(model, 40, 4), chunk=5)
     server.add([1], 12)
     server.add(tokens(20, 1), 1)
-    fed, hook = [], model.wte.register_forward_hook(lambda m, args, out: fed.append(tuple(args[0].shape)))
+    fed, hook = (
+        [],
+        model.wte.register_forward_hook(lambda m, args, out: fed.append(tuple(args[0].shape))),
+    )
     for _ in range(8):
         server.step()
     hook.remove()
@@ -413,12 +442,18 @@ def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(m
     hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
     found: list[list[int]] = [[] for _ in range(6)]
     options = {"temperature": 1.5, "top_k": 20}
-    for number, token in serve(model, prompts, limits, blocks=30, size=4, samples=3, seed=40, **options):
+    for number, token in serve(
+        model, prompts, limits, blocks=30, size=4, samples=3, seed=40, **options
+    ):
         found[number].append(token)
     hook.remove()
-    expected = [alone(model, prompts[i // 3], limits[i // 3], seed=40 + i, **options) for i in range(6)]
+    expected = [
+        alone(model, prompts[i // 3], limits[i // 3], seed=40 + i, **options) for i in range(6)
+    ]
     assert found == expected and len({*map(tuple, found)}) == 6
-    assert sum(fed) == 9 + 4 + 4 * 1 + 3 * (7 + 4), "of a prompt the other samples read the last token only"
+    assert sum(fed) == 9 + 4 + 4 * 1 + 3 * (7 + 4), (
+        "of a prompt the other samples read the last token only"
+    )
 
 
 def test_samples_without_end_take_no_memory(model: GPT) -> None:
@@ -436,19 +471,31 @@ def test_draws_do_not_depend_on_what_runs_beside_a_text(model: GPT) -> None:
         assert [token for who, token in iter_all(server) if who == number] == expected
 
 
-@pytest.mark.parametrize(("option", "said"), [({"temperature": -1.0}, "got -1.0"), ({"top_k": 0}, "got 0")])
-def test_sampling_options_out_of_range_are_refused(model: GPT, option: dict[str, float], said: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "said"), [({"temperature": -1.0}, "got -1.0"), ({"top_k": 0}, "got 0")]
+)
+def test_sampling_options_out_of_range_are_refused(
+    model: GPT, option: dict[str, float], said: str
+) -> None:
     server = Server(model, PagedCache(model, 5, 4))
     with pytest.raises(ValueError, match=said):
         server.add([1, 2], 3, **option)
     assert server.arrived == 0 and not server.busy
 
 
-@pytest.mark.parametrize(("ids", "n", "said"), [
-    ([1] * 20, 9, "20 tokens and 9 more need 6 blocks of 4, there are 5"), ([], 3, "at least 1"),
-    ([1], -1, "-1"), ([1, 50], 3, "1 to 50.*50"), ([-1], 3, "-1 to -1.*50"),
-])  # fmt: skip
-def test_a_prompt_that_can_never_be_served_is_refused_at_once(model: GPT, ids: list[int], n: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("ids", "n", "said"),
+    [
+        ([1] * 20, 9, "20 tokens and 9 more need 6 blocks of 4, there are 5"),
+        ([], 3, "at least 1"),
+        ([1], -1, "-1"),
+        ([1, 50], 3, "1 to 50.*50"),
+        ([-1], 3, "-1 to -1.*50"),
+    ],
+)
+def test_a_prompt_that_can_never_be_served_is_refused_at_once(
+    model: GPT, ids: list[int], n: int, said: str
+) -> None:
     server = Server(model, PagedCache(model, 5, 4))
     server.add([1, 2], 3)
     with pytest.raises(ValueError, match=said):
@@ -461,7 +508,9 @@ def test_a_prompt_that_can_never_be_served_is_refused_at_once(model: GPT, ids: l
 def test_what_just_fits_is_served_also_past_the_context(model: GPT) -> None:
     for ids, n in ((tokens(12, 1), 9), (tokens(12, 1), 60), (tokens(70, 1), 30)):
         blocks = -(-min(len(ids) + n - 1, 24) // 4)
-        assert [token for _, token in serve(model, [ids], n, blocks=blocks, size=4)] == alone(model, ids, n)
+        assert [token for _, token in serve(model, [ids], n, blocks=blocks, size=4)] == alone(
+            model, ids, n
+        )
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(0, 4), (4, 0)])
@@ -475,25 +524,43 @@ def test_sizes_below_one_are_refused(model: GPT, blocks: int, size: int) -> None
 # --- The command line ---------------------------------------------------------------------------
 
 
-def test_a_bare_run_shows_the_same_tokens_and_the_blocks(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_bare_run_shows_the_same_tokens_and_the_blocks(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
     main(["--max-new-tokens", "16", "--chunk", "256", "--trace", str(tmp_path / "blocks.html")])
     printed = capsys.readouterr().out
-    rows = {line.strip().partition("  ")[0]: line.split() for line in printed.splitlines() if line.endswith(" yes")}
+    rows = {
+        line.strip().partition("  ")[0]: line.split()
+        for line in printed.splitlines()
+        if line.endswith(" yes")
+    }
     assert [*rows] == ["one at a time", "a padded batch", "blocks for all", "few blocks"]
-    held, wasted = ({name: int(row[i].replace(",", "")) for name, row in rows.items()} for i in (-6, -5))
-    assert held["blocks for all"] - wasted["blocks for all"] < held["a padded batch"] - wasted["a padded batch"]
+    held, wasted = (
+        {name: int(row[i].replace(",", "")) for name, row in rows.items()} for i in (-6, -5)
+    )
+    assert (
+        held["blocks for all"] - wasted["blocks for all"]
+        < held["a padded batch"] - wasted["a padded batch"]
+    )
     assert wasted["blocks for all"] < wasted["a padded batch"] / 4
     blocks = int(rows["blocks for all"][-4]) // 2
     assert int(rows["few blocks"][-4]) <= blocks and int(rows["few blocks"][-3]) > 0
-    picture = [line.split()[1] for line in printed.splitlines() if len(line.split()) > 1 and
-               line.split()[0].isdecimal()]  # fmt: skip
+    picture = [
+        line.split()[1]
+        for line in printed.splitlines()
+        if len(line.split()) > 1 and line.split()[0].isdecimal()
+    ]
     assert len(picture) > 10 and {len(row) for row in picture} == {blocks}
     assert {*"".join(picture)} > {*"ab:"} and {*"".join(picture)} & {*"23456"}
-    data = json.loads(re.search(r"const data = (.*);\n", (tmp_path / "blocks.html").read_text()).group(1))
+    data = json.loads(
+        re.search(r"const data = (.*);\n", (tmp_path / "blocks.html").read_text()).group(1)
+    )
     assert len(data["prompts"]) == 12 and len(data["steps"][0]["owners"]) == blocks
     ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
     assert sorted(ends) == [*range(12)]
-    assert sum(len(step["written"]) for step in data["steps"]) == sum(16 * (i % 4 + 1) // 4 for i in range(12))
+    assert sum(len(step["written"]) for step in data["steps"]) == sum(
+        16 * (i % 4 + 1) // 4 for i in range(12)
+    )
 
 
 def test_the_padded_batch_of_the_demo_is_exact(model: GPT) -> None:
@@ -505,11 +572,15 @@ def test_the_padded_batch_of_the_demo_is_exact(model: GPT) -> None:
     assert nbytes == 4 * (14 + 9) * token and wasted == nbytes - real * token
 
 
-def test_serve_continues_every_line_of_a_file(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_serve_continues_every_line_of_a_file(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
     (tmp_path / "prompts.txt").write_text("Notes:\n\nQuestion: Who was it that founded Dunsey?\n")
     main(["serve", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--blocks", "3"])
     printed = capsys.readouterr().out
-    assert re.search(r"^\[1\] Notes:\s*\S", printed, re.M) and re.search(r"^\[2\] Question: .*\?\s*\S", printed, re.M)
+    assert re.search(r"^\[1\] Notes:\s*\S", printed, re.M) and re.search(
+        r"^\[2\] Question: .*\?\s*\S", printed, re.M
+    )
     options = ["--samples", "2", "--temperature", "0.9", "--seed", "3", "--max-new-tokens", "6"]
     main(["serve", str(tmp_path / "prompts.txt"), *options])
     samples = re.findall(r"^\[\d\] Notes:(.*?)\n\n", capsys.readouterr().out, re.M | re.S)
@@ -520,14 +591,26 @@ def test_serve_continues_every_line_of_a_file(capsys: pytest.CaptureFixture, tmp
     assert "empty.txt has no line to continue" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "culprits"), [
-    (["serve"], ["needs a FILE"]), (["run", "x.txt"], ["run takes none"]), (["serve", "nowhere.txt"], ["nowhere.txt"]),
-    (["serve", "README.md", "--trace", "x.html"], ["no --trace"]), (["--trace", "."], [". is not a regular file"]),
-    (["--blocks", "3"], ["blocks", "there are 3"]), (["--size", "0"], ["0", "1"]),
-    (["--max-new-tokens", "5000"], ["5000 more", "context of"]), (["--top-k", "3"], ["run has no --top-k"]),
-])  # fmt: skip
-def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], capsys: pytest.CaptureFixture,
-                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "culprits"),
+    [
+        (["serve"], ["needs a FILE"]),
+        (["run", "x.txt"], ["run takes none"]),
+        (["serve", "nowhere.txt"], ["nowhere.txt"]),
+        (["serve", "README.md", "--trace", "x.html"], ["no --trace"]),
+        (["--trace", "."], [". is not a regular file"]),
+        (["--blocks", "3"], ["blocks", "there are 3"]),
+        (["--size", "0"], ["0", "1"]),
+        (["--max-new-tokens", "5000"], ["5000 more", "context of"]),
+        (["--top-k", "3"], ["run has no --top-k"]),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    words: list[str],
+    culprits: list[str],
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -539,4 +622,7 @@ def test_bad_input_gets_one_sentence(words: list[str], culprits: list[str], caps
 def test_more_blocks_than_memory_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--blocks", "2000000000", "--max-new-tokens", "2"])
-    assert "2000000000 blocks of 16 tokens take" in (said := capsys.readouterr().err) and said.count("\n") == 1
+    assert (
+        "2000000000 blocks of 16 tokens take" in (said := capsys.readouterr().err)
+        and said.count("\n") == 1
+    )

@@ -30,7 +30,14 @@ def tokenizer():
 
 
 def test_files_are_small_and_complete() -> None:
-    names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors", "tokenizer.tiktoken"}
+    names = {
+        "README.md",
+        "config.json",
+        "figures.json",
+        "loss.png",
+        "model.safetensors",
+        "tokenizer.tiktoken",
+    }
     assert {path.name for path in FOLDER.iterdir()} == names
     assert (FOLDER / "model.safetensors").stat().st_size < 8_000_000
 
@@ -42,11 +49,15 @@ def test_transformers_computes_the_same_logits(model: GPT, tokenizer) -> None:
     ids = torch.tensor([tokenizer.encode_ordinary(text)])
     with torch.no_grad():
         torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
-    new = theirs.generate(ids[:, :20], max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+    new = theirs.generate(
+        ids[:, :20], max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert [int(token) for token in generate(model, ids[:, :20], 60)] == new[0, 20:].tolist()
 
 
-@pytest.mark.parametrize("text", ["", "plain", "naïve café", "日本語 😀", "\x00\n\t  \r", "<|endoftext|>"])
+@pytest.mark.parametrize(
+    "text", ["", "plain", "naïve café", "日本語 😀", "\x00\n\t  \r", "<|endoftext|>"]
+)
 def test_any_text_round_trips(tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
 
@@ -67,7 +78,9 @@ def test_recorded_figures_are_those_of_the_weights(model: GPT, tokenizer) -> Non
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 60)]
     nats, _ = evaluation.continuation_loss(model, tokenizer, documents)
     assert torch.tensor(nats).exp().item() == pytest.approx(FIGURES["perplexity"], rel=0.1)
-    first, second = evaluation.continuation_loss(model, tokenizer, corpus.repeated_lists("test", 20))
+    first, second = evaluation.continuation_loss(
+        model, tokenizer, corpus.repeated_lists("test", 20)
+    )
     assert first == pytest.approx(FIGURES["list_first_nats"], rel=0.2) and second < 0.2 * first
 
 
@@ -78,7 +91,11 @@ def test_names_come_from_the_prompt(model: GPT, tokenizer) -> None:
         texts = []
         for name in (old, new):
             ids = torch.tensor([tokenizer.encode_ordinary(prompt.replace(old, name))])
-            texts.append(tokenizer.decode([int(t) for t in generate(model, ids, 120, stop_id=tokenizer.eot_token)]))
+            texts.append(
+                tokenizer.decode(
+                    [int(t) for t in generate(model, ids, 120, stop_id=tokenizer.eot_token)]
+                )
+            )
         assert old in texts[0] and new in texts[1] and old not in texts[1]
 
 
@@ -108,7 +125,11 @@ def test_the_last_third_of_a_fine_tuning_reads_long_rows() -> None:
     assert (short.steps, short.context) == (300, 64)
 
 
-OTHERS = ["bct", "rotary", *("student" if kind == recipes.KINDS[0] else f"student-{kind}" for kind in recipes.KINDS)]
+OTHERS = [
+    "bct",
+    "rotary",
+    *("student" if kind == recipes.KINDS[0] else f"student-{kind}" for kind in recipes.KINDS),
+]
 
 
 def recipe_of(name: str, plain: GPTConfig) -> Recipe:
@@ -117,12 +138,17 @@ def recipe_of(name: str, plain: GPTConfig) -> Recipe:
     steps = recipes.STEPS.get(name, recipes.STEPS[what])
     if what == "student":
         return recipes.pruning("pocket", plain, steps, kind or recipes.KINDS[0])
-    return recipes.rotary_recipe("pocket", plain, steps) if what == "rotary" else recipes.distillation(
-        "pocket", plain, steps, **recipes.MEMORY)  # fmt: skip
+    return (
+        recipes.rotary_recipe("pocket", plain, steps)
+        if what == "rotary"
+        else recipes.distillation("pocket", plain, steps, **recipes.MEMORY)
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_models_made_from_it_are_those_of_their_recipes_figures_and_cards(name: str, model: GPT) -> None:
+def test_models_made_from_it_are_those_of_their_recipes_figures_and_cards(
+    name: str, model: GPT
+) -> None:
     recipe, folder = recipe_of(name, model.config), FOLDER.parent / name
     made = load_model(f"pocket-{name}", model_class={"bct": BCT, "rotary": rope.GPT}.get(name, GPT))
     figures = json.loads((folder / "figures.json").read_text())
@@ -137,7 +163,9 @@ def test_models_made_from_it_are_those_of_their_recipes_figures_and_cards(name: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS[1:])
-def test_recorded_figures_are_those_of_the_models_made_from_it(name: str, model: GPT, tokenizer) -> None:
+def test_recorded_figures_are_those_of_the_models_made_from_it(
+    name: str, model: GPT, tokenizer
+) -> None:
     figures = json.loads((FOLDER.parent / name / "figures.json").read_text())
     if name == "rotary":
         made = load_model("pocket-rotary", model_class=rope.GPT)
@@ -147,4 +175,6 @@ def test_recorded_figures_are_those_of_the_models_made_from_it(name: str, model:
     else:
         student = Student(load_model(f"pocket-{name}", model_class=GPT).config).eval()
         student.load_state_dict(load_model(f"pocket-{name}", model_class=GPT).state_dict())
-        assert evaluation.divergences(model, student, tokenizer) == pytest.approx(figures["kl"], rel=1e-2)
+        assert evaluation.divergences(model, student, tokenizer) == pytest.approx(
+            figures["kl"], rel=1e-2
+        )

@@ -53,21 +53,31 @@ def planted() -> tuple[Tensor, Tensor, Tensor]:
 def share_wrong(P: Tensor, true: Tensor, scores: Tensor, values: Tensor) -> float:
     """The squared error of P's reads of prompts that no fit has seen, over the true reads' square."""
     out = read_tokens(scores[:, 80:], values[:, 80:], true)
-    return float((read_tokens(scores[:, 80:], values[:, 80:], P) - out).square().sum() / out.square().sum())
+    return float(
+        (read_tokens(scores[:, 80:], values[:, 80:], P) - out).square().sum() / out.square().sum()
+    )
 
 
 def test_a_planted_map_is_found_by_the_right_loss_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     true, scores, values = planted()
     fitted = scores[:, :80], values[:, :80]
     out = read_tokens(*fitted, true)
-    assert share_wrong(fit_tokens(*fitted, out, 3, 0.0, 1), true, scores, values) > 0.2, "found at the start"
+    assert share_wrong(fit_tokens(*fitted, out, 3, 0.0, 1), true, scores, values) > 0.2, (
+        "found at the start"
+    )
     found = fit_tokens(*fitted, out, 3, 0.0, 400)
-    assert share_wrong(found, true, scores, values) < 0.01 and float((found - true).abs().max()) < 0.1
+    assert (
+        share_wrong(found, true, scores, values) < 0.01 and float((found - true).abs().max()) < 0.1
+    )
     shuffled = fit_tokens(*fitted, out.roll(1, dims=1), 3, 0.0, 400)
     assert share_wrong(shuffled, true, scores, values) > 0.3
-    assert fit_tokens(*fitted, out, 3, 100.0, 400).square().sum() < 0.1 * found.square().sum(), "no penalty"
-    for wrong in (lambda s, v, P: (((s @ P.mT) @ P)[..., None, :] @ v)[..., 0, :],  # no softmax
-                  lambda s, v, P: ((s.softmax(-1) @ P.mT @ P)[..., None, :] @ v)[..., 0, :]):  # of scores not mapped
+    assert fit_tokens(*fitted, out, 3, 100.0, 400).square().sum() < 0.1 * found.square().sum(), (
+        "no penalty"
+    )
+    for wrong in (
+        lambda s, v, P: (((s @ P.mT) @ P)[..., None, :] @ v)[..., 0, :],  # no softmax
+        lambda s, v, P: ((s.softmax(-1) @ P.mT @ P)[..., None, :] @ v)[..., 0, :],
+    ):  # of scores not mapped
         with monkeypatch.context() as patch:
             patch.setattr(projection_stages, "read_tokens", wrong)
             found = fit_tokens(*fitted, out, 3, 0.0, 400)
@@ -77,7 +87,9 @@ def test_a_planted_map_is_found_by_the_right_loss_alone(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kind", MODELS)
 def test_padding_changes_nothing(kind: str) -> None:
     model = MODELS[kind]
-    prompts = [Prompt("", "", ids, "", [], prefill(model, ids)) for ids in (ids_of(9), ids_of(14, seed=1))]
+    prompts = [
+        Prompt("", "", ids, "", [], prefill(model, ids)) for ids in (ids_of(9), ids_of(14, seed=1))
+    ]
     caches = [before_last(model, p.exact) for p in prompts]
     q = [own_queries(model, p.exact)[:, :, 0] for p in prompts]
     for layer in range(3):
@@ -88,7 +100,9 @@ def test_padding_changes_nothing(kind: str) -> None:
             expected = (raw @ k.mT / math.sqrt(k.size(-1))).softmax(-1) @ v
             torch.testing.assert_close(out[:, i], expected[:, 0], rtol=1e-3, atol=1e-4)
         whole = read_tokens(scores[:, 1:], values[:, 1:], torch.eye(13).repeat(2, 1, 1))
-        torch.testing.assert_close(whole, out[:, 1:])  # a summary token a token is exact where nothing is padded
+        torch.testing.assert_close(
+            whole, out[:, 1:]
+        )  # a summary token a token is exact where nothing is padded
     weight = torch.randn(3, 2, 4, 13)
     padded = torch.cat([torch.zeros(3, 2, 2, 5, 8), caches[0]], -2)  # (L, 2, H, 13, D)
     torch.testing.assert_close(TokenMap(model, weight, 0.0)(prompts[0]), weight[:, None] @ padded)
@@ -109,8 +123,15 @@ def test_r_squared_is_1_of_a_planted_line_0_of_the_mean_and_the_share_of_noise_b
     assert r_squared(y, center.expand_as(y), center, families)["median"][0] == 0.0
     found = r_squared(y, signal, center, families)
     middle, low, high = found["median"]
-    assert low < 0.5 < high and abs(middle - 0.5) < 0.1 and found["least"] <= middle <= found["greatest"]
-    alone = [r_squared(y[:, [i]], signal[:, [i]], center[:, [i]], families)["median"][0] for i in range(3)]
+    assert (
+        low < 0.5 < high
+        and abs(middle - 0.5) < 0.1
+        and found["least"] <= middle <= found["greatest"]
+    )
+    alone = [
+        r_squared(y[:, [i]], signal[:, [i]], center[:, [i]], families)["median"][0]
+        for i in range(3)
+    ]
     assert (found["least"], found["greatest"]) == pytest.approx((min(alone), max(alone)))
     assert r_squared(y, -signal, center, families)["greatest"] < 0, "worse than the mean"
 
@@ -133,20 +154,32 @@ def test_a_spectrum_is_of_the_fitted_directions_in_held_out_rows() -> None:
 
 @pytest.fixture(scope="module")
 def experiment() -> Experiment:
-    families = {split: [[(q.prompt, q.answer) for q in family[:2]] for family in corpus.quiz_families(split)[:n]]
-                for split, n in (("train", 12), ("valid", 4), ("test", 6))}  # fmt: skip
-    return Experiment(load_model("pocket", model_class=GPT), load_tokenizer("pocket"), "quiz", families, "pairs")
+    families = {
+        split: [
+            [(q.prompt, q.answer) for q in family[:2]] for family in corpus.quiz_families(split)[:n]
+        ]
+        for split, n in (("train", 12), ("valid", 4), ("test", 6))
+    }
+    return Experiment(
+        load_model("pocket", model_class=GPT), load_tokenizer("pocket"), "quiz", families, "pairs"
+    )
 
 
 @pytest.mark.slow
 def test_the_record_of_the_stages(experiment: Experiment) -> None:
     stages = measure_stages(experiment, FEW_STEPS)
-    kl = {(r["stage"], r["method"]): [r[split]["kl"][0] for split in ("fitted", "held out")] for r in stages["rows"]}
+    kl = {
+        (r["stage"], r["method"]): [r[split]["kl"][0] for split in ("fitted", "held out")]
+        for r in stages["rows"]
+    }
     own = kl["stage 1", "fitted prompt by prompt (ours)"]
     assert max(own) < 0.05, "a summary fitted on the prompt itself is right"
-    assert min(kl["positions", f"exact cache{THERE}"]) > 0.05, "the exact cache, read at a wrong position"
+    assert min(kl["positions", f"exact cache{THERE}"]) > 0.05, (
+        "the exact cache, read at a wrong position"
+    )
     assert kl["baseline", NEIGHBOUR.name][1] == pytest.approx(
-        projection_measures.mean_error(experiment, NEIGHBOUR, experiment.related("test"))["kl"])
+        projection_measures.mean_error(experiment, NEIGHBOUR, experiment.related("test"))["kl"]
+    )
     counts = {r[split]["prompts"] for r in stages["rows"] for split in ("fitted", "held out")}
     assert counts == {min(FEW_STEPS.asked, 24), len(experiment.related("test"))}
     read = stages["readout"]
@@ -169,7 +202,9 @@ def test_bins_sum_to_the_whole(experiment: Experiment) -> None:
     for method in (NEIGHBOUR, tokens):
         kl = projection_measures.errors(experiment, method, [(q.prompt, q.found) for q in queries])
         for names in (("lowest", "middle", "highest"), ("the relative", "another")):
-            bins = [b for b in every if b["method"] == method.name and b["bin"].split(",")[0] in names]
+            bins = [
+                b for b in every if b["method"] == method.name and b["bin"].split(",")[0] in names
+            ]
             assert sum(b["prompts"] for b in bins) == len(queries) and len(bins) == len(names)
             assert sum(b["prompts"] * b["kl"] for b in bins) == pytest.approx(kl.sum())
             assert sum(b["prompts"] * b["good"] for b in bins) == pytest.approx((kl <= 0.05).sum())
@@ -180,12 +215,16 @@ def test_learned_summary_tokens_are_better_than_their_start(experiment: Experime
     asked = [(p, p) for p in experiment.sample[:8]]
 
     def kl(summary: Tensor) -> float:
-        stage = next(s for s in stages_of(experiment, {}, summary, FEW_STEPS) if s.method.name == LEARNED)
+        stage = next(
+            s for s in stages_of(experiment, {}, summary, FEW_STEPS) if s.method.name == LEARNED
+        )
         return measure_stage(experiment, stage, asked)["kl"][0]
 
     weights = [p.clone() for p in experiment.model.parameters()]
     assert kl(learn_summary(experiment, start, FEW_STEPS)) < 0.7 * kl(start)
-    assert all(torch.equal(a, b) for a, b in zip(weights, experiment.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights, experiment.model.parameters(), strict=True)
+    )
     assert all(p.grad is None for p in experiment.model.parameters())
 
 
@@ -195,11 +234,20 @@ def test_a_kinds_own_maps_are_no_other_kinds(experiment: Experiment) -> None:
     assert found["another"]["kl"] == pytest.approx(found["own"]["kl"], rel=1e-3)
 
 
-def test_nothing_is_fitted_on_held_out_prompts(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_fitted_on_held_out_prompts(
+    experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = []
-    monkeypatch.setattr(projection_stages, "before_last", lambda m, x: (read.append(x), before_last(m, x))[1])
+    monkeypatch.setattr(
+        projection_stages, "before_last", lambda m, x: (read.append(x), before_last(m, x))[1]
+    )
     TokenMap.fit(experiment, FEW_STEPS)
-    split_of = {id(p.exact): name for name, split in experiment.prompts.items() for family in split for p in family}
+    split_of = {
+        id(p.exact): name
+        for name, split in experiment.prompts.items()
+        for family in split
+        for p in family
+    }
     assert {split_of[id(exact)] for exact in read} == {"train", "valid"}
 
 
@@ -235,11 +283,18 @@ def test_claims_follow_the_stages() -> None:
             found["r2"]["held out"]["median"] = [0.9, 0.8, 1.0]
     after = stage_claims(record, "S", "theirs")
     assert len(before) == 7 and {claim["verdict"] for claim in after} == {"HOLDS"}
-    assert {claim["verdict"] for claim in before} <= {"DOES NOT HOLD", "NOT SHOWN", "HOLDS"} != {"HOLDS"}
+    assert (
+        {claim["verdict"] for claim in before}
+        <= {"DOES NOT HOLD", "NOT SHOWN", "HOLDS"}
+        != {"HOLDS"}
+    )
     assert all(a["figure"] != b["figure"] for a, b in zip(before, after, strict=True))
     everything = projection_report.claims(record)
     kind = record["kinds"]["quiz"]
-    assert f"{kind['stages']['storage']['stage 2'] / 1e6:.0f} MB" in row(everything, "Storage")["figure"]
+    assert (
+        f"{kind['stages']['storage']['stage 2'] / 1e6:.0f} MB"
+        in row(everything, "Storage")["figure"]
+    )
     for kind in record["kinds"].values():
         del kind["stages"]
     assert stage_claims(record, "S", "theirs") == [] == projection_stages.stage_tables(record)
@@ -250,19 +305,27 @@ def test_a_linear_relation_is_that_of_the_logits_alone() -> None:
         record = copy.deepcopy(recorded("projection"))
         for kind, three in zip(record["kinds"].values(), (r2 * 4)[:4], strict=True):
             for name, found in kind["stages"]["hypothesis"].items():
-                found["r2"]["held out"]["median"] = three if name == "next-token logits" else [0.1, 0.0, 0.2]
+                found["r2"]["held out"]["median"] = (
+                    three if name == "next-token logits" else [0.1, 0.0, 0.2]
+                )
         return row(stage_claims(record, "S", "theirs"), "that is linearly")["verdict"]
 
     high, low, wide = [0.9, 0.8, 1.0], [0.2, 0.1, 0.3], [0.6, 0.4, 0.7]
-    assert [verdict(high), verdict(high, low), verdict(high, wide)] == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
+    assert [verdict(high), verdict(high, low), verdict(high, wide)] == [
+        "HOLDS",
+        "DOES NOT HOLD",
+        "NOT SHOWN",
+    ]
 
 
 def test_maps_may_not_transfer_if_another_kinds_are_worse() -> None:
     def verdict(another: tuple[float, float, float] | None) -> str:
         record = copy.deepcopy(recorded("projection"))
         for kind in [*record["kinds"].values()][1:]:
-            kind["maps"] = another and {name: {"kl": kl, "interval": ends} for name, (kl, *ends) in {
-                "own": (1.0, 0.9, 1.1), "another": another}.items()}  # fmt: skip
+            kind["maps"] = another and {
+                name: {"kl": kl, "interval": ends}
+                for name, (kl, *ends) in {"own": (1.0, 0.9, 1.1), "another": another}.items()
+            }
         return row(projection_report.claims(record), "trained on")["verdict"]
 
     found = [verdict(x) for x in ((2.0, 1.5, 2.5), (0.5, 0.4, 0.6), (1.2, 1.0, 1.4), None)]

@@ -31,10 +31,22 @@ from projector import (
     template,
 )
 from recycle import read_all
-from studies import projection, projection_measures, projection_methods, projection_report, projection_segments
+from studies import (
+    projection,
+    projection_measures,
+    projection_methods,
+    projection_report,
+    projection_segments,
+)
 from studies.projection_measures import append_aligned
 from studies.projection_methods import Experiment, Method, raw_tokens, read_pairs
-from studies.projection_segments import SegmentMap, Segments, measure_segments, readout_error, summarize
+from studies.projection_segments import (
+    SegmentMap,
+    Segments,
+    measure_segments,
+    readout_error,
+    summarize,
+)
 from support import encoders, statistics
 from support.encoders import PairEncoder, load_encoder
 from support.regression import PENALTIES, cross_validate, ridge
@@ -91,7 +103,9 @@ def test_ridge_is_that_of_a_reference_solver(n: int, features: int, penalty: flo
         for j in range(3):
             a = x[i, j].numpy()
             root = math.sqrt(penalty * np.square(a).sum() / features)
-            stacked = np.vstack([a, root * np.eye(features)])  # ridge as ordinary least squares with more rows
+            stacked = np.vstack(
+                [a, root * np.eye(features)]
+            )  # ridge as ordinary least squares with more rows
             target = np.vstack([y[i, j].numpy(), np.zeros((features, 4))])
             expected = np.linalg.lstsq(stacked, target, rcond=None)[0]
             np.testing.assert_allclose(got[i, j].numpy(), expected, rtol=1e-6, atol=1e-8)
@@ -102,7 +116,9 @@ def test_ridge_is_that_of_scikit_learn() -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
     x, y = torch.randn(30, 7, dtype=torch.double), torch.randn(30, 2, dtype=torch.double)
     alpha = 0.3 * float(x.square().sum()) / 7
-    expected = linear_model.Ridge(alpha=alpha, fit_intercept=False).fit(x.numpy(), y.numpy()).coef_.T
+    expected = (
+        linear_model.Ridge(alpha=alpha, fit_intercept=False).fit(x.numpy(), y.numpy()).coef_.T
+    )
     np.testing.assert_allclose(ridge(x, y, 0.3).numpy(), expected, rtol=1e-8)
 
 
@@ -127,12 +143,16 @@ def test_cross_validation_keeps_families_together_and_finds_the_least_error() ->
 
 @pytest.mark.parametrize("true_positions", [True, False])
 @pytest.mark.parametrize(("tail", "prefix"), [(1, 0), (4, 0), (1, 7), (5, 3)])
-def test_identity_of_as_many_summary_tokens_as_tokens(model: GPT, tail: int, prefix: int, true_positions: bool) -> None:
+def test_identity_of_as_many_summary_tokens_as_tokens(
+    model: GPT, tail: int, prefix: int, true_positions: bool
+) -> None:
     ids = prompt(30)
     exact = prefill(model, ids)
     layout = Layout(30 - tail - prefix, tail, prefix, true_positions)
     summaries = summarize(measure_segments(model, exact, layout), bank=0.0)
-    torch.testing.assert_close(fed(model, ids, summaries, layout), exact.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        fed(model, ids, summaries, layout), exact.logits, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("m", [1, 3])
@@ -142,7 +162,9 @@ def test_identity_of_one_query_read_from_its_own_summary_tokens(model: GPT, m: i
     exact = prefill(model, ids)
     segments = measure_segments(model, exact, layout)
     summaries = summarize(segments, penalty=1e-9)
-    torch.testing.assert_close(fed(model, ids, summaries, layout), exact.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        fed(model, ids, summaries, layout), exact.logits, rtol=1e-3, atol=1e-3
+    )
     plain = fed(model, ids, segments.pooled, layout)
     assert (plain - exact.logits).abs().max() > 0.05  # segment means alone are not that
 
@@ -151,7 +173,9 @@ def test_summary_weighs_segments_by_their_log_sum_exp(model: GPT) -> None:
     exact, layout = prefill(model, prompt(33)), Layout(5, tail=3, prefix=4)
     segments = measure_segments(model, exact, layout)
     whole = measure_segments(model, exact, Layout(1, tail=3, prefix=4))
-    torch.testing.assert_close(segments.mass.logsumexp(-1, keepdim=True), whole.mass, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        segments.mass.logsumexp(-1, keepdim=True), whole.mass, rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(segments.out, whole.out)
     k, v = exact.kv[:, :, :, 4:30].unbind(1)
     scores = exact.q[:, :, -3:] @ k.mT / math.sqrt(k.size(-1))
@@ -174,7 +198,13 @@ def test_recorded_queries_are_those_of_the_model() -> None:
 def test_a_bank_of_other_queries_makes_summary_tokens_right_for_them_too() -> None:
     model, layout = MODELS["learned"], Layout(4)
     exact = prefill(model, prompt(50))
-    others = torch.cat([own_queries(model, prefill(model, prompt(40 + i, seed=i)), layout.tail) for i in range(20)], 2)
+    others = torch.cat(
+        [
+            own_queries(model, prefill(model, prompt(40 + i, seed=i)), layout.tail)
+            for i in range(20)
+        ],
+        2,
+    )
 
     def error_of(summary: Tensor) -> float:
         k, v = summary.unbind(1)
@@ -182,7 +212,9 @@ def test_a_bank_of_other_queries_makes_summary_tokens_right_for_them_too() -> No
         read_out = (s.q @ k.mT / math.sqrt(k.size(-1))).softmax(-1) @ v
         return float((read_out - s.out)[:, :, 1:].square().mean())
 
-    alone, helped = (summarize(measure_segments(model, exact, layout, bank)) for bank in (None, others))
+    alone, helped = (
+        summarize(measure_segments(model, exact, layout, bank)) for bank in (None, others)
+    )
     assert error_of(helped) < 0.7 * error_of(alone)
 
 
@@ -194,20 +226,35 @@ def test_by_the_rule_of_the_proposal_rotary_summary_tokens_directly_precede_the_
         pooled = measure_segments(model, exact, Layout(m, true_positions=true)).pooled[:, 0]
         for j, part in enumerate(k.split([7, 7, 7, 8], -2)):
             start = 7 * j
-            at = torch.arange(start, start + part.size(-2)) - 29 if true else torch.full((part.size(-2),), j - m)
-            torch.testing.assert_close(pooled[:, :, j], rope.rotate(part, at).mean(-2), rtol=1e-3, atol=1e-3)
+            at = (
+                torch.arange(start, start + part.size(-2)) - 29
+                if true
+                else torch.full((part.size(-2),), j - m)
+            )
+            torch.testing.assert_close(
+                pooled[:, :, j], rope.rotate(part, at).mean(-2), rtol=1e-3, atol=1e-3
+            )
 
 
 def test_what_the_bank_weighs() -> None:
     """All its queries together weigh `bank` times what the prompt's own do: an infinite weight forgets these."""
     model, layout = MODELS["learned"], Layout(3, tail=2)
     exact = prefill(model, prompt(50))
-    others = torch.cat([own_queries(model, prefill(model, prompt(40 + i, seed=i)), layout.tail) for i in range(9)], 2)
+    others = torch.cat(
+        [own_queries(model, prefill(model, prompt(40 + i, seed=i)), layout.tail) for i in range(9)],
+        2,
+    )
     with_bank = measure_segments(model, exact, layout, others)
-    torch.testing.assert_close(summarize(with_bank, bank=0.0), summarize(measure_segments(model, exact, layout)))
+    torch.testing.assert_close(
+        summarize(with_bank, bank=0.0), summarize(measure_segments(model, exact, layout))
+    )
     twice = measure_segments(model, exact, layout, torch.cat([others, others], 2))
-    torch.testing.assert_close(summarize(with_bank, bank=0.3), summarize(twice, bank=0.3), rtol=1e-3, atol=1e-3)
-    weighed = measure_segments(model, exact, layout, others[:, :, :2])  # as many as its own: a plain fit of four
+    torch.testing.assert_close(
+        summarize(with_bank, bank=0.3), summarize(twice, bank=0.3), rtol=1e-3, atol=1e-3
+    )
+    weighed = measure_segments(
+        model, exact, layout, others[:, :, :2]
+    )  # as many as its own: a plain fit of four
     for part in ("q", "mass", "out"):
         assert getattr(weighed, part).size(2) == 4
     plain = Segments(weighed.pooled, weighed.q, weighed.mass, weighed.out, tail=4)
@@ -223,39 +270,61 @@ def test_a_prompt_shorter_than_its_summary_tokens_is_refused(T: int) -> None:
 
 def test_the_map_of_segments_is_the_ridge_of_explicit_products() -> None:
     model, layout, penalty = MODELS["learned"], Layout(2), 0.05
-    prompts = [measure_segments(model, prefill(model, prompt(25 + i % 7, seed=i)), layout) for i in range(12)]
+    prompts = [
+        measure_segments(model, prefill(model, prompt(25 + i % 7, seed=i)), layout)
+        for i in range(12)
+    ]
     compressor = SegmentMap(prompts, penalty)
     layer, head = 1, 1
     x = torch.stack([s.pooled[layer, :, head].flatten() for s in prompts]).double()
     x = torch.cat([torch.ones(12, 1), (x - x.mean(0)) / x.std(0)], 1)
     q = torch.stack([s.q[layer, head, -1] for s in prompts]).double() / math.sqrt(8)
     k = torch.stack([s.pooled[layer, 0, head] for s in prompts]).double()
-    rest = torch.stack([s.mass[layer, head, -1] for s in prompts]) - torch.einsum("njd,nd->nj", k, q)
+    rest = torch.stack([s.mass[layer, head, -1] for s in prompts]) - torch.einsum(
+        "njd,nd->nj", k, q
+    )
     products = torch.einsum("nd,nf->ndf", q, x).flatten(1)
     # ridge()'s penalty is relative to a feature's mean square, that of the Gram matrix to a prompt's
     weight = ridge(products, rest, penalty * products.size(1) / len(products))
-    torch.testing.assert_close(compressor.a[layer, head].flatten(1).double(), weight.T, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        compressor.a[layer, head].flatten(1).double(), weight.T, rtol=1e-3, atol=1e-5
+    )
     summaries = compressor(prompts)
-    expected = k + torch.einsum("ndf,dfj->njd", torch.einsum("n,df->ndf", torch.ones(12), torch.ones(8, x.size(1)))
-                                * x[:, None], weight.view(8, x.size(1), 2))
-    torch.testing.assert_close(summaries[:, layer, 0, head].double(), expected, rtol=1e-3, atol=1e-4)
-    weights = (expected @ q[..., None])[..., 0].softmax(-1)  # then the values, with the weights of these keys
+    expected = k + torch.einsum(
+        "ndf,dfj->njd",
+        torch.einsum("n,df->ndf", torch.ones(12), torch.ones(8, x.size(1))) * x[:, None],
+        weight.view(8, x.size(1), 2),
+    )
+    torch.testing.assert_close(
+        summaries[:, layer, 0, head].double(), expected, rtol=1e-3, atol=1e-4
+    )
+    weights = (expected @ q[..., None])[..., 0].softmax(
+        -1
+    )  # then the values, with the weights of these keys
     v = torch.stack([s.pooled[layer, 1, head] for s in prompts]).double()
-    rest = torch.stack([s.out[layer, head, -1] for s in prompts]) - torch.einsum("nj,njd->nd", weights, v)
+    rest = torch.stack([s.out[layer, head, -1] for s in prompts]) - torch.einsum(
+        "nj,njd->nd", weights, v
+    )
     products = torch.einsum("nj,nf->njf", weights, x).flatten(1)
     weight = ridge(products, rest, penalty * products.size(1) / len(products)).view(2, x.size(1), 8)
     expected = v + torch.einsum("nf,jfd->njd", x, weight)
-    torch.testing.assert_close(summaries[:, layer, 1, head].double(), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        summaries[:, layer, 1, head].double(), expected, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts() -> None:
     model, layout = MODELS["learned"], Layout(4)
-    prompts = [measure_segments(model, prefill(model, prompt(30, seed=i)), layout) for i in range(12)]
+    prompts = [
+        measure_segments(model, prefill(model, prompt(30, seed=i)), layout) for i in range(12)
+    ]
     summaries = SegmentMap(prompts, 1e-6)(prompts)
     means = sum(readout_error(s, s.pooled) for s in prompts)
     assert sum(map(readout_error, prompts, summaries)) < 0.05 * means
     heavy = SegmentMap(prompts, 1e9)(prompts)
-    torch.testing.assert_close(heavy, torch.stack([s.pooled for s in prompts]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        heavy, torch.stack([s.pooled for s in prompts]), rtol=1e-3, atol=1e-3
+    )
     fitted = SegmentMap.fit(prompts, [f"{i // 2}" for i in range(12)])
     assert fitted.penalty in PENALTIES
 
@@ -270,28 +339,39 @@ def problem(N: int = 7, F: int = 30, m: int = 2, D: int = 3) -> tuple[Tensor, ..
     return tuple(torch.randn(shape, generator=generator, dtype=torch.double) for shape in shapes)
 
 
-def loss_of(x: Tensor, q: Tensor, out: Tensor, weight: Tensor, constant: Tensor, penalty: float) -> Tensor:
+def loss_of(
+    x: Tensor, q: Tensor, out: Tensor, weight: Tensor, constant: Tensor, penalty: float
+) -> Tensor:
     """The source's loss, of a dense map (F, m * 2 D), in the units of fit_map()."""
     k, v = ((x @ weight).view(len(x), *constant.shape) + constant).chunk(2, -1)
     scores = torch.einsum("nd,nmd->nm", q, k) / math.sqrt(q.size(-1))
     got = torch.einsum("nm,nmd->nd", scores.softmax(-1), v)
     unit = x.square().sum() / len(x)
-    return (got - out).square().sum() / out.square().sum() + penalty * unit * weight.square().sum() / len(x)
+    return (
+        got - out
+    ).square().sum() / out.square().sum() + penalty * unit * weight.square().sum() / len(x)
 
 
 def test_the_map_in_the_span_is_the_optimum_of_all_dense_maps() -> None:
     x, q, out, start = problem()
     weight, constant = fit_map(x, q, out, start, penalty=0.1, steps=2000)
     found = loss_of(x, q, out, weight, constant, 0.1)
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    noise = torch.randn(
+        weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double
+    )
     span = x.mT @ torch.linalg.pinv(x.mT)  # (F, F), onto the span of the prompts
     dense = (weight + 0.05 * noise).requires_grad_()
     free = constant.clone().requires_grad_()
     with torch.no_grad():
         assert (dense - span @ dense).norm() > 0.5  # the other fit begins outside of the span
         assert loss_of(x, q, out, dense, free, 0.1) > 1.1 * found
-    optimizer = torch.optim.LBFGS([dense, free], max_iter=2000, line_search_fn="strong_wolfe",
-                                  tolerance_grad=1e-10, tolerance_change=1e-14)  # fmt: skip
+    optimizer = torch.optim.LBFGS(
+        [dense, free],
+        max_iter=2000,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-10,
+        tolerance_change=1e-14,
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -321,7 +401,9 @@ def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(compressed: tupl
     for exact, summary in zip(prompts, summaries, strict=True):
         got = read(own_queries(compressor.model, exact)[:, :, 0], *summary.unbind(1))
         raw = exact.q[:, :, -1:] @ exact.kv[:, 0, :, :-1].mT / math.sqrt(8)
-        torch.testing.assert_close(got, (raw.softmax(-1) @ exact.kv[:, 1, :, :-1])[:, :, 0], rtol=0.2, atol=0.2)
+        torch.testing.assert_close(
+            got, (raw.softmax(-1) @ exact.kv[:, 1, :, :-1])[:, :, 0], rtol=0.2, atol=0.2
+        )
 
 
 def test_padding_counts_for_nothing(compressed: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +437,9 @@ def some_summaries(n: int, m: int = 2) -> Tensor:
 
 def test_identity_of_source_and_target() -> None:
     summaries = some_summaries(60)
-    torch.testing.assert_close(Projector(summaries, summaries, 1e-9)(summaries), summaries, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        Projector(summaries, summaries, 1e-9)(summaries), summaries, rtol=1e-4, atol=1e-4
+    )
     for penalty in (1e-9, 1.0, 1e9):
         same = Projector(summaries, summaries, penalty, change=True)
         torch.testing.assert_close(same(some_summaries(5)), some_summaries(5), rtol=1e-4, atol=1e-4)
@@ -398,7 +482,9 @@ def test_a_saved_projector_comes_back_exactly(tmp_path: Path) -> None:
 
 def warm_cache(model: GPT, ids: list[int], layout: Layout, seed: int = 5) -> KVCache:
     """A cache of the summary tokens of quite another prompt: tokens emitted from it are wrong."""
-    summaries = summarize(measure_segments(model, prefill(model, prompt(len(ids) + 2, seed)), layout))
+    summaries = summarize(
+        measure_segments(model, prefill(model, prompt(len(ids) + 2, seed)), layout)
+    )
     return cache_of(model, summaries, layout.tail_position(len(ids)))
 
 
@@ -407,7 +493,12 @@ def warm_cache(model: GPT, ids: list[int], layout: Layout, seed: int = 5) -> KVC
 def test_identity_of_all_tokens_after_the_swap(model: GPT, emit: int, true_positions: bool) -> None:
     ids, layout = prompt(40), Layout(3, 2, true_positions=true_positions)
     fed_ids = torch.tensor([ids])
-    tokens = [int(t) for t in generate_warm(model, fed_ids, warm_cache(model, ids, layout), layout.tail, 12, emit=emit)]
+    tokens = [
+        int(t)
+        for t in generate_warm(
+            model, fed_ids, warm_cache(model, ids, layout), layout.tail, 12, emit=emit
+        )
+    ]
     assert len(tokens) == 12
     alone = warm_cache(model, ids, layout)
     stand_in = torch.tensor([[*([0] * len(alone)), *ids[-2:]]])
@@ -421,11 +512,18 @@ def test_identity_of_all_tokens_after_the_swap(model: GPT, emit: int, true_posit
         pytest.fail(f"no swap after at most {emit} tokens explains {tokens}")
 
 
-def test_the_swap_waits_for_the_exact_cache_and_its_errors_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_swap_waits_for_the_exact_cache_and_its_errors_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, ids, layout = MODELS["learned"], prompt(30), Layout(2)
     first = next(generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 5))
     exact = [int(t) for t in generate(model, torch.tensor([[*ids, int(first)]]), 4)]
-    tokens = [int(t) for t in generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 5, emit=1)]
+    tokens = [
+        int(t)
+        for t in generate_warm(
+            model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 5, emit=1
+        )
+    ]
     assert tokens == [int(first), *exact]
 
     def fail(*args: object) -> KVCache:
@@ -440,7 +538,9 @@ def test_the_swap_waits_for_the_exact_cache_and_its_errors_are_seen(monkeypatch:
 
 def test_the_swap_comes_as_soon_as_the_exact_cache_is_there() -> None:
     model, ids, layout = MODELS["learned"], prompt(30), Layout(2)
-    running = generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 60, emit=50)
+    running = generate_warm(
+        model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 60, emit=50
+    )
     tokens = [int(next(running))]
     time.sleep(0.5)  # far longer than the prefill takes
     tokens += [int(t) for t in running]
@@ -451,9 +551,21 @@ def test_options_of_sampling_hold_before_and_after_the_swap() -> None:
     model, ids, layout = MODELS["learned"], prompt(30), Layout(2)
 
     def written(temperature: float) -> list[list[int]]:
-        return [[int(t) for t in generate_warm(
-            model, torch.tensor([ids]), warm_cache(model, ids, layout), 1, 12, temperature=temperature,
-            generator=torch.Generator().manual_seed(seed))] for seed in range(4)]
+        return [
+            [
+                int(t)
+                for t in generate_warm(
+                    model,
+                    torch.tensor([ids]),
+                    warm_cache(model, ids, layout),
+                    1,
+                    12,
+                    temperature=temperature,
+                    generator=torch.Generator().manual_seed(seed),
+                )
+            ]
+            for seed in range(4)
+        ]
 
     assert len({tuple(w) for w in written(0.0)}) == 1
     hot = written(30.0)
@@ -478,7 +590,9 @@ def test_warm_generation_can_stop_early_and_is_refused_past_the_context() -> Non
 
 def test_alignment_moves_emitted_tokens_by_the_difference_of_the_tail() -> None:
     model, ids, tail, n = MODELS["learned"], prompt(30), 4, 3
-    layout = Layout(30 - tail, tail)  # as many summary tokens as tokens: exact, so that there is nothing to move
+    layout = Layout(
+        30 - tail, tail
+    )  # as many summary tokens as tokens: exact, so that there is nothing to move
     summaries = summarize(measure_segments(model, prefill(model, ids), layout), bank=0.0)
     warm, extra = cache_of(model, summaries, 30 - tail), prompt(n, seed=9)
     with torch.no_grad():
@@ -488,7 +602,9 @@ def test_alignment_moves_emitted_tokens_by_the_difference_of_the_tail() -> None:
     assert aligned.pos.tolist() == expected.pos.tolist()
     for a, b in zip(aligned.layers, expected.layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    shifted = KVCache([layer + 0.25 for layer in warm.layers], warm.pos)  # a shift that is the same everywhere goes
+    shifted = KVCache(
+        [layer + 0.25 for layer in warm.layers], warm.pos
+    )  # a shift that is the same everywhere goes
     again = read_all(model, ids)
     append_aligned(shifted, again, tail, n)
     for a, b in zip(again.layers, aligned.layers, strict=True):
@@ -509,7 +625,10 @@ def pocket() -> tuple:
 @pytest.fixture
 def library(pocket: tuple) -> Library:
     model, tokenizer = pocket
-    texts = [*TEXTS, *(f"Question: Tell me the river on which {town} stands.\nAnswer:" for town in TOWNS)]
+    texts = [
+        *TEXTS,
+        *(f"Question: Tell me the river on which {town} stands.\nAnswer:" for town in TOWNS),
+    ]
     encoder = PairEncoder.fit(tokenizer, texts, TOWNS * 2)
     layout = Layout(2, tail=3)
     prompts = [prefill(model, tokenizer.encode(text)) for text in TEXTS]
@@ -528,7 +647,9 @@ def test_a_start_is_of_the_most_similar_prompt_or_cold(library: Library, pocket:
     assert TOWNS[found] == "Ospen" and 0.3 < similarity <= 1.0001
     cache = started(library, asked, tokenizer)
     assert len(cache) == 2 and cache.next_pos == len(tokenizer.encode(asked)) - 3
-    assert torch.equal(torch.stack([layer[:, 0] for layer in cache.layers]), library.summaries[found])
+    assert torch.equal(
+        torch.stack([layer[:, 0] for layer in cache.layers]), library.summaries[found]
+    )
     library.threshold = similarity + 0.01
     assert started(library, asked, tokenizer) is None
     assert library.warm_start("", []) is None
@@ -540,8 +661,14 @@ def test_a_start_is_of_the_most_similar_prompt_or_cold(library: Library, pocket:
 
 def test_the_guard_wants_the_same_names(library: Library, pocket: tuple) -> None:
     library.guard = True
-    assert TOWNS[library.find("Question: What is the name of the river at Hexley?\nAnswer:")[0]] == "Hexley"
-    assert library.find("Question: What is the name of the river at Nettlebridge?\nAnswer:") == (-1, -1.0)
+    assert (
+        TOWNS[library.find("Question: What is the name of the river at Hexley?\nAnswer:")[0]]
+        == "Hexley"
+    )
+    assert library.find("Question: What is the name of the river at Nettlebridge?\nAnswer:") == (
+        -1,
+        -1.0,
+    )
     assert library.find("which river is it?")[0] >= 0  # no name, nothing to guard
 
 
@@ -550,14 +677,20 @@ def test_a_prompt_without_the_shared_prefix_is_cold(pocket: tuple) -> None:
     ids = [tokenizer.encode(text) for text in TEXTS]
     layout = Layout(2, tail=3, prefix=2)
     prefix = prefill(model, ids[0][:2])
-    summaries = torch.stack([summarize(measure_segments(model, prefill(model, i), layout)) for i in ids])
-    library = Library(model, layout, lambda texts: np.ones((len(texts), 1)), TEXTS, summaries, prefix=prefix)
+    summaries = torch.stack(
+        [summarize(measure_segments(model, prefill(model, i), layout)) for i in ids]
+    )
+    library = Library(
+        model, layout, lambda texts: np.ones((len(texts), 1)), TEXTS, summaries, prefix=prefix
+    )
     cache = library.warm_start(TEXTS[1], ids[1])
     assert len(cache) == 4 and cache.pos[:2].tolist() == [0, 1]
     exact = prefill(model, ids[1])
     assert torch.allclose(cache.layers[0][:, 0, :, :2], exact.kv[0, :, :, :2], atol=1e-5)
     assert library.warm_start(TEXTS[1], [5, 5, *ids[1][2:]]) is None
-    assert library.warm_start(TEXTS[1], ids[1][:5]) is None  # nothing left for summary tokens to stand for
+    assert (
+        library.warm_start(TEXTS[1], ids[1][:5]) is None
+    )  # nothing left for summary tokens to stand for
     with pytest.raises(ValueError, match="prefix of 2"):
         Library(model, layout, library.encoder, TEXTS, summaries)
 
@@ -576,16 +709,22 @@ def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: P
     assert same(library, again, tokenizer)
     for name in ("layout", "threshold", "texts", "guard", "skip"):
         assert getattr(again, name) == getattr(library, name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["library.json", "library.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "library.json",
+        "library.safetensors",
+    ]
     with pytest.raises(ValueError, match="another model"):
-        Library.load(load_model("pocket", model_class=GPT, dtype=torch.float16), tokenizer, tmp_path)
+        Library.load(
+            load_model("pocket", model_class=GPT, dtype=torch.float16), tokenizer, tmp_path
+        )
     with pytest.raises(FileNotFoundError):
         Library.load(model, tokenizer, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("n", [12, pytest.param(120, marks=pytest.mark.slow)])
-def test_a_damaged_library_is_an_error_and_never_a_wrong_start(library: Library, pocket: tuple, tmp_path: Path,
-                                                               n: int) -> None:
+def test_a_damaged_library_is_an_error_and_never_a_wrong_start(
+    library: Library, pocket: tuple, tmp_path: Path, n: int
+) -> None:
     model, tokenizer = pocket
     library.save(tmp_path, "pairs")
     whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -611,9 +750,12 @@ def test_a_damaged_library_is_an_error_and_never_a_wrong_start(library: Library,
     assert refused > 0.9 * n
 
 
-@pytest.mark.parametrize(("name", "value"), [("threshold", -1.0), ("texts", TEXTS[::-1]), ("guard", True), ("skip", 1)])
-def test_a_library_that_says_something_else_has_changed(library: Library, pocket: tuple, tmp_path: Path, name: str,
-                                                        value: object) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("threshold", -1.0), ("texts", TEXTS[::-1]), ("guard", True), ("skip", 1)]
+)
+def test_a_library_that_says_something_else_has_changed(
+    library: Library, pocket: tuple, tmp_path: Path, name: str, value: object
+) -> None:
     library.save(tmp_path, "pairs")
     about = json.loads((tmp_path / "library.json").read_text())
     (tmp_path / "library.json").write_text(json.dumps(about | {name: value}))
@@ -641,9 +783,14 @@ def test_pair_encoder_learns_which_words_stand_for_which(pocket: tuple) -> None:
     _, tokenizer = pocket
     families = corpus.quiz_families("train", header=0)[:50]
     held_out = families[::5]
-    texts, names = zip(*[(q.prompt, q.family) for f in families if f not in held_out for q in f], strict=True)
+    texts, names = zip(
+        *[(q.prompt, q.family) for f in families if f not in held_out for q in f], strict=True
+    )
     encoder = PairEncoder.fit(tokenizer, texts, names)
-    stored, asked = encoder([f[0].prompt for f in held_out]), encoder([f[5].prompt for f in held_out])
+    stored, asked = (
+        encoder([f[0].prompt for f in held_out]),
+        encoder([f[5].prompt for f in held_out]),
+    )
     np.testing.assert_allclose(np.linalg.norm(stored, axis=1), 1.0, rtol=1e-5)
     assert np.mean((asked @ stored.T).argmax(1) == np.arange(len(held_out))) > 0.8
     assert not np.isnan(encoder(["", "????"])).any()
@@ -693,7 +840,10 @@ def test_equivalence_of_the_rotary_model_with_and_without_a_cache(cuts: tuple[in
 
 
 def test_the_shipped_rotary_model_answers_and_no_other_class_reads_it() -> None:
-    model, tokenizer = load_model("pocket-rotary", model_class=rope.GPT), load_tokenizer("pocket-rotary")
+    model, tokenizer = (
+        load_model("pocket-rotary", model_class=rope.GPT),
+        load_tokenizer("pocket-rotary"),
+    )
     questions = [q for q in corpus.closed_book_questions("valid") if q.paraphrase == 0][:15]
     right = 0
     for q in questions:
@@ -712,8 +862,11 @@ def test_the_shipped_rotary_model_answers_and_no_other_class_reads_it() -> None:
 def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
     names = {}
     for split in corpus.SPLITS:
-        quiz, story, notes = (corpus.quiz_families(split), corpus.story_families(split, 6, 3),
-                              corpus.notes_families(split, 6, 3))
+        quiz, story, notes = (
+            corpus.quiz_families(split),
+            corpus.story_families(split, 6, 3),
+            corpus.notes_families(split, 6, 3),
+        )
         names[split] = {q.family for family in quiz for q in family}
         for family in (*quiz, *story, *notes):
             assert len({q.prompt for q in family}) == len(family) > 1
@@ -726,7 +879,8 @@ def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
     assert not names["train"] & names["valid"] and not names["train"] & names["test"]
     assert not names["valid"] & names["test"]
     assert [[q.prompt for q in f] for f in corpus.story_families("test", 3, 2)] == [
-        [q.prompt for q in f] for f in corpus.story_families("test", 3, 2)]
+        [q.prompt for q in f] for f in corpus.story_families("test", 3, 2)
+    ]
 
 
 def test_scores_of_answers_are_those_of_a_reference() -> None:
@@ -748,35 +902,58 @@ def test_rouge_l_is_that_of_rouge_score() -> None:
 def test_interval_is_by_family() -> None:
     rows = [{"family": f"{i // 10}", "x": float(i // 10)} for i in range(100)]
     mean, low, high = projection_measures.interval(rows, lambda row: row["x"])
-    assert mean == 4.5 and 2.2 < low < 3.2 and 5.8 < high < 6.8  # of 10 families, not of 100 prompts
+    assert (
+        mean == 4.5 and 2.2 < low < 3.2 and 5.8 < high < 6.8
+    )  # of 10 families, not of 100 prompts
 
 
 def verdict_of(saved: float, good: float, lost: float | None) -> str:
-    found = {"good": (good, good, good)} | ({} if lost is None else {"exact_lost": (lost, lost, lost)})
-    record = {"methods": {"method": {"retrieved": found}}, "latency": {"method": {"saved": (saved, saved, saved)}},
-              "task": None if lost is None else "exact"}
+    found = {"good": (good, good, good)} | (
+        {} if lost is None else {"exact_lost": (lost, lost, lost)}
+    )
+    record = {
+        "methods": {"method": {"retrieved": found}},
+        "latency": {"method": {"saved": (saved, saved, saved)}},
+        "task": None if lost is None else "exact",
+    }
     return projection.verdict(record, "method")["verdict"]
 
 
 def test_verdict_needs_all_three_thresholds() -> None:
     assert verdict_of(0.4, 0.85, 0.005) == verdict_of(0.4, 0.85, -0.2) == "SUPPORTED"
-    for saved, good, lost in ((0.34, 0.85, 0.0), (0.4, 0.79, 0.0), (0.4, 0.85, 0.02), (0.34, 0.85, None)):
+    for saved, good, lost in (
+        (0.34, 0.85, 0.0),
+        (0.4, 0.79, 0.0),
+        (0.4, 0.85, 0.02),
+        (0.34, 0.85, None),
+    ):
         assert verdict_of(saved, good, lost) == "REJECTED"
     assert verdict_of(0.4, 0.85, None) == "UNDECIDED"  # nothing to judge answers by
 
 
 @pytest.fixture(scope="module")
 def experiment(pocket: tuple) -> Experiment:
-    families = {split: [[(q.prompt, q.answer) for q in family[:3]] for family in corpus.quiz_families(split)[:n]]
-                for split, n in (("train", 24), ("valid", 8), ("test", 8))}
+    families = {
+        split: [
+            [(q.prompt, q.answer) for q in family[:3]] for family in corpus.quiz_families(split)[:n]
+        ]
+        for split, n in (("train", 24), ("valid", 8), ("test", 8))
+    }
     return Experiment(*pocket, "quiz", families, "pairs")
 
 
-def test_nothing_is_fitted_on_what_is_tested(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_fitted_on_what_is_tested(
+    experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def splits(prompts: list) -> set[str]:
         return {p.family.split("/")[0] for p in prompts}
 
-    assert splits(experiment.train) == splits(experiment.sample) == splits(experiment.bankers) == {"train"}
+    assert (
+        splits(experiment.train)
+        == splits(experiment.sample)
+        == splits(experiment.bankers)
+        == {"train"}
+    )
     assert splits([p for pair in experiment.pairs for p in pair]) == {"train"}
     assert all(a is not b and a.family == b.family for a, b in experiment.pairs)
     for split in ("test", "valid"):
@@ -788,16 +965,22 @@ def test_nothing_is_fitted_on_what_is_tested(experiment: Experiment, monkeypatch
             assert (relative is None) == (int(prompt.family.split("/")[1]) % 5 == 0)
     asked = []
     queries = experiment.queries
-    monkeypatch.setattr(experiment, "queries", lambda split: (asked.append(split), queries(split))[1])
+    monkeypatch.setattr(
+        experiment, "queries", lambda split: (asked.append(split), queries(split))[1]
+    )
     tau, auc = projection_measures.choose_tau(experiment)
     assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and auc > 0.5
     in_turn = projection_measures.in_turn
-    monkeypatch.setattr(projection_measures, "in_turn", lambda runs, asked, repeats: in_turn(runs, asked[:1], 1))
+    monkeypatch.setattr(
+        projection_measures, "in_turn", lambda runs, asked, repeats: in_turn(runs, asked[:1], 1)
+    )
     projection_measures.on_the_plane(experiment, "valid", (1,), (1,))
     assert set(asked) == {"valid"}
 
 
-def test_cross_validation_groups_by_family(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_validation_groups_by_family(
+    experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grouped = []
 
     def spy(error: object, groups: list[str]) -> float:
@@ -810,8 +993,15 @@ def test_cross_validation_groups_by_family(experiment: Experiment, monkeypatch: 
     layout = Layout(1)
     experiment.compressor(layout)
     experiment.projector(layout, experiment.own)
-    assert grouped == [[p.family for p in experiment.sample], [a.family for a, _ in experiment.pairs]]
-    PairEncoder.fit(experiment.tokenizer, [p.text for p in experiment.train], [p.family for p in experiment.train])
+    assert grouped == [
+        [p.family for p in experiment.sample],
+        [a.family for a, _ in experiment.pairs],
+    ]
+    PairEncoder.fit(
+        experiment.tokenizer,
+        [p.text for p in experiment.train],
+        [p.family for p in experiment.train],
+    )
     assert grouped[2] == [p.family for p in experiment.train]
 
 
@@ -820,7 +1010,9 @@ def test_a_measured_row_is_what_it_says(experiment: Experiment) -> None:
     row = projection_measures.measure(experiment, method, source, prompt)
     logits = fed(experiment.model, prompt.ids, experiment.own(source, method.layout), method.layout)
     p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
-    assert row["kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5)  # of the exact one first
+    assert row["kl"] == pytest.approx(
+        float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5
+    )  # of the exact one first
     assert row["reverse"] == pytest.approx(float((q.exp() * (q - p)).sum()), rel=1e-3, abs=1e-5)
     assert row["drift"][0] == pytest.approx(row["kl"], rel=1e-3, abs=1e-4)
     exact = Method("exact", Layout(len(prompt.ids) - 1), lambda e, p: p.exact.kv[..., :-1, :])
@@ -829,29 +1021,45 @@ def test_a_measured_row_is_what_it_says(experiment: Experiment) -> None:
     assert same["exact_cold"] == same["exact_warm"] == same["exact_swapped"]
 
 
-def test_without_a_similar_prompt_all_is_cold_and_the_rest_goes_on(experiment: Experiment, tmp_path: Path,
-                                                                   monkeypatch) -> None:
+def test_without_a_similar_prompt_all_is_cold_and_the_rest_goes_on(
+    experiment: Experiment, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(projection_measures, "choose_tau", lambda experiment: (math.inf, None))
     record = projection.examine(experiment, projection.QUICK)
     assert "every start is cold" in page(projection_report.details("quiz", record))
     json.dumps(record, allow_nan=False)
-    projection_report.draw({"kinds": {"quiz": record}, "lengths": {"pocket": [{"length": 32, "cold": 1.0}]}}, tmp_path)
+    projection_report.draw(
+        {"kinds": {"quiz": record}, "lengths": {"pocket": [{"length": 32, "cold": 1.0}]}}, tmp_path
+    )
 
 
 def test_prompts_too_short_for_the_summary_tokens_are_left_out(pocket: tuple, monkeypatch) -> None:
-    monkeypatch.setattr(projection_methods, "CONTINUATION", 1)  # there are no answers: the model writes this many
-    families = {split: [[(q.prompt, "") for q in family[:2]] for family in corpus.quiz_families(split)[:5]]
-                for split in corpus.SPLITS}
+    monkeypatch.setattr(
+        projection_methods, "CONTINUATION", 1
+    )  # there are no answers: the model writes this many
+    families = {
+        split: [[(q.prompt, "") for q in family[:2]] for family in corpus.quiz_families(split)[:5]]
+        for split in corpus.SPLITS
+    }
     families["train"].append([("How?", ""), ("Why so?", "")])
     experiment = Experiment(*pocket, "short", families, "pairs")
     assert experiment.dropped == 2 and len(experiment.train) == 10 and experiment.task is None
     with pytest.raises(ValueError, match="0 families in a split"):
-        Experiment(*pocket, "short", families | {"test": [[("How?", ""), ("Why so?", "")]]}, "pairs")
+        Experiment(
+            *pocket, "short", families | {"test": [[("How?", ""), ("Why so?", "")]]}, "pairs"
+        )
 
 
 def test_frontier_has_no_point_that_another_beats() -> None:
-    points = [{"saved": s, "kl": k} for s, k in ((0.9, 1.0), (0.8, 0.2), (0.7, 0.5), (0.5, 0.0), (0.4, 0.1))]
-    assert [(p["saved"], p["kl"]) for p in projection_report.frontier(points)] == [(0.9, 1.0), (0.8, 0.2), (0.5, 0.0)]
+    points = [
+        {"saved": s, "kl": k}
+        for s, k in ((0.9, 1.0), (0.8, 0.2), (0.7, 0.5), (0.5, 0.0), (0.4, 0.1))
+    ]
+    assert [(p["saved"], p["kl"]) for p in projection_report.frontier(points)] == [
+        (0.9, 1.0),
+        (0.8, 0.2),
+        (0.5, 0.0),
+    ]
 
 
 def write_pairs(path: Path, families: int) -> Path:
@@ -867,12 +1075,23 @@ def write_pairs(path: Path, families: int) -> Path:
 
 def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
     split = read_pairs(write_pairs(tmp_path / "pairs.csv", 20))
-    assert {name: len(families) for name, families in split.items()} == {"test": 4, "valid": 4, "train": 12}
+    assert {name: len(families) for name, families in split.items()} == {
+        "test": 4,
+        "valid": 4,
+        "train": 12,
+    }
     assert all(len(family) == 3 for families in split.values() for family in families)
-    assert len({text for families in split.values() for family in families for text, _ in family}) == 60
-    for content, message in (("a,b\n1,2\n", "'source' is not among"), (f"source\n{'x' * 200_000}\n", "CSV"),
-                             ("source,target\nx,\n", "empty prompt"),
-                             ("source,target\nx,y\n", "1 families of prompts: 15"), ("", "'source' is not among")):
+    assert (
+        len({text for families in split.values() for family in families for text, _ in family})
+        == 60
+    )
+    for content, message in (
+        ("a,b\n1,2\n", "'source' is not among"),
+        (f"source\n{'x' * 200_000}\n", "CSV"),
+        ("source,target\nx,\n", "empty prompt"),
+        ("source,target\nx,y\n", "1 families of prompts: 15"),
+        ("", "'source' is not among"),
+    ):
         bad = tmp_path / "bad.csv"
         bad.write_text(content)
         with pytest.raises(ValueError, match=message):
@@ -882,13 +1101,19 @@ def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
         read_pairs(bad)
 
 
-def test_the_proposal_as_written_is_added_to_a_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proposal_as_written_is_added_to_a_record_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = []
     monkeypatch.setattr(projection, "Experiment", lambda *args: args[2])
-    monkeypatch.setattr(projection.quality, "as_written", lambda kind: measured.append(kind) or {"tau": 0.5})
+    monkeypatch.setattr(
+        projection.quality, "as_written", lambda kind: measured.append(kind) or {"tau": 0.5}
+    )
     monkeypatch.setattr(projection, "save_libraries", lambda *args: None)
     file = tmp_path / "summary.json"
-    file.write_text(json.dumps({"kinds": {"quiz": {"tau": 1.0}, "notes": {"as written": {}}, "story": {}}}))
+    file.write_text(
+        json.dumps({"kinds": {"quiz": {"tau": 1.0}, "notes": {"as written": {}}, "story": {}}})
+    )
     for _ in range(2):
         module.main(["study", "--as-written", "--out", str(tmp_path)])
         assert measured == ["quiz", "story"]
@@ -911,7 +1136,12 @@ def test_a_study_then_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert name in printed
     assert {row["m"] for row in record["sweep"]} == {*projection.QUICK.counts}
     assert record["latency"]["cold"]["saved"] == [0, 0, 0]
-    figures = {"kl_by_similarity.png", "kl_by_summary_tokens.png", "plane.png", "first_token_by_length.png"}
+    figures = {
+        "kl_by_similarity.png",
+        "kl_by_summary_tokens.png",
+        "plane.png",
+        "first_token_by_length.png",
+    }
     assert {path.name for path in out.glob("*.png")} == figures
     question = ["ask", "Which river runs through Pellam?", "--library", str(out / "library")]
     module.main(question)
@@ -927,7 +1157,9 @@ def test_a_study_then_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_bare_run_and_a_question_on_a_fresh_clone(capsys: pytest.CaptureFixture[str]) -> None:
     module.main([])
     lines = capsys.readouterr().out.splitlines()
-    rows = {line.split(":")[0].strip(): line.split()[-4:] for line in lines if "%  " in line}  # ms to KL <= 0.05
+    rows = {
+        line.split(":")[0].strip(): line.split()[-4:] for line in lines if "%  " in line
+    }  # ms to KL <= 0.05
     assert {*rows} == {"cold", "rival", "proposed", "ours", "control"}
     for name in ("cold", "rival"):
         assert rows[name][2:] == ["0.00", "100%"]
@@ -938,7 +1170,11 @@ def test_the_bare_run_and_a_question_on_a_fresh_clone(capsys: pytest.CaptureFixt
 def test_a_question_is_answered_three_times(capsys: pytest.CaptureFixture[str]) -> None:
     def answered(question: str) -> list[list[str]]:
         module.main(["ask", question])
-        return [re.split(" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines() if " ms " in line]
+        return [
+            re.split(" {2,}", line.strip())
+            for line in capsys.readouterr().out.splitlines()
+            if " ms " in line
+        ]
 
     proposed, ours, exact = answered("Name the river that Hexley stands on.")
     assert (proposed[0], ours[0], exact[0]) == ("proposed", "ours", "exactly")
@@ -949,17 +1185,28 @@ def test_a_question_is_answered_three_times(capsys: pytest.CaptureFixture[str]) 
     assert len({tuple(row[2:]) for row in cold}) == 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["ask"], "ask needs a QUESTION"), (["demo", "x"], "ask needs a QUESTION"), (["ask", ""], "empty"),
-    (["--seed", "1", "study"], "study comes first"),
-    (["--max-new-tokens", "9"], "demo has no --max-new-tokens"), (["demo", "--library", "x"], "demo has no --library"),
-    (["ask", "--library", "nowhere", "x"], "nowhere"), (["ask", "x", "--library", "README.md"], "README.md"),
-    (["--model", "gpt2"], "--pairs FILE"),
-    (["study", "--model", "gpt2"], "--pairs FILE"), (["study", "--pairs", "nowhere.csv"], "nowhere.csv"),
-    (["study", "--kinds", "riddle"], "riddle"), (["study", "--kinds", "quiz", "--pairs", "x.csv"], "choose"),
-    (["study", "--repeats", "0"], "at least 1"),
-])
-def test_bad_input_is_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ask"], "ask needs a QUESTION"),
+        (["demo", "x"], "ask needs a QUESTION"),
+        (["ask", ""], "empty"),
+        (["--seed", "1", "study"], "study comes first"),
+        (["--max-new-tokens", "9"], "demo has no --max-new-tokens"),
+        (["demo", "--library", "x"], "demo has no --library"),
+        (["ask", "--library", "nowhere", "x"], "nowhere"),
+        (["ask", "x", "--library", "README.md"], "README.md"),
+        (["--model", "gpt2"], "--pairs FILE"),
+        (["study", "--model", "gpt2"], "--pairs FILE"),
+        (["study", "--pairs", "nowhere.csv"], "nowhere.csv"),
+        (["study", "--kinds", "riddle"], "riddle"),
+        (["study", "--kinds", "quiz", "--pairs", "x.csv"], "choose"),
+        (["study", "--repeats", "0"], "at least 1"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         module.main(arguments)
     error = capsys.readouterr().err

@@ -25,14 +25,18 @@ def test_the_first_code_block_is_two_commands() -> None:
 def test_figures_are_those_that_were_recorded() -> None:
     for page, made in [*studies.pages.PAGES.items(), *benchmarks.pages.PAGES.items()]:
         text = page.read_text(encoding="utf-8")
-        blocks = {name: block() for name, block in made.items() if name != "demo"}  # whose times differ every time
+        blocks = {
+            name: block() for name, block in made.items() if name != "demo"
+        }  # whose times differ every time
         assert with_blocks(text, blocks) == text
 
 
 @pytest.mark.slow
 def test_the_python_examples_run_one_after_the_other() -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0 and run.stderr == "" and "slot  position  token" in run.stdout
 
 
@@ -53,7 +57,10 @@ def test_diff_is_as_small_as_the_readme_says() -> None:
     hunks = sum(line.startswith("@@") for line in difflib.unified_diff(*files[:2], n=0))
     assert f"{hunks} hunks" in README
     hunks = "\n".join(difflib.unified_diff(*files[1:], n=0)).split("\n@@")[1:]
-    assert f"{sum(bool(re.search('^[+].*  # RING', hunk, re.M)) for hunk in hunks)} of its hunks" in README
+    assert (
+        f"{sum(bool(re.search('^[+].*  # RING', hunk, re.M)) for hunk in hunks)} of its hunks"
+        in README
+    )
 
 
 def test_the_number_of_mutants_is_right() -> None:

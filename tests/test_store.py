@@ -125,7 +125,9 @@ def test_the_longest_prefix_of_any_text_is_found_to_the_token(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_numbers_come_back_bit_by_bit(dtype: torch.dtype, on_disk: bool, tmp_path: Path) -> None:
-    config = LlamaConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=4, n_embd=16, n_inner=8, n_kv_head=2)
+    config = LlamaConfig(
+        vocab_size=11, n_ctx=32, n_layer=2, n_head=4, n_embd=16, n_inner=8, n_kv_head=2
+    )
     for model in (GPT(TINY), Llama(config)):  # the latter has fewer heads of keys than of queries
         model, ids = model.to(dtype).eval(), list(range(11)) * 2
         cache, store = read_all(model, ids), Store(model, tmp_path if on_disk else None)
@@ -136,7 +138,9 @@ def test_numbers_come_back_bit_by_bit(dtype: torch.dtype, on_disk: bool, tmp_pat
             assert ours.dtype == dtype and torch.equal(ours, given[..., :21, :])
 
 
-def test_a_cache_from_the_store_can_be_changed_without_changing_the_store(tiny: GPT, tmp_path: Path) -> None:
+def test_a_cache_from_the_store_can_be_changed_without_changing_the_store(
+    tiny: GPT, tmp_path: Path
+) -> None:
     store = Store(tiny, tmp_path)
     put(store, [1] * 10)
     for layer in store.get([1] * 10).layers:
@@ -169,7 +173,11 @@ def test_bad_input_is_refused_with_both_numbers(tiny: GPT) -> None:
 
 
 def test_fingerprint_is_that_of_weights_geometry_and_dtype(tiny: GPT) -> None:
-    prints = {fingerprint(tiny), fingerprint(GPT(TINY)), fingerprint(load_model("pocket", model_class=GPT))}
+    prints = {
+        fingerprint(tiny),
+        fingerprint(GPT(TINY)),
+        fingerprint(load_model("pocket", model_class=GPT)),
+    }
     half = GPT(TINY)
     half.load_state_dict(tiny.state_dict())
     assert fingerprint(half) == fingerprint(tiny)
@@ -211,8 +219,11 @@ def replace(weight: torch.nn.Parameter) -> None:
     weight.data = weight.data + 1
 
 
-@pytest.mark.parametrize("change", [add, replace, lambda w: setattr(w, "data", w.data[:-1])],
-                         ids=["in place", "replaced", "fewer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [add, replace, lambda w: setattr(w, "data", w.data[:-1])],
+    ids=["in place", "replaced", "fewer"],
+)
 def test_weights_that_changed_are_noticed(tiny: GPT, change: Callable) -> None:
     model = GPT(TINY).eval()
     model.load_state_dict(tiny.state_dict())
@@ -265,14 +276,18 @@ def test_not_even_an_unfinished_file_exceeds_the_capacity(
     assert taken(tmp_path) <= capacity / 2
 
 
-def test_the_least_recently_used_run_that_nothing_continues_goes_first(tiny: GPT, tmp_path: Path) -> None:
+def test_the_least_recently_used_run_that_nothing_continues_goes_first(
+    tiny: GPT, tmp_path: Path
+) -> None:
     a, b, ab, c = [1] * 8, [2] * 8, [1] * 8 + [3] * 8, [4] * 8
     store = Store(tiny, tmp_path)
     put(store, a, b, ab, c)  # used in this order; ab continues a
     store.get([*b, 0])
     left = [store.nbytes]
     for gone in (ab, a, c, b):
-        Store(tiny, tmp_path).evict(left[-1] - 1)  # by another process: the order of use outlives the first
+        Store(tiny, tmp_path).evict(
+            left[-1] - 1
+        )  # by another process: the order of use outlives the first
         left.append(store.nbytes)
         held = [text for text in (a, b, ab, c) if found_without_use(store, text) == len(text)]
         assert gone not in held and len(held) == 8 - len(left) - 3 + 0, (gone, held)
@@ -308,12 +323,17 @@ def damage(rng: random.Random, store: Store, foreign: list[bytes]) -> str:
     """Do to a store what disks, crashes and people do."""
     files = [path for path in runs(store) if path.is_file()]
     path, other = rng.choice(files), rng.choice(files)
-    content, kind = bytearray(path.read_bytes()), rng.choice("flip cut grow swap foreign delete empty fifo row".split())
+    content, kind = (
+        bytearray(path.read_bytes()),
+        rng.choice("flip cut grow swap foreign delete empty fifo row".split()),
+    )
     if kind == "row":
         column = rng.choice(["parent", "start", "first", "nbytes", "checksum", "used", "ids"])
         value = rng.randbytes(rng.randint(0, 36)) if column == "ids" else rng.randint(-1, 12)
         with sqlite3.connect(store.folder / "index.db") as db:
-            db.execute(f"UPDATE OR IGNORE runs SET {column} = ? WHERE run = ?", (value, int(path.stem)))
+            db.execute(
+                f"UPDATE OR IGNORE runs SET {column} = ? WHERE run = ?", (value, int(path.stem))
+            )
         return f"{kind} {column}"
     path.unlink()  # files are mapped: a new one is made
     if kind == "flip" and content:
@@ -337,7 +357,9 @@ def damage(rng: random.Random, store: Store, foreign: list[bytes]) -> str:
 
 
 @pytest.mark.parametrize("n", [60, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(tiny: GPT, tmp_path: Path, n: int) -> None:
+def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(
+    tiny: GPT, tmp_path: Path, n: int
+) -> None:
     stranger, held, rng = tiny_model(1), texts(7, 6, low=10), random.Random(0)
     theirs = Store(stranger, tmp_path / "theirs")
     put(theirs, *held)
@@ -357,7 +379,9 @@ def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(tiny: GPT, tmp_path
     assert len(kinds) >= 10 and reused > 50 * n
 
 
-def test_what_is_wrong_with_a_file_is_said_once_and_it_goes_with_what_continues_it(tiny: GPT, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_file_is_said_once_and_it_goes_with_what_continues_it(
+    tiny: GPT, tmp_path: Path
+) -> None:
     store = Store(tiny, tmp_path)
     put(store, [1] * 10, [1] * 10 + [2] * 5, [3] * 10)
     trunk = store.file(store.match([1])[0][0])
@@ -370,11 +394,14 @@ def test_what_is_wrong_with_a_file_is_said_once_and_it_goes_with_what_continues_
         assert found(store, [3] * 10) == store.nbytes == 0
 
 
-@pytest.mark.parametrize(("change", "asked", "right"), [
-    ("first = 3, ids = CAST(x'030000000300000003000000' AS BLOB) WHERE run = 1", [3, 3, 3], 0),
-    ("start = 3 WHERE run = 2", [1, 1, 1, 2, 2, 2], 3),
-    ("parent = 3 WHERE run = 2", [4, 4, 4, 4, 4, 2, 2, 2], 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "asked", "right"),
+    [
+        ("first = 3, ids = CAST(x'030000000300000003000000' AS BLOB) WHERE run = 1", [3, 3, 3], 0),
+        ("start = 3 WHERE run = 2", [1, 1, 1, 2, 2, 2], 3),
+        ("parent = 3 WHERE run = 2", [4, 4, 4, 4, 4, 2, 2, 2], 5),
+    ],
+)
 def test_a_row_that_says_other_tokens_is_found_out(
     tiny: GPT, tmp_path: Path, change: str, asked: list[int], right: int
 ) -> None:
@@ -385,7 +412,9 @@ def test_a_row_that_says_other_tokens_is_found_out(
         assert found(store, asked) == right
 
 
-def test_an_index_that_is_none_is_one_warning_and_everything_stays(tiny: GPT, tmp_path: Path) -> None:
+def test_an_index_that_is_none_is_one_warning_and_everything_stays(
+    tiny: GPT, tmp_path: Path
+) -> None:
     put(Store(tiny, tmp_path), [1] * 10)
     (index,) = tmp_path.rglob("index.db")
     index.write_bytes(b"This is no index." * 1000)
@@ -433,7 +462,9 @@ def test_a_folder_that_cannot_be_used_is_one_warning_and_a_store_in_memory(
     assert not (tmp_path / "store").is_file() or (tmp_path / "store").read_text() == "mine"
 
 
-def test_a_folder_whose_name_is_not_utf_8_is_a_folder_like_any_other(tiny: GPT, tmp_path: Path) -> None:
+def test_a_folder_whose_name_is_not_utf_8_is_a_folder_like_any_other(
+    tiny: GPT, tmp_path: Path
+) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     put(Store(tiny, folder), [1] * 10)
     with warned(0):
@@ -441,7 +472,9 @@ def test_a_folder_whose_name_is_not_utf_8_is_a_folder_like_any_other(tiny: GPT, 
 
 
 @pytest.mark.parametrize("call", ["os.mkdir", "os.stat", "io.open", "os.unlink"])
-@pytest.mark.parametrize("wrong", [errno.EACCES, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENOMEM])
+@pytest.mark.parametrize(
+    "wrong", [errno.EACCES, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENOMEM]
+)
 def test_an_error_of_any_call_is_at_most_one_warning_and_loses_nothing(
     tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, wrong: int
 ) -> None:
@@ -468,7 +501,9 @@ def test_an_error_of_any_call_is_at_most_one_warning_and_loses_nothing(
     assert found(store, held) == found(Store(tiny, tmp_path), held) == 15
 
 
-def test_an_index_that_cannot_be_written_is_read_with_one_warning(tiny: GPT, tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_written_is_read_with_one_warning(
+    tiny: GPT, tmp_path: Path
+) -> None:
     store = Store(tiny, tmp_path, capacity=2000)
     put(store, [1] * 10)
     before = contents(tmp_path)
@@ -502,7 +537,9 @@ def test_an_index_that_is_never_let_go_is_waited_for_once(tiny: GPT, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link to mine", "link to nothing", "half a file"])
-def test_whatever_lies_in_the_next_files_place_is_no_harm(tiny: GPT, tmp_path: Path, kind: str) -> None:
+def test_whatever_lies_in_the_next_files_place_is_no_harm(
+    tiny: GPT, tmp_path: Path, kind: str
+) -> None:
     store, mine = Store(tiny, tmp_path / "store"), tmp_path / "mine"
     mine.write_text("mine")
     place = store.folder / "1.safetensors"
@@ -535,7 +572,12 @@ def test_a_folder_that_is_deleted_in_use_is_one_warning(tiny: GPT, tmp_path: Pat
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("moment", ["checksum", "remove", "use", "delete"])
 def test_an_interrupted_put_leaves_a_store_that_works(
-    tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, error: type, moment: str
+    tiny: GPT,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_disk: bool,
+    error: type,
+    moment: str,
 ) -> None:
     store = Store(tiny, tmp_path if on_disk else None, capacity=256 + 12 * TOKEN)
     put(store, [1] * 10)
@@ -568,10 +610,16 @@ held = texts(3, 60, low=5)
 {code}
 print("done", flush=True)
 """
+
+
 def start(code: str, folder: Path, *words: object) -> subprocess.Popen:
     text = WORKER.format(root=str(ROOT), folder=os.fsencode(folder).hex(), code=code)
-    return subprocess.Popen([sys.executable, "-c", text, *map(str, words)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", text, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def ends_well(process: subprocess.Popen) -> None:
@@ -597,7 +645,9 @@ FEW = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("few", FEW)
-def test_a_process_with_too_little_leaves_a_healthy_store_alone(tiny: GPT, tmp_path: Path, few: str) -> None:
+def test_a_process_with_too_little_leaves_a_healthy_store_alone(
+    tiny: GPT, tmp_path: Path, few: str
+) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     put(Store(tiny, folder), *texts(3, 60, low=5))
     before, n = contents(folder), sound(tiny, folder)
@@ -621,7 +671,9 @@ assert 1 <= len(said) <= 2 and all("can't be used in full" in one for one in sai
 
 
 @pytest.mark.slow
-def test_a_process_with_too_little_memory_leaves_a_healthy_store_alone(tiny: GPT, tmp_path: Path) -> None:
+def test_a_process_with_too_little_memory_leaves_a_healthy_store_alone(
+    tiny: GPT, tmp_path: Path
+) -> None:
     config = GPTConfig(vocab_size=11, n_ctx=1200, n_layer=12, n_head=12, n_embd=768, n_inner=8)
     code = f"""
 from gpt_kv_cache import GPT, GPTConfig, KVCache
@@ -645,7 +697,9 @@ assert len(store.get(ids)) == 999 and [*before] == [*contents(folder)]
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 256 KB, if we may mount one."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True
+    ).returncode:
         pytest.skip("only root may mount a disk")
     yield tmp_path
     subprocess.run(["umount", "-l", tmp_path], check=True)
@@ -663,7 +717,9 @@ def test_a_full_disk_is_one_warning_and_a_store_that_is_read(tiny: GPT, small_di
             assert found(store, [1] * 30) == 30
     filler.unlink()
     put(store, [2] * 30)
-    assert found(store, [2] * 30) == 30 and found(Store(tiny, small_disk), [1] * 30) == 30, "it works again"
+    assert found(store, [2] * 30) == 30 and found(Store(tiny, small_disk), [1] * 30) == 30, (
+        "it works again"
+    )
 
 
 @pytest.mark.slow
@@ -681,7 +737,9 @@ def test_a_disk_that_fills_up_at_any_moment_loses_nothing(tiny: GPT, small_disk:
 
 
 @pytest.mark.slow
-def test_a_read_only_disk_is_one_warning_and_a_store_that_is_read(tiny: GPT, small_disk: Path) -> None:
+def test_a_read_only_disk_is_one_warning_and_a_store_that_is_read(
+    tiny: GPT, small_disk: Path
+) -> None:
     store = Store(tiny, small_disk)
     put(store, [1] * 30)
     store.db.close()  # a disk with open files can't become read-only
@@ -704,7 +762,11 @@ def hammer(folder: Path, seed: int, capacity: float, rounds: int = 10**9) -> int
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            store, rng, held = Store(tiny_model(), folder, capacity), random.Random(seed), texts(3, 60, low=5)
+            store, rng, held = (
+                Store(tiny_model(), folder, capacity),
+                random.Random(seed),
+                texts(3, 60, low=5),
+            )
             for _ in range(rounds):
                 ids = rng.choice(held)
                 found(store, ids)
@@ -774,8 +836,15 @@ def bounded(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["together(folder, float('inf'))", "together(folder, 9000)", "killed(folder)",
-                                  "bounded(folder)"])  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    [
+        "together(folder, float('inf'))",
+        "together(folder, 9000)",
+        "killed(folder)",
+        "bounded(folder)",
+    ],
+)
 def test_processes_that_share_a_store(tmp_path: Path, what: str) -> None:
     """Any warning is an error: what another process does, or begins, is no damage."""
     ends_well(start(what, tmp_path))

@@ -39,11 +39,24 @@ def test_defaults_of_the_command_line() -> None:
         assert args.dtype == torch.bfloat16 and torch.equal(first, torch.rand(1))
 
 
-@pytest.mark.parametrize("argv", [
-    ["--max-new-tokens", "0"], ["--max-new-tokens", "1.5"], ["--top-k", "0"], ["--seed", "-1"], ["--prompt", ""],
-    ["--seed", str(2**32)], ["--temperature", "warm"], ["--dtype", "int8"], ["--device", "tpu"], ["--nonsense"],
-])
-def test_bad_arguments_are_one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--max-new-tokens", "0"],
+        ["--max-new-tokens", "1.5"],
+        ["--top-k", "0"],
+        ["--seed", "-1"],
+        ["--prompt", ""],
+        ["--seed", str(2**32)],
+        ["--temperature", "warm"],
+        ["--dtype", "int8"],
+        ["--device", "tpu"],
+        ["--nonsense"],
+    ],
+)
+def test_bad_arguments_are_one_sentence(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended, command_line().parse(argv):
         pass
     assert ended.value.code == 2
@@ -51,19 +64,30 @@ def test_bad_arguments_are_one_sentence(argv: list[str], capsys: pytest.CaptureF
     assert message.count("\n") == 1 and argv[0] in message and "usage" not in message
 
 
-@pytest.mark.parametrize("error, code, printed", [
-    (ValueError("two\nlines"), 2, "two lines"), (FileNotFoundError("no x"), 2, "no x"), (KeyboardInterrupt(), 130, ""),
-])
-def test_errors_in_the_body(error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error, code, printed",
+    [
+        (ValueError("two\nlines"), 2, "two lines"),
+        (FileNotFoundError("no x"), 2, "no x"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_in_the_body(
+    error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended, command_line().parse([]):
         raise error
     assert ended.value.code == code
     assert printed in (message := capsys.readouterr().err) and message.count("\n") == 1
 
 
-def test_a_number_that_no_c_integer_holds_is_refused_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_that_no_c_integer_holds_is_refused_everywhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     options = ["--max-new-tokens", "--top-k", "--threads", "--seed"]
-    for option, value in itertools.product(options, [2**32, 2**63, 2**64, -(2**63), 10**30, "9" * 5000, "1e3", "nan"]):
+    for option, value in itertools.product(
+        options, [2**32, 2**63, 2**64, -(2**63), 10**30, "9" * 5000, "1e3", "nan"]
+    ):
         with pytest.raises(SystemExit) as ended, command_line().parse([f"{option}={value}"]):
             pass
         message = capsys.readouterr().err
@@ -71,19 +95,26 @@ def test_a_number_that_no_c_integer_holds_is_refused_everywhere(capsys: pytest.C
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e-320", "1e400", "-0.5", "1e-7", ""])
-def test_a_temperature_that_nothing_can_be_divided_by(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_temperature_that_nothing_can_be_divided_by(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended, command_line().parse([f"--temperature={value}"]):
         pass
     assert ended.value.code == 2 and "--temperature" in capsys.readouterr().err
 
 
 def test_a_prompt_of_bytes_that_are_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, command_line().parse(["--prompt", os.fsdecode(b"caf\xe9")]):
+    with (
+        pytest.raises(SystemExit) as ended,
+        command_line().parse(["--prompt", os.fsdecode(b"caf\xe9")]),
+    ):
         pass
     assert ended.value.code == 2 and "--prompt: is not valid UTF-8" in capsys.readouterr().err
 
 
-def test_a_standard_output_of_ascii_shows_other_characters_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standard_output_of_ascii_shows_other_characters_by_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
     with command_line().parse([]):
@@ -91,7 +122,9 @@ def test_a_standard_output_of_ascii_shows_other_characters_by_number(monkeypatch
     assert raw.getvalue() == b"\\xe9\\u8a9e\\udcff\n"
 
 
-def test_closed_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closed_streams(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with command_line().parse([]):
         assert sys.stdin.read() == "" and not sys.stdin.isatty()
@@ -103,7 +136,8 @@ def test_closed_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("then", [KeyboardInterrupt, ValueError, RuntimeError, ImportError])
 def test_an_interrupt_cleans_up_and_ends_with_130_whatever_c_code_makes_of_it(
-        then: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    then: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
     cleaned = []
     with pytest.raises(SystemExit) as ended, command_line().parse([]):
         try:
@@ -122,28 +156,44 @@ def test_mistakes_of_ours_keep_their_traceback() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes end differently on Windows")
 def test_reader_that_leaves_early() -> None:
-    script = ("import sys\nfrom support.cli import CommandLine\nwith CommandLine('x', 'y').parse([]):\n"
-              "    for i in range(200_000): print(i)\n")
+    script = (
+        "import sys\nfrom support.cli import CommandLine\nwith CommandLine('x', 'y').parse([]):\n"
+        "    for i in range(200_000): print(i)\n"
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env=env) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    ) as process:
         assert process.stdout.readline() == b"0\n"
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("content, words", [
-    ("", "'prompt' is not among its columns, none"), ("\n\n", "'prompt' is not among"),
-    ("a,b\n", r"'prompt' is not among its columns, \['a', 'b'\]"), ("prompt,prompt\n", "twice or more"),
-    ("prompt , x\n", r"not among its columns, \['prompt ', ' x'\]"), ('prompt\n"x\ny\nz\n', "not a CSV file"),
-    ("prompt\n" + "x" * 131_073, "field larger than field limit"), ("prompt\nx,y\n", "a row of 2 cells, and 1 columns"),
-    ("prompt,b\nx,y,z,w\n", "a row of 4 cells, and 2 columns"), ("prompt\n\xff\n", "UTF-8"),
-    ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"), ('prompt\n"x"y\n', "not a CSV file"),
-    ("prompt\na\0b\n", None), ('prompt\n"x"\n', None),
-    ("\xef\xbb\xbfprompt\nx\n", None), ("prompt\r\nx\r\n", None), ("a,prompt\n,x\n\n", None), ("b,prompt\ny\n", None),
-    ("prompt\n", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("", "'prompt' is not among its columns, none"),
+        ("\n\n", "'prompt' is not among"),
+        ("a,b\n", r"'prompt' is not among its columns, \['a', 'b'\]"),
+        ("prompt,prompt\n", "twice or more"),
+        ("prompt , x\n", r"not among its columns, \['prompt ', ' x'\]"),
+        ('prompt\n"x\ny\nz\n', "not a CSV file"),
+        ("prompt\n" + "x" * 131_073, "field larger than field limit"),
+        ("prompt\nx,y\n", "a row of 2 cells, and 1 columns"),
+        ("prompt,b\nx,y,z,w\n", "a row of 4 cells, and 2 columns"),
+        ("prompt\n\xff\n", "UTF-8"),
+        ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"),
+        ('prompt\n"x"y\n', "not a CSV file"),
+        ("prompt\na\0b\n", None),
+        ('prompt\n"x"\n', None),
+        ("\xef\xbb\xbfprompt\nx\n", None),
+        ("prompt\r\nx\r\n", None),
+        ("a,prompt\n,x\n\n", None),
+        ("b,prompt\ny\n", None),
+        ("prompt\n", None),
+    ],
+)
 def test_csv_files_by_column(tmp_path: Path, content: str, words: str | None) -> None:
     (path := tmp_path / "x.csv").write_bytes(content.encode("latin-1"))
     if words:
@@ -174,7 +224,13 @@ def test_what_is_no_regular_file_is_neither_read_nor_written(tmp_path: Path) -> 
     os.mkfifo(pipe := tmp_path / "pipe")  # whoever opens it waits
     (link := tmp_path / "link").symlink_to(pipe)
     for path in (pipe, link, Path(os.devnull), tmp_path):
-        for use in (read_text, read_trace, read_json, read_csv, lambda path: write_atomically(path, text("new"))):
+        for use in (
+            read_text,
+            read_trace,
+            read_json,
+            read_csv,
+            lambda path: write_atomically(path, text("new")),
+        ):
             with pytest.raises(ValueError, match="is not a regular file"):
                 use(path)
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link"}
@@ -182,15 +238,26 @@ def test_what_is_no_regular_file_is_neither_read_nor_written(tmp_path: Path) -> 
         read_text(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("content, words", [
-    ("[" * 100_000, "not valid JSON"), ("{", "not valid JSON"), ("[1]", r"holds \[1\] instead of an object"),
-    ("{}", "lacks n, x, name"), ('{"n": true, "x": 1, "name": ""}', "n must be a whole number, got True"),
-    ('{"n": 1, "x": null, "name": ""}', "x must be a finite number, got None"),
-    ('{"n": 1, "x": NaN, "name": ""}', "NaN is no number"), ('{"n": 1, "x": 1e999, "name": ""}', "finite"),
-    (f'{{"n": 1, "x": 1{"0" * 400}, "name": ""}}', "finite"), (f'{{"n": {"9" * 5000}}}', "JSON"),
-    ('{"n": 1, "x": 2, "name": ["' + "x" * 500 + '"]}', r"name must be a text, got \['x+ \.\.\.$"),
-    ("\xff", "UTF-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("[" * 100_000, "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[1]", r"holds \[1\] instead of an object"),
+        ("{}", "lacks n, x, name"),
+        ('{"n": true, "x": 1, "name": ""}', "n must be a whole number, got True"),
+        ('{"n": 1, "x": null, "name": ""}', "x must be a finite number, got None"),
+        ('{"n": 1, "x": NaN, "name": ""}', "NaN is no number"),
+        ('{"n": 1, "x": 1e999, "name": ""}', "finite"),
+        (f'{{"n": 1, "x": 1{"0" * 400}, "name": ""}}', "finite"),
+        (f'{{"n": {"9" * 5000}}}', "JSON"),
+        (
+            '{"n": 1, "x": 2, "name": ["' + "x" * 500 + '"]}',
+            r"name must be a text, got \['x+ \.\.\.$",
+        ),
+        ("\xff", "UTF-8"),
+    ],
+)
 def test_json_by_named_fields(content: str, words: str, tmp_path: Path) -> None:
     (path := tmp_path / "x.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=words) as raised:
@@ -205,7 +272,10 @@ def test_a_link_stays_and_its_target_keeps_its_mode(link: str, tmp_path: Path) -
     target, path, mine = tmp_path / "sub" / "target", tmp_path / "name", tmp_path / "mine"
     target.parent.mkdir()
     mine.write_text("mine")
-    for name in ("name.tmp", "sub/target.tmp"):  # a link of that name isn't followed, a file not replaced
+    for name in (
+        "name.tmp",
+        "sub/target.tmp",
+    ):  # a link of that name isn't followed, a file not replaced
         (tmp_path / name).symlink_to(mine)
     if link:
         path.symlink_to("sub/target")
@@ -221,7 +291,9 @@ def test_a_link_stays_and_its_target_keeps_its_mode(link: str, tmp_path: Path) -
     finally:
         os.umask(before)
     assert target.read_text() == "newer" and stat.S_IMODE(target.stat().st_mode) == 0o604
-    assert (tmp_path / "other").read_text() == "new", "another name of the file keeps the old content"
+    assert (tmp_path / "other").read_text() == "new", (
+        "another name of the file keeps the old content"
+    )
     assert path.is_symlink() == bool(link) and mine.read_text() == "mine"
     assert {path.name for path in target.parent.iterdir()} == {"target", "target.tmp"}
 
@@ -230,10 +302,16 @@ def test_names_that_cannot_be_written_raise_and_leave_nothing(tmp_path: Path, mo
     loop, protected, long = tmp_path / "loop", tmp_path / "protected", "n" * 255
     loop.symlink_to(loop)
     protected.write_text("old")
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "protected")  # root may write anything
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path).name != "protected"
+    )  # root may write anything
     before = {path.name for path in tmp_path.iterdir()}
-    for path, wrong in ((loop, errno.ELOOP), (protected, errno.EACCES), (tmp_path / (long + "n"), errno.ENAMETOOLONG),
-                        (protected / "below", errno.ENOTDIR)):  # fmt: skip
+    for path, wrong in (
+        (loop, errno.ELOOP),
+        (protected, errno.EACCES),
+        (tmp_path / (long + "n"), errno.ENAMETOOLONG),
+        (protected / "below", errno.ENOTDIR),
+    ):
         with pytest.raises(OSError) as failed:
             write_atomically(path, text("new"))
         assert failed.value.errno == wrong and {path.name for path in tmp_path.iterdir()} == before
@@ -252,18 +330,27 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path,
     for name in ("x", "new"):
         with pytest.raises(error if isinstance(error, type) else OSError):
             write_atomically(tmp_path / name, fail)
-    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (
+        tmp_path / "x"
+    ).read_text() == "old"
 
 
 # --- Printing -------------------------------------------------------------------------------------------------------
 
 
-def test_compare_tells_same_from_different_and_shows_medians(capsys: pytest.CaptureFixture[str]) -> None:
-    slow, fast = [50.0] + [8.0] * 33 + [30.0], [9.0] + [2.0] * 33 + [3.0]  # a prefill, then 34 tokens
+def test_compare_tells_same_from_different_and_shows_medians(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slow, fast = (
+        [50.0] + [8.0] * 33 + [30.0],
+        [9.0] + [2.0] * 33 + [3.0],
+    )  # a prefill, then 34 tokens
     compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
     printed = capsys.readouterr().out
     assert "Same tokens: yes (no cache: 35, KV cache: 35)" in printed
-    assert "In all, prefill included: no cache 0.34 s, KV cache 0.08 s, 4.4 times as fast" in printed
+    assert (
+        "In all, prefill included: no cache 0.34 s, KV cache 0.08 s, 4.4 times as fast" in printed
+    )
     assert "decoding time above is a mean" in printed
     rows = [line.split() for line in printed.splitlines()[4:-4]]
     assert rows == [["45", "8.00", "2.00", "4.0"], ["all", "8.00", "2.00", "4.0"]]

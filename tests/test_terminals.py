@@ -12,14 +12,46 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ["gpt_baseline.py", "gpt_kv_cache.py", "gpt_bounded_cache.py", "load_gpt2_weights.py", "recycle.py",
-         "projector.py", "overfill.py", "speculate.py", "paged.py", "pocket/corpus.py", "pocket/train.py",
-         "pocket/coherence.py", "chapters/09_bug_zoo/zoo.py", "chapters/10_beyond/floors.py",
-         "chapters/10_beyond/export.py"]  # fmt: skip
-STUDIES = ["article", "bounding", "claims", "latency", "lengths", "pages", "pretraining", "projection", "recall",
-           "recycling", "refreshing", "replay", "speculation", "weights"]  # fmt: skip
-MODULES = [*(f"studies.{name}" for name in STUDIES), "benchmarks", "benchmarks.pages", "chapters.builder",
-           "chapters.grade"]  # fmt: skip
+FILES = [
+    "gpt_baseline.py",
+    "gpt_kv_cache.py",
+    "gpt_bounded_cache.py",
+    "load_gpt2_weights.py",
+    "recycle.py",
+    "projector.py",
+    "overfill.py",
+    "speculate.py",
+    "paged.py",
+    "pocket/corpus.py",
+    "pocket/train.py",
+    "pocket/coherence.py",
+    "chapters/09_bug_zoo/zoo.py",
+    "chapters/10_beyond/floors.py",
+    "chapters/10_beyond/export.py",
+]
+STUDIES = [
+    "article",
+    "bounding",
+    "claims",
+    "latency",
+    "lengths",
+    "pages",
+    "pretraining",
+    "projection",
+    "recall",
+    "recycling",
+    "refreshing",
+    "replay",
+    "speculation",
+    "weights",
+]
+MODULES = [
+    *(f"studies.{name}" for name in STUDIES),
+    "benchmarks",
+    "benchmarks.pages",
+    "chapters.builder",
+    "chapters.grade",
+]
 SCRIPTS = [[name] for name in FILES] + [["-m", name] for name in MODULES]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -30,17 +62,32 @@ def path_of(script: list[str]) -> Path:
 
 
 def test_every_script_is_tested() -> None:
-    folders = [".", "pocket", "studies", "benchmarks", "chapters", "chapters/builder", "chapters/09_bug_zoo",
-               "chapters/10_beyond"]  # fmt: skip
-    texts = {path: path.read_text("utf-8") for folder in folders for path in (ROOT / folder).glob("*.py")}
-    found = {path for path, text in texts.items()
-             if re.search(r"(Command|Study)Line\(|bounding\.run\(", text) and "    main()\n" in text}  # fmt: skip
+    folders = [
+        ".",
+        "pocket",
+        "studies",
+        "benchmarks",
+        "chapters",
+        "chapters/builder",
+        "chapters/09_bug_zoo",
+        "chapters/10_beyond",
+    ]
+    texts = {
+        path: path.read_text("utf-8") for folder in folders for path in (ROOT / folder).glob("*.py")
+    }
+    found = {
+        path
+        for path, text in texts.items()
+        if re.search(r"(Command|Study)Line\(|bounding\.run\(", text) and "    main()\n" in text
+    }
     found.discard(ROOT / "llama_kv_cache.py")  # its model is in training
     assert found == {path_of(script) for script in SCRIPTS}
 
 
 @pytest.mark.parametrize("name", [name for name in STUDIES if name not in ("claims", "pages")])
-def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_study_notices_first_that_it_can_not_write(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     trace = [str(tmp_path / "file")] if name == "replay" else []
     with pytest.raises(SystemExit, match="2"):
@@ -49,12 +96,20 @@ def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path, 
 
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120,
-                          env=ENVIRONMENT | environment)  # fmt: skip
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRONMENT | environment,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [["gpt_kv_cache.py"], ["pocket/corpus.py"], ["-m", "studies.replay"]], ids=str)
+@pytest.mark.parametrize(
+    "script", [["gpt_kv_cache.py"], ["pocket/corpus.py"], ["-m", "studies.replay"]], ids=str
+)
 def test_streams_that_take_nothing(script: list[str]) -> None:
     python = f"{sys.executable} {' '.join(script)}"
     for unbuffered in ("", "1"):
@@ -62,7 +117,11 @@ def test_streams_that_take_nothing(script: list[str]) -> None:
         assert full.returncode == 2 and full.stderr.count("\n") == 1
         assert "can't write the output: No space left on device" in full.stderr
     closed = shell(f"{python} --help >&- <&-")
-    assert closed.returncode == 2 and closed.stderr.count("\n") == 1 and "standard output is closed" in closed.stderr
+    assert (
+        closed.returncode == 2
+        and closed.stderr.count("\n") == 1
+        and "standard output is closed" in closed.stderr
+    )
     gone = shell(f"{python} --help | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="1")
     assert (gone.returncode, gone.stderr) == (0, "")
     ascii_only = shell(f"{python} --help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")
@@ -86,20 +145,43 @@ getattr(runpy, f"run_{kind}")(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script[-1])
 def test_ctrl_c_is_never_a_traceback(script: list[str], tmp_path: Path) -> None:
     out = [] if script[-1] in FILES else ["--out", str(tmp_path)]
-    words = {"pocket/train.py": ["tokenizer", "--out", str(tmp_path)], "pocket/corpus.py": ["--n", "1000000"],
-             "studies.replay": [str(ROOT / "data" / "capitals.csv"), *out], "chapters/10_beyond/floors.py": ["fleet"],
-             "chapters/10_beyond/export.py": [str(tmp_path / "served")],
-             **{name: ["--help"] for name in ("studies.claims", "studies.pages", "studies.weights", "benchmarks.pages",
-                                              "chapters.builder", "chapters.grade")}}  # fmt: skip
+    words = {
+        "pocket/train.py": ["tokenizer", "--out", str(tmp_path)],
+        "pocket/corpus.py": ["--n", "1000000"],
+        "studies.replay": [str(ROOT / "data" / "capitals.csv"), *out],
+        "chapters/10_beyond/floors.py": ["fleet"],
+        "chapters/10_beyond/export.py": [str(tmp_path / "served")],
+        **{
+            name: ["--help"]
+            for name in (
+                "studies.claims",
+                "studies.pages",
+                "studies.weights",
+                "benchmarks.pages",
+                "chapters.builder",
+                "chapters.grade",
+            )
+        },
+    }
     kind, name = ("module", script[-1]) if "-m" in script else ("path", script[0])
     begun = tmp_path / "begun"
     words = [name, *words.get(script[-1], out)]
-    process = subprocess.Popen([sys.executable, "-c", BEGIN, kind, str(begun), *words], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN, kind, str(begun), *words],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
     while process.poll() is None and not begun.exists():  # before that, Ctrl-C is Python's own
         time.sleep(0.1)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=60)[1]
-    assert process.returncode in (130, -signal.SIGINT, 0), printed  # a shell calls both 130; 0: it was done
-    assert "Traceback" not in printed and "Warning" not in printed and "Error" not in printed, printed
+    assert process.returncode in (130, -signal.SIGINT, 0), (
+        printed
+    )  # a shell calls both 130; 0: it was done
+    assert "Traceback" not in printed and "Warning" not in printed and "Error" not in printed, (
+        printed
+    )

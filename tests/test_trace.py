@@ -62,16 +62,24 @@ def test_without_a_cache_everything_is_computed_again(tmp_path: Path) -> None:
         assert step["fed"] == (gpt_baseline.context_start(step["n"], 32), step["n"])
 
 
-def test_with_a_cache_every_token_is_computed_once_until_the_context_is_full(tmp_path: Path) -> None:
+def test_with_a_cache_every_token_is_computed_once_until_the_context_is_full(
+    tmp_path: Path,
+) -> None:
     cache = KVCache()
     steps = traced(gpt_kv_cache, cache, 5, 40, tmp_path / "x.html").steps
     fed = [step["fed"] for step in steps]
     assert fed[:3] == [(0, 5), (5, 6), (6, 7)]
     full = next(i for i, step in enumerate(steps) if step["start"])
-    assert steps[full]["n"] == 33 and steps[full]["fed"] == (16, 33) and "32 tokens is full" in steps[full]["events"][0]
+    assert (
+        steps[full]["n"] == 33
+        and steps[full]["fed"] == (16, 33)
+        and "32 tokens is full" in steps[full]["events"][0]
+    )
     assert fed[full + 1] == (33, 34)
     for step in steps:
-        assert [*held(step).values()] == [*range(step["start"], step["n"])] and step["size"] == len(held(step))
+        assert [*held(step).values()] == [*range(step["start"], step["n"])] and step["size"] == len(
+            held(step)
+        )
     assert steps[-1]["bytes"] == cache.nbytes
 
 
@@ -79,14 +87,22 @@ def test_a_ring_forgets_the_oldest_and_keeps_sinks(tmp_path: Path) -> None:
     cache = gpt_bounded_cache.SlidingWindowCache(6, 2)
     steps = traced(gpt_bounded_cache, cache, 12, 15, tmp_path / "x.html").steps
     for step in steps:
-        assert {*held(step).values()} == {0, 1, *range(step["n"] - 6, step["n"])} and step["size"] == 9
+        assert {*held(step).values()} == {0, 1, *range(step["n"] - 6, step["n"])} and step[
+            "size"
+        ] == 9
         assert held(step)[2 + (step["n"] - 1 - 2) % 7] == step["n"] - 1
         assert step["evicted"] == [step["n"] - 7], "the spare slot holds what has left the window"
 
 
 def test_bct_shows_recent_tokens_and_the_mass_of_slots(tmp_path: Path) -> None:
-    model, tokenizer = load_model("pocket-bct", model_class=gpt_bounded_cache.BCT), load_tokenizer("pocket-bct")
-    cache, trace = gpt_bounded_cache.BoundedMemory(), Trace("title", tokenizer, model.config.n_ctx, tmp_path / "x.html")
+    model, tokenizer = (
+        load_model("pocket-bct", model_class=gpt_bounded_cache.BCT),
+        load_tokenizer("pocket-bct"),
+    )
+    cache, trace = (
+        gpt_bounded_cache.BoundedMemory(),
+        Trace("title", tokenizer, model.config.n_ctx, tmp_path / "x.html"),
+    )
     ids = torch.tensor([tokenizer.encode("Once, in the town of Tolben, there lived a man.")])
     trace.begin(ids[0].tolist())
     for token in gpt_bounded_cache.generate(model, ids, 20, cache=cache):
@@ -117,25 +133,47 @@ def test_a_pair_shows_whose_entries_are_whose(window: int | None, tmp_path: Path
         assert mine <= {*range(step["n"])}
         if step is trace.steps[-1]:
             same = (pair.cache.layers[0] == reading.layers[0]).all(-1).all(2)[:, 0].all(0)
-            assert {step["start"] + i for i, equal in enumerate(same.tolist()) if equal} == \
-                {t for t in mine if t >= step["start"]}  # fmt: skip
+            assert {step["start"] + i for i, equal in enumerate(same.tolist()) if equal} == {
+                t for t in mine if t >= step["start"]
+            }
     replaced = [step["replaced"] for step in trace.steps if "replaced" in step]
     assert replaced[0] == [14 - (window or 8), 14] and len(replaced) == len(pair.refreshes)
-    assert any("handed over" in event for step in trace.steps[1:] for event in step["events"])  # past the context
+    assert any(
+        "handed over" in event for step in trace.steps[1:] for event in step["events"]
+    )  # past the context
 
 
 def test_turns_of_a_conversation_go_on_with_the_text(tmp_path: Path) -> None:
     trace = Trace("title", load_tokenizer("pocket"), 100, tmp_path / "x.html")
     trace.begin([1, 2, 3])
-    trace.step(4, SimpleNamespace(nbytes=1, next_pos=3, pos=torch.arange(3), layers=[torch.empty(2, 1, 1, 3, 1)]))
+    trace.step(
+        4,
+        SimpleNamespace(
+            nbytes=1, next_pos=3, pos=torch.arange(3), layers=[torch.empty(2, 1, 1, 3, 1)]
+        ),
+    )
     trace.begin([1, 2, 3, 4, 5, 6], reused=3)
-    trace.step(7, SimpleNamespace(nbytes=2, next_pos=6, pos=torch.arange(6), layers=[torch.empty(2, 1, 1, 6, 1)]))
+    trace.step(
+        7,
+        SimpleNamespace(
+            nbytes=2, next_pos=6, pos=torch.arange(6), layers=[torch.empty(2, 1, 1, 6, 1)]
+        ),
+    )
     assert trace.steps[1]["reused"] == (0, 3) and trace.steps[1]["fed"] == (3, 6)
     assert "3 of 6 tokens were in a cache" in trace.steps[1]["events"][0]
     trace.begin([5, 6, 7, 8, 9], reused=0)  # the first turn is forgotten
-    trace.step(10, SimpleNamespace(nbytes=2, next_pos=5, pos=torch.arange(5), layers=[torch.empty(2, 1, 1, 5, 1)]))
+    trace.step(
+        10,
+        SimpleNamespace(
+            nbytes=2, next_pos=5, pos=torch.arange(5), layers=[torch.empty(2, 1, 1, 5, 1)]
+        ),
+    )
     assert trace.ids == [*range(1, 11)]
-    assert trace.steps[2]["start"] == 4 and trace.steps[2]["fed"] == (4, 9) and "reused" not in trace.steps[2]
+    assert (
+        trace.steps[2]["start"] == 4
+        and trace.steps[2]["fed"] == (4, 9)
+        and "reused" not in trace.steps[2]
+    )
     assert [*held(trace.steps[2]).values()] == [4, 5, 6, 7, 8]
 
 
@@ -148,22 +186,36 @@ def data_of(path: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [
-    ["gpt_baseline.py"], ["gpt_kv_cache.py"], ["gpt_bounded_cache.py", "--memory", "bct"],
-    ["gpt_bounded_cache.py", "--memory", "sinks", "--slots", "12"],
-    ["overfill.py", "write", "--policy", "periodic:8"], ["recycle.py", "chat", "--store"],
-], ids=lambda words: " ".join(words[:2]))  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gpt_baseline.py"],
+        ["gpt_kv_cache.py"],
+        ["gpt_bounded_cache.py", "--memory", "bct"],
+        ["gpt_bounded_cache.py", "--memory", "sinks", "--slots", "12"],
+        ["overfill.py", "write", "--policy", "periodic:8"],
+        ["recycle.py", "chat", "--store"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
 def test_scripts_write_a_page_of_what_they_print(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     words = words + [str(tmp_path / "store")] * (words[-1] == "--store")
-    result = subprocess.run([sys.executable, *words, "--max-new-tokens", "20", "--trace", str(out)], cwd=ROOT,
-                            capture_output=True, text=True, input="Where is Tolben?\nWho is Halek?\n")  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, *words, "--max-new-tokens", "20", "--trace", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        input="Where is Tolben?\nWho is Halek?\n",
+    )
     assert result.returncode == 0, result.stderr
     assert f"[step by step: {out}]" in result.stdout
     data = data_of(out)
     assert "".join(data["tokens"]).strip()[:20] in result.stdout or words[0] == "recycle.py"
     assert data["steps"][-1]["n"] + 1 == len(data["tokens"]) and words[0] in data["title"]
-    assert not re.search(r"(src|href)=|https?://|@import", out.read_text())  # nothing from elsewhere
+    assert not re.search(
+        r"(src|href)=|https?://|@import", out.read_text()
+    )  # nothing from elsewhere
     if words[0] == "recycle.py":
         assert any(step.get("reused") for step in data["steps"])
 
@@ -177,21 +229,28 @@ def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert "<b>" not in out.read_text().partition("<style>")[0]
 
 
-@pytest.mark.parametrize(("main", "words", "culprit"), [
-    (gpt_kv_cache.main, ["--trace", "."], ". is not a regular file"),
-    (recycle.main, ["--trace", "x.html"], "has no --trace"),
-    (overfill.main, ["--trace", "x.html"], "demo has no --trace"),
-    (gpt_bounded_cache.main, ["--trace", "x.html"], "give --memory too"),
-    (gpt_kv_cache.main, ["--trace", "nowhere/x.html"], "no folder nowhere"),
-])  # fmt: skip
-def test_bad_input_gets_one_sentence(main: Callable, words: list[str], culprit: str, capsys) -> None:
+@pytest.mark.parametrize(
+    ("main", "words", "culprit"),
+    [
+        (gpt_kv_cache.main, ["--trace", "."], ". is not a regular file"),
+        (recycle.main, ["--trace", "x.html"], "has no --trace"),
+        (overfill.main, ["--trace", "x.html"], "demo has no --trace"),
+        (gpt_bounded_cache.main, ["--trace", "x.html"], "give --memory too"),
+        (gpt_kv_cache.main, ["--trace", "nowhere/x.html"], "no folder nowhere"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    main: Callable, words: list[str], culprit: str, capsys
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     printed = capsys.readouterr().err
     assert ended.value.code == 2 and culprit in printed and len(printed.strip().splitlines()) == 1
 
 
-def written_out(trace: Trace, step: dict, sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[dict]:
+def written_out(
+    trace: Trace, step: dict, sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> list[dict]:
     """Return, for each layer, what the last token of a step attends to, by token: with no cache, in matrices; sees:
     whether a query at a position, (n, 1), sees a key at another, (n,)."""
     model, shares = trace.model, []
@@ -199,7 +258,11 @@ def written_out(trace: Trace, step: dict, sees: Callable[[torch.Tensor, torch.Te
     x = model.wte(torch.tensor([trace.ids[step["start"] : step["n"]]])) + model.wpe(pos)
     for block in model.h:
         q, k, v = block.attn.project(block.ln_1(x))
-        w = (q @ k.mT / q.size(3) ** 0.5).masked_fill(~sees(pos[:, None], pos), -torch.inf).softmax(dim=-1)
+        w = (
+            (q @ k.mT / q.size(3) ** 0.5)
+            .masked_fill(~sees(pos[:, None], pos), -torch.inf)
+            .softmax(dim=-1)
+        )
         x = x + block.attn.c_proj((w @ v).transpose(1, 2).flatten(2))
         x = x + block.mlp(block.ln_2(x))
         shares.append(dict(enumerate(w[0, :, -1].mean(dim=0).tolist(), step["start"])))
@@ -210,9 +273,17 @@ def written_out(trace: Trace, step: dict, sees: Callable[[torch.Tensor, torch.Te
 @torch.no_grad()
 def test_attention_is_that_of_an_attention_written_out(kind: str, tmp_path: Path) -> None:
     module = {"no cache": gpt_baseline, "growing": gpt_kv_cache}.get(kind, gpt_bounded_cache)
-    cache = {"no cache": None, "growing": KVCache()}.get(kind, gpt_bounded_cache.SlidingWindowCache(6, 2))
+    cache = {"no cache": None, "growing": KVCache()}.get(
+        kind, gpt_bounded_cache.SlidingWindowCache(6, 2)
+    )
     sees = lambda q, k: (k <= q) & ("ring" not in kind or (k > q - 6) | (k < 2))  # noqa: E731
-    trace = traced(module, cache, 20 if "long" in kind else 5, 12 if "ring" in kind else 40, tmp_path / "x.html")
+    trace = traced(
+        module,
+        cache,
+        20 if "long" in kind else 5,
+        12 if "ring" in kind else 40,
+        tmp_path / "x.html",
+    )
     for step in trace.steps:
         tokens = [*range(step["start"], step["n"])]
         if cache is not None:
@@ -223,7 +294,9 @@ def test_attention_is_that_of_an_attention_written_out(kind: str, tmp_path: Path
             assert len(found) == len(tokens) and sum(found) == pytest.approx(1000, abs=20)
             assert found == pytest.approx([1000 * shares[t] for t in tokens], abs=0.51)
     trace.write()
-    assert not any(module._forward_pre_hooks for module in trace.model.modules()), "a written trace watches no more"
+    assert not any(module._forward_pre_hooks for module in trace.model.modules()), (
+        "a written trace watches no more"
+    )
 
 
 @pytest.mark.parametrize("rule", ["mean", "sum"])
@@ -235,7 +308,9 @@ def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, rule: str, tmp_pat
     model, cache = sharp(gpt_bounded_cache.BCT(config)), gpt_bounded_cache.BoundedMemory()
     trace, fed = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, tmp_path / "x.html"), {}
     for layer, block in enumerate(model.h):
-        block.memory.register_forward_pre_hook(lambda _, args, layer=layer: fed.update({layer: args[:4]}))
+        block.memory.register_forward_pre_hook(
+            lambda _, args, layer=layer: fed.update({layer: args[:4]})
+        )
     trace.watch(model)
     trace.begin(prompt(n)[0].tolist())
     model(prompt(n), cache)
@@ -244,13 +319,18 @@ def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, rule: str, tmp_pat
         x, q, k, _ = fed[layer]
         w, log_keep = block.memory.writes(x)
         keys, mass = torch.zeros(2, 3, 8), torch.zeros(2, 3)
-        for t in range(max(0, n - 8)):  # the tokens before the recent ones are written to the slots, one by one
+        for t in range(
+            max(0, n - 8)
+        ):  # the tokens before the recent ones are written to the slots, one by one
             keep = log_keep[0, :, t].exp()
             keys = keep[..., None] * keys + w[0, :, t, :, None] * k[0, :, t, None]
             mass = keep * mass + w[0, :, t]
         if rule == "sum":
             mass = torch.ones_like(mass)
-        scores = torch.cat([(keys / mass.clamp_min(1e-6)[..., None]), k[0, :, -8:]], dim=1) @ q[0, :, -1, :, None]
+        scores = (
+            torch.cat([(keys / mass.clamp_min(1e-6)[..., None]), k[0, :, -8:]], dim=1)
+            @ q[0, :, -1, :, None]
+        )
         scores = scores[..., 0] / 8**0.5
         scores[:, :3] += mass.clamp_min(1e-30).log() - 1e9 * (mass == 0)
         shares = 1000 * scores.softmax(dim=-1).mean(dim=0)
@@ -259,7 +339,10 @@ def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, rule: str, tmp_pat
 
 
 def test_passes_in_training_mode_are_not_recorded_and_not_disturbed(tmp_path: Path) -> None:
-    model, trace = sharp(gpt_kv_cache.GPT(CONFIG)), Trace("title", load_tokenizer("pocket"), 32, tmp_path / "x.html")
+    model, trace = (
+        sharp(gpt_kv_cache.GPT(CONFIG)),
+        Trace("title", load_tokenizer("pocket"), 32, tmp_path / "x.html"),
+    )
     expected = model(prompt(5))
     trace.watch(model)
     assert model.train()(prompt(5)).equal(expected) and not trace.calls  # no dropout in this config

@@ -25,14 +25,19 @@ def folder(path: Path, n_layer: int) -> str:
     return str(path)
 
 
-def test_three_files_agree_and_a_fault_in_one_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_files_agree_and_a_fault_in_one_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = folder(tmp_path / "weights", 2)
     found = weights.agreement(name, "cpu", torch.float32, 20)
     assert set(found["same_tokens"].values()) == {True} and found["tokens"] == 20
     assert max(found["difference"].values()) < 1e-4 and (found["layers"], found["width"]) == (2, 64)
     ring = gpt_bounded_cache.SlidingWindowCache
     monkeypatch.setattr(gpt_bounded_cache, "SlidingWindowCache", lambda n_ctx: ring(4))
-    assert weights.agreement(name, "cpu", torch.float32, 20)["difference"]["gpt_bounded_cache.py"] > 1e-3
+    assert (
+        weights.agreement(name, "cpu", torch.float32, 20)["difference"]["gpt_bounded_cache.py"]
+        > 1e-3
+    )
 
 
 def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
@@ -40,8 +45,14 @@ def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
     with (tmp_path / "pairs.csv").open(newline="") as handle:
         rows = [*csv.DictReader(handle)]
     assert {"source": rows[0]["source"], "answer": " Paris"}.items() <= rows[1].items()
-    assert rows[0]["source"].startswith(weights.HEADER) and rows[0]["source"].endswith("France?\nA:")
-    assert len({row["target"] for row in rows}) == len(rows) == 2 * len({row["source"] for row in rows})
+    assert rows[0]["source"].startswith(weights.HEADER) and rows[0]["source"].endswith(
+        "France?\nA:"
+    )
+    assert (
+        len({row["target"] for row in rows})
+        == len(rows)
+        == 2 * len({row["source"] for row in rows})
+    )
 
 
 @pytest.mark.slow
@@ -55,12 +66,21 @@ def test_the_whole_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert " NO " not in printed and f"--init {names[0]} --text FILE" in printed
 
 
-def test_files_that_disagree_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
-    found = {"same_tokens": {"gpt_kv_cache.py": False}, "difference": {"gpt_kv_cache.py": 0.5},
-             "reproduced": {"gpt_kv_cache.py": 0}, "published": 2}  # fmt: skip
+def test_files_that_disagree_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {
+        "same_tokens": {"gpt_kv_cache.py": False},
+        "difference": {"gpt_kv_cache.py": 0.5},
+        "reproduced": {"gpt_kv_cache.py": 0},
+        "published": 2,
+    }
     monkeypatch.setattr(weights, "agreement", lambda *_: found)
     with pytest.raises(SystemExit, match="2"):
         weights.main(["--quick", "--out", str(tmp_path)])
     said = capsys.readouterr()
-    assert " NO " in said.out and "write different texts" in said.err and (tmp_path / "agreement.json").exists()
+    assert (
+        " NO " in said.out
+        and "write different texts" in said.err
+        and (tmp_path / "agreement.json").exists()
+    )

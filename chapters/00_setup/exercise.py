@@ -54,10 +54,16 @@ def code_lines(text: str) -> set[int]:
     """Return the indices, from 0, of a Python text's lines of code: not blank, not a comment, not in a docstring."""
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             prose |= set(range(node.lineno - 1, node.end_lineno))
     lines = text.splitlines()
-    return {i for i, line in enumerate(lines) if line.strip() and not line.strip().startswith("#")} - prose
+    return {
+        i for i, line in enumerate(lines) if line.strip() and not line.strip().startswith("#")
+    } - prose
 
 
 def tokens_per_second(ms: list[float]) -> float:

@@ -8,7 +8,10 @@ KINDS = ["kept", "kept", "gone", "gone", "new", "new", "new", "new", "new", "kep
 
 def hunks() -> str:
     def row(without: str) -> list[tuple[str, str]]:
-        return [("", "") if kind == without else (line, kind) for line, kind in zip(LINES, KINDS, strict=True)]
+        return [
+            ("", "") if kind == without else (line, kind)
+            for line, kind in zip(LINES, KINDS, strict=True)
+        ]
 
     shows = {"kept": "", "gone": "-", "new": "+"}
     return cells(

@@ -28,7 +28,9 @@ def hunks(old: list[str], new: list[str]) -> list[Hunk]:
     """
     # exercise 0.1
     opcodes = difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
-    return [Hunk(i, old[i:i_end], new[j:j_end]) for tag, i, i_end, j, j_end in opcodes if tag != "equal"]
+    return [
+        Hunk(i, old[i:i_end], new[j:j_end]) for tag, i, i_end, j, j_end in opcodes if tag != "equal"
+    ]
 
 
 def apply(old: list[str], changes: list[Hunk]) -> list[str]:
@@ -77,10 +79,16 @@ def code_lines(text: str) -> set[int]:
     """Return the indices, from 0, of a Python text's lines of code: not blank, not a comment, not in a docstring."""
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             prose |= set(range(node.lineno - 1, node.end_lineno))
     lines = text.splitlines()
-    return {i for i, line in enumerate(lines) if line.strip() and not line.strip().startswith("#")} - prose
+    return {
+        i for i, line in enumerate(lines) if line.strip() and not line.strip().startswith("#")
+    } - prose
 
 
 def tokens_per_second(ms: list[float]) -> float:
@@ -104,5 +112,7 @@ def times_as_fast(ours: list[float], other: list[float]) -> float:
     """
     # exercise 0.4
     if len(ours) != len(other) or not ours:
-        raise ValueError(f"need as many turns of both, and at least one: got {len(ours)} and {len(other)}")
+        raise ValueError(
+            f"need as many turns of both, and at least one: got {len(ours)} and {len(other)}"
+        )
     return statistics.median(theirs / mine for mine, theirs in zip(ours, other, strict=True))

@@ -25,10 +25,14 @@ def read(name: str) -> str:
 
 def differences(old: list[str], new: list[str]) -> list[tuple[int, list[str], list[str]]]:
     opcodes = difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
-    return [(i, old[i:i_end], new[j:j_end]) for tag, i, i_end, j, j_end in opcodes if tag != "equal"]
+    return [
+        (i, old[i:i_end], new[j:j_end]) for tag, i, i_end, j, j_end in opcodes if tag != "equal"
+    ]
 
 
-def edited(draw: random.Random, n: int) -> tuple[list[str], list[str], list[tuple[int, list[str], list[str]]]]:
+def edited(
+    draw: random.Random, n: int
+) -> tuple[list[str], list[str], list[tuple[int, list[str], list[str]]]]:
     """A text of n lines that are all different, the same edited in places that don't touch, and these edits."""
     old, new, hunks, i = [f"line {i}" for i in range(n)], [], [], 0
     while i <= n:
@@ -47,7 +51,9 @@ def patched(old: list[str], hunks: list[tuple[int, list[str], list[str]]]) -> li
     """What hunks make of a text: the last one first, so that the lines before each are still where they were."""
     new = list(old)
     for at, gone, come in reversed(hunks):
-        assert new[at : at + len(gone)] == gone, f"after {at} lines the old text doesn't have the lines that go: {gone}"
+        assert new[at : at + len(gone)] == gone, (
+            f"after {at} lines the old text doesn't have the lines that go: {gone}"
+        )
         new[at : at + len(gone)] = come
     return new
 
@@ -61,7 +67,9 @@ def check(found: list[tuple[int, list[str], list[str]]], old: list[str], new: li
         end = at + len(gone)
     lines = sum(len(gone) + len(come) for _, gone, come in found)
     fewest = sum(len(gone) + len(come) for _, gone, come in differences(old, new))
-    assert lines <= fewest, f"{lines} lines go or come, {fewest} are enough: a line that both texts have can stay"
+    assert lines <= fewest, (
+        f"{lines} lines go or come, {fewest} are enough: a line that both texts have can stay"
+    )
 
 
 @pytest.mark.ex0_1
@@ -70,7 +78,9 @@ def test_hunks_are_the_edits_that_were_made(impl: ModuleType) -> None:
     for trial in range(100):  # small texts first
         old, new, hunks = edited(draw, trial // 4)
         found = [tuple(hunk) for hunk in impl.hunks(old, new)]
-        assert_same(found, hunks, f"hunks (at, gone, come) of texts of {len(old)} and {len(new)} lines")
+        assert_same(
+            found, hunks, f"hunks (at, gone, come) of texts of {len(old)} and {len(new)} lines"
+        )
     assert impl.hunks(["a", "b"], ["a", "b"]) == [] == impl.hunks([], [])
 
 
@@ -79,21 +89,29 @@ def test_a_line_that_is_there_often_is_a_line_too(impl: ModuleType) -> None:
     often = [""] * 250
     found = impl.hunks(["a", *often], ["b", *often])
     lines = sum(len(gone) + len(come) for _, gone, come in found)
-    assert found == [(0, ["a"], ["b"])], f"one line before 250 blank lines changes: {lines} lines go or come, not 2"
+    assert found == [(0, ["a"], ["b"])], (
+        f"one line before 250 blank lines changes: {lines} lines go or come, not 2"
+    )
 
 
 @pytest.mark.ex0_1
 def test_hunks_of_texts_that_repeat_themselves(impl: ModuleType) -> None:
     draw = random.Random(1)
     for _ in range(100):
-        old, new = (draw.choices(["", "    else:", "a", "b"], k=draw.randint(0, 12)) for _ in range(2))
+        old, new = (
+            draw.choices(["", "    else:", "a", "b"], k=draw.randint(0, 12)) for _ in range(2)
+        )
         check(impl.hunks(old, new), old, new)
 
 
 @pytest.mark.ex0_1
 @pytest.mark.parametrize(("old", "new"), FILES)
 def test_hunks_of_the_projects_files(impl: ModuleType, old: str, new: str) -> None:
-    check(impl.hunks(read(old).splitlines(), read(new).splitlines()), read(old).splitlines(), read(new).splitlines())
+    check(
+        impl.hunks(read(old).splitlines(), read(new).splitlines()),
+        read(old).splitlines(),
+        read(new).splitlines(),
+    )
 
 
 @pytest.mark.ex0_2
@@ -110,7 +128,9 @@ def test_hunks_make_the_new_text(impl: ModuleType) -> None:
 
 @pytest.mark.ex0_2
 @pytest.mark.parametrize(("old", "new"), FILES)
-def test_the_diff_is_all_it_takes_to_get_from_file_to_file(impl: ModuleType, old: str, new: str) -> None:
+def test_the_diff_is_all_it_takes_to_get_from_file_to_file(
+    impl: ModuleType, old: str, new: str
+) -> None:
     a, b = read(old).splitlines(), read(new).splitlines()
     assert_same(impl.apply(a, [impl.Hunk(*hunk) for hunk in differences(a, b)]), b, "there")
     assert_same(impl.apply(b, [impl.Hunk(*hunk) for hunk in differences(b, a)]), a, "and back")
@@ -135,14 +155,20 @@ def test_a_line_that_is_missing_is_missed_whatever_it_says(impl: ModuleType, lin
     except ValueError as error:
         assert "5" in str(error), f"line 5 is missing, and the message says: {error}"
     else:
-        pytest.fail(f"line 5 should be {line!r}, and the text has 4: that must be refused, and made {made}")
+        pytest.fail(
+            f"line 5 should be {line!r}, and the text has 4: that must be refused, and made {made}"
+        )
 
 
 @pytest.mark.ex0_3
 @pytest.mark.parametrize(("old", "new", "marks"), PAIRS)
-def test_the_project_keeps_its_promise(impl: ModuleType, old: str, new: str, marks: list[str]) -> None:
+def test_the_project_keeps_its_promise(
+    impl: ModuleType, old: str, new: str, marks: list[str]
+) -> None:
     wrong = impl.wrong_marks(read(old), read(new), marks)
-    assert wrong == [], f"line {wrong[0]} of {new} is right: {read(new).splitlines()[wrong[0] - 1]!r}"
+    assert wrong == [], (
+        f"line {wrong[0]} of {new} is right: {read(new).splitlines()[wrong[0] - 1]!r}"
+    )
 
 
 @pytest.mark.ex0_3
@@ -159,7 +185,11 @@ def test_a_broken_promise_is_found(impl: ModuleType, old: str, new: str, marks: 
                 mark = next(mark for mark in marks if mark in lines[i])
                 lines[i] = lines[i].partition(mark)[0].rstrip()
             else:
-                lines[i] += f"  {draw.choice(marks)}  although nothing changed" if trial % 2 else "  # not as it was"
+                lines[i] += (
+                    f"  {draw.choice(marks)}  although nothing changed"
+                    if trial % 2
+                    else "  # not as it was"
+                )
         found = impl.wrong_marks(read(old), "\n".join(lines), marks)
         assert_same(found, sorted(i + 1 for i in sabotaged), f"lines of {new} with wrong marks")
 
@@ -167,28 +197,49 @@ def test_a_broken_promise_is_found(impl: ModuleType, old: str, new: str, marks: 
 @pytest.mark.ex0_3
 def test_only_code_counts_and_only_news(impl: ModuleType) -> None:
     old = '"""What it does."""\n\na = 1\nb = 2  # NEW\nc = 3  # OLD\n'
-    assert impl.wrong_marks(old, old.replace("does", "did").replace("\n\n", "\n\n# why\n\n"), ["# OTHER"]) == []
+    assert (
+        impl.wrong_marks(
+            old, old.replace("does", "did").replace("\n\n", "\n\n# why\n\n"), ["# OTHER"]
+        )
+        == []
+    )
     new = f"{old}d = 4  # NEW\n"
-    assert impl.wrong_marks(old, new, ["# NEW"]) == [4], "the old text has line 4 too: its mark is no news"
-    assert impl.wrong_marks(old, new, ["# NEW", "# OLD"]) == [4, 5], "marks that the old text has too are wrong"
-    assert impl.wrong_marks("a = 1\nb = 2\n", "a = 2  # B  why\nb = 3  # A\n", ["# A", "# B"]) == [], "all is marked"
-    assert impl.wrong_marks("a = 1\nb = 2\n", "b = 2\n", ["# NEW"]) == [], "a line that only went can't carry a mark"
+    assert impl.wrong_marks(old, new, ["# NEW"]) == [4], (
+        "the old text has line 4 too: its mark is no news"
+    )
+    assert impl.wrong_marks(old, new, ["# NEW", "# OLD"]) == [4, 5], (
+        "marks that the old text has too are wrong"
+    )
+    assert (
+        impl.wrong_marks("a = 1\nb = 2\n", "a = 2  # B  why\nb = 3  # A\n", ["# A", "# B"]) == []
+    ), "all is marked"
+    assert impl.wrong_marks("a = 1\nb = 2\n", "b = 2\n", ["# NEW"]) == [], (
+        "a line that only went can't carry a mark"
+    )
     found = impl.wrong_marks("a = 1\n", "a = 1  # B  once # A\n", ["# A", "# B"])
-    assert found == [1], f"cut at the mark that comes first in the line, it is unchanged: [1], not {found}"
+    assert found == [1], (
+        f"cut at the mark that comes first in the line, it is unchanged: [1], not {found}"
+    )
 
 
 @pytest.mark.ex0_4
 def test_the_prompt_does_not_count(impl: ModuleType) -> None:
     found = impl.tokens_per_second([900.0, 10.0, 30.0])
-    assert found == pytest.approx(50), f"900 ms for the prompt, then 10 and 30: 50 tokens/s, not {found:.2f}"
-    assert impl.tokens_per_second([9.0, 10.0, 30.0]) == pytest.approx(50), "the prompt's length must not matter"
+    assert found == pytest.approx(50), (
+        f"900 ms for the prompt, then 10 and 30: 50 tokens/s, not {found:.2f}"
+    )
+    assert impl.tokens_per_second([9.0, 10.0, 30.0]) == pytest.approx(50), (
+        "the prompt's length must not matter"
+    )
     for ms in ([], [900.0]):
         with pytest.raises(ValueError, match=rf"\b{len(ms)}\b"):
             impl.tokens_per_second(ms)
 
 
 @pytest.mark.ex0_4
-def test_tokens_per_second_are_those_that_the_scripts_print(impl: ModuleType, capsys: pytest.CaptureFixture) -> None:
+def test_tokens_per_second_are_those_that_the_scripts_print(
+    impl: ModuleType, capsys: pytest.CaptureFixture
+) -> None:
     from gpt_kv_cache import GPT, generate
     from load_gpt2_weights import load_model, load_tokenizer
     from support.printing import stream
@@ -206,12 +257,16 @@ def test_what_slows_both_slows_neither(impl: ModuleType) -> None:
         turns, ratio = draw.choice([1, 3, 5, 7]), draw.uniform(0.2, 5)
         busy = [draw.uniform(1, 20) for _ in range(turns)]  # what else the machine was doing
         ours, other = [10 * b for b in busy], [10 * ratio * b for b in busy]
-        for turn in draw.sample(range(turns), (turns - 1) // 2):  # and something that hit only one of the two
+        for turn in draw.sample(
+            range(turns), (turns - 1) // 2
+        ):  # and something that hit only one of the two
             draw.choice([ours, other])[turn] *= draw.choice([0.02, 50])
         found = impl.times_as_fast(ours, other)
         turn_by_turn = f"{turns} turns, the ratio within all undisturbed ones is {ratio:.3f}, and you say {found:.3f}"
         assert found == pytest.approx(ratio), turn_by_turn
-    assert impl.times_as_fast([1.0, 1.0], [2.0, 3.0]) == pytest.approx(2.5), "of two turns, the mean of both"
+    assert impl.times_as_fast([1.0, 1.0], [2.0, 3.0]) == pytest.approx(2.5), (
+        "of two turns, the mean of both"
+    )
 
 
 @pytest.mark.ex0_4

@@ -7,7 +7,10 @@ TEXT = ["On", "ce", ",", " in", " the", " town", " of", " Tolben"]
 
 def mask() -> str:
     keys = range(6)
-    rows = [(f"pos {q}", [(f"{k}<={q}", "kept") if k <= q else ("", "free") for k in keys]) for q in keys]
+    rows = [
+        (f"pos {q}", [(f"{k}<={q}", "kept") if k <= q else ("", "free") for k in keys])
+        for q in keys
+    ]
     return cells(
         "A row for each of six tokens, a column for each key. A token sees the keys whose position is at most its own: "
         "the first row one, the second two, the last all six. The last two rows stand apart: tokens fed later.",

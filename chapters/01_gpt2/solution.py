@@ -63,11 +63,19 @@ def forward(ids: Tensor, weights: dict[str, Tensor], n_head: int) -> Tensor:
     x = weights["wte.weight"][ids] + weights["wpe.weight"][pos]  # (B, T, C)
     layer = 0
     while f"h.{layer}.ln_1.weight" in weights:
-        block = {name.removeprefix(f"h.{layer}."): w for name, w in weights.items() if name.startswith(f"h.{layer}.")}
-        q, k, v = _split(_linear(_norm(x, block, "ln_1"), block, "attn.c_attn"), n_head)  # (B, H, T, D) each
+        block = {
+            name.removeprefix(f"h.{layer}."): w
+            for name, w in weights.items()
+            if name.startswith(f"h.{layer}.")
+        }
+        q, k, v = _split(
+            _linear(_norm(x, block, "ln_1"), block, "attn.c_attn"), n_head
+        )  # (B, H, T, D) each
         y = attention(q, k, v, causal_mask(pos, pos)).transpose(1, 2).flatten(2)  # (B, T, H * D)
         x = x + _linear(y, block, "attn.c_proj")
-        x = x + _linear(gelu(_linear(_norm(x, block, "ln_2"), block, "mlp.c_fc")), block, "mlp.c_proj")
+        x = x + _linear(
+            gelu(_linear(_norm(x, block, "ln_2"), block, "mlp.c_fc")), block, "mlp.c_proj"
+        )
         layer += 1
     return _norm(x, weights, "ln_f") @ weights["wte.weight"].T
 

@@ -19,8 +19,12 @@ LOGITS = ("row", "token", "logit")
 POINTS = {"ex1_1": 1, "ex1_2": 2, "ex1_3": 1, "ex1_4": 4, "ex1_5": 2}
 CONFIGS = {
     "12 layers": GPTConfig(vocab_size=50, n_ctx=16, n_layer=12, n_head=2, n_embd=8),
-    "heads wider than the stream": GPTConfig(vocab_size=50, n_ctx=16, n_layer=2, n_head=3, n_embd=10, head_dim=6),
-    "one head, a narrow MLP": GPTConfig(vocab_size=50, n_ctx=16, n_layer=3, n_head=1, n_embd=8, n_inner=12),
+    "heads wider than the stream": GPTConfig(
+        vocab_size=50, n_ctx=16, n_layer=2, n_head=3, n_embd=10, head_dim=6
+    ),
+    "one head, a narrow MLP": GPTConfig(
+        vocab_size=50, n_ctx=16, n_layer=3, n_head=1, n_embd=8, n_inner=12
+    ),
 }
 
 PARTS = {  # and what is silenced to see it alone
@@ -33,9 +37,13 @@ PARTS = {  # and what is silenced to see it alone
 def random_model(config: GPTConfig) -> GPT:
     """A small model with random weights in which everything counts: biases, too, and the norms' weights."""
     torch.manual_seed(0)
-    model = GPT(config).eval().double()  # float64: what differs by more than rounding differs by much more
+    model = (
+        GPT(config).eval().double()
+    )  # float64: what differs by more than rounding differs by much more
     for name, p in model.named_parameters():
-        p.data.add_((2.0 if name.startswith("wpe") else 0.3) * torch.randn_like(p))  # wpe: else it repeats one token
+        p.data.add_(
+            (2.0 if name.startswith("wpe") else 0.3) * torch.randn_like(p)
+        )  # wpe: else it repeats one token
     return model
 
 
@@ -58,9 +66,17 @@ def forbid(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
 @pytest.mark.ex1_1
 def test_prefill_sees_a_triangle_and_decoding_everything(impl: ModuleType) -> None:
     pos = torch.arange(7)
-    assert_same(impl.causal_mask(pos, pos).tolist(), torch.ones(7, 7).tril().bool().tolist(), "rows of the triangle")
-    assert_same(impl.causal_mask(pos[-1:], pos).tolist(), [[True] * 7], "the last token sees all: its row")
-    assert impl.causal_mask(pos[:1], pos).tolist() == [[True] + [False] * 6], "the first sees itself only"
+    assert_same(
+        impl.causal_mask(pos, pos).tolist(),
+        torch.ones(7, 7).tril().bool().tolist(),
+        "rows of the triangle",
+    )
+    assert_same(
+        impl.causal_mask(pos[-1:], pos).tolist(), [[True] * 7], "the last token sees all: its row"
+    )
+    assert impl.causal_mask(pos[:1], pos).tolist() == [[True] + [False] * 6], (
+        "the first sees itself only"
+    )
 
 
 @pytest.mark.ex1_1
@@ -70,7 +86,9 @@ def test_the_mask_of_any_positions(impl: ModuleType) -> None:
         keys = draw.sample(range(20), draw.randint(1, 9))  # in any order, as in a ring
         tokens = draw.sample(range(20), draw.randint(1, 9))
         mask = impl.causal_mask(torch.tensor(tokens), torch.tensor(keys))
-        assert mask.shape == (len(tokens), len(keys)), "a row for every token, a column for every key"
+        assert mask.shape == (len(tokens), len(keys)), (
+            "a row for every token, a column for every key"
+        )
         expected = [[key <= token for key in keys] for token in tokens]
         assert_same(mask.tolist(), expected, f"rows of the mask of tokens {tokens} and keys {keys}")
 
@@ -96,7 +114,9 @@ def test_attention_is_torchs_attention(impl: ModuleType, monkeypatch: pytest.Mon
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         with monkeypatch.context() as context:
             forbid(context, F, "scaled_dot_product_attention")
-            equal(impl.attention(q, k, v, mask), expected, f"q {tuple(q.shape)}, k {tuple(k.shape)}")
+            equal(
+                impl.attention(q, k, v, mask), expected, f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+            )
 
 
 @pytest.mark.ex1_2
@@ -104,28 +124,46 @@ def test_what_may_not_be_seen_is_not(impl: ModuleType) -> None:
     for q, k, v, mask in cases(12):
         hidden = ~mask.any(dim=0)  # keys that nobody sees
         other = torch.where(hidden[:, None], 1e6 * torch.rand_like(v), v)
-        equal(impl.attention(q, k, other, mask), impl.attention(q, k, v, mask), "hidden values were changed")
+        equal(
+            impl.attention(q, k, other, mask),
+            impl.attention(q, k, v, mask),
+            "hidden values were changed",
+        )
         mean = impl.attention(q, k, torch.ones_like(v), mask)
-        equal(mean, torch.ones_like(mean), "values that are all 1 have mean 1: weights must sum to 1 behind the mask")
+        equal(
+            mean,
+            torch.ones_like(mean),
+            "values that are all 1 have mean 1: weights must sum to 1 behind the mask",
+        )
 
 
 @pytest.mark.ex1_2
 def test_large_scores_do_not_overflow(impl: ModuleType) -> None:
-    q, k = torch.full((1, 1, 2, 4), 20.0), torch.full((1, 1, 3, 4), 25.0)  # 4 * 20 * 25 / sqrt(4) = 1000
-    q[..., 1, :], k[..., 1, :] = -20.0, -25.0  # scores: 1000, -1000, 1000 and -1000, (1000, not to be seen), -1000
+    q, k = (
+        torch.full((1, 1, 2, 4), 20.0),
+        torch.full((1, 1, 3, 4), 25.0),
+    )  # 4 * 20 * 25 / sqrt(4) = 1000
+    q[..., 1, :], k[..., 1, :] = (
+        -20.0,
+        -25.0,
+    )  # scores: 1000, -1000, 1000 and -1000, (1000, not to be seen), -1000
     mask = torch.tensor([[True, True, True], [True, False, True]])
     v = torch.tensor([[[[1.0] * 4, [5.0] * 4, [3.0] * 4]]])
     equal(impl.attention(q, k, v, mask), torch.full((1, 1, 2, 4), 2.0), "scores of 1000 and -1000")
 
 
 @pytest.mark.ex1_3
-def test_gelu_is_the_one_that_gpt2_was_trained_with(impl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gelu_is_the_one_that_gpt2_was_trained_with(
+    impl: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.linspace(-12, 12, 2401, dtype=torch.float64).view(7, 343)
     expected, exact = F.gelu(x, approximate="tanh"), F.gelu(x)
     forbid(monkeypatch, F, "gelu")
     kept = x.clone()
     found = impl.gelu(x)
-    assert not torch.allclose(found, exact, rtol=0, atol=1e-6), "that is the exact GELU, not the one with tanh"
+    assert not torch.allclose(found, exact, rtol=0, atol=1e-6), (
+        "that is the exact GELU, not the one with tanh"
+    )
     equal(found, expected, "GELU")
     assert torch.equal(x, kept), "gelu() must not change what it is given"
 
@@ -140,13 +178,19 @@ def test_forward_part_by_part(impl: ModuleType, part: str) -> None:
     for name, p in model.named_parameters():
         if any(silent in name for silent in PARTS[part]):
             p.data.zero_()
-    equal(impl.forward(text(2, 6), model.state_dict(), config.n_head), model(text(2, 6)), f"only {part}")
+    equal(
+        impl.forward(text(2, 6), model.state_dict(), config.n_head),
+        model(text(2, 6)),
+        f"only {part}",
+    )
 
 
 @pytest.mark.ex1_4
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_forward_computes_the_models_logits(impl: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_computes_the_models_logits(
+    impl: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = random_model(CONFIGS[name])
     weights, expected = model.state_dict(), {}
     for n in (1, 5, 16):
@@ -155,9 +199,15 @@ def test_forward_computes_the_models_logits(impl: ModuleType, name: str, monkeyp
         forbid(monkeypatch, module, method)
     before = {key: w.clone() for key, w in weights.items()}
     for n in expected:
-        equal(impl.forward(text(2, n, n), weights, CONFIGS[name].n_head), expected[n], f"{name}, {n} tokens")
+        equal(
+            impl.forward(text(2, n, n), weights, CONFIGS[name].n_head),
+            expected[n],
+            f"{name}, {n} tokens",
+        )
     for key in before:
-        assert torch.equal(weights[key], before[key]), f"{key} has changed: weights stay as they are"
+        assert torch.equal(weights[key], before[key]), (
+            f"{key} has changed: weights stay as they are"
+        )
 
 
 @pytest.mark.ex1_4
@@ -167,7 +217,9 @@ def test_forward_computes_what_a_trained_model_says(impl: ModuleType) -> None:
     weights, ids = model.state_dict(), torch.tensor([tokenizer.encode("Halek lived in")])
     for _ in range(5):
         logits = impl.forward(ids, weights, model.config.n_head)
-        assert_close(logits, model(ids), f"pocket's logits after {ids.size(1)} tokens", LOGITS, size=1e-3)
+        assert_close(
+            logits, model(ids), f"pocket's logits after {ids.size(1)} tokens", LOGITS, size=1e-3
+        )
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
     assert tokenizer.decode(ids[0].tolist()) == "Halek lived in Tolben, where people buy"
 
@@ -216,11 +268,15 @@ def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, n_ctx: int) ->
             call, fed = counting(model)
             found = impl.greedy(call, ids, n, config.n_ctx)
             assert_same(found, expected[:n], f"{n} tokens after {n_prompt}, context {config.n_ctx}")
-            assert len(fed) == n, f"{n} tokens need {n} passes, not {len(fed)}: who reads the logits of the others?"
+            assert len(fed) == n, (
+                f"{n} tokens need {n} passes, not {len(fed)}: who reads the logits of the others?"
+            )
             whole = [*ids[0].tolist(), *expected]
             for length, given in enumerate(fed, start=n_prompt):
                 kept = whole[gpt_baseline.context_start(length, config.n_ctx) : length]
-                assert given.tolist() == [kept], f"what the model reads of {length} tokens, context {config.n_ctx}"
+                assert given.tolist() == [kept], (
+                    f"what the model reads of {length} tokens, context {config.n_ctx}"
+                )
             assert torch.equal(ids, prompt), "greedy() must not change the prompt that it is given"
 
 
@@ -236,5 +292,9 @@ def test_tokens_read_are_those_that_the_baseline_reads(impl: ModuleType, n_ctx: 
             read.clear()
             list(gpt_baseline.generate(model, text(1, n_prompt), n))
             found = impl.tokens_read(n_prompt, n, n_ctx)
-            assert found == sum(read), f"{n} tokens after {n_prompt}, context {n_ctx}: {found}, must be {sum(read)}"
-    assert impl.tokens_read(24, 1000, 1024) == 523_500, "without a cache, 1,000 tokens of GPT-2 after 24"
+            assert found == sum(read), (
+                f"{n} tokens after {n_prompt}, context {n_ctx}: {found}, must be {sum(read)}"
+            )
+    assert impl.tokens_read(24, 1000, 1024) == 523_500, (
+        "without a cache, 1,000 tokens of GPT-2 after 24"
+    )

@@ -37,7 +37,9 @@ class Cache:
         """Bytes of all keys and values."""
         return sum(kv.nbytes for kv in self.layers)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add a layer's keys and values (B, H, T, D), in the model's dtype, of the tokens at positions pos (T,). Return
         all keys and all values of the layer (B, H, S, D), the new ones last and the dtype kept, and the mask (T, S):
         True where a token sees a key, that is, up to its own position. The mask may be None if all keys are new, or if
@@ -64,7 +66,9 @@ class GroupedCache(Cache):
         super().__init__()
         self.n_head = n_head  # query heads of a layer
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As in Cache, but k and v are (B, G, T, D): the layer keeps G key-value heads. Each serves n_head / G query
         heads: the first key-value head serves the first n_head / G of them, and so on. Return keys and values for all
         query heads, (B, n_head, S, D), and the mask."""
@@ -79,6 +83,8 @@ def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> lis
     raise NotImplementedError("exercise 2.2")
 
 
-def cache_bytes(n_layer: int, n_head: int, head_dim: int, tokens: int, batch: int = 1, itemsize: int = 4) -> int:
+def cache_bytes(
+    n_layer: int, n_head: int, head_dim: int, tokens: int, batch: int = 1, itemsize: int = 4
+) -> int:
     """Return the bytes of all keys and values; itemsize: bytes of a number."""
     raise NotImplementedError("exercise 2.3")

@@ -39,7 +39,9 @@ def main() -> None:
     model, tokenizer = load_model("pocket", model_class=GPT), load_tokenizer("pocket")
     ids = torch.tensor([tokenizer.encode(TEXT)])
     word, new = (tokenizer.decode([int(ids[0, i])]) for i in (TOKEN, -1))
-    print(f"token {TOKEN}, {word!r}, before and after {new!r} is read: change of its key and its value\n")
+    print(
+        f"token {TOKEN}, {word!r}, before and after {new!r} is read: change of its key and its value\n"
+    )
     print(f"{'':7}{'causal':>18}{'each token sees all':>24}")
     print(f"{'':7}{'key':>12}{'value':>6}{'key':>18}{'value':>6}")
     causal = changes(model, ids, TOKEN)

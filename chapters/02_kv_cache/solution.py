@@ -39,7 +39,9 @@ class Cache:
         """Bytes of all keys and values."""
         return sum(kv.nbytes for kv in self.layers)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add a layer's keys and values (B, H, T, D), in the model's dtype, of the tokens at positions pos (T,). Return
         all keys and all values of the layer (B, H, S, D), the new ones last and the dtype kept, and the mask (T, S):
         True where a token sees a key, that is, up to its own position. The mask may be None if all keys are new, or if
@@ -47,7 +49,9 @@ class Cache:
         # exercise 2.1
         new = torch.stack([k, v])
         if len(self):
-            new = torch.cat([self.layers[layer][..., : len(self), :], new], dim=3)  # not what a failed pass left
+            new = torch.cat(
+                [self.layers[layer][..., : len(self), :], new], dim=3
+            )  # not what a failed pass left
         self.layers[layer : layer + 1] = [new]
         return new[0], new[1], torch.cat([self.pos, pos]) <= pos[:, None]
 
@@ -76,7 +80,9 @@ class GroupedCache(Cache):
         super().__init__()
         self.n_head = n_head  # query heads of a layer
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As in Cache, but k and v are (B, G, T, D): the layer keeps G key-value heads. Each serves n_head / G query
         heads: the first key-value head serves the first n_head / G of them, and so on. Return keys and values for all
         query heads, (B, n_head, S, D), and the mask."""
@@ -99,7 +105,9 @@ def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> lis
     return written
 
 
-def cache_bytes(n_layer: int, n_head: int, head_dim: int, tokens: int, batch: int = 1, itemsize: int = 4) -> int:
+def cache_bytes(
+    n_layer: int, n_head: int, head_dim: int, tokens: int, batch: int = 1, itemsize: int = 4
+) -> int:
     """Return the bytes of all keys and values; itemsize: bytes of a number."""
     # exercise 2.3
     return 2 * n_layer * batch * n_head * tokens * head_dim * itemsize

@@ -27,7 +27,9 @@ def model() -> GPT:
     return model
 
 
-def added(cache: object, first: int, end: int, n_layer: int = 2) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def added(
+    cache: object, first: int, end: int, n_layer: int = 2
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     """Append tokens to each layer of a cache, as a pass does, and commit them; what append() returned. The numbers of
     token t's key in layer i are 100 i + t, and those of its value the same, negative."""
     pos, found = torch.arange(first, end), []
@@ -42,17 +44,25 @@ def check(found: list[tuple[Tensor, Tensor, Tensor | None]], first: int, end: in
     """Whether that is what the tokens from first to end see, of a text that begins at 0."""
     for layer, (k, v, mask) in enumerate(found):
         what = f"layer {layer}, {end - first} new after {first}"
-        expected = (100 * layer + torch.arange(end).float())[None, None, :, None].expand(1, 1, end, 2)
+        expected = (100 * layer + torch.arange(end).float())[None, None, :, None].expand(
+            1, 1, end, 2
+        )
         assert_close(k, expected, f"{what}: keys", ("row", "head", "token", "number"))
         assert_close(v, -expected, f"{what}: values", ("row", "head", "token", "number"))
         if mask is None:
-            assert first == 0 or end - first == 1, f"{what}: without a mask, the first sees only key 0, and no error"
+            assert first == 0 or end - first == 1, (
+                f"{what}: without a mask, the first sees only key 0, and no error"
+            )
         else:
             kind = f"mask of {mask.dtype} {tuple(mask.shape)}, must be of bool (T, S) = {(end - first, end)}"
-            assert mask.dtype == torch.bool and mask.shape[-2:] == (end - first, end), f"{what}: {kind}"
+            assert mask.dtype == torch.bool and mask.shape[-2:] == (end - first, end), (
+                f"{what}: {kind}"
+            )
             for query, key in [(q, key) for q in range(first, end) for key in range(end)]:
                 sees = bool(mask.view(end - first, end)[query - first, key])
-                assert sees == (key <= query), f"{what}: token {query} {'sees' if sees else 'does not see'} token {key}"
+                assert sees == (key <= query), (
+                    f"{what}: token {query} {'sees' if sees else 'does not see'} token {key}"
+                )
 
 
 # --- 2.1, in stages: `-x` ends at the first that fails --------------------------------------------------------------
@@ -61,10 +71,14 @@ def check(found: list[tuple[Tensor, Tensor, Tensor | None]], first: int, end: in
 @pytest.mark.ex2_1
 def test_stage_1_len_and_next_pos(impl: ModuleType) -> None:
     cache = impl.Cache()
-    assert len(cache) == 0 == cache.next_pos, "nothing has been read, and the first token is at position 0"
+    assert len(cache) == 0 == cache.next_pos, (
+        "nothing has been read, and the first token is at position 0"
+    )
     cache.commit(torch.arange(3))
     got = f"len {len(cache)}, next_pos {cache.next_pos}"
-    assert len(cache) == 3 == cache.next_pos, f"tokens at positions 0, 1 and 2 have been committed: {got}"
+    assert len(cache) == 3 == cache.next_pos, (
+        f"tokens at positions 0, 1 and 2 have been committed: {got}"
+    )
     cache.commit(torch.arange(3, 4))
     assert len(cache) == 4 == cache.next_pos, "one more"
 
@@ -95,7 +109,9 @@ def test_stage_4_chunks(impl: ModuleType, ends: tuple[int, ...]) -> None:
 
 @pytest.mark.ex2_1
 @torch.no_grad()
-def test_stage_4_any_cut_of_the_text_gives_the_logits_of_an_uncached_pass(impl: ModuleType, model: GPT) -> None:
+def test_stage_4_any_cut_of_the_text_gives_the_logits_of_an_uncached_pass(
+    impl: ModuleType, model: GPT
+) -> None:
     draw = random.Random(0)
     for trial in range(20):
         batch, n = draw.randint(1, 3), draw.randint(2, 40)
@@ -119,7 +135,9 @@ def test_stage_5_a_pass_that_fails_changes_nothing(impl: ModuleType, model: GPT,
         for _ in range(2):
             fails(model, ids[:, read:9], cache, layer)
         what = f"{read} tokens read, then two passes that fail in layer {layer}"
-        assert len(cache) == read == cache.next_pos, f"{what}: {len(cache)} tokens, next position {cache.next_pos}"
+        assert len(cache) == read == cache.next_pos, (
+            f"{what}: {len(cache)} tokens, next position {cache.next_pos}"
+        )
         try:
             first = model(ids[:, read:9], cache)
         except NotImplementedError:  # a kind of RuntimeError: not written yet
@@ -138,7 +156,9 @@ def test_keys_and_values_keep_their_dtype(impl: ModuleType, dtype: torch.dtype) 
     cache = impl.Cache()
     for first, end in [(0, 3), (3, 4), (4, 6)]:
         pos, (k, v) = torch.arange(first, end), torch.randn(2, 1, 2, end - first, 4).to(dtype)
-        found = {x.dtype for x in cache.append(0, k, v, pos)[:2]} | {kv.dtype for kv in cache.layers}
+        found = {x.dtype for x in cache.append(0, k, v, pos)[:2]} | {
+            kv.dtype for kv in cache.layers
+        }
         assert found == {dtype}, f"keys and values of {dtype}: cached and returned as {found}"
         cache.commit(pos)
 
@@ -150,7 +170,12 @@ def test_two_caches_share_a_model(impl: ModuleType, model: GPT) -> None:
     for i in range(0, 10, 2):
         for ids, cache in zip(texts, caches, strict=True):
             logits = model(ids[:, i : i + 2], cache)
-            assert_close(logits, model(ids[:, : i + 2])[:, -2:], f"two texts in turn, tokens {i} and {i + 1}", LOGITS)
+            assert_close(
+                logits,
+                model(ids[:, : i + 2])[:, -2:],
+                f"two texts in turn, tokens {i} and {i + 1}",
+                LOGITS,
+            )
 
 
 @pytest.mark.ex2_2
@@ -161,7 +186,9 @@ def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, model: GPT) ->
     ids = text(1, 7)
     expected = [int(token) for token in gpt_baseline.generate(plain, ids, 20)]
     assert_same(impl.greedy(model, ids, 20), expected, "the new tokens")
-    assert impl.greedy(model, ids, 1) == expected[:1] and impl.greedy(model, ids, 0) == [], "1 token, and none"
+    assert impl.greedy(model, ids, 1) == expected[:1] and impl.greedy(model, ids, 0) == [], (
+        "1 token, and none"
+    )
 
 
 @pytest.mark.ex2_2
@@ -176,7 +203,11 @@ def test_greedy_feeds_every_token_once(impl: ModuleType, model: GPT) -> None:
     ids = text(1, 7)
     written = impl.greedy(counting, ids, 10)
     expected = [*ids[0].tolist(), *written[:-1]]
-    assert_same(fed, expected, f"fed to the model, {ids.size(1)} tokens of prompt and all new ones but the last")
+    assert_same(
+        fed,
+        expected,
+        f"fed to the model, {ids.size(1)} tokens of prompt and all new ones but the last",
+    )
 
 
 @pytest.mark.ex2_3
@@ -193,7 +224,9 @@ def test_the_formula_gives_what_is_allocated(impl: ModuleType, model: GPT) -> No
     cache = KVCache()
     model(text(3, 11), cache)
     allocated = sum(kv.untyped_storage().nbytes() for kv in cache.layers)
-    assert impl.cache_bytes(CONFIG.n_layer, CONFIG.n_head, CONFIG.head_dim, 11, batch=3) == allocated
+    assert (
+        impl.cache_bytes(CONFIG.n_layer, CONFIG.n_head, CONFIG.head_dim, 11, batch=3) == allocated
+    )
 
 
 @pytest.mark.ex2_4
@@ -203,7 +236,9 @@ def test_going_back_and_on_with_another_text(impl: ModuleType, model: GPT) -> No
     cache = impl.Cache()
     model(ids, cache)
     cache.truncate(5)
-    assert len(cache) == 5 == cache.next_pos, f"5 tokens kept: len {len(cache)}, next position {cache.next_pos}"
+    assert len(cache) == 5 == cache.next_pos, (
+        f"5 tokens kept: len {len(cache)}, next position {cache.next_pos}"
+    )
     logits = model(other, cache)
     expected = model(torch.cat([ids[:, :5], other], 1))[:, 5:]
     assert_close(logits, expected, "the first 5 of 12 tokens kept, then another text", LOGITS)
@@ -219,7 +254,9 @@ def test_going_back_frees_the_memory(impl: ModuleType, model: GPT) -> None:
     cache.truncate(4)
     held = sum(kv.untyped_storage().nbytes() for kv in cache.layers)
     expected = CONFIG.n_layer * 2 * 2 * 4 * 16 * 4
-    assert held == expected, f"{held} bytes for 4 tokens, not {expected}: a slice of a tensor keeps all of its memory"
+    assert held == expected, (
+        f"{held} bytes for 4 tokens, not {expected}: a slice of a tensor keeps all of its memory"
+    )
 
 
 @pytest.mark.ex2_4
@@ -234,7 +271,12 @@ def test_all_tokens_can_be_kept(impl: ModuleType, model: GPT) -> None:
         except ValueError as error:
             pytest.fail(f"truncate({n}) of {n} tokens keeps all of them, and was refused: {error}")
         assert len(cache) == n, f"truncate({n}) of {n} tokens: {len(cache)} are left"
-    assert_close(model(ids[:, 4:], cache), model(ids)[:, 4:], "truncate(4) of 4 tokens, then the rest", LOGITS)
+    assert_close(
+        model(ids[:, 4:], cache),
+        model(ids)[:, 4:],
+        "truncate(4) of 4 tokens, then the rest",
+        LOGITS,
+    )
 
 
 @pytest.mark.ex2_4
@@ -264,10 +306,19 @@ def test_nobody_goes_back_to_the_future(impl: ModuleType, model: GPT, n: int) ->
     model(ids[:, :4], cache)
     with pytest.raises(ValueError) as refusal:
         cache.truncate(n)
-    assert "4" in str(refusal.value), f"truncate({n}): say how many tokens there are, 4, and not {refusal.value}"
-    assert len(cache) == 4, f"truncate({n}) of 4 tokens is refused, and then {len(cache)} are left: check, then change"
+    assert "4" in str(refusal.value), (
+        f"truncate({n}): say how many tokens there are, 4, and not {refusal.value}"
+    )
+    assert len(cache) == 4, (
+        f"truncate({n}) of 4 tokens is refused, and then {len(cache)} are left: check, then change"
+    )
     logits = model(ids[:, 4:], cache)
-    assert_close(logits, model(ids)[:, 4:], f"truncate({n}) of 4 tokens was refused, and changed something", LOGITS)
+    assert_close(
+        logits,
+        model(ids)[:, 4:],
+        f"truncate({n}) of 4 tokens was refused, and changed something",
+        LOGITS,
+    )
 
 
 class Grouped(Attention):
@@ -294,7 +345,9 @@ def test_head_by_head(impl: ModuleType) -> None:
     k, v, _ = cache.append(0, heads.clone(), -heads, torch.arange(3))
     shapes = f"keys {tuple(k.shape)} and values {tuple(v.shape)}, must be (1, 6, 3, 4)"
     assert k.shape == v.shape == (1, 6, 3, 4), shapes
-    assert_same(k[0, :, 0, 0].tolist(), [1, 1, 1, 2, 2, 2], "the key-value head, from 1, of each query head")
+    assert_same(
+        k[0, :, 0, 0].tolist(), [1, 1, 1, 2, 2, 2], "the key-value head, from 1, of each query head"
+    )
     assert_same(v[0, :, 0, 0].tolist(), [-1, -1, -1, -2, -2, -2], "the same of values")
 
 
@@ -313,7 +366,11 @@ def test_query_heads_share_keys_and_values(impl: ModuleType) -> None:
         for block in model.h:
             block.attn.__class__ = Grouped
         logits = torch.cat([model(ids[:, a:b], cache) for a, b in pairwise(cuts)], 1)
-        assert_close(logits, expected, f"6 query heads, 2 key-value heads, fed at {cuts[:-1]}", LOGITS)
+        assert_close(
+            logits, expected, f"6 query heads, 2 key-value heads, fed at {cuts[:-1]}", LOGITS
+        )
         held = sum(kv.untyped_storage().nbytes() for kv in cache.layers)
         needed = 2 * 2 * 2 * 2 * 12 * 8 * 4
-        assert held == needed, f"{held} bytes, not {needed}: the cache keeps 2 heads, whatever it hands out"
+        assert held == needed, (
+            f"{held} bytes, not {needed}: the cache keeps 2 heads, whatever it hands out"
+        )

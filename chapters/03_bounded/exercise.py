@@ -44,8 +44,9 @@ class Preallocated:
         """Position at which the next token is read."""
         return len(self)
 
-    def append(self, layer: int, k: Tensor, v: Tensor,
-               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Write a layer's new keys and values (B, H, T, D) behind those of the tokens that have
         been read. Return the keys and values (B, H, S, D) of all of them, and the mask (T, S) of
         the keys that each query sees; None if all keys are new, or if there is one query.
@@ -101,8 +102,9 @@ class Ring:
         """Position at which the next token is read."""
         return self.n_read
 
-    def append(self, layer: int, k: Tensor, v: Tensor,
-               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values (B, H, S, D), among them all that the tokens at positions pos (T,)
         see, and the mask (T, S) of seen(). The mask may be None if all keys are new and the window hides
         none of them, or if one query sees all keys.
@@ -157,7 +159,9 @@ class PaddedBatch:
         Padding takes no position."""
         raise NotImplementedError("exercise 3.5")
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Add a layer's keys and values (B, H, T, D) of the columns at positions pos: (T,) in the
         first pass, then (B, T). Return all of its keys and values (B, H, S, D), padding included,
         and a mask (B, 1, T, S): a query sees the tokens of its row up to its own position, and no

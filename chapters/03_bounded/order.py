@@ -35,7 +35,9 @@ class NoSpareSlot(SlidingWindowCache):
 class WritesFirst(SlidingWindowCache):
     """A chunk is written to the slots before attention reads them."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         super().append(layer, k, v, pos)
         n, held = len(self), self.held(len(self) + len(pos))
         slots, ring = (held >= n).nonzero()[:, 0], self.layers[layer]
@@ -63,8 +65,11 @@ def main() -> None:
         raise MemoryError
 
     print(f"{'largest error, of the largest logit':36}token by token  chunks  failed pass")
-    for name, new in [("the ring, W + 1 slots", SlidingWindowCache), ("W slots", NoSpareSlot),
-                      ("W + 1 slots, chunks written first", WritesFirst)]:  # fmt: skip
+    for name, new in [
+        ("the ring, W + 1 slots", SlidingWindowCache),
+        ("W slots", NoSpareSlot),
+        ("W + 1 slots, chunks written first", WritesFirst),
+    ]:
         single, chunks, cache = read(new(WINDOW), 1), read(new(WINDOW), WINDOW), new(WINDOW)
         model(ids[:, :WINDOW], cache)  # exactly full
         hook = model.h[-1].mlp.register_forward_hook(fail)
@@ -74,7 +79,9 @@ def main() -> None:
             hook.remove()
         cache.truncate(WINDOW - 2)
         after = torch.cat([expected[:, : WINDOW - 2], read(cache, 1)], dim=1)
-        shares = [(x - expected).abs().max() / expected.abs().max() for x in (single, chunks, after)]
+        shares = [
+            (x - expected).abs().max() / expected.abs().max() for x in (single, chunks, after)
+        ]
         print(f"{name:36}{shares[0]:14.1%}{shares[1]:8.1%}{shares[2]:13.1%}")
 
 

@@ -19,21 +19,42 @@ def ring() -> str:
             ("token 6", row(range(6, 7), 0, 1, 6, 3, 4, 5, hidden=3)),
             ("token 7", row(range(7, 8), 0, 1, 6, 7, 4, 5, hidden=4)),
         ],
-        {"new": "written in this pass", "kept": "seen", "gone": "out of the window", "free": "empty"},
+        {
+            "new": "written in this pass",
+            "kept": "seen",
+            "gone": "out of the window",
+            "free": "empty",
+        },
     )
 
 
 def spare() -> str:
     def row(*three: str, four: tuple[str, ...]) -> list[tuple[str, str]]:
         cell = {"3": "new", "": "free"}
-        return [(p, cell.get(p, "kept")) for p in three] + [("", "")] + [(p, cell.get(p, "kept")) for p in four]
+        return (
+            [(p, cell.get(p, "kept")) for p in three]
+            + [("", "")]
+            + [(p, cell.get(p, "kept")) for p in four]
+        )
 
     return cells(
         "A window of three in three slots and in four. Three tokens are read. A pass with token 3 fails in its last "
         "layer: of three slots it has overwritten token 0, of four none. After truncate(2) token 2 must see 0, 1 and "
         "2. In three slots it sees 3, 1 and 2; in four, 0, 1 and 2.",
         [
-            ("", [("W", ""), ("slots", ""), ("", ""), ("", ""), ("W + 1", ""), ("slots", ""), ("", ""), ("", "")]),
+            (
+                "",
+                [
+                    ("W", ""),
+                    ("slots", ""),
+                    ("", ""),
+                    ("", ""),
+                    ("W + 1", ""),
+                    ("slots", ""),
+                    ("", ""),
+                    ("", ""),
+                ],
+            ),
             ("3 tokens read ", row("0", "1", "2", four=("0", "1", "2", ""))),
             ("token 3: the pass fails ", row("3", "1", "2", four=("0", "1", "2", "3"))),
             ("truncate(2), then token 2 sees ", row("3", "1", "2", four=("0", "1", "2"))),
@@ -53,7 +74,10 @@ def order() -> str:
             ("after the pass ", [(str(p), "new") for p in (5, 6, 7, 8)] + [("4", "kept")]),
             ("", []),
             ("token 5 must see ", [("2", "kept"), ("3", "kept"), ("4", "kept"), ("5", "new")]),
-            ("if written first, it sees ", [("2", "gone"), ("3", "gone"), ("4", "kept"), ("5", "new")]),
+            (
+                "if written first, it sees ",
+                [("2", "gone"), ("3", "gone"), ("4", "kept"), ("5", "new")],
+            ),
         ],
         {"kept": "held before the pass", "new": "new in this pass", "gone": "overwritten by 7, 8"},
     )
@@ -66,9 +90,15 @@ def padding() -> str:
         "one at position 2, the other at position 4.",
         [
             ("column", [(str(p), "") for p in range(5)]),
-            ("row 0 ", [("Notes", "kept"), (":", "kept"), ("", "free"), ("", "free"), ("next", "new")]),
+            (
+                "row 0 ",
+                [("Notes", "kept"), (":", "kept"), ("", "free"), ("", "free"), ("next", "new")],
+            ),
             ("its positions ", [(p, "") for p in ("0", "1", "", "", "2")]),
-            ("row 1 ", [(word, "kept") for word in ("Hal", "ek", "lives", "in")] + [("next", "new")]),
+            (
+                "row 1 ",
+                [(word, "kept") for word in ("Hal", "ek", "lives", "in")] + [("next", "new")],
+            ),
             ("its positions ", [(p, "") for p in ("0", "1", "2", "3", "4")]),
         ],
         {"kept": "text", "new": "the next pass", "free": "padding: no query sees it"},

@@ -49,8 +49,9 @@ class Preallocated:
         """Position at which the next token is read."""
         return len(self)
 
-    def append(self, layer: int, k: Tensor, v: Tensor,
-               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Write a layer's new keys and values (B, H, T, D) behind those of the tokens that have
         been read. Return the keys and values (B, H, S, D) of all of them, and the mask (T, S) of
         the keys that each query sees; None if all keys are new, or if there is one query.
@@ -117,8 +118,9 @@ class Ring:
         """Position at which the next token is read."""
         return self.n_read
 
-    def append(self, layer: int, k: Tensor, v: Tensor,
-               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values (B, H, S, D), among them all that the tokens at positions pos (T,)
         see, and the mask (T, S) of seen(). The mask may be None if all keys are new and the window hides
         none of them, or if one query sees all keys.
@@ -142,7 +144,9 @@ class Ring:
         else:
             self.pending[layer:] = [new]
             k_pos = self._held(n)
-            kept = seen(k_pos, pos[:1], self.window, self.sinks)[0]  # not what a pass that failed left
+            kept = seen(k_pos, pos[:1], self.window, self.sinks)[
+                0
+            ]  # not what a pass that failed left
             new = torch.cat([ring[..., : len(k_pos), :][..., kept, :], new], dim=3)
             k_pos = torch.cat([k_pos[kept], pos])
         return new[0], new[1], seen(k_pos, pos, self.window, self.sinks)
@@ -207,7 +211,9 @@ class PaddedBatch:
         # exercise 3.5
         return self.lengths + len(self) - self.lengths.max() if len(self) else 0
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Add a layer's keys and values (B, H, T, D) of the columns at positions pos: (T,) in the
         first pass, then (B, T). Return all of its keys and values (B, H, S, D), padding included,
         and a mask (B, 1, T, S): a query sees the tokens of its row up to its own position, and no

@@ -135,7 +135,9 @@ def check_memory(cache: object, size: int) -> None:
         torch.use_deterministic_algorithms(False)
     rest = cache.layers[0][..., 2:, :]
     assert rest.shape == (2, 1, 1, size - 2, 4), f"memory of shape {tuple(cache.layers[0].shape)}"
-    assert (rest == 0).all(), f"slots that nothing was written to hold {rest[0, 0, 0, 0, 0]}: zeros, not empty memory"
+    assert (rest == 0).all(), (
+        f"slots that nothing was written to hold {rest[0, 0, 0, 0, 0]}: zeros, not empty memory"
+    )
 
 
 def check_device(cache: object) -> None:
@@ -174,7 +176,9 @@ def test_a_write_past_the_end_is_refused_and_changes_nothing(
     except NotImplementedError:  # a kind of RuntimeError: not written yet
         raise
     except RuntimeError as error:
-        pytest.fail(f"{more} tokens after {read} of 8: check before you write; PyTorch says {error}")
+        pytest.fail(
+            f"{more} tokens after {read} of 8: check before you write; PyTorch says {error}"
+        )
     numbers = str(read + more) in message and "8" in message
     assert numbers, f"say {read + more}, how many there would be, and the capacity 8: {message!r}"
     assert len(cache) == read, f"{len(cache)} tokens after a refusal, {read} before"
@@ -182,7 +186,9 @@ def test_a_write_past_the_end_is_refused_and_changes_nothing(
     assert all(same), "checked too late"
     if read < 8:
         expected = growing(ids[:, :8])[:, read:]
-        assert_close(growing(ids[:, read:8], cache), expected, "what was refused changed it", LOGITS)
+        assert_close(
+            growing(ids[:, read:8], cache), expected, "what was refused changed it", LOGITS
+        )
 
 
 @pytest.mark.ex3_2
@@ -239,7 +245,9 @@ def test_the_real_model_depends_on_them(impl: ModuleType, model: GPT) -> None:
         changes = not torch.equal(banded(model, other, 3, 2)[0, 12], logits[0, 12])
         claim = p in impl.reach(12, 3, 2, CONFIG.n_layer)
         what = f"token {p}, window 3, 2 sinks, {CONFIG.n_layer} layers"
-        assert claim == changes, f"{what}: changes the logits at 12: {changes}; reach() has it: {claim}"
+        assert claim == changes, (
+            f"{what}: changes the logits at 12: {changes}; reach() has it: {claim}"
+        )
 
 
 # --- 3.4 ------------------------------------------------------------------------------------------
@@ -317,7 +325,9 @@ class OneValueASlot(TorchDispatchMode):
         name, indices = func.overloadpacket.__name__, []
         if name in ("index_put_", "index_put", "_index_put_impl_"):
             at = [(dim, i) for dim, i in enumerate(args[1]) if i is not None]
-            indices = [i % args[0].size(dim) for dim, i in at if i.dim() == 1 and i.dtype != torch.bool]
+            indices = [
+                i % args[0].size(dim) for dim, i in at if i.dim() == 1 and i.dtype != torch.bool
+            ]
         elif name in ("index_copy_", "index_copy"):
             indices = [args[2] % args[0].size(args[1])]
         for index in indices:  # -1 is the last slot
@@ -349,7 +359,9 @@ def test_what_is_in_the_slots(impl: ModuleType, model: GPT) -> None:
             for cache in (mine, real):
                 model(ids[:, a:b], cache)
             for kv, expected in zip(mine.layers, real.layers, strict=True):
-                what = f"keys and values in the slots: window {window}, {sinks} sinks, chunks {cuts}"
+                what = (
+                    f"keys and values in the slots: window {window}, {sinks} sinks, chunks {cuts}"
+                )
                 assert_close(kv, expected, what, LOGITS)
 
 
@@ -544,11 +556,15 @@ def test_places_are_counted_among_the_tokens_held(
 
 @pytest.mark.ex3_6
 def test_scores_may_be_large(impl: ModuleType) -> None:
-    q, k, v = torch.randn(3, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q, k, v = torch.randn(
+        3, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     q, k, ring = 60 * q, 60 * k, impl.RotaryRing(5, 2)
     expected = attended(impl, q, k, v, 5, 2)
     for t in range(12):
-        what = f"token {t}, scores in the thousands: subtract the largest before exp, or use softmax"
+        what = (
+            f"token {t}, scores in the thousands: subtract the largest before exp, or use softmax"
+        )
         assert_close(ring.step(q[t], k[t], v[t]), expected[t], what, ("head", "number"), size=1e-6)
 
 

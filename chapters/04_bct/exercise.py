@@ -66,8 +66,9 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     raise NotImplementedError("exercise 4.3")
 
 
-def memory_bytes(n_layer: int, n_head: int, head_dim: int, slots: int, recent: int,
-                 batch: int = 1) -> int:
+def memory_bytes(
+    n_layer: int, n_head: int, head_dim: int, slots: int, recent: int, batch: int = 1
+) -> int:
     """Return the bytes of a BCT's memory, in float32 (4 bytes a number).
 
     Every layer, head and row of the batch has memory slots and recent tokens. A slot has a key, a

@@ -2,19 +2,31 @@
 
 from chapters.builder.svg import cells
 
-SOFT = [(6, 2, 1, 1), (1, 1, 7, 1), (2, 5, 1, 2), (7, 1, 1, 1), (1, 1, 6, 2), (1, 1, 1, 7)]  # tenths
+SOFT = [
+    (6, 2, 1, 1),
+    (1, 1, 7, 1),
+    (2, 5, 1, 2),
+    (7, 1, 1, 1),
+    (1, 1, 6, 2),
+    (1, 1, 1, 7),
+]  # tenths
 
 
 def writes() -> str:
     def shares(tenths: list[int]) -> list[tuple[str, str]]:
-        return [("1", "new") if n == 10 else ("", "free") if n == 0 else (f".{n}", "kept") for n in tenths]
+        return [
+            ("1", "new") if n == 10 else ("", "free") if n == 0 else (f".{n}", "kept")
+            for n in tenths
+        ]
 
     gap = [("", "")]
     names = {2: "KV cache", 8: "ring", 13: "BCT"}
     rows = [("", [(names.get(x, ""), "") for x in range(16)])]
     for t in range(6):
         cache, ring = ([10 * (m == slot) for m in range(M)] for M, slot in ((6, t), (4, t % 4)))
-        rows.append((f"token {t} ", [*shares(cache), *gap, *shares(ring), *gap, *shares(list(SOFT[t]))]))
+        rows.append(
+            (f"token {t} ", [*shares(cache), *gap, *shares(ring), *gap, *shares(list(SOFT[t]))])
+        )
     return cells(
         "Three tables of write weights, a row for each of six tokens and a column a slot. KV cache: token t is written "
         "to slot t as a whole. Ring of four: to slot t mod 4, so that tokens 4 and 5 go to slots 0 and 1 again. BCT: "
@@ -32,9 +44,17 @@ def layout() -> str:
         "written.",
         [
             ("written ", [(str(t), "gone") for t in range(6)] + [("6", "new")]),
-            ("read ", [("slot", "kept")] * 3 + [("", "")] * 4 + [(str(t), "reused") for t in (7, 8, 9)]),
+            (
+                "read ",
+                [("slot", "kept")] * 3 + [("", "")] * 4 + [(str(t), "reused") for t in (7, 8, 9)],
+            ),
         ],
-        {"gone": "in the slots only", "new": "written now", "kept": "sums", "reused": "as they are"},
+        {
+            "gone": "in the slots only",
+            "new": "written now",
+            "kept": "sums",
+            "reused": "as they are",
+        },
     )
 
 

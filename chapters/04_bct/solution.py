@@ -77,13 +77,16 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     causal = q.new_ones(T, T).tril()  # [i, j]: token j is written when query i reads
     mass = causal @ w  # (T, M)
     size = mass.clamp_min(torch.finfo(mass.dtype).tiny)  # 0 / 0 is not 0
-    scores = (q @ k.T * causal) @ w / size / math.sqrt(D) + mass.log()  # (T, M); log 0 hides an empty slot
+    scores = (q @ k.T * causal) @ w / size / math.sqrt(
+        D
+    ) + mass.log()  # (T, M); log 0 hides an empty slot
     p = scores.softmax(dim=-1) / size  # (T, M)
     return (p @ w.T * causal) @ v
 
 
-def memory_bytes(n_layer: int, n_head: int, head_dim: int, slots: int, recent: int,
-                 batch: int = 1) -> int:
+def memory_bytes(
+    n_layer: int, n_head: int, head_dim: int, slots: int, recent: int, batch: int = 1
+) -> int:
     """Return the bytes of a BCT's memory, in float32 (4 bytes a number).
 
     Every layer, head and row of the batch has memory slots and recent tokens. A slot has a key, a

@@ -52,11 +52,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_the_equation(impl: ModuleType) -> None:
     for seed in range(10):
         slots, token = draw(5, 7, seed=seed), draw(7, seed=seed + 50)
-        w, keep = draw(5, seed=seed + 60), torch.rand(5, generator=torch.Generator().manual_seed(seed))
+        w, keep = (
+            draw(5, seed=seed + 60),
+            torch.rand(5, generator=torch.Generator().manual_seed(seed)),
+        )
         before = slots.clone()
         got = impl.write(slots, token, w, keep)
         expected = [[keep[m] * before[m, i] + w[m] * token[i] for i in range(7)] for m in range(5)]
-        assert_close(got, torch.tensor(expected), "keep[m] of slot m, and w[m] times the token", size=1e-7)
+        assert_close(
+            got, torch.tensor(expected), "keep[m] of slot m, and w[m] times the token", size=1e-7
+        )
         assert torch.equal(slots, before), "the slots that were given have changed"
 
 
@@ -65,7 +70,9 @@ def test_one_hot_writes_to_new_slots_are_the_kv_cache(impl: ModuleType) -> None:
     tokens = rows(draw(6, 3), draw(6, 3, seed=1))
     what = "token t goes to slot t, and all slots stay"
     assert torch.equal(written(impl, tokens, 6, "growing"), tokens), what
-    assert torch.equal(written(impl, tokens[:4], 6, "growing"), torch.cat([tokens[:4], torch.zeros(2, 7)])), what
+    assert torch.equal(
+        written(impl, tokens[:4], 6, "growing"), torch.cat([tokens[:4], torch.zeros(2, 7)])
+    ), what
 
 
 @pytest.mark.ex4_1
@@ -75,7 +82,9 @@ def test_one_hot_writes_over_the_oldest_are_the_ring(impl: ModuleType, M: int) -
     for n in range(1, 12):
         slots = written(impl, tokens[:n], M, "ring")
         for t in range(max(0, n - M), n):
-            assert torch.equal(slots[t % M], tokens[t]), f"after {n} tokens, slot {t % M} of {M} is token {t} alone"
+            assert torch.equal(slots[t % M], tokens[t]), (
+                f"after {n} tokens, slot {t % M} of {M} is token {t} alone"
+            )
 
 
 @pytest.mark.ex4_1
@@ -105,14 +114,18 @@ def test_slots_of_one_token_each_are_attention(impl: ModuleType) -> None:
 def test_an_empty_slot_is_not_there(impl: ModuleType) -> None:
     q, k, v = draw(8), draw(5, 8, seed=1), draw(5, 8, seed=2)
     slots = torch.cat([torch.zeros(2, 17), rows(k, v), torch.zeros(4, 17)])
-    assert_close(impl.read(q, slots), attention(q, k, v), "empty slots scored 0, or made NaN", size=1e-7)
+    assert_close(
+        impl.read(q, slots), attention(q, k, v), "empty slots scored 0, or made NaN", size=1e-7
+    )
 
 
 @pytest.mark.ex4_2
 def test_an_empty_slot_is_not_there_however_badly_the_others_fit(impl: ModuleType) -> None:
     q, k, v = torch.ones(8), torch.full((1, 8), -300.0), draw(1, 8)
     slots = torch.cat([torch.zeros(2, 17), rows(k, v)])
-    assert_close(impl.read(q, slots), v[0], "a slot that scores -850 lost to an empty one", size=1e-7)
+    assert_close(
+        impl.read(q, slots), v[0], "a slot that scores -850 lost to an empty one", size=1e-7
+    )
 
 
 @pytest.mark.ex4_2
@@ -128,8 +141,18 @@ def test_a_slot_counts_as_often_as_its_mass(impl: ModuleType) -> None:
     often = [1, 4, 2]
     slots = rows(k, v) * torch.tensor(often)[:, None]
     copies = [i for i in range(3) for _ in range(often[i])]
-    assert_close(impl.read(q, slots), attention(q, k[copies], v[copies]), "copies of 1, 4, 2 tokens", size=1e-7)
-    assert_close(impl.read(q, 0.1 * slots), impl.read(q, slots), "shares of mass count, not the mass", size=1e-7)
+    assert_close(
+        impl.read(q, slots),
+        attention(q, k[copies], v[copies]),
+        "copies of 1, 4, 2 tokens",
+        size=1e-7,
+    )
+    assert_close(
+        impl.read(q, 0.1 * slots),
+        impl.read(q, slots),
+        "shares of mass count, not the mass",
+        size=1e-7,
+    )
 
 
 @pytest.mark.ex4_2
@@ -138,7 +161,12 @@ def test_a_token_spread_over_slots_is_still_that_token(impl: ModuleType) -> None
     torch.testing.assert_close(impl.read(q, w[:, None] * rows(k, v)), v[0])
     more = rows(draw(3, 8, seed=3), draw(3, 8, seed=4))
     one, spread = torch.cat([more, rows(k, v)]), torch.cat([more, w[:, None] * rows(k, v)])
-    assert_close(impl.read(q, spread), impl.read(q, one), "spread over 6 slots it weighs as before", size=1e-7)
+    assert_close(
+        impl.read(q, spread),
+        impl.read(q, one),
+        "spread over 6 slots it weighs as before",
+        size=1e-7,
+    )
 
 
 @pytest.mark.ex4_2
@@ -183,7 +211,9 @@ def test_parallel_sees_no_empty_slot_however_badly_the_others_fit(impl: ModuleTy
     w = torch.zeros(3, 4)
     w[:, 1] = 1  # one slot is written to, three stay empty
     expected = torch.stack([v[: t + 1].mean(0) for t in range(3)])
-    assert_close(impl.parallel(q, k, v, w), expected, "slots that score -850 lost to empty ones", size=1e-7)
+    assert_close(
+        impl.parallel(q, k, v, w), expected, "slots that score -850 lost to empty ones", size=1e-7
+    )
 
 
 @pytest.mark.ex4_3
@@ -211,9 +241,13 @@ def test_the_parallel_form_is_the_recurrence(impl: ModuleType) -> None:
         T, M, D = choose.randint(1, 30), choose.randint(1, 9), choose.randint(1, 8)
         q, k, v = draw(3, T, D, seed=seed)
         w = (choose.choice([0.3, 1, 3]) * draw(T, M, seed=seed + 50)).softmax(dim=-1)
-        w = w * torch.rand(T, 1, generator=torch.Generator().manual_seed(seed))  # steps of other sizes than 1
+        w = w * torch.rand(
+            T, 1, generator=torch.Generator().manual_seed(seed)
+        )  # steps of other sizes than 1
         expected = in_turn(q, k, v, w)
-        assert_close(impl.parallel(q, k, v, w), expected, f"{T} tokens, {M} slots, head size {D}", size=1e-7)
+        assert_close(
+            impl.parallel(q, k, v, w), expected, f"{T} tokens, {M} slots, head size {D}", size=1e-7
+        )
 
 
 @pytest.mark.ex4_3
@@ -244,7 +278,10 @@ class Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.operations += 1
         for x in result if isinstance(result, tuple | list) else [result]:
-            self.largest = max(self.largest, x.untyped_storage().nbytes() // x.itemsize if isinstance(x, Tensor) else 0)
+            self.largest = max(
+                self.largest,
+                x.untyped_storage().nbytes() // x.itemsize if isinstance(x, Tensor) else 0,
+            )
         return result
 
 
@@ -259,7 +296,9 @@ def test_no_loop_and_no_copies_of_the_slots(impl: ModuleType) -> None:
         counts.append(watch.operations)
         what = f"a tensor of {watch.largest} numbers; T x M x D = {T * M * 16}"
         assert watch.largest <= 3 * max(T * T, T * M, T * 16), what
-    assert max(counts) <= min(counts) + 4, f"operations for (T, M) = (6, 4), (40, 4), (40, 20): {counts}; a loop?"
+    assert max(counts) <= min(counts) + 4, (
+        f"operations for (T, M) = (6, 4), (40, 4), (40, 20): {counts}; a loop?"
+    )
 
 
 # --- 4.4 ------------------------------------------------------------------------------------------------------------
@@ -278,7 +317,9 @@ def test_the_formula_gives_what_is_allocated(impl: ModuleType) -> None:
         model(torch.randint(20, (B, length), generator=draws), cache)
         allocated = sum(x.untyped_storage().nbytes() for state in cache.layers for x in state)
         found = impl.memory_bytes(L, H, D, M, R, batch=B)
-        assert found == allocated, f"{L=} {H=} {D=} {M=} {R=} {B=}: {found} bytes, must be {allocated}"
+        assert found == allocated, (
+            f"{L=} {H=} {D=} {M=} {R=} {B=}: {found} bytes, must be {allocated}"
+        )
 
 
 @pytest.mark.ex4_4
@@ -292,6 +333,8 @@ def test_pocket_bct_and_the_ring_of_the_same_size(impl: ModuleType) -> None:
     given = c.n_layer, c.n_head, c.head_dim, c.slots, c.recent
     assert impl.memory_bytes(*given) == cache.nbytes
     found = impl.equal_ring(*given)
-    assert found == 36 and isinstance(found, int), f"{cache.nbytes} bytes: 36 slots take at least as many, not {found}"
+    assert found == 36 and isinstance(found, int), (
+        f"{cache.nbytes} bytes: 36 slots take at least as many, not {found}"
+    )
     assert impl.equal_ring(12, 12, 64, 0, 1) == 2  # a key, a value and a number: more than a slot's
     assert impl.equal_ring(1, 1, 2, 4, 0) == 5  # 80 bytes: five slots of 16, not one more

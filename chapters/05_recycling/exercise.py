@@ -31,7 +31,9 @@ def longest(stored: Sequence[Sequence[int]], ids: Sequence[int]) -> tuple[int, i
 
 
 @torch.no_grad()
-def answer(model: GPT, ids: Sequence[int], n: int, store: dict[tuple[int, ...], KVCache]) -> list[int]:
+def answer(
+    model: GPT, ids: Sequence[int], n: int, store: dict[tuple[int, ...], KVCache]
+) -> list[int]:
     """Return the n (at least 1) greedy tokens after ids, as a cold run would write them.
 
     store holds caches by the tokens that they were computed from. No token of the longest reusable prefix is read

@@ -22,10 +22,14 @@ ASKED = f"{STORED} It began one sunny afternoon."
 
 def prefix(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     """Print by how much keys and values at equal positions differ in two texts that differ in one token."""
-    a, b = (tokenizer.encode(f"Halek lives in {town}, by the river") for town in ("Pellam", "Tolben"))
+    a, b = (
+        tokenizer.encode(f"Halek lives in {town}, by the river") for town in ("Pellam", "Tolben")
+    )
     for name, ids in (("stored", a), ("asked", b)):
         print(f"{name:<8}" + "".join(f"{tokenizer.decode([i]):>9}" for i in ids))
-    for layer, (x, y) in enumerate(zip(read_all(model, a).layers, read_all(model, b).layers, strict=True)):
+    for layer, (x, y) in enumerate(
+        zip(read_all(model, a).layers, read_all(model, b).layers, strict=True)
+    ):
         x, y = (kv.movedim(3, 0).flatten(1) for kv in (x, y))  # (S, 2 * B * H * D)
         apart = (x - y).norm(dim=1) / x.norm(dim=1)
         print(f"layer {layer} " + "".join(f"{share:>9.0%}" for share in apart))
@@ -36,20 +40,27 @@ def published(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     ids, stored = tokenizer.encode(ASKED), tokenizer.encode(STORED)
     k = len(stored)
     fed: list[tuple[list[int], list[int]]] = []
-    hook = model.register_forward_pre_hook(lambda _, args: fed.append((args[0][0].tolist(), positions(*args[:2]))))
+    hook = model.register_forward_pre_hook(
+        lambda _, args: fed.append((args[0][0].tolist(), positions(*args[:2])))
+    )
 
     def ways() -> Iterator[tuple[str, Iterator[Tensor]]]:
         yield "cold", generate(model, torch.tensor([ids]), 12)
         yield "recycled", generate(model, torch.tensor([ids]), 12, cache=read_all(model, stored))
-        yield "as published", generate_as_published(model, torch.tensor([ids[k:]]), read_all(model, stored), 12)
+        yield (
+            "as published",
+            generate_as_published(model, torch.tensor([ids[k:]]), read_all(model, stored), 12),
+        )
 
     print(f"{len(ids)} tokens, the first {k} of them stored")
     for name, tokens in ways():
         fed.clear()
         text = tokenizer.decode([int(token) for token in tokens])
         read, at = fed[0]
-        print(f"\n{name}: reads {len(read)} at positions {at[0]} to {at[-1]}: {tokenizer.decode(read[-8:])!r}\n"
-              f"  {text!r}")  # fmt: skip
+        print(
+            f"\n{name}: reads {len(read)} at positions {at[0]} to {at[-1]}: {tokenizer.decode(read[-8:])!r}\n"
+            f"  {text!r}"
+        )
     hook.remove()
 
 
@@ -59,8 +70,9 @@ def positions(ids: Tensor, cache: KVCache) -> list[int]:
 
 def main() -> None:
     torch.set_grad_enabled(False)
-    {"prefix": prefix, "published": published}[sys.argv[1]](load_model("pocket", model_class=GPT),
-                                                            load_tokenizer("pocket"))
+    {"prefix": prefix, "published": published}[sys.argv[1]](
+        load_model("pocket", model_class=GPT), load_tokenizer("pocket")
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ def prefix() -> str:
         "Two texts agree in their first four tokens. Those four keys and values are reused. At the fifth, Pellam or "
         "Tolben, they part, and all that follows is read again, although the tokens are equal.",
         [
-            ("stored", [(word, "kept") for word in SAME] + [(word, "gone") for word in ("Pellam", *REST)]),
+            (
+                "stored",
+                [(word, "kept") for word in SAME] + [(word, "gone") for word in ("Pellam", *REST)],
+            ),
             ("asked", [(word, "") for word in (*SAME, "Tolben", *REST)]),
             ("K and V", [("k v", "reused")] * 4 + [("k v", "new")] * 5),
         ],

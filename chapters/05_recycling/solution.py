@@ -39,7 +39,9 @@ def longest(stored: Sequence[Sequence[int]], ids: Sequence[int]) -> tuple[int, i
 
 
 @torch.no_grad()
-def answer(model: GPT, ids: Sequence[int], n: int, store: dict[tuple[int, ...], KVCache]) -> list[int]:
+def answer(
+    model: GPT, ids: Sequence[int], n: int, store: dict[tuple[int, ...], KVCache]
+) -> list[int]:
     """Return the n (at least 1) greedy tokens after ids, as a cold run would write them.
 
     store holds caches by the tokens that they were computed from. No token of the longest reusable prefix is read
@@ -90,11 +92,15 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
     zlib.crc32(raw(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
     """
     # exercise 5.5
-    kv = torch.stack([layer[:, 0, :, : len(cache)].cpu() for layer in cache.layers]).contiguous()  # (L, 2, H, S, D)
+    kv = torch.stack(
+        [layer[:, 0, :, : len(cache)].cpu() for layer in cache.layers]
+    ).contiguous()  # (L, 2, H, S, D)
     tensors = {"kv": kv, "ids": torch.tensor(ids)}
     unfinished = file.with_name(file.name + ".tmp")
     try:
-        save_file(tensors, unfinished, {"fingerprint": fingerprint(model), "checksum": _checksum(tensors)})
+        save_file(
+            tensors, unfinished, {"fingerprint": fingerprint(model), "checksum": _checksum(tensors)}
+        )
         os.replace(unfinished, file)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -125,11 +131,16 @@ def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
     _, n = longest([stored], ids)
     if not n:
         return KVCache()
-    layers = [layer[:, None, :, :n].to(model.wte.weight.device) for layer in tensors["kv"]]  # (2, 1, H, n, D)
+    layers = [
+        layer[:, None, :, :n].to(model.wte.weight.device) for layer in tensors["kv"]
+    ]  # (2, 1, H, n, D)
     return KVCache(layers, torch.arange(n, device=layers[0].device))
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:
     """Return a checksum of tensors, with their names, number formats and shapes."""
-    text = "".join(f"{name} {x.dtype} {tuple(x.shape)} {zlib.crc32(raw(x))};" for name, x in sorted(tensors.items()))
+    text = "".join(
+        f"{name} {x.dtype} {tuple(x.shape)} {zlib.crc32(raw(x))};"
+        for name, x in sorted(tensors.items())
+    )
     return f"{zlib.crc32(text.encode()):08x}"

@@ -56,8 +56,10 @@ def shared(a: list[int] | tuple[int, ...], b: list[int]) -> int:
 def reading(model: GPT) -> Iterator[tuple[list[int], list[int]]]:
     """Note which tokens a model is fed, and at which positions."""
     fed, at = [], []
-    hooks = [model.wte.register_forward_pre_hook(lambda _, args: fed.extend(args[0].flatten().tolist())),
-             model.wpe.register_forward_pre_hook(lambda _, args: at.extend(args[0].flatten().tolist()))]  # fmt: skip
+    hooks = [
+        model.wte.register_forward_pre_hook(lambda _, args: fed.extend(args[0].flatten().tolist())),
+        model.wpe.register_forward_pre_hook(lambda _, args: at.extend(args[0].flatten().tolist())),
+    ]
     try:
         yield fed, at
     finally:
@@ -83,18 +85,27 @@ def test_what_may_be_reused_of_random_texts(impl: ModuleType) -> None:
     draw = random.Random(0)
     for _ in range(500):
         letters = draw.randint(1, 3)  # few, so that much is shared, also in the middle
-        stored = [[draw.randrange(letters) for _ in range(draw.randint(1, 8))] for _ in range(draw.randint(1, 5))]
+        stored = [
+            [draw.randrange(letters) for _ in range(draw.randint(1, 8))]
+            for _ in range(draw.randint(1, 5))
+        ]
         ids = [draw.randrange(letters) for _ in range(draw.randint(1, 8))]
         i, n = impl.longest(stored, ids)
         best = max(shared(text, ids) for text in stored)
         assert n == best, f"{best} tokens of one of {stored} may be reused for {ids}, not {n}"
-        assert n == 0 or stored[i][:n] == ids[:n], f"{stored[i]} does not begin with the first {n} of {ids}"
+        assert n == 0 or stored[i][:n] == ids[:n], (
+            f"{stored[i]} does not begin with the first {n} of {ids}"
+        )
 
 
 @pytest.mark.ex5_1
 def test_a_token_is_left_to_feed(impl: ModuleType) -> None:
-    assert impl.longest([[1, 2, 3]], [1, 2, 3]) == (0, 2), "all of the prompt is stored: its last token must be fed"
-    assert impl.longest([[1, 2, 3, 4, 5]], [1, 2, 3]) == (0, 2), "more is stored than the prompt has"
+    assert impl.longest([[1, 2, 3]], [1, 2, 3]) == (0, 2), (
+        "all of the prompt is stored: its last token must be fed"
+    )
+    assert impl.longest([[1, 2, 3, 4, 5]], [1, 2, 3]) == (0, 2), (
+        "more is stored than the prompt has"
+    )
     assert impl.longest([[1]], [1])[1] == 0, "a prompt of one token has to be fed whole"
     assert impl.longest([], [1, 2])[1] == 0, "nothing is stored: the number is 0"
 
@@ -103,7 +114,9 @@ def test_a_token_is_left_to_feed(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex5_2
-def test_many_prompts_answered_as_cold_with_nothing_read_twice(impl: ModuleType, model: GPT) -> None:
+def test_many_prompts_answered_as_cold_with_nothing_read_twice(
+    impl: ModuleType, model: GPT
+) -> None:
     draw, store, texts = random.Random(1), {}, []
     for trial in range(40):
         if texts and draw.random() < 0.7:  # the beginning of an earlier text, and something else
@@ -119,15 +132,27 @@ def test_many_prompts_answered_as_cold_with_nothing_read_twice(impl: ModuleType,
         with reading(model) as (fed, _):
             written = impl.answer(model, text, n, store)
         assert text == before, "ids is the caller's: copy it before you append"
-        assert_same(written, expected, f"prompt {trial}, {reusable} tokens reusable: new tokens, by a cold run")
+        assert_same(
+            written,
+            expected,
+            f"prompt {trial}, {reusable} tokens reusable: new tokens, by a cold run",
+        )
         assert fed == [*text, *written[:-1]][reusable:], (
             f"prompt {trial} has {len(text)} tokens, {reusable} of them stored, and {n} are to be written: the others "
-            f"and all new ones but the last must be fed once, in order")  # fmt: skip
+            f"and all new ones but the last must be fed once, in order"
+        )
         texts.append((*text, *written[:-1]))
-        assert texts[-1] in store, "stored under the tokens that were read: the prompt and all new ones but the last"
+        assert texts[-1] in store, (
+            "stored under the tokens that were read: the prompt and all new ones but the last"
+        )
         assert set(store) == set(texts), "stored are other texts than were read"
     for ids, cache in store.items():
-        assert_cache(cache, model, list(ids), "a stored cache is no longer that of its tokens: was it used itself?")
+        assert_cache(
+            cache,
+            model,
+            list(ids),
+            "a stored cache is no longer that of its tokens: was it used itself?",
+        )
 
 
 @pytest.mark.ex5_2
@@ -139,7 +164,9 @@ def test_the_same_prompt_again(impl: ModuleType, model: GPT) -> None:
         again = impl.answer(model, ids, 5, store)
     assert_same(first, cold(model, ids, 5), "new tokens of the first run")
     assert_same(again, first, "new tokens of the second run")
-    assert fed == [ids[-1], *again[:-1]], "of a prompt that is stored whole, the last token has to be fed, and no other"
+    assert fed == [ids[-1], *again[:-1]], (
+        "of a prompt that is stored whole, the last token has to be fed, and no other"
+    )
 
 
 @pytest.mark.ex5_2
@@ -149,8 +176,12 @@ def test_a_stored_text_that_goes_on_differently_is_of_use(impl: ModuleType, mode
     with reading(model) as (fed, _):
         written = impl.answer(model, ids, 1, store)
     assert written == cold(model, ids, 1)
-    assert fed == ids[3:], "three tokens are shared: equal ones after the first difference are of no use"
-    assert_cache(store[1, 2, 3, 4, 5, 6], model, [1, 2, 3, 4, 5, 6], "what was stored must stay as it is")
+    assert fed == ids[3:], (
+        "three tokens are shared: equal ones after the first difference are of no use"
+    )
+    assert_cache(
+        store[1, 2, 3, 4, 5, 6], model, [1, 2, 3, 4, 5, 6], "what was stored must stay as it is"
+    )
 
 
 @pytest.mark.ex5_2
@@ -163,13 +194,18 @@ def test_written_by_hand(impl: ModuleType) -> None:
 
 @pytest.mark.ex5_3
 @pytest.mark.parametrize("new", ["more", "as many", "fewer"])
-def test_what_the_published_call_reads(impl: ModuleType, model: GPT, new: str,
-                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_what_the_published_call_reads(
+    impl: ModuleType, model: GPT, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More new tokens than cached ones, as many, or fewer; the call itself is asked."""
     import recycle
 
     published = recycle.generate_as_published
-    monkeypatch.setattr(recycle, "generate_as_published", lambda *_: pytest.fail("that makes the call: say its rule"))
+    monkeypatch.setattr(
+        recycle,
+        "generate_as_published",
+        lambda *_: pytest.fail("that makes the call: say its rule"),
+    )
 
     for k in (1, 2, 5, 9):
         for T in {"more": (k + 1, k + 2, 2 * k + 3), "as many": (k,), "fewer": range(1, k)}[new]:
@@ -179,7 +215,9 @@ def test_what_the_published_call_reads(impl: ModuleType, model: GPT, new: str,
                 next(published(model, torch.tensor([text[k:]]), cache, 1))
             indices, positions = impl.published_call(k, T)
             real = [token - 20 for token in fed]
-            assert list(indices) == real, f"{k} cached, {T} given: it feeds the tokens {real} of the text"
+            assert list(indices) == real, (
+                f"{k} cached, {T} given: it feeds the tokens {real} of the text"
+            )
             assert list(positions) == at, f"{k} cached, {T} given: it reads them at positions {at}"
 
 
@@ -190,13 +228,18 @@ def test_what_the_published_call_reads(impl: ModuleType, model: GPT, new: str,
 def test_break_even_is_the_first_number_that_pays(impl: ModuleType) -> None:
     draw = random.Random(2)
     for _ in range(300):
-        read, fixed = draw.randint(1, 64) / 1024, draw.randint(0, 256) / 1024  # sums without rounding
+        read, fixed = (
+            draw.randint(1, 64) / 1024,
+            draw.randint(0, 256) / 1024,
+        )  # sums without rounding
         token_bytes, bandwidth = 2 ** draw.randint(4, 8), 2 ** draw.randint(10, 16)
         pays = (k for k in range(1, 5000) if fixed + k * (token_bytes / bandwidth) < k * read)
         expected = next(pays, None)
         found = impl.break_even(read, fixed, token_bytes, bandwidth)
-        assert found == expected, (f"{read} s to read a token, {fixed} s and {token_bytes} bytes at {bandwidth} a "
-                                   f"second to restore: pays from {expected} on")  # fmt: skip
+        assert found == expected, (
+            f"{read} s to read a token, {fixed} s and {token_bytes} bytes at {bandwidth} a "
+            f"second to restore: pays from {expected} on"
+        )
 
 
 @pytest.mark.ex5_4
@@ -213,7 +256,9 @@ def test_break_even_of_the_recorded_measurements(impl: ModuleType) -> None:
         restore = (seconds(source, "restore", 256) - fixed) / 255
         found = impl.break_even(read, fixed, token_bytes, token_bytes / restore)
         measured = rows.figure(source, "pays", model="pocket").value
-        assert measured / 4 <= found <= 2 * measured, f"{source}: measured {measured}, in powers of two"
+        assert measured / 4 <= found <= 2 * measured, (
+            f"{source}: measured {measured}, in powers of two"
+        )
 
 
 # --- 5.5 ------------------------------------------------------------------------------------------------------------
@@ -239,13 +284,23 @@ def loaded(impl: ModuleType, file: Path, model: GPT, ids: list[int]) -> tuple[KV
 
 @pytest.mark.ex5_5
 def test_what_is_loaded_is_what_was_saved(impl: ModuleType, model: GPT, file: Path) -> None:
-    for ids, n in (([*TEXT, 1, 2], 9), (TEXT, 8), (TEXT[:4], 3), ([*TEXT[:5], 1, *TEXT[6:]], 5), ([9, 9], 0)):
+    for ids, n in (
+        ([*TEXT, 1, 2], 9),
+        (TEXT, 8),
+        (TEXT[:4], 3),
+        ([*TEXT[:5], 1, *TEXT[6:]], 5),
+        ([9, 9], 0),
+    ):
         cache, warned = loaded(impl, file, model, ids)
         assert not warned, "nothing is wrong with the file"
         assert_cache(cache, model, ids[:n], f"{n} tokens of {ids} can be had from a file of {TEXT}")
         with torch.no_grad():
-            torch.testing.assert_close(model(torch.tensor([ids[n:]]), cache)[0, -1], model(torch.tensor([ids]))[0, -1],
-                                       rtol=1e-4, atol=1e-4)  # fmt: skip
+            torch.testing.assert_close(
+                model(torch.tensor([ids[n:]]), cache)[0, -1],
+                model(torch.tensor([ids]))[0, -1],
+                rtol=1e-4,
+                atol=1e-4,
+            )
     cache, warned = loaded(impl, file.with_name("none"), model, TEXT)
     assert len(cache) == 0 and not warned, "no file is no error: nothing has been stored yet"
 
@@ -258,8 +313,12 @@ def test_what_a_failed_pass_left_is_not_saved(impl: ModuleType, model: GPT, file
         model(torch.tensor([[1, 2, 3]]), cache)  # fails when every layer has appended to the cache
     last.remove()
     impl.save(file, model, TEXT, cache)
-    assert file.stat().st_size == clean, "the leftovers of a failed pass are saved: past len(cache) nothing counts"
-    assert_cache(loaded(impl, file, model, [*TEXT, 1])[0], model, TEXT, "saved after a pass that failed")
+    assert file.stat().st_size == clean, (
+        "the leftovers of a failed pass are saved: past len(cache) nothing counts"
+    )
+    assert_cache(
+        loaded(impl, file, model, [*TEXT, 1])[0], model, TEXT, "saved after a pass that failed"
+    )
 
 
 @pytest.mark.ex5_5
@@ -284,15 +343,26 @@ def test_damage_is_found_wherever_it_is(impl: ModuleType, model: GPT, file: Path
     for content in damaged:
         file.unlink()  # a file that is mapped must not change in place
         file.write_bytes(content)
-        where = next((i for i, (a, b) in enumerate(zip(data, content, strict=False)) if a != b), len(content))
+        where = next(
+            (i for i, (a, b) in enumerate(zip(data, content, strict=False)) if a != b), len(content)
+        )
         part = "header" if where < start else "numbers"
         try:
             cache, warned = loaded(impl, file, model, ids)
         except Exception as error:
-            pytest.fail(f"{error!r} for a file damaged at byte {where}, in its {part}: load() must not raise")
+            pytest.fail(
+                f"{error!r} for a file damaged at byte {where}, in its {part}: load() must not raise"
+            )
         if len(cache):  # what was changed may be without meaning
-            assert_cache(cache, model, TEXT, f"byte {where}, in the {part}, was changed, and the cache is wrong")
-            assert all(kv.dtype == torch.float32 for kv in cache.layers), "numbers of another format"
+            assert_cache(
+                cache,
+                model,
+                TEXT,
+                f"byte {where}, in the {part}, was changed, and the cache is wrong",
+            )
+            assert all(kv.dtype == torch.float32 for kv in cache.layers), (
+                "numbers of another format"
+            )
         else:
             assert warned, f"damaged at byte {where}, in its {part}: say so"
 
@@ -303,7 +373,9 @@ def test_numbers_in_another_shape_are_found(impl: ModuleType, model: GPT, file: 
     data = file.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
-    swaps = [(name, i) for name, about in header.items() for i in range(len(about.get("shape", [])) - 1)]
+    swaps = [
+        (name, i) for name, about in header.items() for i in range(len(about.get("shape", [])) - 1)
+    ]
     for name, i in swaps:
         other = json.loads(json.dumps(header))
         shape = other[name]["shape"]
@@ -318,12 +390,15 @@ def test_numbers_in_another_shape_are_found(impl: ModuleType, model: GPT, file: 
             cache, warned = loaded(impl, file, model, [*TEXT, 1])
         except Exception as error:
             pytest.fail(f"{what}: load() must not raise, and raised {error!r}")
-        assert len(cache) == 0 and warned, f"{what}: a cache was made of it; check shapes too, not only bytes"
+        assert len(cache) == 0 and warned, (
+            f"{what}: a cache was made of it; check shapes too, not only bytes"
+        )
 
 
 @pytest.mark.ex5_5
-def test_a_save_that_fails_leaves_the_old_file(impl: ModuleType, model: GPT, file: Path,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_save_that_fails_leaves_the_old_file(
+    impl: ModuleType, model: GPT, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = file.read_bytes()
 
     def fail(*_: object, **__: object) -> None:
@@ -336,8 +411,12 @@ def test_a_save_that_fails_leaves_the_old_file(impl: ModuleType, model: GPT, fil
         except OSError as error:
             assert "no space left" in str(error)
         else:
-            pytest.fail("the disk was full and save() didn't say so: does it move the finished file by os.replace?")
-    assert file.read_bytes() == before, "the file was changed in place: a reader finds half of it now"
+            pytest.fail(
+                "the disk was full and save() didn't say so: does it move the finished file by os.replace?"
+            )
+    assert file.read_bytes() == before, (
+        "the file was changed in place: a reader finds half of it now"
+    )
     left = [path.name for path in file.parent.iterdir() if path != file]
     assert not left, f"a save that failed left a temporary file: {left}"
     impl.save(file, model, TEXT[:3], cache_of(model, TEXT[:3]))

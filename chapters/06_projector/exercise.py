@@ -52,8 +52,9 @@ def folds(families: Sequence[str], n: int, seed: int = 0) -> list[tuple[list[int
     raise NotImplementedError("exercise 6.4")
 
 
-def interval(values: Sequence[float], families: Sequence[str], draws: int = 1000,
-             seed: int = 0) -> tuple[float, float, float]:  # fmt: skip
+def interval(
+    values: Sequence[float], families: Sequence[str], draws: int = 1000, seed: int = 0
+) -> tuple[float, float, float]:
     """Return the mean of values, and its 95% interval by bootstrap over families; each value belongs to one.
 
     A draw is as many families as there are, some of them several times, with all their values; its result is the mean

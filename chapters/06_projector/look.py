@@ -31,7 +31,9 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
         return prefill(model, tokenizer.encode(question.prompt))
 
     def bank(layout: Layout) -> Tensor:
-        return torch.cat([own_queries(model, other, layout.tail) for other in others], 2)  # (L, H, OTHERS, D)
+        return torch.cat(
+            [own_queries(model, other, layout.tail) for other in others], 2
+        )  # (L, H, OTHERS, D)
 
     families = corpus.quiz_families("test")
     others = [exact(family[0]) for family in corpus.quiz_families("train")[:OTHERS]]
@@ -39,23 +41,38 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     kl: dict[str, list[Tensor]] = {}  # of each way, a row a question
     for i, family in enumerate(families[:QUESTIONS]):
         kind = family[0].family.split(":")[1::2]  # such as a town's river
-        another = next(f for f in families[i + 1 :] + families if f[0].family.split(":")[1::2] == kind and f != family)
+        another = next(
+            f
+            for f in families[i + 1 :] + families
+            if f[0].family.split(":")[1::2] == kind and f != family
+        )
         asked = exact(family[2])
-        for name, question in (("the prompt itself", family[2]), ("the same in other words", family[1]),
-                               ("of another town or animal", another[2])):  # fmt: skip
+        for name, question in (
+            ("the prompt itself", family[2]),
+            ("the same in other words", family[1]),
+            ("of another town or animal", another[2]),
+        ):
             source, row = exact(question), []
             for layout, queries in layouts.items():
                 kv = summarize(measure_segments(model, source, layout, queries))  # (L, 2, H, m, D)
                 warm = cache_of(model, kv, layout.tail_position(len(asked.ids)))
-                row.append(divergence(asked.logits, model(torch.tensor([asked.ids[-1:]]), warm)[0, -1]))
-            kl.setdefault(name, []).append(torch.stack([*row, divergence(asked.logits, source.logits)]))
-    print(f"{QUESTIONS} questions: mean KL of the first token in nats, and how many have at most 0.05\n")
+                row.append(
+                    divergence(asked.logits, model(torch.tensor([asked.ids[-1:]]), warm)[0, -1])
+                )
+            kl.setdefault(name, []).append(
+                torch.stack([*row, divergence(asked.logits, source.logits)])
+            )
+    print(
+        f"{QUESTIONS} questions: mean KL of the first token in nats, and how many have at most 0.05\n"
+    )
     lines = []
     for name, rows in kl.items():
         found = torch.stack(rows)  # (QUESTIONS, 3)
         cells = zip(found.mean(0).tolist(), (found <= 0.05).sum(0).tolist(), strict=True)
         lines.append([name, *(f"{mean:.2f}, {n:>2}" for mean, n in cells)])
-    print(table(["on what is left of", "one summary token", "32 summary tokens", "its logits"], lines))
+    print(
+        table(["on what is left of", "one summary token", "32 summary tokens", "its logits"], lines)
+    )
 
 
 def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
@@ -63,11 +80,18 @@ def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     with prompts held out, and with families held out."""
     families = [family[:4] for family in corpus.quiz_families("train", header=0)[:100]]
     prompts = [(i, question.prompt) for i, family in enumerate(families) for question in family]
-    x = torch.stack([prefill(model, tokenizer.encode(text)).hidden for _, text in prompts])  # (N, C)
+    x = torch.stack(
+        [prefill(model, tokenizer.encode(text)).hidden for _, text in prompts]
+    )  # (N, C)
     lots = torch.randn(len(families), generator=torch.Generator().manual_seed(0))
     y = torch.stack([lots[i] for i, _ in prompts])[:, None]  # (N, 1)
-    print(f"{len(prompts)} prompts of {len(families)} families; share of the variance that is explained\n")
-    for name, key in (("prompts held out", range(len(prompts))), ("families held out", [i for i, _ in prompts])):
+    print(
+        f"{len(prompts)} prompts of {len(families)} families; share of the variance that is explained\n"
+    )
+    for name, key in (
+        ("prompts held out", range(len(prompts))),
+        ("families held out", [i for i, _ in prompts]),
+    ):
         order = sorted(set(key))
         random.Random(0).shuffle(order)
         chosen = {*order[: len(order) // 3]}
@@ -80,7 +104,9 @@ def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
 
 def main() -> None:
     torch.set_grad_enabled(False)
-    {"summaries": summaries, "leak": leak}[sys.argv[1]](load_model("pocket", model_class=GPT), load_tokenizer("pocket"))
+    {"summaries": summaries, "leak": leak}[sys.argv[1]](
+        load_model("pocket", model_class=GPT), load_tokenizer("pocket")
+    )
 
 
 if __name__ == "__main__":

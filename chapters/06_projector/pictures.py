@@ -18,7 +18,12 @@ def summary_tokens() -> str:
             ("new prompt", [(word, "gone") for word in asked[:-1]] + [(":", "")]),
             ("is read as", [*blank, ("s1", "reused"), ("s2", "reused"), (":", "new")]),
         ],
-        {"kept": "read earlier", "reused": "fitted and mapped", "gone": "not read", "new": "read now"},
+        {
+            "kept": "read earlier",
+            "reused": "fitted and mapped",
+            "gone": "not read",
+            "new": "read now",
+        },
         width=62,
     )
 
@@ -29,8 +34,14 @@ def split() -> str:
         "Three families of three paraphrases. With prompts held out, tested ones have paraphrases among those that are "
         "fitted on. With families held out, all of family b is tested and nothing of it is fitted on.",
         [
-            ("prompts held out", [(name, "new" if name in ("a2", "b3", "c1") else "kept") for name in prompts]),
-            ("families held out", [(name, "new" if name[0] == "b" else "kept") for name in prompts]),
+            (
+                "prompts held out",
+                [(name, "new" if name in ("a2", "b3", "c1") else "kept") for name in prompts],
+            ),
+            (
+                "families held out",
+                [(name, "new" if name[0] == "b" else "kept") for name in prompts],
+            ),
         ],
         {"kept": "fitted on", "new": "tested"},
     )

@@ -67,11 +67,15 @@ def folds(families: Sequence[str], n: int, seed: int = 0) -> list[tuple[list[int
     np.random.default_rng(seed).shuffle(names)
     fold = {name: i % n for i, name in enumerate(names)}
     of = [fold[family] for family in families]
-    return [([i for i, f in enumerate(of) if f != j], [i for i, f in enumerate(of) if f == j]) for j in range(n)]
+    return [
+        ([i for i, f in enumerate(of) if f != j], [i for i, f in enumerate(of) if f == j])
+        for j in range(n)
+    ]
 
 
-def interval(values: Sequence[float], families: Sequence[str], draws: int = 1000,
-             seed: int = 0) -> tuple[float, float, float]:  # fmt: skip
+def interval(
+    values: Sequence[float], families: Sequence[str], draws: int = 1000, seed: int = 0
+) -> tuple[float, float, float]:
     """Return the mean of values, and its 95% interval by bootstrap over families; each value belongs to one.
 
     A draw is as many families as there are, some of them several times, with all their values; its result is the mean
@@ -83,7 +87,9 @@ def interval(values: Sequence[float], families: Sequence[str], draws: int = 1000
     for value, family in zip(values, families, strict=True):
         by_family.setdefault(family, []).append(value)
     sums = np.array([(sum(some), len(some)) for some in by_family.values()])  # (families, 2)
-    drawn = sums[np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))].sum(1)  # (draws, 2)
+    drawn = sums[np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))].sum(
+        1
+    )  # (draws, 2)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
     return float(sums[:, 0].sum() / sums[:, 1].sum()), float(low), float(high)
 

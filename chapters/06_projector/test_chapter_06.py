@@ -36,7 +36,9 @@ def test_kl_by_its_definition(impl: ModuleType) -> None:
         p, q = 3 * normal(seed, 4, 5, 9), 3 * normal(100 + seed, 4, 5, 9)
         a, b = p.double().softmax(-1), q.double().softmax(-1)
         found = impl.kl(p, q)
-        assert found.shape == (4, 5), "a figure for each distribution: the sum is over the vocabulary"
+        assert found.shape == (4, 5), (
+            "a figure for each distribution: the sum is over the vocabulary"
+        )
         hint = "KL(p || q) is the sum of p log(p / q), in nats"
         assert_close(found, (a * (a / b).log()).sum(-1), hint, size=1e-6)
 
@@ -44,7 +46,9 @@ def test_kl_by_its_definition(impl: ModuleType) -> None:
 @pytest.mark.ex6_1
 def test_kl_of_logits_that_are_far_apart(impl: ModuleType) -> None:
     p, q = torch.tensor([0.0, 400.0, -2000.0]), torch.tensor([900.0, 0.0, 1.0])
-    assert float(impl.kl(p, q)) == pytest.approx(900), "p is sure of the second token, which q gives exp(-900)"
+    assert float(impl.kl(p, q)) == pytest.approx(900), (
+        "p is sure of the second token, which q gives exp(-900)"
+    )
     assert float(impl.kl(q, p)) == pytest.approx(400)
     sure = torch.tensor([200.0, 0.0, -200.0])
     assert float(impl.kl(sure, sure)) == 0 == float(impl.kl(p, p))
@@ -54,7 +58,9 @@ def test_kl_of_logits_that_are_far_apart(impl: ModuleType) -> None:
 def test_kl_of_nearly_equal_logits(impl: ModuleType) -> None:
     p = normal(0, 300, 1000)
     found = impl.kl(p, p + 7)
-    assert float(found.abs().max()) < 1e-9, "equal up to a constant: the same distribution; compute in float64"
+    assert float(found.abs().max()) < 1e-9, (
+        "equal up to a constant: the same distribution; compute in float64"
+    )
     q = p + 1e-4 * normal(1, 300, 1000)
     assert float(impl.kl(p, q).min()) > 0, "KL is never below 0: rounding in float32 makes it so"
     assert impl.kl(p.bfloat16(), p.bfloat16()).abs().max() == 0
@@ -72,7 +78,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.ex6_1
 def test_kl_is_never_negative(impl: ModuleType) -> None:
     p = 5 * torch.randn(2000, 50, generator=torch.Generator().manual_seed(0))
-    q = p + 1e-9 * torch.randn(2000, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q = p + 1e-9 * torch.randn(
+        2000, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     assert impl.kl(p.double(), q).min() >= 0, "rounding made it negative"
 
 
@@ -81,15 +89,28 @@ def test_kl_is_never_negative(impl: ModuleType) -> None:
 def test_one_summary_token_is_read_as_all(impl: ModuleType, scale: float) -> None:
     draw = random.Random(0)
     for trial in range(30):
-        H, D, n, others = draw.randint(1, 4), draw.choice((4, 16, 64)), draw.randint(1, 30), draw.randint(0, 5)
-        q, k, v = scale * normal(trial, H, D), normal(1000 + trial, H, n, D), normal(2000 + trial, H, n, D)
+        H, D, n, others = (
+            draw.randint(1, 4),
+            draw.choice((4, 16, 64)),
+            draw.randint(1, 30),
+            draw.randint(0, 5),
+        )
+        q, k, v = (
+            scale * normal(trial, H, D),
+            normal(1000 + trial, H, n, D),
+            normal(2000 + trial, H, n, D),
+        )
         other = normal(3000 + trial, H, others, D), normal(4000 + trial, H, others, D)
         before = [x.clone() for x in (q, k, v)]
         key, value = impl.one_summary_token(q, k, v)
         assert key.shape == value.shape == (H, D), "a key and a value a head"
         assert all(map(torch.equal, (q, k, v), before)), "q, k and v are the caller's"
-        assert key.isfinite().all() and value.isfinite().all(), "not finite: subtract the maximum before exp"
-        found = attend(q, torch.cat([key[:, None], other[0]], 1), torch.cat([value[:, None], other[1]], 1))
+        assert key.isfinite().all() and value.isfinite().all(), (
+            "not finite: subtract the maximum before exp"
+        )
+        found = attend(
+            q, torch.cat([key[:, None], other[0]], 1), torch.cat([value[:, None], other[1]], 1)
+        )
         expected = attend(q, torch.cat([k, other[0]], 1), torch.cat([v, other[1]], 1))
         what = f"{n} keys as one summary token beside {others} others: what the query reads"
         assert_close(found, expected, what, ("head", "number"), size=1e-3)
@@ -100,7 +121,10 @@ def test_one_summary_token_is_read_as_all(impl: ModuleType, scale: float) -> Non
 def test_one_summary_token_holds_the_answer_to_a_prompt(impl: ModuleType) -> None:
     """On the real model: all of a prompt but its last token becomes one summary token in each head of each layer."""
     model, tokenizer = load_model("pocket", model_class=GPT), load_tokenizer("pocket")
-    for text in ("Question: What does the yaffin like to eat?\nAnswer:", "Once, in the town of Tolben, Halek"):
+    for text in (
+        "Question: What does the yaffin like to eat?\nAnswer:",
+        "Once, in the town of Tolben, Halek",
+    ):
         ids, cache = tokenizer.encode(text), KVCache()
         exact, queries = last_queries(model, ids, cache)
         layers = []
@@ -116,8 +140,10 @@ def test_one_summary_token_holds_the_answer_to_a_prompt(impl: ModuleType) -> Non
 def last_queries(model: GPT, ids: list[int], cache: KVCache) -> tuple[Tensor, list[Tensor]]:
     """Read a text; return the logits (V,) after it, and its last token's queries (H, D) of each layer."""
     queries: list[Tensor] = []
-    hooks = [block.attn.register_forward_pre_hook(lambda _, args: queries.append(args[0][0, :, -1]))
-             for block in model.h]  # fmt: skip
+    hooks = [
+        block.attn.register_forward_pre_hook(lambda _, args: queries.append(args[0][0, :, -1]))
+        for block in model.h
+    ]
     logits = model(torch.tensor([ids]), cache)[0, -1]
     for hook in hooks:
         hook.remove()
@@ -131,7 +157,9 @@ def augmented(x: Tensor, y: Tensor, penalty: float) -> Tensor:
     """Ridge as ordinary least squares: F more examples, one a feature, say that its weight should be 0."""
     x, y = x.double(), y.double()
     rows = math.sqrt(penalty) * torch.eye(x.size(1), dtype=x.dtype)
-    return torch.linalg.lstsq(torch.cat([x, rows]), torch.cat([y, y.new_zeros(x.size(1), y.size(1))])).solution
+    return torch.linalg.lstsq(
+        torch.cat([x, rows]), torch.cat([y, y.new_zeros(x.size(1), y.size(1))])
+    ).solution
 
 
 @pytest.mark.ex6_3
@@ -164,21 +192,29 @@ def test_few_examples_make_no_large_matrix(impl: ModuleType) -> None:
 
         numbers = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = func(*args, **(kwargs or {}))
-            self.numbers = max([self.numbers, *(t.numel() for t in tree_leaves(made) if isinstance(t, Tensor))])
+            self.numbers = max(
+                [self.numbers, *(t.numel() for t in tree_leaves(made) if isinstance(t, Tensor))]
+            )
             return made
 
     with Largest() as seen:
         w = impl.ridge(x, y, penalty)
-    assert seen.numbers <= N * F, f"{N} examples of {F} features: a tensor of {seen.numbers:,} numbers was made"
+    assert seen.numbers <= N * F, (
+        f"{N} examples of {F} features: a tensor of {seen.numbers:,} numbers was made"
+    )
     gradient = x.double().T @ (x.double() @ w - y.double()) + penalty * w
     assert float(gradient.abs().max()) < 1e-8, "not the minimum: its gradient isn't 0"
 
 
 @pytest.mark.ex6_3
 def test_ridge_by_hand(impl: ModuleType) -> None:
-    assert float(impl.ridge(torch.tensor([[2.0]]), torch.tensor([[6.0]]), 2.0)) == pytest.approx(2)  # 12 / (4 + 2)
+    assert float(impl.ridge(torch.tensor([[2.0]]), torch.tensor([[6.0]]), 2.0)) == pytest.approx(
+        2
+    )  # 12 / (4 + 2)
 
 
 # --- 6.4 ------------------------------------------------------------------------------------------------------------
@@ -195,7 +231,9 @@ class Name(str):
 
 def some_families(seed: int, largest: int = 4) -> list[str]:
     draw = random.Random(seed)
-    names = [f"family {i}" for i in range(draw.randint(5, 30)) for _ in range(draw.randint(1, largest))]
+    names = [
+        f"family {i}" for i in range(draw.randint(5, 30)) for _ in range(draw.randint(1, largest))
+    ]
     draw.shuffle(names)
     return names
 
@@ -208,9 +246,15 @@ def test_no_family_is_on_both_sides(impl: ModuleType) -> None:
         assert len(pairs) == n
         for train, test in pairs:
             both = {families[i] for i in train} & {families[i] for i in test}
-            assert not both, f"{len(both)} families are fitted on and tested: a paraphrase gives the answer away"
-            assert sorted([*train, *test]) == list(range(len(families))), "a prompt is either fitted on or tested"
-        assert sorted(i for _, test in pairs for i in test) == list(range(len(families))), "each is tested once"
+            assert not both, (
+                f"{len(both)} families are fitted on and tested: a paraphrase gives the answer away"
+            )
+            assert sorted([*train, *test]) == list(range(len(families))), (
+                "a prompt is either fitted on or tested"
+            )
+        assert sorted(i for _, test in pairs for i in test) == list(range(len(families))), (
+            "each is tested once"
+        )
         sizes = [len({families[i] for i in test}) for _, test in pairs]
         assert max(sizes) - min(sizes) <= 1, f"families tested, by fold: {sizes}"
 
@@ -218,12 +262,16 @@ def test_no_family_is_on_both_sides(impl: ModuleType) -> None:
 @pytest.mark.ex6_4
 def test_folds_are_drawn_and_can_be_drawn_again(impl: ModuleType) -> None:
     plain = some_families(3)
-    drawn = {frozenset(frozenset(test) for _, test in impl.folds(plain, 3, seed)) for seed in range(8)}
+    drawn = {
+        frozenset(frozenset(test) for _, test in impl.folds(plain, 3, seed)) for seed in range(8)
+    }
     assert len(drawn) > 1, "the seed makes no difference to which families are tested together"
     again = []
     for Name.salt in range(4):
         again.append(impl.folds([Name(name) for name in plain], 3, 1))
-    assert all(other == again[0] for other in again), "the same seed gives other folds in another process"
+    assert all(other == again[0] for other in again), (
+        "the same seed gives other folds in another process"
+    )
 
 
 @pytest.mark.ex6_4
@@ -249,9 +297,15 @@ def test_interval_of_one_value_a_family(impl: ModuleType) -> None:
         mean, low, high = impl.interval(values, families)
         assert mean == pytest.approx(statistics.mean(values)) and low < mean < high
         widths.append((high - low) / (statistics.pstdev(values) / math.sqrt(80)))
-    assert statistics.mean(widths) == pytest.approx(2 * 1.96, rel=0.08), "95%: about 1.96 standard errors each way"
-    assert impl.interval(values, families) == (mean, low, high), "the same seed gives the same interval"
-    assert impl.interval(values, families, seed=1)[1:] != (low, high), "another seed, and the same interval"
+    assert statistics.mean(widths) == pytest.approx(2 * 1.96, rel=0.08), (
+        "95%: about 1.96 standard errors each way"
+    )
+    assert impl.interval(values, families) == (mean, low, high), (
+        "the same seed gives the same interval"
+    )
+    assert impl.interval(values, families, seed=1)[1:] != (low, high), (
+        "another seed, and the same interval"
+    )
     _, low, high = impl.interval(values, families, draws=1)
     assert low == high, f"draws=1: the interval of one draw is a point, and not {low} to {high}"
     assert impl.interval([3.0] * 6, list("aabbcc")) == pytest.approx((3, 3, 3))
@@ -266,8 +320,12 @@ def test_paraphrases_are_no_independent_evidence(impl: ModuleType) -> None:
     assert (high_4 - low_4) == pytest.approx(high - low, rel=0.15), hint
     values, families = [*values, *[10.0] * 30], [*families, *["large family"] * 30]
     mean, low, high = impl.interval(values, families)
-    assert mean == pytest.approx(statistics.mean(values)), "the mean is over values, not over families"
-    assert low < 1.5 and high > 6, "a draw may well have the large family not at all, or three times"
+    assert mean == pytest.approx(statistics.mean(values)), (
+        "the mean is over values, not over families"
+    )
+    assert low < 1.5 and high > 6, (
+        "a draw may well have the large family not at all, or three times"
+    )
 
 
 @pytest.mark.ex6_5
@@ -277,13 +335,17 @@ def test_verdict(impl: ModuleType) -> None:
 
     good = at(0.6), at(0.9), at(-0.02)
     assert impl.verdict(*good) == "SUPPORTED"
-    assert impl.verdict((0.4, 0.35, 0.45), (0.9, 0.8, 1.0), (0.0, -0.01, 0.01)) == "SUPPORTED", "bounds included"
+    assert impl.verdict((0.4, 0.35, 0.45), (0.9, 0.8, 1.0), (0.0, -0.01, 0.01)) == "SUPPORTED", (
+        "bounds included"
+    )
     for i, bad in enumerate((at(0.2), at(0.7), at(0.05))):
         parts = [*good[:i], bad, *good[i + 1 :]]
         assert impl.verdict(*parts) == "REJECTED", f"{parts}: one of three is beyond its threshold"
         for j in {0, 1, 2} - {i}:
             others = [None if k == j else part for k, part in enumerate(parts)]
-            assert impl.verdict(*others) == "REJECTED", f"{others}: what was measured refutes it already"
+            assert impl.verdict(*others) == "REJECTED", (
+                f"{others}: what was measured refutes it already"
+            )
     means_within = at(0.4, 0.1), at(0.81, 0.02), at(0.0, 0.04)
     means_beyond = at(0.3, 0.1), at(0.79, 0.02), at(0.03, 0.04)
     at_the_bound = (0.3, 0.25, 0.35), (0.7, 0.6, 0.8), (0.02, 0.01, 0.03)
@@ -295,7 +357,9 @@ def test_verdict(impl: ModuleType) -> None:
 
 @pytest.mark.ex6_5
 def test_verdicts_of_the_recorded_run(impl: ModuleType) -> None:
-    kinds = json.loads((ROOT / "studies/projection/summary.json").read_text(encoding="utf-8"))["kinds"]
+    kinds = json.loads((ROOT / "studies/projection/summary.json").read_text(encoding="utf-8"))[
+        "kinds"
+    ]
     for kind, r in kinds.items():
         for way in r["verdicts"]:
             found = r["methods"][way]["retrieved"]

@@ -90,8 +90,13 @@ def misplaced(write: Callable[..., Iterator[Tensor]], prompt: int, n: int, every
     raise NotImplementedError("exercise 7.4")
 
 
-def generate(teacher: Callable[..., Tensor], student: Callable[..., Tensor], ids: Tensor, n: int,
-             due: Callable[[int, Tensor], bool]) -> list[int]:  # fmt: skip
+def generate(
+    teacher: Callable[..., Tensor],
+    student: Callable[..., Tensor],
+    ids: Tensor,
+    n: int,
+    due: Callable[[int, Tensor], bool],
+) -> list[int]:
     """Return n greedy tokens after ids (1, T), refreshed when `due` says so.
 
     teacher(ids, cache, last_only=True) returns the logits (1, 1, V) of the next token, and so does the student.
@@ -107,8 +112,13 @@ def generate(teacher: Callable[..., Tensor], student: Callable[..., Tensor], ids
     raise NotImplementedError("exercise 7.5")
 
 
-def verify(teacher: Callable[[Tensor, KVCache], Tensor], text: list[int], draft: list[int], read: KVCache,
-           cache: KVCache) -> list[int]:  # fmt: skip
+def verify(
+    teacher: Callable[[Tensor, KVCache], Tensor],
+    text: list[int],
+    draft: list[int],
+    read: KVCache,
+    cache: KVCache,
+) -> list[int]:
     """Return the tokens that a draft adds to a text, so that it stays the teacher's greedy text: the drafted tokens
     before the first that the teacher would not have written, then one token of the teacher's. The draft may be empty.
 

@@ -60,12 +60,26 @@ def verified() -> str:
         [
             ("position", numbers(10)),
             ("text and draft", text + [(w, "reused") for w in draft]),
-            ("teacher's tokens", nothing + [(w, "new") for w in own[:3]] + [(w, "gone") for w in own[3:]]),
+            (
+                "teacher's tokens",
+                nothing + [(w, "new") for w in own[:3]] + [(w, "gone") for w in own[3:]],
+            ),
             ("the new text", text + [(w, "reused") for w in draft[:2]] + [(own[2], "new")]),
-            ("teacher's cache", text + [(w, "kept") for w in draft[:2]] + [(w, "gone") for w in draft[2:]]),
-            ("student's cache", text + [(w, "kept") for w in draft[:2]] + [(w, "gone") for w in draft[2:4]]),
+            (
+                "teacher's cache",
+                text + [(w, "kept") for w in draft[:2]] + [(w, "gone") for w in draft[2:]],
+            ),
+            (
+                "student's cache",
+                text + [(w, "kept") for w in draft[:2]] + [(w, "gone") for w in draft[2:4]],
+            ),
         ],
-        {"kept": "text, or cached", "reused": "draft", "new": "the teacher's", "gone": "dropped or cut"},
+        {
+            "kept": "text, or cached",
+            "reused": "draft",
+            "new": "the teacher's",
+            "gone": "dropped or cut",
+        },
         width=56,
     )
 

@@ -27,7 +27,9 @@ def splice_last(cache: KVCache, source: KVCache, n: int) -> None:
     """
     # exercise 7.1
     if cache.next_pos != source.next_pos:
-        raise ValueError(f"a cache up to position {cache.next_pos} can't take entries of one up to {source.next_pos}")
+        raise ValueError(
+            f"a cache up to position {cache.next_pos} can't take entries of one up to {source.next_pos}"
+        )
     if not 0 <= n <= min(len(cache), len(source)):
         raise ValueError(f"can't replace {n} of {len(cache)} tokens by those of {len(source)}")
     shapes = [[(*kv.shape[:3], kv.size(-1)) for kv in c.layers] for c in (cache, source)]
@@ -129,8 +131,13 @@ def misplaced(write: Callable[..., Iterator[Tensor]], prompt: int, n: int, every
     return [slot for slot, token in enumerate(held.tolist()) if token != slot]
 
 
-def generate(teacher: Callable[..., Tensor], student: Callable[..., Tensor], ids: Tensor, n: int,
-             due: Callable[[int, Tensor], bool]) -> list[int]:  # fmt: skip
+def generate(
+    teacher: Callable[..., Tensor],
+    student: Callable[..., Tensor],
+    ids: Tensor,
+    n: int,
+    due: Callable[[int, Tensor], bool],
+) -> list[int]:
     """Return n greedy tokens after ids (1, T), refreshed when `due` says so.
 
     teacher(ids, cache, last_only=True) returns the logits (1, 1, V) of the next token, and so does the student.
@@ -160,8 +167,13 @@ def generate(teacher: Callable[..., Tensor], student: Callable[..., Tensor], ids
     return written
 
 
-def verify(teacher: Callable[[Tensor, KVCache], Tensor], text: list[int], draft: list[int], read: KVCache,
-           cache: KVCache) -> list[int]:  # fmt: skip
+def verify(
+    teacher: Callable[[Tensor, KVCache], Tensor],
+    text: list[int],
+    draft: list[int],
+    read: KVCache,
+    cache: KVCache,
+) -> list[int]:
     """Return the tokens that a draft adds to a text, so that it stays the teacher's greedy text: the drafted tokens
     before the first that the teacher would not have written, then one token of the teacher's. The draft may be empty.
 

@@ -80,7 +80,9 @@ def fail_in_layer(model: GPT, layer: int, ids: Tensor, cache: KVCache) -> None:
 
 
 @pytest.mark.ex7_1
-def test_the_last_entries_are_the_sources_and_all_others_stay(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+def test_the_last_entries_are_the_sources_and_all_others_stay(
+    impl: ModuleType, teacher: GPT, student: GPT
+) -> None:
     draw = random.Random(0)
     for trial in range(30):
         batch, length = draw.randint(1, 3), draw.randint(1, 20)
@@ -91,18 +93,26 @@ def test_the_last_entries_are_the_sources_and_all_others_stay(impl: ModuleType, 
         impl.splice_last(cache, source, n)
         after, what = entries(cache), f"the last {n} of {length} tokens"
         kept, put = before[..., : length - n, :], theirs[..., length - n :, :]
-        assert torch.equal(after[..., : length - n, :], kept), f"{what}: those before them must stay"
-        assert torch.equal(after[..., length - n :, :], put), f"{what}: must be the source's, in all layers and rows"
+        assert torch.equal(after[..., : length - n, :], kept), (
+            f"{what}: those before them must stay"
+        )
+        assert torch.equal(after[..., length - n :, :], put), (
+            f"{what}: must be the source's, in all layers and rows"
+        )
         assert torch.equal(entries(source), theirs), "the source must stay as it is"
         assert cache.pos.tolist() == list(range(length)), "a splice adds and moves no position"
 
 
 @pytest.mark.ex7_1
-def test_what_failed_passes_left_does_not_count(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+def test_what_failed_passes_left_does_not_count(
+    impl: ModuleType, teacher: GPT, student: GPT
+) -> None:
     ids, more = text(9), text(3, 1)
     for longer in ("cache", "source"):
         cache, source = cache_of(student, ids), cache_of(teacher, ids)
-        fail_in_layer(*((student, 1, more, cache) if longer == "cache" else (teacher, 1, more, source)))
+        fail_in_layer(
+            *((student, 1, more, cache) if longer == "cache" else (teacher, 1, more, source))
+        )
         theirs = entries(source).clone()
         impl.splice_last(cache, source, 4)
         assert torch.equal(entries(cache)[..., 5:, :], theirs[..., 5:, :]), (
@@ -111,11 +121,15 @@ def test_what_failed_passes_left_does_not_count(impl: ModuleType, teacher: GPT, 
         expected = cache_of(student, ids)
         for old, new in zip(expected.layers, cache_of(teacher, ids).layers, strict=True):
             old[..., 5:, :] = new[..., 5:, :]
-        torch.testing.assert_close(student(more, cache), student(more, expected), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            student(more, cache), student(more, expected), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.ex7_1
-def test_a_source_that_begins_later_serves_too(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+def test_a_source_that_begins_later_serves_too(
+    impl: ModuleType, teacher: GPT, student: GPT
+) -> None:
     ids = text(12)
     cache, whole = cache_of(student, ids), cache_of(teacher, ids)
     source = KVCache([kv[..., 7:, :] for kv in whole.layers], whole.pos[7:])  # its last five tokens
@@ -124,8 +138,12 @@ def test_a_source_that_begins_later_serves_too(impl: ModuleType, teacher: GPT, s
     except NotImplementedError:  # a kind of RuntimeError: not written yet
         raise
     except RuntimeError as error:
-        pytest.fail(f"the last 3 of 12 tokens by those of a source that holds the last 5: by position? {error}")
-    assert torch.equal(entries(cache)[..., 9:, :], entries(whole)[..., 9:, :]), "the last 3 of 12 aren't the source's"
+        pytest.fail(
+            f"the last 3 of 12 tokens by those of a source that holds the last 5: by position? {error}"
+        )
+    assert torch.equal(entries(cache)[..., 9:, :], entries(whole)[..., 9:, :]), (
+        "the last 3 of 12 aren't the source's"
+    )
 
 
 @pytest.mark.ex7_1
@@ -139,15 +157,25 @@ def test_what_is_spliced_shares_no_memory(impl: ModuleType, teacher: GPT, studen
 
 
 @pytest.mark.ex7_1
-def test_misfits_are_refused_and_change_nothing(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+def test_misfits_are_refused_and_change_nothing(
+    impl: ModuleType, teacher: GPT, student: GPT
+) -> None:
     whole = cache_of(teacher, text(6))
-    short = KVCache([kv[..., 4:, :] for kv in whole.layers], whole.pos[4:])  # two tokens, up to the same position
+    short = KVCache(
+        [kv[..., 4:, :] for kv in whole.layers], whole.pos[4:]
+    )  # two tokens, up to the same position
     fewer = cache_of(model_of(GPTConfig(50, 64, 2, 2, 32), 2), text(6))
     heads = cache_of(model_of(GPTConfig(50, 64, 3, 4, 32, head_dim=16), 2), text(6))
     one_head = cache_of(model_of(GPTConfig(50, 64, 3, 1, 32, head_dim=16), 2), text(6))
-    narrow = cache_of(model_of(GPTConfig(50, 64, 3, 2, 32, head_dim=1), 2), text(6))  # torch would broadcast it
+    narrow = cache_of(
+        model_of(GPTConfig(50, 64, 3, 2, 32, head_dim=1), 2), text(6)
+    )  # torch would broadcast it
     for source, n, words in [
-        (cache_of(teacher, text(7)), 3, ("6", "7")),  # one token ahead: the published code's mistake
+        (
+            cache_of(teacher, text(7)),
+            3,
+            ("6", "7"),
+        ),  # one token ahead: the published code's mistake
         (cache_of(teacher, text(5)), 3, ("6", "5")),
         (whole, 7, ("7", "6")),
         (whole, -1, ("-1", "6")),
@@ -164,11 +192,15 @@ def test_misfits_are_refused_and_change_nothing(impl: ModuleType, teacher: GPT, 
         try:
             impl.splice_last(cache, source, n)
         except ValueError as error:
-            assert all(word in str(error) for word in words), f"{case}: say both numbers, {words}, not {error}"
+            assert all(word in str(error) for word in words), (
+                f"{case}: say both numbers, {words}, not {error}"
+            )
         except RuntimeError as error:
             if isinstance(error, NotImplementedError):
                 raise
-            pytest.fail(f"{case}: must be a ValueError, raised before anything is written; PyTorch says {error}")
+            pytest.fail(
+                f"{case}: must be a ValueError, raised before anything is written; PyTorch says {error}"
+            )
         else:
             pytest.fail(f"{case}: must be refused")
         assert torch.equal(entries(cache), before), f"{case}: check first, then change"
@@ -190,10 +222,16 @@ class _Watched(Pair):
 
 
 @pytest.mark.ex7_2
-def test_positions_are_those_that_the_real_refreshes_change(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+def test_positions_are_those_that_the_real_refreshes_change(
+    impl: ModuleType, teacher: GPT, student: GPT
+) -> None:
     draw = random.Random(1)
     for trial in range(12):
-        prompt, new, every = draw.randint(1, 20), draw.randint(1, 30), draw.choice([1, 2, 3, 5, 8, 13])
+        prompt, new, every = (
+            draw.randint(1, 20),
+            draw.randint(1, 30),
+            draw.choice([1, 2, 3, 5, 8, 13]),
+        )
         window = draw.choice([None, every, 1, 4, 100])
         pair = _Watched(teacher, student, text(prompt, trial))
         list(generate_refreshed(pair, new, Periodic(every, window=window)))
@@ -204,13 +242,19 @@ def test_positions_are_those_that_the_real_refreshes_change(impl: ModuleType, te
 
 @pytest.mark.ex7_2
 def test_a_window_of_the_period_is_no_window(impl: ModuleType) -> None:
-    assert impl.refreshed(9, 25, 8) == impl.refreshed(9, 25, 8, 8) == [range(9, 17), range(17, 25), range(25, 33)]
+    assert (
+        impl.refreshed(9, 25, 8)
+        == impl.refreshed(9, 25, 8, 8)
+        == [range(9, 17), range(17, 25), range(25, 33)]
+    )
     assert len(impl.refreshed(9, 24, 8)) == 2, "the last token written is read by nobody"
     assert impl.refreshed(9, 8, 8) == [] and impl.refreshed(9, 0, 8) == []
 
 
 @pytest.mark.ex7_2
-def test_the_teacher_reads_what_the_real_one_reads(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+def test_the_teacher_reads_what_the_real_one_reads(
+    impl: ModuleType, teacher: GPT, student: GPT
+) -> None:
     for prompt, new, every in [(9, 25, 8), (9, 24, 8), (1, 30, 1), (12, 30, 7), (5, 4, 8)]:
         for keeps in (True, False):
             pair = Pair(teacher, student, text(prompt))
@@ -226,11 +270,18 @@ def test_the_teacher_reads_what_the_real_one_reads(impl: ModuleType, teacher: GP
 @pytest.mark.ex7_3
 def test_entropy_is_in_bits_and_of_any_logits(impl: ModuleType) -> None:
     for bits in range(6):
-        assert float(impl.entropy(torch.zeros(2**bits))) == pytest.approx(bits, abs=1e-5), f"{2**bits} equal tokens"
+        assert float(impl.entropy(torch.zeros(2**bits))) == pytest.approx(bits, abs=1e-5), (
+            f"{2**bits} equal tokens"
+        )
     p = torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 1e-30, 1e-30, 1e-30]])
     torch.testing.assert_close(impl.entropy(p.log()), torch.tensor([1.75, 0.0]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(impl.entropy(p.log() + 100), torch.tensor([1.75, 0.0]), rtol=0, atol=1e-3,
-                               msg="a constant added to all logits changes nothing")  # fmt: skip
+    torch.testing.assert_close(
+        impl.entropy(p.log() + 100),
+        torch.tensor([1.75, 0.0]),
+        rtol=0,
+        atol=1e-3,
+        msg="a constant added to all logits changes nothing",
+    )
     large = impl.entropy(torch.tensor([1e4, 0.0, -1e4]))
     assert float(large) == 0, f"one token is certain: 0 bits, got {float(large)}"
     z = torch.randn(3, 4, 50_000, generator=torch.Generator().manual_seed(0))
@@ -238,7 +289,9 @@ def test_entropy_is_in_bits_and_of_any_logits(impl: ModuleType) -> None:
     expected = -(q * q.log2()).sum(-1).float()
     torch.testing.assert_close(impl.entropy(z), expected, rtol=1e-4, atol=1e-4)
     half = impl.entropy(z.bfloat16())
-    assert half.dtype == torch.float32, "sums over 50,000 tokens in bfloat16 are worth little: convert first"
+    assert half.dtype == torch.float32, (
+        "sums over 50,000 tokens in bfloat16 are worth little: convert first"
+    )
     torch.testing.assert_close(half, expected, rtol=1e-2, atol=1e-2)
 
 
@@ -246,17 +299,29 @@ def test_entropy_is_in_bits_and_of_any_logits(impl: ModuleType) -> None:
 def test_a_gate_fires_as_often_as_it_may(impl: ModuleType) -> None:
     draw = random.Random(2)
     for trial in range(60):
-        T, cooldown, threshold = draw.randint(0, 60), draw.randint(1, 12), draw.choice([-9.0, -0.5, 0.0, 1.0, 9.0])
+        T, cooldown, threshold = (
+            draw.randint(0, 60),
+            draw.randint(1, 12),
+            draw.choice([-9.0, -0.5, 0.0, 1.0, 9.0]),
+        )
         signals = torch.randn(T, generator=torch.Generator().manual_seed(trial))
         at = impl.fires(signals, threshold, cooldown)
         for last, t in zip([0, *at], at, strict=False):
-            assert float(signals[t - 1]) > threshold, f"after token {t} the signal is not above the threshold"
-            assert t - last >= cooldown, f"{t - last} tokens after the last refresh or the prompt: {cooldown} must pass"
+            assert float(signals[t - 1]) > threshold, (
+                f"after token {t} the signal is not above the threshold"
+            )
+            assert t - last >= cooldown, (
+                f"{t - last} tokens after the last refresh or the prompt: {cooldown} must pass"
+            )
         for t in range(1, T + 1):
             free = t - max([0, *(a for a in at if a < t)]) >= cooldown
-            assert t in at or not free or signals[t - 1] <= threshold, f"it may fire after token {t}, and does not"
+            assert t in at or not free or signals[t - 1] <= threshold, (
+                f"it may fire after token {t}, and does not"
+            )
         assert len(at) == firings(signals[None], threshold, cooldown)
-    assert impl.fires(torch.full((10,), 2.0), 2.0, 1) == [], "equal to the threshold is not above it"
+    assert impl.fires(torch.full((10,), 2.0), 2.0, 1) == [], (
+        "equal to the threshold is not above it"
+    )
 
 
 @pytest.mark.ex7_3
@@ -277,13 +342,17 @@ def test_the_real_gate_fires_there_too(impl: ModuleType, teacher: GPT, student: 
 # --- 7.4 ------------------------------------------------------------------------------------------------------------
 
 
-def published(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
-              new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
-    return refresh_as_published(Pair(teacher, student, ids, new_cache), n, every, 0.0, torch.Generator())
+def published(
+    teacher: GPT, student: GPT, ids: Tensor, n: int, every: int, new_cache: Callable[[], KVCache]
+) -> Iterator[Tensor]:
+    return refresh_as_published(
+        Pair(teacher, student, ids, new_cache), n, every, 0.0, torch.Generator()
+    )
 
 
-def ours(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
-         new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
+def ours(
+    teacher: GPT, student: GPT, ids: Tensor, n: int, every: int, new_cache: Callable[[], KVCache]
+) -> Iterator[Tensor]:
     return generate_refreshed(Pair(teacher, student, ids, new_cache), n, Periodic(every))
 
 
@@ -292,15 +361,23 @@ def test_a_tracer_is_a_model_for_the_real_loops(impl: ModuleType) -> None:
     for length, n in [(1, 5), (7, 1), (9, 20)]:
         cache, model = KVCache(), impl.Tracer(3.0)
         new = gpt_kv_cache.generate(model, torch.arange(length)[None], n, cache=cache)
-        assert [int(token) for token in new] == list(range(length, length + n)), "after each token comes its id + 1"
-        read = f"{len(cache)} tokens in the cache, must be {length + n - 1}: does the tracer commit?"
+        assert [int(token) for token in new] == list(range(length, length + n)), (
+            "after each token comes its id + 1"
+        )
+        read = (
+            f"{len(cache)} tokens in the cache, must be {length + n - 1}: does the tracer commit?"
+        )
         assert len(cache) == length + n - 1 and cache.pos.tolist() == list(range(len(cache))), read
-        assert cache.layers[0].shape == (2, 1, 1, len(cache), 1), "one layer, one text, one head, head size 1"
+        assert cache.layers[0].shape == (2, 1, 1, len(cache), 1), (
+            "one layer, one text, one head, head size 1"
+        )
         assert cache.layers[0][0].flatten().tolist() == list(range(len(cache))), "keys are the ids"
         assert cache.layers[0][1].unique().tolist() == [3.0], "values are the mark"
     logits = impl.Tracer(1.0)(torch.tensor([[4, 511, 7]]), KVCache())
     found = f"logits {tuple(logits.shape)}, largest at {logits.argmax(-1).tolist()}; (1, 3, 512), and [[5, 0, 8]]"
-    assert logits.shape == (1, 3, 512) and logits.argmax(-1).tolist() == [[5, 0, 8]], f"after 4, 511, 7: {found}"
+    assert logits.shape == (1, 3, 512) and logits.argmax(-1).tolist() == [[5, 0, 8]], (
+        f"after 4, 511, 7: {found}"
+    )
     assert logits.sum() == 3 and logits.max() == 1
     last = impl.Tracer(1.0)(torch.tensor([[4, 5]]), KVCache(), last_only=True)
     assert last.shape == (1, 1, 512), f"last_only: logits {tuple(last.shape)}, must be (1, 1, 512)"
@@ -308,19 +385,37 @@ def test_a_tracer_is_a_model_for_the_real_loops(impl: ModuleType) -> None:
 
 @pytest.mark.ex7_4
 def test_it_shows_who_wrote_what(impl: ModuleType) -> None:
-    for prompt, n, every, window in [(5, 14, 4, None), (5, 14, 4, 2), (3, 9, 1, None), (6, 9, 20, None)]:
+    for prompt, n, every, window in [
+        (5, 14, 4, None),
+        (5, 14, 4, 2),
+        (3, 9, 1, None),
+        (6, 9, 20, None),
+    ]:
         pair = Pair(impl.Tracer(1.0), impl.Tracer(2.0), torch.arange(prompt)[None])
         list(generate_refreshed(pair, n, Periodic(every, window=window)))
         keys, values = pair.cache.layers[0][:, 0, 0, : len(pair.cache), 0].tolist()
         ends = range(prompt + every, prompt + n, every)
-        spliced = {*range(prompt)} | {s for end in ends for s in range(end - min(every, window or every), end)}
+        spliced = {*range(prompt)} | {
+            s for end in ends for s in range(end - min(every, window or every), end)
+        }
         assert_same(keys, list(range(prompt + n - 1)), "keys")
-        assert_same(values, [1.0 if s in spliced else 2.0 for s in range(len(keys))], "the writer's mark in each slot")
+        assert_same(
+            values,
+            [1.0 if s in spliced else 2.0 for s in range(len(keys))],
+            "the writer's mark in each slot",
+        )
 
 
 @pytest.mark.ex7_4
 def test_the_published_code_is_found_out_and_the_real_one_is_not(impl: ModuleType) -> None:
-    for prompt, n, every in [(5, 1, 64), (5, 4, 64), (5, 3, 2), (5, 30, 8), (20, 40, 1), (1, 17, 4)]:
+    for prompt, n, every in [
+        (5, 1, 64),
+        (5, 4, 64),
+        (5, 3, 2),
+        (5, 30, 8),
+        (20, 40, 1),
+        (1, 17, 4),
+    ]:
         found = impl.misplaced(published, prompt, n, every)
         assert len(found) == n - (n - 1) // every * every and max(found) == prompt + n - 1, (
             f"prompt of {prompt}, {n} tokens, every {every}: {found}"
@@ -330,16 +425,28 @@ def test_the_published_code_is_found_out_and_the_real_one_is_not(impl: ModuleTyp
 
 @pytest.mark.ex7_4
 def test_each_fault_alone_is_found(impl: ModuleType) -> None:
-    def feeds_twice(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
-                    new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
+    def feeds_twice(
+        teacher: GPT,
+        student: GPT,
+        ids: Tensor,
+        n: int,
+        every: int,
+        new_cache: Callable[[], KVCache],
+    ) -> Iterator[Tensor]:
         cache, token = new_cache(), ids[:, -1:]
         teacher(ids, cache, last_only=True)
         for _ in range(n):
             token = student(token, cache, last_only=True)[:, -1].argmax(-1, keepdim=True)
             yield token
 
-    def splices_late(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int,
-                     new_cache: Callable[[], KVCache]) -> Iterator[Tensor]:  # fmt: skip
+    def splices_late(
+        teacher: GPT,
+        student: GPT,
+        ids: Tensor,
+        n: int,
+        every: int,
+        new_cache: Callable[[], KVCache],
+    ) -> Iterator[Tensor]:
         read, cache, unread = new_cache(), new_cache(), []
         token = teacher(ids, read, last_only=True)[:, -1].argmax(-1, keepdim=True)
         student(ids, cache, last_only=True)
@@ -350,7 +457,9 @@ def test_each_fault_alone_is_found(impl: ModuleType) -> None:
                 teacher(torch.cat(unread, 1), read, last_only=True)
                 old, new = cache.layers[0], read.layers[0]
                 width = min(every, len(cache))
-                old[..., len(cache) - width : len(cache), :] = new[..., len(read) - width : len(read), :]
+                old[..., len(cache) - width : len(cache), :] = new[
+                    ..., len(read) - width : len(read), :
+                ]
                 unread = []
             token = student(token, cache, last_only=True)[:, -1].argmax(-1, keepdim=True)
 
@@ -385,7 +494,9 @@ def by_definition(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -
     prompt = ids.size(1)
     for t in range(n):
         cache = KVCache()
-        start = prompt + max(0, (t - 1) // every * every)  # what a refresh after this very token brings is used later
+        start = prompt + max(
+            0, (t - 1) // every * every
+        )  # what a refresh after this very token brings is used later
         logits = teacher(ids[:, :start], cache)
         if t:
             logits = student(ids[:, start:], cache)
@@ -395,13 +506,17 @@ def by_definition(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -
 
 @pytest.mark.ex7_5
 @pytest.mark.parametrize("every", [1, 2, 5, 8, 100])
-def test_it_writes_what_the_definition_says(impl: ModuleType, teacher: GPT, student: GPT, every: int) -> None:
+def test_it_writes_what_the_definition_says(
+    impl: ModuleType, teacher: GPT, student: GPT, every: int
+) -> None:
     for seed in range(3):
         ids = text(5 + seed, seed)
         expected = by_definition(teacher, student, ids, 22, every)
         found = impl.generate(teacher, student, ids, 22, each(every))
         assert_same(found, expected, f"a refresh every {every} tokens: new tokens")
-        assert impl.generate(teacher, student, ids, 1, each(every)) == expected[:1], "the first token is the teacher's"
+        assert impl.generate(teacher, student, ids, 1, each(every)) == expected[:1], (
+            "the first token is the teacher's"
+        )
     assert impl.generate(teacher, student, text(5), 0, never) == []
 
 
@@ -420,23 +535,37 @@ def test_the_teacher_reads_every_token_once(impl: ModuleType, teacher: GPT, stud
     for every, n in [(1, 12), (4, 18), (5, 16), (6, 6), (100, 9)]:
         one, two = Counting(teacher), Counting(student)
         whole = [*ids[0].tolist(), *impl.generate(one, two, ids, n, each(every))]
-        assert two.fed == whole[7:-1], "the student reads each new token but the last once, and none of the prompt"
-        assert one.fed == whole[: len(one.fed)], "the teacher reads the text in order, no token twice"
-        needed = (n - 2) // every * every if n > 1 else 0  # of the refreshes whose entries are read again
-        assert len(one.fed) - 7 in {needed, (n - 1) // every * every}, f"{len(one.fed) - 7} tokens after the prompt"
+        assert two.fed == whole[7:-1], (
+            "the student reads each new token but the last once, and none of the prompt"
+        )
+        assert one.fed == whole[: len(one.fed)], (
+            "the teacher reads the text in order, no token twice"
+        )
+        needed = (
+            (n - 2) // every * every if n > 1 else 0
+        )  # of the refreshes whose entries are read again
+        assert len(one.fed) - 7 in {needed, (n - 1) // every * every}, (
+            f"{len(one.fed) - 7} tokens after the prompt"
+        )
 
 
 @pytest.mark.ex7_5
-def test_a_gate_sees_the_students_logits_and_the_tokens_since(impl: ModuleType, teacher: GPT, student: GPT) -> None:
+def test_a_gate_sees_the_students_logits_and_the_tokens_since(
+    impl: ModuleType, teacher: GPT, student: GPT
+) -> None:
     def bits(logits: Tensor) -> float:
         return float(torch.distributions.Categorical(logits=logits).entropy()) / math.log(2)
 
     for threshold, cooldown in [(4.0, 3), (4.4, 2)]:
         pair = Pair(teacher, student, text(9))
-        expected = [int(t) for t in generate_refreshed(pair, 40, Entropy(threshold, cooldown=cooldown))]
+        expected = [
+            int(t) for t in generate_refreshed(pair, 40, Entropy(threshold, cooldown=cooldown))
+        ]
         seen: list[int] = []
 
-        def due(since: int, logits: Tensor, threshold: float = threshold, cooldown: int = cooldown) -> bool:
+        def due(
+            since: int, logits: Tensor, threshold: float = threshold, cooldown: int = cooldown
+        ) -> bool:
             seen.append(since)  # noqa: B023  of this round
             assert logits.shape == (50,)
             return since >= cooldown and bits(logits) > threshold
@@ -450,9 +579,13 @@ def test_a_gate_sees_the_students_logits_and_the_tokens_since(impl: ModuleType, 
 @pytest.mark.ex7_5
 def test_pocket_and_its_student(impl: ModuleType) -> None:
     teacher, student = (load_model(name, model_class=GPT) for name in ("pocket", "pocket-student"))
-    ids = torch.tensor([load_tokenizer("pocket").encode("Everyone in Tolben knew Halek and his sister Belessa.")])
+    ids = torch.tensor(
+        [load_tokenizer("pocket").encode("Everyone in Tolben knew Halek and his sister Belessa.")]
+    )
     with torch.no_grad():
-        expected = [int(t) for t in generate_refreshed(Pair(teacher, student, ids), 40, Periodic(16))]
+        expected = [
+            int(t) for t in generate_refreshed(Pair(teacher, student, ids), 40, Periodic(16))
+        ]
         assert impl.generate(teacher, student, ids, 40, each(16)) == expected
 
 
@@ -502,12 +635,17 @@ def drafts(text: list[int], k: int) -> Iterator[tuple[str, list[int], int]]:
     for i in range(k):
         other = (own[i] + 1) % 50
         yield f"a draft of {k}, only token {i} wrong", [*own[:i], other, *own[i + 1 :]], i
-        wrong = [*own[:i], other, *plain_text(other, k - i - 1)]  # the teacher agrees with what follows the wrong token
+        wrong = [
+            *own[:i],
+            other,
+            *plain_text(other, k - i - 1),
+        ]  # the teacher agrees with what follows the wrong token
         yield f"a draft of {k}, token {i} wrong and what the teacher would write after it", wrong, i
 
 
-def verified(impl: ModuleType, what: str, text: list[int], draft: list[int], read: KVCache,
-             cache: KVCache) -> list[int]:  # fmt: skip
+def verified(
+    impl: ModuleType, what: str, text: list[int], draft: list[int], read: KVCache, cache: KVCache
+) -> list[int]:
     case = f"{what}, after a text of {len(text)}, the student has read {len(cache)} tokens"
     try:
         return impl.verify(Speller(), [*text], [*draft], read, cache)
@@ -521,7 +659,11 @@ def test_what_a_draft_adds_is_the_teachers_own_text(impl: ModuleType) -> None:
         for what, draft, right in drafts(text, k):
             cache = spelled([*text, *draft][: len(text) + k - 1])
             found = verified(impl, what, text, draft, spelled(text[:-1]), cache)
-            assert_same(found, plain_text(text[-1], right + 1), f"{what}, after a text of {len(text)}: added tokens")
+            assert_same(
+                found,
+                plain_text(text[-1], right + 1),
+                f"{what}, after a text of {len(text)}: added tokens",
+            )
 
 
 @pytest.mark.ex7_6
@@ -529,12 +671,22 @@ def test_both_caches_hold_the_new_text_and_nothing_else(impl: ModuleType) -> Non
     for text, k in product(([7], [4, 9, 9, 31, 2]), (0, 1, 2, 5)):
         for what, draft, right in drafts(text, k):
             whole, n = [*text, *draft], len(text)
-            for unread, has in [(1, n + k - 1), (min(2, n), n), (1, min(2, n - 1))]:  # the last: a draft by no student
+            for unread, has in [
+                (1, n + k - 1),
+                (min(2, n), n),
+                (1, min(2, n - 1)),
+            ]:  # the last: a draft by no student
                 read, cache = spelled(text[: n - unread]), spelled(whole[:has])
                 verified(impl, what, text, draft, read, cache)
                 case = f"{what}, after a text of {n}"
-                assert_same(held(read), whole[: n + right], f"{case}: tokens in the teacher's cache")
-                assert_same(held(cache), whole[: min(has, n + right)], f"{case}: tokens in the student's cache")
+                assert_same(
+                    held(read), whole[: n + right], f"{case}: tokens in the teacher's cache"
+                )
+                assert_same(
+                    held(cache),
+                    whole[: min(has, n + right)],
+                    f"{case}: tokens in the student's cache",
+                )
 
 
 @pytest.mark.ex7_6
@@ -542,8 +694,12 @@ def test_one_pass_reads_what_the_teacher_lacks(impl: ModuleType) -> None:
     text, draft = [4, 9, 9, 31, 2], [7, 22, 3]
     for unread in (1, 2, 5):
         teacher = Speller()
-        impl.verify(teacher, [*text], [*draft], spelled(text[: 5 - unread]), spelled([*text, *draft[:2]]))
-        assert len(teacher.fed) == 1, f"the teacher is called {len(teacher.fed)} times for a draft, must be once"
+        impl.verify(
+            teacher, [*text], [*draft], spelled(text[: 5 - unread]), spelled([*text, *draft[:2]])
+        )
+        assert len(teacher.fed) == 1, (
+            f"the teacher is called {len(teacher.fed)} times for a draft, must be once"
+        )
         assert_same(teacher.fed[0], [*text[5 - unread :], *draft], "tokens that the teacher reads")
 
 
@@ -565,7 +721,9 @@ def test_real_models_write_the_teachers_text(impl: ModuleType, teacher: GPT, stu
 
 # --- 7.7 ------------------------------------------------------------------------------------------------------------
 
-P = torch.tensor([[0.1, 0.6, 0.3, 0.0], [0.6, 0.1, 0.0, 0.3], [0.4, 0.1, 0.3, 0.2]], dtype=torch.double)
+P = torch.tensor(
+    [[0.1, 0.6, 0.3, 0.0], [0.6, 0.1, 0.0, 0.3], [0.4, 0.1, 0.3, 0.2]], dtype=torch.double
+)
 Q = torch.tensor([[0.5, 0.25, 0.0, 0.25], [0.25, 0.25, 0.5, 0.0]], dtype=torch.double)
 STEPS = 10  # p / q has no more decimals than one, so that so many values of u stand for all
 
@@ -573,15 +731,22 @@ STEPS = 10  # p / q has no more decimals than one, so that so many values of u s
 def outcomes(impl: ModuleType, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """The exact distributions (3, V) of the tokens that a draft of two leads to, each where its place is reached, and
     the shares (3,) of drafts of which 0, 1 and 2 tokens stay: over all drafts and all u."""
-    totals, lengths = torch.zeros(3, p.size(1), dtype=torch.double), torch.zeros(3, dtype=torch.double)
+    totals, lengths = (
+        torch.zeros(3, p.size(1), dtype=torch.double),
+        torch.zeros(3, dtype=torch.double),
+    )
     u = [(i + 0.5) / STEPS for i in range(STEPS)]
     for draft in product(range(p.size(1)), repeat=2):
         weight = q[0, draft[0]] * q[1, draft[1]] / STEPS**2
         for pair in product(u, repeat=2) if weight else ():
             kept, following = impl.accepted(p, q, [*draft], [*pair])
             case = f"draft {[*draft]}, u {[*pair]}: {kept} stay, the next is drawn from {following}"
-            assert 0 <= kept <= 2 and following.shape == p[0].shape, f"{case}, must be 0 to 2, and (V,) numbers"
-            assert following.min() >= 0 and abs(following.sum() - 1) < 1e-6, f"{case}: must be at least 0, sum 1"
+            assert 0 <= kept <= 2 and following.shape == p[0].shape, (
+                f"{case}, must be 0 to 2, and (V,) numbers"
+            )
+            assert following.min() >= 0 and abs(following.sum() - 1) < 1e-6, (
+                f"{case}: must be at least 0, sum 1"
+            )
             lengths[kept] += weight
             for i in range(kept):
                 totals[i, draft[i]] += weight
@@ -593,25 +758,43 @@ def outcomes(impl: ModuleType, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def test_tokens_are_distributed_as_the_teachers(impl: ModuleType) -> None:
     for p, q in [(P, Q), (P.flip(1), Q.flip(1)), (P[[1, 0, 2]], Q[[1, 0]])]:
         for i, probabilities in enumerate(outcomes(impl, p, q)[0]):
-            where = f"token {i} after the text" if i < 2 else "the token after a draft of 2 that stays"
+            where = (
+                f"token {i} after the text" if i < 2 else "the token after a draft of 2 that stays"
+            )
             assert_close(probabilities, p[i], f"probabilities of {where}", ("id",), 1e-6)
 
 
 @pytest.mark.ex7_7
 def test_as_many_drafted_tokens_stay_as_can(impl: ModuleType) -> None:
-    found, stays = outcomes(impl, P, Q)[1], torch.minimum(P[:2], Q).sum(1)  # of each, how often it can stay
+    found, stays = (
+        outcomes(impl, P, Q)[1],
+        torch.minimum(P[:2], Q).sum(1),
+    )  # of each, how often it can stay
     expected = torch.stack([1 - stays[0], stays[0] * (1 - stays[1]), stays[0] * stays[1]])
-    assert_close(found, expected, "share of the drafts of which 0, 1 and 2 tokens stay", ("tokens",), 1e-6)
+    assert_close(
+        found, expected, "share of the drafts of which 0, 1 and 2 tokens stay", ("tokens",), 1e-6
+    )
 
 
 @pytest.mark.ex7_7
 def test_the_example_of_the_chapter(impl: ModuleType) -> None:
     p, q = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]), torch.tensor([[0.3, 0.2, 0.5]])
-    for token, u, expected in [(0, 0.99, (1, p[1])), (1, 0.99, (1, p[1])), (2, 0.19, (1, p[1])),
-                               (2, 0.21, (0, torch.tensor([0.75, 0.25, 0.0])))]:  # fmt: skip
+    for token, u, expected in [
+        (0, 0.99, (1, p[1])),
+        (1, 0.99, (1, p[1])),
+        (2, 0.19, (1, p[1])),
+        (2, 0.21, (0, torch.tensor([0.75, 0.25, 0.0]))),
+    ]:
         kept, following = impl.accepted(p, q, [token], [u])
-        assert kept == expected[0], f"draft [{token}], u [{u}]: {kept} tokens stay, must be {expected[0]}"
-        assert_close(following, expected[1], f"draft [{token}], u [{u}]: probabilities of the next token", ("id",))
+        assert kept == expected[0], (
+            f"draft [{token}], u [{u}]: {kept} tokens stay, must be {expected[0]}"
+        )
+        assert_close(
+            following,
+            expected[1],
+            f"draft [{token}], u [{u}]: probabilities of the next token",
+            ("id",),
+        )
 
 
 @pytest.mark.ex7_7
@@ -623,7 +806,9 @@ def test_drafts_at_the_edges(impl: ModuleType) -> None:
     assert kept == 0, f"p is 0 for the drafted token, and u is 0 too: {kept} tokens stay, must be 0"
     sure = F.one_hot(torch.tensor([2, 1, 3]), 4).double()  # greedy, as in 7.6
     for draft, right in [([2, 1], 2), ([2, 0], 1), ([0, 1], 0)]:
-        kept, following = impl.accepted(sure, F.one_hot(torch.tensor(draft), 4).double(), draft, [0.0, 0.999])
+        kept, following = impl.accepted(
+            sure, F.one_hot(torch.tensor(draft), 4).double(), draft, [0.0, 0.999]
+        )
         case = f"greedy draft {draft}, the teacher writes 2, 1, 3"
         assert kept == right, f"{case}: {kept} tokens stay, must be {right}"
         assert_close(following, sure[right], f"{case}: probabilities of the next token", ("id",))

@@ -25,7 +25,9 @@ def floor_ms(model: GPT, gb_per_s: float, tokens: int = 0, texts: int = 1) -> fl
     raise NotImplementedError("exercise 8.1")
 
 
-def step_times(tokens: Iterator[Tensor], n: int, clock: Callable[[], float], wait: Callable[[], None]) -> list[float]:
+def step_times(
+    tokens: Iterator[Tensor], n: int, clock: Callable[[], float], wait: Callable[[], None]
+) -> list[float]:
     """Return n + 1 times in milliseconds: of the first token, which reads the prompt, and of each of the n after it.
 
     tokens yields a token as soon as its work has been handed to the device, which may have hardly begun with it.
@@ -62,7 +64,9 @@ def times_as_fast(base: list[float], other: list[float]) -> float:
     raise NotImplementedError("exercise 8.3")
 
 
-def interval(values: np.ndarray, prompt: np.ndarray, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+def interval(
+    values: np.ndarray, prompt: np.ndarray, draws: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
     """Return the mean of results (R,) and the two ends of its 95% interval, by bootstrap over prompts.
 
     prompt (R,) has the number of each result's prompt. Results of one prompt (by other seeds) are alike, and prompts
@@ -130,7 +134,9 @@ class Int8Cache:
     def next_pos(self) -> int:
         return len(self)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize and keep a layer's new keys and values (B, H, T, D). Return all that are kept (B, H, S, D), back in
         the dtype of k, and the mask (T, S). Nothing that a failed pass left may count."""
         raise NotImplementedError("exercise 8.6")

@@ -45,11 +45,18 @@ def test_the_floor_is_the_bytes_by_the_bandwidth(impl: ModuleType) -> None:
     for seed in range(12):
         draw = random.Random(seed)
         model = model_of(seed).to(draw.choice(DTYPES))
-        texts, tokens, speed = draw.randint(1, 9), draw.randint(1, 60), draw.choice([0.5, 17.0, 3350.0])
+        texts, tokens, speed = (
+            draw.randint(1, 9),
+            draw.randint(1, 60),
+            draw.choice([0.5, 17.0, 3350.0]),
+        )
         cache = KVCache()
         model(torch.zeros(texts, tokens, dtype=torch.long), cache)
         weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
-        got, case = impl.floor_ms(model, speed), f"{model.wte.weight.dtype}, {weights:,} bytes at {speed} GB/s"
+        got, case = (
+            impl.floor_ms(model, speed),
+            f"{model.wte.weight.dtype}, {weights:,} bytes at {speed} GB/s",
+        )
         assert got == pytest.approx(weights / speed / 1e6), f"weights alone: {case}"
         got = impl.floor_ms(model, speed, tokens, texts)
         assert got == pytest.approx((weights + cache.nbytes) / speed / 1e6), (
@@ -64,9 +71,13 @@ def test_it_is_that_of_the_recorded_run(impl: ModuleType) -> None:
     record = json.loads(path.read_text(encoding="utf-8"))
     with torch.device("meta"):  # no memory for the 124 million numbers
         model = GPT(GPTConfig())
-    assert impl.floor_ms(model, record["gb_per_s"]) == pytest.approx(record["roofline_ms"], rel=1e-6)
+    assert impl.floor_ms(model, record["gb_per_s"]) == pytest.approx(
+        record["roofline_ms"], rel=1e-6
+    )
     cell = record["rows"]["gpt_kv_cache.py"]["1 x 128"]
-    assert impl.floor_ms(model, record["gb_per_s"]) / cell["step_ms"] == pytest.approx(cell["of_roofline"], rel=1e-6)
+    assert impl.floor_ms(model, record["gb_per_s"]) / cell["step_ms"] == pytest.approx(
+        cell["of_roofline"], rel=1e-6
+    )
 
 
 # --- 8.2 ------------------------------------------------------------------------------------------------------------
@@ -110,7 +121,9 @@ def test_a_step_is_the_devices_work_and_not_its_handing_over(impl: ModuleType) -
 def test_what_was_handed_over_before_is_nobodys_step(impl: ModuleType) -> None:
     device = Device([40.0, 3.0, 5.0], queued_ms=500.0)
     times = impl.step_times(device.tokens(), 2, device.clock, device.wait)
-    assert times == pytest.approx([40.1, 3.1, 5.1], abs=1e-6), "the device was busy for 500 ms: wait before you begin"
+    assert times == pytest.approx([40.1, 3.1, 5.1], abs=1e-6), (
+        "the device was busy for 500 ms: wait before you begin"
+    )
 
 
 @pytest.mark.ex8_2
@@ -135,10 +148,16 @@ def test_tokens_a_second_are_those_of_decoding(impl: ModuleType) -> None:
         [390.0, 24.0, 26.0, 300.0],
         [410.0, 30.0, 30.0, 30.0],
     ]
-    assert impl.tokens_per_s(turns) == pytest.approx(1e3 / 26), "medians of 22, 26 and 30 ms: the median is 26"
-    assert impl.tokens_per_s(turns, 8) == pytest.approx(8e3 / 26), "a step writes a token of every text"
+    assert impl.tokens_per_s(turns) == pytest.approx(1e3 / 26), (
+        "medians of 22, 26 and 30 ms: the median is 26"
+    )
+    assert impl.tokens_per_s(turns, 8) == pytest.approx(8e3 / 26), (
+        "a step writes a token of every text"
+    )
     slow_start = [[1e6] * 4, *([1e6, *turn[1:]] for turn in turns[1:])]
-    assert impl.tokens_per_s(slow_start) == pytest.approx(1e3 / 26), "neither the first turn nor first tokens count"
+    assert impl.tokens_per_s(slow_start) == pytest.approx(1e3 / 26), (
+        "neither the first turn nor first tokens count"
+    )
     assert impl.tokens_per_s([[5.0, 1.0], [50.0, 10.0]]) == pytest.approx(100)
 
 
@@ -146,8 +165,10 @@ def test_tokens_a_second_are_those_of_decoding(impl: ModuleType) -> None:
 def test_as_the_benchmarks_have_it(impl: ModuleType) -> None:
     draw = random.Random(0)
     for _ in range(50):
-        turns = [[draw.uniform(100, 200), *(draw.uniform(1, 9) for _ in range(draw.randint(1, 7)))]
-                 for _ in range(draw.randint(2, 6))]  # fmt: skip
+        turns = [
+            [draw.uniform(100, 200), *(draw.uniform(1, 9) for _ in range(draw.randint(1, 7)))]
+            for _ in range(draw.randint(2, 6))
+        ]
         steps = [median(turn[1:]) for turn in turns[1:]]
         assert impl.tokens_per_s(turns, 3) == pytest.approx(3e3 / median(steps))
 
@@ -164,7 +185,9 @@ class Machine:
     def contender(self, name: str, ms: float) -> Callable[[], float]:
         def run() -> float:
             self.runs.append(name)
-            warm = 5.0 if self.runs.count(name) == 1 else 1.0  # memory is fetched, kernels are chosen
+            warm = (
+                5.0 if self.runs.count(name) == 1 else 1.0
+            )  # memory is fetched, kernels are chosen
             return ms * warm * self.drift ** len(self.runs)
 
         return run
@@ -174,18 +197,31 @@ class Machine:
 def test_contenders_take_turns_and_the_first_turn_does_not_count(impl: ModuleType) -> None:
     for turns in (1, 2, 7):
         machine = Machine(1.0)
-        times = impl.in_turn({name: machine.contender(name, ms) for name, ms in (("a", 3.0), ("b", 2.0), ("c", 9.0))},
-                             turns)  # fmt: skip
-        assert machine.runs == ["a", "b", "c"] * (turns + 1), "each turn runs all of them, in order, once"
-        assert times == {"a": [3.0] * turns, "b": [2.0] * turns, "c": [9.0] * turns}, "warm-up has no place in them"
+        times = impl.in_turn(
+            {
+                name: machine.contender(name, ms)
+                for name, ms in (("a", 3.0), ("b", 2.0), ("c", 9.0))
+            },
+            turns,
+        )
+        assert machine.runs == ["a", "b", "c"] * (turns + 1), (
+            "each turn runs all of them, in order, once"
+        )
+        assert times == {"a": [3.0] * turns, "b": [2.0] * turns, "c": [9.0] * turns}, (
+            "warm-up has no place in them"
+        )
 
 
 @pytest.mark.ex8_3
 def test_a_machine_that_gets_slower_does_not_matter(impl: ModuleType) -> None:
     machine = Machine(1.03)  # after 40 runs three times as slow
-    times = impl.in_turn({"base": machine.contender("base", 10.0), "other": machine.contender("other", 8.0)}, 20)
+    times = impl.in_turn(
+        {"base": machine.contender("base", 10.0), "other": machine.contender("other", 8.0)}, 20
+    )
     got = impl.times_as_fast(times["base"], times["other"])
-    assert got == pytest.approx(1.25 / 1.03, rel=1e-6), "10 ms against 8, each turn's second run 3% later in the day"
+    assert got == pytest.approx(1.25 / 1.03, rel=1e-6), (
+        "10 ms against 8, each turn's second run 3% later in the day"
+    )
 
 
 @pytest.mark.ex8_3
@@ -193,7 +229,9 @@ def test_few_disturbances_of_one_of_the_two_do_not_matter(impl: ModuleType) -> N
     draw = random.Random(0)
     for _ in range(100):
         turns = draw.randint(3, 9)
-        day = [draw.uniform(1, 5) for _ in range(turns)]  # how slow the whole machine is in each turn
+        day = [
+            draw.uniform(1, 5) for _ in range(turns)
+        ]  # how slow the whole machine is in each turn
         truth = draw.uniform(0.5, 2)
         base, other = [truth * slow for slow in day], list(day)
         for turn in draw.sample(range(turns), (turns - 1) // 2):
@@ -216,8 +254,12 @@ def test_unequal_turns_are_refused(impl: ModuleType) -> None:
 def test_the_mean_is_that_of_the_prompts(impl: ModuleType) -> None:
     values, prompt = np.array([1.0, 9.0, 1.0, 1.0, 4.0]), np.array([7, 3, 7, 7, 5])
     mean, low, high = impl.interval(values, prompt)
-    assert mean == pytest.approx((1 + 9 + 4) / 3), "each prompt counts once, however many results it has"
-    assert low == pytest.approx(1) and high == pytest.approx(9), "three prompts can all be drawn alike"
+    assert mean == pytest.approx((1 + 9 + 4) / 3), (
+        "each prompt counts once, however many results it has"
+    )
+    assert low == pytest.approx(1) and high == pytest.approx(9), (
+        "three prompts can all be drawn alike"
+    )
     _, low, high = impl.interval(values, prompt, draws=1)
     assert low == high, f"draws=1: the interval of one draw is a point, and not {low} to {high}"
     assert impl.interval(np.full(12, 2.5), np.arange(12) // 3) == (2.5, 2.5, 2.5)
@@ -233,10 +275,16 @@ def test_equal_arguments_give_equal_intervals(impl: ModuleType) -> None:
     assert impl.interval(values, prompt) == one, "the same arguments give another interval"
     assert (values == before).all(), "the results that were given have changed"
     now = np.random.get_state()
-    assert (now[1] == shared[1]).all() and now[2] == shared[2], "np.random's own generator is everybody's: make one"
-    assert impl.interval(values, prompt, seed=1)[1:] != one[1:], "another seed, and the same interval"
+    assert (now[1] == shared[1]).all() and now[2] == shared[2], (
+        "np.random's own generator is everybody's: make one"
+    )
+    assert impl.interval(values, prompt, seed=1)[1:] != one[1:], (
+        "another seed, and the same interval"
+    )
     order = rng.permutation(60)
-    assert impl.interval(values[order], prompt[order]) == pytest.approx(one), "the order of the results is nothing"
+    assert impl.interval(values[order], prompt[order]) == pytest.approx(one), (
+        "the order of the results is nothing"
+    )
 
 
 @pytest.mark.ex8_4
@@ -246,7 +294,9 @@ def test_the_width_is_that_of_the_normal_for_many_prompts(impl: ModuleType) -> N
     mean, low, high = impl.interval(values, np.arange(400), draws=4000)
     half = 1.96 * values.std() / math.sqrt(400)
     assert mean == pytest.approx(values.mean())
-    assert low == pytest.approx(mean - half, abs=0.1 * half) and high == pytest.approx(mean + half, abs=0.1 * half)
+    assert low == pytest.approx(mean - half, abs=0.1 * half) and high == pytest.approx(
+        mean + half, abs=0.1 * half
+    )
 
 
 @pytest.mark.ex8_4
@@ -273,9 +323,13 @@ def test_sums_are_rounded_on_the_way(impl: ModuleType) -> None:
         assert got.dtype == dtype and float(got) == most, (
             f"4,096 ones in {dtype}: from {most} on one more is rounded away; got {float(got):.0f}"
         )
-        assert impl.pairwise(ones[dtype]).dtype == dtype and float(impl.pairwise(ones[dtype])) == 4096
+        assert (
+            impl.pairwise(ones[dtype]).dtype == dtype and float(impl.pairwise(ones[dtype])) == 4096
+        )
     few = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)
-    assert float(impl.one_by_one(few)) == 256 and float(impl.one_by_one(few.flip(0))) == 260  # 259 is between two
+    assert (
+        float(impl.one_by_one(few)) == 256 and float(impl.one_by_one(few.flip(0))) == 260
+    )  # 259 is between two
     assert float(impl.pairwise(few)) == 258, "256 + 1 is 256 in bfloat16, 1 + 1 is 2"
     found = float(impl.pairwise(few[:3])), float(impl.pairwise(few[1:]))
     assert found == (256, 3), f"256 + 1 + 1 and 1 + 1 + 1 in pairs: {found}, must be 256 and 3"
@@ -291,26 +345,39 @@ def test_errors_are_within_their_bounds(impl: ModuleType) -> None:
         x = torch.randn(n, generator=torch.Generator().manual_seed(trial)).to(dtype)
         before, exact, u = x.clone(), float(x.double().sum()), torch.finfo(dtype).eps / 2
         size = float(x.double().abs().sum())
-        off = {name: abs(float(getattr(impl, name)(x)) - exact) for name in ("one_by_one", "pairwise")}
-        grow = {"one_by_one": (1 + u) ** (n - 1) - 1, "pairwise": (1 + u) ** math.ceil(math.log2(n)) - 1}
+        off = {
+            name: abs(float(getattr(impl, name)(x)) - exact) for name in ("one_by_one", "pairwise")
+        }
+        grow = {
+            "one_by_one": (1 + u) ** (n - 1) - 1,
+            "pairwise": (1 + u) ** math.ceil(math.log2(n)) - 1,
+        }
         for name in off:
-            assert off[name] <= grow[name] * size + 1e-12, f"{name} of {n} numbers in {dtype}: off by {off[name]:.1e}"
+            assert off[name] <= grow[name] * size + 1e-12, (
+                f"{name} of {n} numbers in {dtype}: off by {off[name]:.1e}"
+            )
         assert torch.equal(x, before), "the numbers that were given are not yours"
 
 
 @pytest.mark.ex8_5
 def test_other_shapes_and_what_is_not_finite_are_not_the_same(impl: ModuleType) -> None:
     logits = torch.randn(1, 5, 20, generator=torch.Generator().manual_seed(0))
-    assert not impl.same(logits.expand(2, 5, 20), logits), "shapes (2, 5, 20) and (1, 5, 20): torch would broadcast"
+    assert not impl.same(logits.expand(2, 5, 20), logits), (
+        "shapes (2, 5, 20) and (1, 5, 20): torch would broadcast"
+    )
     assert not impl.same(logits[:, -1:], logits[:, -1])
     for bad in (math.nan, math.inf, -math.inf):
         broken = logits.clone()
         broken[0, 2, 3] = bad
-        assert not impl.same(broken, logits) and not impl.same(logits, broken), f"{bad} among the logits"
+        assert not impl.same(broken, logits) and not impl.same(logits, broken), (
+            f"{bad} among the logits"
+        )
         assert not impl.same(broken, broken), f"{bad} is equal to nothing here"
     large = torch.full((1, 1, 4), 60_000.0, dtype=torch.float16)
     assert not impl.same(-large, large), "a difference may be negative, and more than float16 holds"
-    assert impl.same(large, large) is True and impl.same(-large, -large) is True, "all logits may be negative"
+    assert impl.same(large, large) is True and impl.same(-large, -large) is True, (
+        "all logits may be negative"
+    )
 
 
 def causal(q: Tensor, k: Tensor) -> Tensor:
@@ -321,14 +388,20 @@ def causal(q: Tensor, k: Tensor) -> Tensor:
 class _NotItself(Attention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         mask = causal(q, k)
-        own = torch.ones_like(mask).tril(mask.size(1) - mask.size(0)).triu(mask.size(1) - mask.size(0))
+        own = (
+            torch.ones_like(mask)
+            .tril(mask.size(1) - mask.size(0))
+            .triu(mask.size(1) - mask.size(0))
+        )
         return super().forward(q, k, v, (mask & ~own) | (torch.arange(mask.size(1)) == 0))
 
 
 class _NotTheFirst(Attention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         mask = causal(q, k)
-        return super().forward(q, k, v, mask & ((torch.arange(mask.size(1)) > 0) | (mask.sum(1, keepdim=True) == 1)))
+        return super().forward(
+            q, k, v, mask & ((torch.arange(mask.size(1)) > 0) | (mask.sum(1, keepdim=True) == 1))
+        )
 
 
 class _TheNextToo(Attention):
@@ -355,7 +428,9 @@ def changed(model: GPT, ids: Tensor, part: str, cls: type) -> Tensor:
 def models() -> Iterator[tuple[str, GPT, Tensor]]:
     for seed in range(6):
         model = model_of(seed)
-        ids = torch.randint(model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(
+            model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(seed)
+        )
         yield f"random weights, seed {seed}", model, ids
     text = "Everyone in Tolben knew Halek and his sister Belessa. On a sunny evening late in November, the two of them"
     pocket = load_model("pocket", model_class=GPT).requires_grad_(False)
@@ -373,14 +448,28 @@ def test_rounding_passes_and_bugs_do_not(impl: ModuleType) -> None:
             assert impl.same(expected, expected)
             for _ in range(4):
                 cuts, cache = sorted(draw.sample(range(1, T), draw.randint(1, T - 1))), KVCache()
-                got = torch.cat([model(ids[:, a:b], cache) for a, b in zip([0, *cuts], [*cuts, T], strict=True)], 1)
-                assert impl.same(got, expected), f"{case}: fed in {len(cuts) + 1} pieces, which is only rounding"
-            for cls, what in ((_TheNextToo, "sees the next token too"), (_NotItself, "does not see the token itself"),
-                              (_NotTheFirst, "does not see the first token")):  # fmt: skip
-                assert not impl.same(changed(model, ids, "attn", cls), expected), f"{case}: a mask that {what}"
+                got = torch.cat(
+                    [
+                        model(ids[:, a:b], cache)
+                        for a, b in zip([0, *cuts], [*cuts, T], strict=True)
+                    ],
+                    1,
+                )
+                assert impl.same(got, expected), (
+                    f"{case}: fed in {len(cuts) + 1} pieces, which is only rounding"
+                )
+            for cls, what in (
+                (_TheNextToo, "sees the next token too"),
+                (_NotItself, "does not see the token itself"),
+                (_NotTheFirst, "does not see the first token"),
+            ):
+                assert not impl.same(changed(model, ids, "attn", cls), expected), (
+                    f"{case}: a mask that {what}"
+                )
             if dtype == torch.float32:
                 assert not impl.same(changed(model, ids, "mlp", _ExactGELU), expected), (
-                    f"{case}: another GELU, which only float32 is fine enough to show")  # fmt: skip
+                    f"{case}: another GELU, which only float32 is fine enough to show"
+                )
 
 
 @pytest.mark.ex8_5
@@ -392,7 +481,9 @@ def test_the_size_of_the_logits_does_not_matter(impl: ModuleType) -> None:
         got = torch.cat([model(token, cache) for token in ids.split(1, 1)], 1)
         wrong = changed(model, ids, "mlp", _ExactGELU)
         for size in (1e-3, 1.0, 1e4):
-            assert impl.same(size * got, size * expected), f"logits times {size}: a tolerance is a share of their size"
+            assert impl.same(size * got, size * expected), (
+                f"logits times {size}: a tolerance is a share of their size"
+            )
             assert not impl.same(size * wrong, size * expected), f"logits times {size}"
 
 
@@ -403,30 +494,46 @@ def test_the_size_of_the_logits_does_not_matter(impl: ModuleType) -> None:
 def test_a_vector_has_a_scale_of_its_own(impl: ModuleType) -> None:
     draw = torch.Generator().manual_seed(0)
     for shape in ((5, 8), (2, 3, 4, 6), (1, 1)):
-        x = torch.randn(shape, generator=draw) * 10.0 ** torch.randint(-3, 4, (*shape[:-1], 1), generator=draw)
+        x = torch.randn(shape, generator=draw) * 10.0 ** torch.randint(
+            -3, 4, (*shape[:-1], 1), generator=draw
+        )
         before = x.clone()
         numbers, scales = impl.quantized(x)
-        assert numbers.dtype == torch.int8 and numbers.shape == shape, f"{numbers.dtype} {tuple(numbers.shape)}"
-        assert scales.dtype == x.dtype and scales.shape == (*shape[:-1], 1), "one scale for each vector, in x's dtype"
+        assert numbers.dtype == torch.int8 and numbers.shape == shape, (
+            f"{numbers.dtype} {tuple(numbers.shape)}"
+        )
+        assert scales.dtype == x.dtype and scales.shape == (*shape[:-1], 1), (
+            "one scale for each vector, in x's dtype"
+        )
         largest = numbers.int().abs().amax(-1).flatten().tolist()
-        assert set(largest) == {127}, f"the largest size in each vector must become 127, and became {sorted(largest)}"
+        assert set(largest) == {127}, (
+            f"the largest size in each vector must become 127, and became {sorted(largest)}"
+        )
         off = ((numbers * scales - x).abs() / scales).amax()
-        assert off <= 0.5001, f"off by {off:.2f} scales: half of one is enough, if numbers are rounded to the nearest"
+        assert off <= 0.5001, (
+            f"off by {off:.2f} scales: half of one is enough, if numbers are rounded to the nearest"
+        )
         assert torch.equal(x, before), "quantized() must not change what it is given"
 
 
 @pytest.mark.ex8_6
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("largest", [0.001, 0.003, 0.0078, 1.0, 300.0])
-def test_vectors_of_any_dtype_and_size(impl: ModuleType, dtype: torch.dtype, largest: float) -> None:
+def test_vectors_of_any_dtype_and_size(
+    impl: ModuleType, dtype: torch.dtype, largest: float
+) -> None:
     draw = torch.Generator().manual_seed(0)
     x = 2 * torch.rand(500, 16, generator=draw) - 1
-    x = (x / x.abs().amax(-1, keepdim=True) * largest * (1 + torch.rand(500, 1, generator=draw))).to(dtype)
+    x = (
+        x / x.abs().amax(-1, keepdim=True) * largest * (1 + torch.rand(500, 1, generator=draw))
+    ).to(dtype)
     numbers, scales = impl.quantized(x)
     what = f"{dtype}, largest magnitudes from {largest} to {2 * largest}"
     assert scales.dtype == dtype, f"{what}: scales of {scales.dtype}"
     wrapped = (numbers.float() * x.float() < 0).sum()
-    assert not wrapped, f"{what}: {wrapped} numbers have wrapped round to the other sign: clamp to 127"
+    assert not wrapped, (
+        f"{what}: {wrapped} numbers have wrapped round to the other sign: clamp to 127"
+    )
     found = sorted({*numbers.int().abs().amax(-1).tolist()})
     assert found == [127], f"{what}: the largest of each vector must become 127, and became {found}"
     off = float(((numbers.float() * scales.float() - x.float()).abs() / scales.float()).max())
@@ -437,8 +544,12 @@ def test_vectors_of_any_dtype_and_size(impl: ModuleType, dtype: torch.dtype, lar
 def test_a_vector_of_zeros_stays_one(impl: ModuleType) -> None:
     x = torch.tensor([[0.0, 0.0], [-3.0, 1.0]])
     numbers, scales = impl.quantized(x)
-    assert scales.isfinite().all() and numbers[0].tolist() == [0, 0], f"numbers {numbers[0].tolist()}, scales {scales}"
-    assert numbers[1].tolist() == [-127, 42], f"-3 and 1 become {numbers[1].tolist()}, must be -127 and 42"
+    assert scales.isfinite().all() and numbers[0].tolist() == [0, 0], (
+        f"numbers {numbers[0].tolist()}, scales {scales}"
+    )
+    assert numbers[1].tolist() == [-127, 42], (
+        f"-3 and 1 become {numbers[1].tolist()}, must be -127 and 42"
+    )
 
 
 @pytest.mark.ex8_6
@@ -453,22 +564,30 @@ def test_the_cache_is_a_quarter_and_a_bit(impl: ModuleType) -> None:
     c = model.config
     needed = 2 * c.n_layer * 2 * c.n_head * 30 * (c.head_dim + 4)
     held = sum(x.untyped_storage().nbytes() for x in (*cache.layers, *cache.scales))
-    assert held == needed, f"{held} bytes, must be {needed}: {c.head_dim} of int8 and a float32 scale for each vector"
+    assert held == needed, (
+        f"{held} bytes, must be {needed}: {c.head_dim} of int8 and a float32 scale for each vector"
+    )
     for x, y in zip(kept, (*cache.layers, *cache.scales), strict=True):
-        assert torch.equal(x, y[..., :20, :]), "what was kept of the first 20 tokens has changed since"
+        assert torch.equal(x, y[..., :20, :]), (
+            "what was kept of the first 20 tokens has changed since"
+        )
 
 
 @pytest.mark.ex8_6
 @torch.no_grad()
 def test_it_does_not_matter_how_a_text_is_fed(impl: ModuleType) -> None:
     for seed in range(3):
-        model = model_of(seed).double()  # else a number near the middle of two may be rounded either way
+        model = model_of(
+            seed
+        ).double()  # else a number near the middle of two may be rounded either way
         ids = torch.randint(80, (2, 30), generator=torch.Generator().manual_seed(seed))
         whole = model(ids, impl.Int8Cache())
         for sizes in ([1] * 30, [7, 1, 22], [1, 29]):
             cache = impl.Int8Cache()
             got = torch.cat([model(piece, cache) for piece in ids.split(sizes, 1)], 1)
-            assert_close(got, whole, f"fed in pieces of {sizes}", ("row", "token", "logit"), size=1e-8)
+            assert_close(
+                got, whole, f"fed in pieces of {sizes}", ("row", "token", "logit"), size=1e-8
+            )
 
 
 @pytest.mark.ex8_6
@@ -487,7 +606,9 @@ def test_a_pass_that_fails_leaves_nothing_that_counts(impl: ModuleType) -> None:
             model(ids[:, read : read + 3], cache)
         hook.remove()
     whole = model(ids, impl.Int8Cache())[:, 5:]
-    assert_close(model(ids[:, 5:], cache), whole, "after two failures", ("row", "token", "logit"), size=1e-8)
+    assert_close(
+        model(ids[:, 5:], cache), whole, "after two failures", ("row", "token", "logit"), size=1e-8
+    )
 
 
 @pytest.mark.ex8_6
@@ -496,5 +617,9 @@ def test_what_int8_does_to_the_logits(impl: ModuleType) -> None:
     for name, model, ids in models():
         exact = model(ids)
         expected = float((model(ids, impl.Int8Cache()) - exact).abs().max() / exact.abs().max())
-        assert impl.int8_error(model, ids) == pytest.approx(expected, rel=1e-3), f"{name}: a share of the largest logit"
-        assert 1e-4 < expected < 0.05, f"{name}: {expected:.2%} of the largest logit; int8 costs between 0.01% and 5%"
+        assert impl.int8_error(model, ids) == pytest.approx(expected, rel=1e-3), (
+            f"{name}: a share of the largest logit"
+        )
+        assert 1e-4 < expected < 0.05, (
+            f"{name}: {expected:.2%} of the largest logit; int8 costs between 0.01% and 5%"
+        )

@@ -37,7 +37,9 @@ def text(batch: int, n: int, seed: int = 0) -> Tensor:
 
 def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
     """Raise AssertionError unless two tensors are equal up to 1e-4 of the largest number expected."""
-    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    assert got.shape == expected.shape, (
+        f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    )
     difference = ((got - expected).abs().max() / expected.abs().max()).item()
     assert difference < 1e-4, f"{what}: off by {difference:.1e}"  # not so if it is NaN
 

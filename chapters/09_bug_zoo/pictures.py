@@ -21,14 +21,22 @@ def masks() -> str:
         should = {*range(query + 1)}
         three = (row(sees, should) for sees in (should, {*range(CACHED + 1)}, {*range(i + 1)}))
         rows.append((f"query {query}", beside(*three)))
-    titles = ([("", "")] * 3 + [(words, "")] + [("", "")] * 3 for words in ("correct", "first row for all", "top left"))
+    titles = (
+        [("", "")] * 3 + [(words, "")] + [("", "")] * 3
+        for words in ("correct", "first row for all", "top left")
+    )
     keys = [(str(key), "") for key in range(KEYS)]
     return cells(
         "Three masks for queries 4, 5 and 6, a chunk of three tokens after four cached ones. Correct: each query sees "
         "all keys up to its own. First row for all: query 5 misses key 5, query 6 keys 5 and 6. Top left: the queries "
         "see one, two and three keys, as if nothing were cached.",
         [("", beside(*titles)), ("key", beside(keys, keys, keys)), *rows],
-        {"kept": "seen, cached", "new": "seen, of this chunk", "gone": "hidden by mistake", "free": "hidden"},
+        {
+            "kept": "seen, cached",
+            "new": "seen, of this chunk",
+            "gone": "hidden by mistake",
+            "free": "hidden",
+        },
         width=26,
     )
 

@@ -37,7 +37,9 @@ def text(batch: int, n: int, seed: int = 0) -> Tensor:
 
 def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
     """Raise AssertionError unless two tensors are equal up to 1e-4 of the largest number expected."""
-    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    assert got.shape == expected.shape, (
+        f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    )
     difference = ((got - expected).abs().max() / expected.abs().max()).item()
     assert difference < 1e-4, f"{what}: off by {difference:.1e}"  # not so if it is NaN
 
@@ -103,10 +105,16 @@ def check_chunks(module: ModuleType) -> None:
         exact, cache = model(ids), module.KVCache()
         pieces = [model(ids[:, a:b], cache) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
         assert_close(torch.cat(pieces, dim=1), exact, f"cut at {cuts} of {n}")
-        assert len(cache) == n == cache.next_pos, f"{len(cache)} tokens in the cache, next position {cache.next_pos}"
+        assert len(cache) == n == cache.next_pos, (
+            f"{len(cache)} tokens in the cache, next position {cache.next_pos}"
+        )
         cache = module.KVCache()
         model(ids[:, : cuts[0]], cache)
-        assert_close(model(ids[:, cuts[0] :], cache, last_only=True), exact[:, -1:], "the last token's logits")
+        assert_close(
+            model(ids[:, cuts[0] :], cache, last_only=True),
+            exact[:, -1:],
+            "the last token's logits",
+        )
 
 
 def check_state(module: ModuleType) -> None:
@@ -124,7 +132,9 @@ def check_state(module: ModuleType) -> None:
     exact = model(ids)
 
     def holds(cache: object, n: int, what: str) -> None:
-        assert len(cache) == n == cache.next_pos, f"{what}: {len(cache)} tokens and next position {cache.next_pos}"
+        assert len(cache) == n == cache.next_pos, (
+            f"{what}: {len(cache)} tokens and next position {cache.next_pos}"
+        )
         cache = cache.clone()
         assert_close(model(ids[:, n:], cache), exact[:, n:], what)
 
@@ -206,7 +216,12 @@ def check_ring(module: ModuleType) -> None:
             assert len(held) == len({*held}) <= len(must) + 1, f"{what}: holds {held}"
 
     ids = text(2, 30)
-    for n in (3, 5, 6, 20):  # tokens held: fewer than a window of 4 with its sink, as many, one more, many
+    for n in (
+        3,
+        5,
+        6,
+        20,
+    ):  # tokens held: fewer than a window of 4 with its sink, as many, one more, many
         for T in (1, 2, 9):
             for layer in (0, 1, 2):
                 cache, other = module.SlidingWindowCache(4, 1), module.SlidingWindowCache(4, 1)
@@ -227,24 +242,37 @@ def check_ring(module: ModuleType) -> None:
                     empty = cache.clone()
                     empty.truncate(0)
                     fresh = module.SlidingWindowCache(4, 1)
-                    assert_close(model(ids, empty), model(ids, fresh), f"{what}, cut back to nothing")
+                    assert_close(
+                        model(ids, empty), model(ids, fresh), f"{what}, cut back to nothing"
+                    )
                 for piece in ids[:, n:].split([1, 3, 1, 30 - n - 5], dim=1):
                     expected = model(piece, other)
-                    for held, whose in ((back, "a clone"), (cache, "cut back by one token, and read again")):
+                    for held, whose in (
+                        (back, "a clone"),
+                        (cache, "cut back by one token, and read again"),
+                    ):
                         assert_close(model(piece, held), expected, f"{what}, {whose}")
 
-    shallow = small(module, n_layer=1)  # one layer: a token's logits depend on what it sees, and on nothing else
+    shallow = small(
+        module, n_layer=1
+    )  # one layer: a token's logits depend on what it sees, and on nothing else
     for window, sinks in ((1, 0), (4, 0), (3, 2)):
         ids = text(1, 16)
         before = shallow(ids, module.SlidingWindowCache(window, sinks))
-        assert_close(before[:, :window], shallow(ids[:, :window]), f"the first {window} tokens see all before them")
+        assert_close(
+            before[:, :window],
+            shallow(ids[:, :window]),
+            f"the first {window} tokens see all before them",
+        )
         for j in range(16):
             other = ids.clone()
             other[0, j] = (ids[0, j] + 1) % 50
             after = shallow(other, module.SlidingWindowCache(window, sinks))
             changed = ((after - before).abs().amax(-1)[0] > 1e-6).nonzero()[:, 0].tolist()
             sees = [t for t in range(16) if j <= t and (j > t - window or j < sinks)]
-            assert changed == sees, f"window {window}, sinks {sinks}: token {j} is seen by {changed}, not by {sees}"
+            assert changed == sees, (
+                f"window {window}, sinks {sinks}: token {j} is seen by {changed}, not by {sees}"
+            )
 
     double, cache = small(module).double(), module.SlidingWindowCache(4, 1)
     pieces = torch.cat([double(piece, cache) for piece in text(2, 12).split(5, dim=1)], dim=1)
@@ -267,7 +295,14 @@ def check_generate(module: ModuleType) -> None:
     # exercise 9.5
     model, fed = small(module, n_ctx=16), []
     model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
-    for n_prompt, held, n in ((5, 0, 40), (5, 3, 40), (9, 8, 1), (16, 0, 9), (16, 15, 9), (21, 0, 20)):
+    for n_prompt, held, n in (
+        (5, 0, 40),
+        (5, 3, 40),
+        (9, 8, 1),
+        (16, 0, 9),
+        (16, 15, 9),
+        (21, 0, 20),
+    ):
         ids, cache = text(2, n_prompt, n_prompt), module.KVCache()
         exact = list(gpt_baseline.generate(model, ids, n))
         if held:
@@ -284,7 +319,9 @@ def check_generate(module: ModuleType) -> None:
                 start, expected[-1] = new_start, length - new_start
         assert fed == expected, f"{what}: passes read {fed} tokens instead of {expected}"
         end = n_prompt + n - 1 - start
-        assert len(cache) == end == cache.next_pos, f"{what}: {len(cache)} tokens in the cache instead of {end}"
+        assert len(cache) == end == cache.next_pos, (
+            f"{what}: {len(cache)} tokens in the cache instead of {end}"
+        )
 
     cache = module.KVCache()
     model(text(2, 7), cache)

@@ -28,7 +28,9 @@ from support.files import import_file
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 MUTANTS = import_file(ROOT / "tests" / "test_mutants.py")
-PATCHES = {patch.stem: patch for patch in MUTANTS.PATCHES if patch.stem.startswith(("kv", "ring", "bct"))}
+PATCHES = {
+    patch.stem: patch for patch in MUTANTS.PATCHES if patch.stem.startswith(("kv", "ring", "bct"))
+}
 FAMILIES = {
     "masks": "kv_causal_with_cached_keys kv_mask_of_the_chunk_only kv_mask_sees_only_old kv_single_query_is_causal "
     "ring_causal_with_cached_keys",
@@ -45,9 +47,18 @@ FAMILIES = {
 }
 LISTED = " ".join(FAMILIES.values()).split()
 for family, prefix in (("the ring", "ring"), ("BCT's sums", "bct"), ("others", "kv")):
-    FAMILIES[family] = " ".join(name for name in PATCHES if name.startswith(prefix) and name not in LISTED)
+    FAMILIES[family] = " ".join(
+        name for name in PATCHES if name.startswith(prefix) and name not in LISTED
+    )
 # The beginning of the SHA-256 of a mutant's name: the solution of exercise 9.1 is not to be read here.
-SPECIMENS = {"A": "20045b69", "B": "165c0b01", "C": "25487afe", "D": "892dd2ba", "E": "e88b63fd", "F": "51ab7aeb"}
+SPECIMENS = {
+    "A": "20045b69",
+    "B": "165c0b01",
+    "C": "25487afe",
+    "D": "892dd2ba",
+    "E": "e88b63fd",
+    "F": "51ab7aeb",
+}
 
 
 def module_of(text: str) -> ModuleType:
@@ -66,12 +77,16 @@ def mutant(name: str) -> ModuleType:
 def specimen(letter: str) -> ModuleType:
     """Return a gpt_kv_cache.py with the bug of that letter in exercise 9.1. Raises KeyError if there is none."""
     beginning = SPECIMENS[letter]
-    return mutant(next(x for x in PATCHES if hashlib.sha256(x.encode()).hexdigest().startswith(beginning)))
+    return mutant(
+        next(x for x in PATCHES if hashlib.sha256(x.encode()).hexdigest().startswith(beginning))
+    )
 
 
 @cache
 def pocket(name: str) -> torch.nn.Module:
-    return load_model(name, model_class=gpt_bounded_cache.BCT if name == "pocket-bct" else gpt_baseline.GPT)
+    return load_model(
+        name, model_class=gpt_bounded_cache.BCT if name == "pocket-bct" else gpt_baseline.GPT
+    )
 
 
 @torch.no_grad()
@@ -93,7 +108,10 @@ def naive(module: ModuleType) -> tuple[bool, bool]:
             hook = model.register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
             ids = torch.cat([prompt, *module.generate(model, prompt, 10, cache=new_cache())], dim=1)
             hook.remove()
-            logits, exact = torch.cat(seen, dim=1), model(ids[:, :-1])[:, 3:]  # (1, 10, V), with and without the cache
+            logits, exact = (
+                torch.cat(seen, dim=1),
+                model(ids[:, :-1])[:, 3:],
+            )  # (1, 10, V), with and without the cache
             same_text &= torch.equal(exact.argmax(-1), ids[:, 4:])
             same_logits &= ((logits - exact).abs().max() < 1e-4 * exact.abs().max()).item()
     return same_text, same_text and same_logits
@@ -112,7 +130,10 @@ def finds(check: Callable[[ModuleType], object], name: str) -> bool:
 
 def survey(impl: ModuleType) -> dict[str, list[bool]]:
     """Return, for every mutant, whether it is found by its text, by its logits, and by the checks of its file."""
-    checks = {"kv": [impl.check_chunks, impl.check_state, impl.check_generate], "ring": [impl.check_ring]}
+    checks = {
+        "kv": [impl.check_chunks, impl.check_state, impl.check_generate],
+        "ring": [impl.check_ring],
+    }
     found = {}
     for name in PATCHES:
         try:
@@ -126,14 +147,20 @@ def survey(impl: ModuleType) -> dict[str, list[bool]]:
 
 def main() -> None:
     cli = CommandLine(__doc__, example="python3 chapters/09_bug_zoo/zoo.py --all")
-    cli.add_argument("--impl", choices=("exercise", "solution"), default="exercise", help="whose checks")
+    cli.add_argument(
+        "--impl", choices=("exercise", "solution"), default="exercise", help="whose checks"
+    )
     cli.add_argument("--all", action="store_true", help="name all mutants")
     with cli.parse() as args:
         torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(True)  # some bugs read memory that nobody has written: the same every time
+        torch.use_deterministic_algorithms(
+            True
+        )  # some bugs read memory that nobody has written: the same every time
         found = survey(import_file(HERE / f"{args.impl}.py"))
         families = {family: sorted(names.split()) for family, names in FAMILIES.items()}
-        print(f"bugs  found by{'the same text?':>43}{'the same logits?':>18}{args.impl + '.py':>14}")
+        print(
+            f"bugs  found by{'the same text?':>43}{'the same logits?':>18}{args.impl + '.py':>14}"
+        )
         for family, names in [*families.items(), ("all", list(PATCHES))]:
             if names:
                 counts = [sum(found[name][i] for name in names) for i in range(3)]

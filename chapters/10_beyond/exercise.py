@@ -38,7 +38,9 @@ def texts_that_outweigh(weights: int, of_token: int, tokens: int) -> int:
     raise NotImplementedError("exercise 10.1")
 
 
-def prefill_s(operations: float, n_layer: int, width: int, tokens: int, rate: float, known: int = 0) -> float:
+def prefill_s(
+    operations: float, n_layer: int, width: int, tokens: int, rate: float, known: int = 0
+) -> float:
     """Return the least seconds to read a prompt whose first `known` tokens are cached, at `rate` operations a second.
 
     operations: of each token that is read, without attention. Attention takes 4 * width * n_layer more for each pair of
@@ -47,7 +49,9 @@ def prefill_s(operations: float, n_layer: int, width: int, tokens: int, rate: fl
     raise NotImplementedError("exercise 10.2")
 
 
-def fetch_from(operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float) -> float:
+def fetch_from(
+    operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float
+) -> float:
     """Return the bandwidth, in bytes a second, above which fetching the cache of a prompt's first `known` tokens is
     faster than reading them. of_token: bytes of a cached token; the others are those of prefill_s."""
     raise NotImplementedError("exercise 10.2")
@@ -127,7 +131,9 @@ class PagedCache:
 
     def __init__(self, tables: SharedBlocks, pool: list[Tensor], text: str) -> None:
         self.tables, self.layers, self.text = tables, pool, text
-        self.pending: list[Tensor] = []  # of each layer, what the pass under way appends (2, H, T, D)
+        self.pending: list[
+            Tensor
+        ] = []  # of each layer, what the pass under way appends (2, H, T, D)
 
     def __len__(self) -> int:
         return self.tables.length[self.text]
@@ -137,11 +143,15 @@ class PagedCache:
         """Position at which the next token is read."""
         return len(self)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return all keys and values (1, H, S, D) of a layer, gathered from their blocks, and the mask (T, S)."""
         self.pending[layer:] = [torch.stack([k[0], v[0]])]
         slots = torch.tensor(self.tables.slots(self.text), dtype=torch.long)
-        kv = torch.cat([self.layers[layer][:, :, slots], self.pending[layer]], dim=2)  # (2, H, S, D)
+        kv = torch.cat(
+            [self.layers[layer][:, :, slots], self.pending[layer]], dim=2
+        )  # (2, H, S, D)
         return kv[:1], kv[1:], torch.arange(kv.size(2)) <= pos[:, None]
 
     def commit(self, pos: Tensor) -> None:
@@ -149,7 +159,9 @@ class PagedCache:
         size = self.tables.size
         for old, new in self.tables.extend(self.text, len(pos)):
             for layer in self.layers:
-                layer[:, :, new * size : (new + 1) * size] = layer[:, :, old * size : (old + 1) * size]
+                layer[:, :, new * size : (new + 1) * size] = layer[
+                    :, :, old * size : (old + 1) * size
+                ]
         slots = self.tables.slots(self.text)[-len(pos) :]
         for layer, kv in zip(self.layers, self.pending, strict=True):
             layer[:, :, slots] = kv

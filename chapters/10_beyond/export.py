@@ -27,10 +27,16 @@ def export(folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
         from transformers.convert_slow_tokenizer import TikTokenConverter
     except ImportError as error:
-        raise ValueError("transformers is needed, which writes the tokenizer: pip install transformers") from error
+        raise ValueError(
+            "transformers is needed, which writes the tokenizer: pip install transformers"
+        ) from error
     ours, end = load_tokenizer("pocket"), "<|endoftext|>"
-    merges = TikTokenConverter(str(TEACHER / "tokenizer.tiktoken"), pattern=ours._pat_str, extra_special_tokens=[end])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merges.converted(), bos_token=end, eos_token=end)
+    merges = TikTokenConverter(
+        str(TEACHER / "tokenizer.tiktoken"), pattern=ours._pat_str, extra_special_tokens=[end]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=merges.converted(), bos_token=end, eos_token=end
+    )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     for name in ("model.safetensors", "config.json"):

@@ -21,7 +21,11 @@ def models() -> None:
     """Print what a token, a step and a prompt cost at least."""
     name, read, rate, _ = H100
     print(f"{name}: reads {read / 1e9:,.0f} GB/s, multiplies {rate / 1e12:,.0f} Tflop/s\n")
-    heads = ("cache of a", "token, bytes"), ("as many bytes", "as the weights"), ("tokens/s: 1", "text of 1,000")
+    heads = (
+        ("cache of a", "token, bytes"),
+        ("as many bytes", "as the weights"),
+        ("tokens/s: 1", "text of 1,000"),
+    )
     heads += ("64 texts", "of 8,000"), ("first token", "of 8,000"), ("fetch", "from")
     for line in zip(*heads, strict=True):
         print(" " * 12 + "".join(f"{word:>16}" for word in line))
@@ -29,7 +33,10 @@ def models() -> None:
         equal = shape.parameters * shape.nbytes / shape.token_bytes
         one, many, first = f"{1 / decode_s(shape, read, 1000):,.0f}", "-", "-"
         if shape.n_ctx >= 8000:
-            many, first = f"{64 / decode_s(shape, read, 8000, 64):,.0f}", seconds(prefill_s(shape, rate, 8000))
+            many, first = (
+                f"{64 / decode_s(shape, read, 8000, 64):,.0f}",
+                seconds(prefill_s(shape, rate, 8000)),
+            )
         fetch = f"{shape.token_bytes * rate / token_operations(shape) / 1e9:,.1f} GB/s"
         row = f"{shape.token_bytes:,}", f"{equal:,.0f} tokens", one, many, first, fetch
         print(f"{shape.name:12}" + "".join(f"{word:>16}" for word in row))
@@ -39,22 +46,33 @@ def fleet() -> None:
     """Print what is found, and what has to be moved for it, over capacities."""
     shape, rate = SHAPES[-1], H100[2]
     print(f"{shape.name}, machines that only prefill, {H100[0]}\n")
-    print(f"{'':14}{'memory':>8}{'requests that find something':>30}{'tokens found':>14}{'left':>7}{'moved, each':>14}")
+    print(
+        f"{'':14}{'memory':>8}{'requests that find something':>30}{'tokens found':>14}{'left':>7}{'moved, each':>14}"
+    )
     for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for row in (rows[0], rows[len(rows) // 2], rows[-1]):
-            hit, terabytes = float(row["token_hit_rate"]), int(float(row["tokens"])) * shape.token_bytes / 1e12
+            hit, terabytes = (
+                float(row["token_hit_rate"]),
+                int(float(row["tokens"])) * shape.token_bytes / 1e12,
+            )
             size = f"{terabytes:.2f} TB" if row["capacity_blocks"].isdecimal() else "any"
-            served = rate / token_operations(shape) / (1 - hit)  # tokens a second: it computes only what isn't found
+            served = (
+                rate / token_operations(shape) / (1 - hit)
+            )  # tokens a second: it computes only what isn't found
             moved = f"{served * hit * shape.token_bytes / 1e9:.2f} GB/s"
             name = path.stem.removeprefix("replay_mooncake_").removesuffix("_trace")
-            print(f"{name:14}{size:>8}{float(row['request_hit_rate']):>30.2%}{hit:>14.1%}{1 - hit:>7.1%}{moved:>14}")
+            print(
+                f"{name:14}{size:>8}{float(row['request_hit_rate']):>30.2%}{hit:>14.1%}{1 - hit:>7.1%}{moved:>14}"
+            )
 
 
 def main() -> None:
     cli = CommandLine(__doc__, example="python3 chapters/10_beyond/floors.py fleet")
-    cli.add_argument("what", nargs="?", choices=("models", "fleet"), default="models", help="what to print")
+    cli.add_argument(
+        "what", nargs="?", choices=("models", "fleet"), default="models", help="what to print"
+    )
     with cli.parse() as args:
         {"models": models, "fleet": fleet}[args.what]()
 

@@ -8,7 +8,9 @@ TEXT_C = ["Notes", ":", " a"]
 
 def blocks() -> str:
     def table(*entries: str) -> list[tuple[str, str]]:
-        return [cell for entry in entries for cell in [(entry, ""), *[("", "")] * 3]][: 4 * len(entries) - 3]
+        return [cell for entry in entries for cell in [(entry, ""), *[("", "")] * 3]][
+            : 4 * len(entries) - 3
+        ]
 
     def text(*words: str, new: str = "") -> list[tuple[str, str]]:
         return [(word, "reused" if new else "kept") for word in words] + [(new, "new")] * bool(new)
@@ -16,7 +18,10 @@ def blocks() -> str:
     kinds = {"": "free", "A B": "reused"}
 
     def pool(*owners: str, new: int = -1) -> list[tuple[str, str]]:
-        return [(who, "new" if block == new else kinds.get(who, "kept")) for block, who in enumerate(owners)]
+        return [
+            (who, "new" if block == new else kinds.get(who, "kept"))
+            for block, who in enumerate(owners)
+        ]
 
     def counts(*numbers: int) -> list[tuple[str, str]]:
         return [(str(n), "") for n in numbers]
@@ -40,7 +45,12 @@ def blocks() -> str:
             ("after Pellam, then Tolben", pool("A", "", "B", "C", "A B", "", new=2)),
             ("count", counts(1, 0, 1, 1, 2, 0)),
         ],
-        {"reused": "of two texts, held once", "kept": "of one text", "new": "new, or the copy", "free": "free"},
+        {
+            "reused": "of two texts, held once",
+            "kept": "of one text",
+            "new": "new, or the copy",
+            "free": "free",
+        },
         width=72,
     )
 

@@ -42,7 +42,9 @@ def texts_that_outweigh(weights: int, of_token: int, tokens: int) -> int:
     return weights // (tokens * of_token) + 1
 
 
-def prefill_s(operations: float, n_layer: int, width: int, tokens: int, rate: float, known: int = 0) -> float:
+def prefill_s(
+    operations: float, n_layer: int, width: int, tokens: int, rate: float, known: int = 0
+) -> float:
     """Return the least seconds to read a prompt whose first `known` tokens are cached, at `rate` operations a second.
 
     operations: of each token that is read, without attention. Attention takes 4 * width * n_layer more for each pair of
@@ -53,7 +55,9 @@ def prefill_s(operations: float, n_layer: int, width: int, tokens: int, rate: fl
     return (operations * (tokens - known) + 4 * width * n_layer * pairs) / rate
 
 
-def fetch_from(operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float) -> float:
+def fetch_from(
+    operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float
+) -> float:
     """Return the bandwidth, in bytes a second, above which fetching the cache of a prompt's first `known` tokens is
     faster than reading them. of_token: bytes of a cached token; the others are those of prefill_s."""
     # exercise 10.2
@@ -165,7 +169,9 @@ class PagedCache:
 
     def __init__(self, tables: SharedBlocks, pool: list[Tensor], text: str) -> None:
         self.tables, self.layers, self.text = tables, pool, text
-        self.pending: list[Tensor] = []  # of each layer, what the pass under way appends (2, H, T, D)
+        self.pending: list[
+            Tensor
+        ] = []  # of each layer, what the pass under way appends (2, H, T, D)
 
     def __len__(self) -> int:
         return self.tables.length[self.text]
@@ -175,11 +181,15 @@ class PagedCache:
         """Position at which the next token is read."""
         return len(self)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return all keys and values (1, H, S, D) of a layer, gathered from their blocks, and the mask (T, S)."""
         self.pending[layer:] = [torch.stack([k[0], v[0]])]
         slots = torch.tensor(self.tables.slots(self.text), dtype=torch.long)
-        kv = torch.cat([self.layers[layer][:, :, slots], self.pending[layer]], dim=2)  # (2, H, S, D)
+        kv = torch.cat(
+            [self.layers[layer][:, :, slots], self.pending[layer]], dim=2
+        )  # (2, H, S, D)
         return kv[:1], kv[1:], torch.arange(kv.size(2)) <= pos[:, None]
 
     def commit(self, pos: Tensor) -> None:
@@ -187,7 +197,9 @@ class PagedCache:
         size = self.tables.size
         for old, new in self.tables.extend(self.text, len(pos)):
             for layer in self.layers:
-                layer[:, :, new * size : (new + 1) * size] = layer[:, :, old * size : (old + 1) * size]
+                layer[:, :, new * size : (new + 1) * size] = layer[
+                    :, :, old * size : (old + 1) * size
+                ]
         slots = self.tables.slots(self.text)[-len(pos) :]
         for layer, kv in zip(self.layers, self.pending, strict=True):
             layer[:, :, slots] = kv
@@ -229,7 +241,9 @@ class _Sending(KVCache):
         super().__init__()
         self.stream = stream
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         all_of_it = super().append(layer, k, v, pos)
         _write(self.stream, bytes_of({"kv": self.layers[layer].contiguous()}))
         return all_of_it
@@ -275,4 +289,6 @@ def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
     if head["fingerprint"] != fingerprint(model):
         raise ValueError("this is the cache of another model")
     layers = [tensors_of(_read(stream))["kv"] for _ in model.h]
-    return [*head["ids"], json.loads(_read(stream))["next"]], KVCache(layers, torch.arange(layers[0].size(3)))
+    return [*head["ids"], json.loads(_read(stream))["next"]], KVCache(
+        layers, torch.arange(layers[0].size(3))
+    )

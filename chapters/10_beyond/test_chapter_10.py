@@ -38,10 +38,15 @@ def random_model() -> GPT:
 
 @pytest.mark.ex10_1
 def test_bytes_of_a_token(impl: ModuleType) -> None:
-    assert impl.token_bytes(80, 8, 128) == 327_680, "Llama 3 70B in bfloat16: 8 key-value heads, whatever the queries'"
+    assert impl.token_bytes(80, 8, 128) == 327_680, (
+        "Llama 3 70B in bfloat16: 8 key-value heads, whatever the queries'"
+    )
     assert impl.token_bytes(12, 12, 64, itemsize=4) == 73_728
     for shape in SHAPES:
-        assert impl.token_bytes(shape.layers, shape.kv_heads, shape.head_dim, shape.nbytes) == shape.token_bytes
+        assert (
+            impl.token_bytes(shape.layers, shape.kv_heads, shape.head_dim, shape.nbytes)
+            == shape.token_bytes
+        )
 
 
 @pytest.mark.ex10_1
@@ -49,16 +54,25 @@ def test_texts_that_fit(impl: ModuleType) -> None:
     gigabytes, weights = 4 * 80 * 10**9, 141_200_000_000  # Llama 3 70B on four GPUs
     found = impl.texts_that_fit(gigabytes, weights, 327_680, 1000, 16)
     assert found == 541, f"1,000 tokens take 63 whole blocks of 16: room for 541 texts, not {found}"
-    assert impl.texts_that_fit(gigabytes, weights, 327_680, 1000, 8192) == 66, "room for 8,192 tokens each"
+    assert impl.texts_that_fit(gigabytes, weights, 327_680, 1000, 8192) == 66, (
+        "room for 8,192 tokens each"
+    )
     assert impl.texts_that_fit(weights, weights, 327_680, 1000, 16) == 0
-    assert impl.texts_that_fit(80 * 10**9, weights, 327_680, 1000, 16) == 0, "the weights alone don't fit"
+    assert impl.texts_that_fit(80 * 10**9, weights, 327_680, 1000, 16) == 0, (
+        "the weights alone don't fit"
+    )
     draw = random.Random(0)
     for _ in range(200):
         of_token, tokens, block = draw.randint(1, 50), draw.randint(1, 40), draw.randint(1, 20)
         memory = 1000 + draw.randint(0, 5000)
         n = impl.texts_that_fit(memory, 1000, of_token, tokens, block)
         each = next(b for b in range(100) if b * block >= tokens) * block * of_token
-        assert n * each <= memory - 1000 < (n + 1) * each + block * of_token, (memory, of_token, tokens, block)
+        assert n * each <= memory - 1000 < (n + 1) * each + block * of_token, (
+            memory,
+            of_token,
+            tokens,
+            block,
+        )
         blocks = (memory - 1000) // (block * of_token)
         assert n == blocks // (each // (block * of_token))
 
@@ -66,13 +80,23 @@ def test_texts_that_fit(impl: ModuleType) -> None:
 @pytest.mark.ex10_1
 def test_texts_that_outweigh(impl: ModuleType) -> None:
     assert impl.texts_that_outweigh(141_200_000_000, 327_680, 8000) == 54
-    assert impl.texts_that_outweigh(1000, 10, 10) == 11, "ten texts have as many bytes as the weights, and not more"
-    assert impl.texts_that_outweigh(3 * 10**17 + 1, 1, 1) == 3 * 10**17 + 2, "whole numbers: no rounding"
+    assert impl.texts_that_outweigh(1000, 10, 10) == 11, (
+        "ten texts have as many bytes as the weights, and not more"
+    )
+    assert impl.texts_that_outweigh(3 * 10**17 + 1, 1, 1) == 3 * 10**17 + 2, (
+        "whole numbers: no rounding"
+    )
     for shape in SHAPES:
         weights = int((shape.parameters - shape.unread) * shape.nbytes)
         n = impl.texts_that_outweigh(weights, shape.token_bytes, 777)
-        alone = weights / 1e12  # seconds for the weights; a step with n texts takes more than twice as long
-        assert decode_s(shape, 1e12, 777, n) > 2 * alone >= decode_s(shape, 1e12, 777, n - 1) * (1 - 1e-12)
+        alone = (
+            weights / 1e12
+        )  # seconds for the weights; a step with n texts takes more than twice as long
+        assert (
+            decode_s(shape, 1e12, 777, n)
+            > 2 * alone
+            >= decode_s(shape, 1e12, 777, n - 1) * (1 - 1e-12)
+        )
 
 
 def of(shape: object) -> tuple[float, int, int]:
@@ -86,11 +110,15 @@ def test_seconds_of_a_prompt(impl: ModuleType) -> None:
         for tokens in (1, 1000, 8000):
             whole = impl.prefill_s(*of(shape), tokens, rate)
             expected = floor_of_prefill(shape, rate, tokens)
-            what = f"{shape.name}, {tokens} tokens: {expected:.4g} s with attention, not {whole:.4g}"
+            what = (
+                f"{shape.name}, {tokens} tokens: {expected:.4g} s with attention, not {whole:.4g}"
+            )
             assert whole == pytest.approx(expected, rel=1e-9), what
             for known in (0, tokens // 3, tokens):
                 rest = impl.prefill_s(*of(shape), tokens, rate, known=known)
-                assert rest == pytest.approx(whole - impl.prefill_s(*of(shape), known, rate), rel=1e-9), (
+                assert rest == pytest.approx(
+                    whole - impl.prefill_s(*of(shape), known, rate), rel=1e-9
+                ), (
                     "what is left costs what the whole does, less what is known: its tokens still see the known ones"
                 )
 
@@ -101,12 +129,18 @@ def test_bandwidth_from_which_on_to_fetch(impl: ModuleType) -> None:
     for shape in SHAPES:
         for known in (1, 512, 100_000):
             bandwidth = impl.fetch_from(*of(shape), shape.token_bytes, known, rate)
-            saved = impl.prefill_s(*of(shape), 2 * known, rate) - impl.prefill_s(*of(shape), 2 * known, rate, known)
+            saved = impl.prefill_s(*of(shape), 2 * known, rate) - impl.prefill_s(
+                *of(shape), 2 * known, rate, known
+            )
             fetched = known * shape.token_bytes / bandwidth
             what = f"{shape.name}, {known} tokens: at {bandwidth:.3g} bytes/s fetching takes {fetched:.3g} s"
-            assert fetched == pytest.approx(saved, rel=1e-9), f"{what}, reading {saved:.3g} s: must be the same"
+            assert fetched == pytest.approx(saved, rel=1e-9), (
+                f"{what}, reading {saved:.3g} s: must be the same"
+            )
     llama = SHAPES[-1]
-    short, long = (impl.fetch_from(*of(llama), llama.token_bytes, known, rate) / 1e9 for known in (1, 131_072))
+    short, long = (
+        impl.fetch_from(*of(llama), llama.token_bytes, known, rate) / 1e9 for known in (1, 131_072)
+    )
     assert short == pytest.approx(2.37, abs=0.01) and long == pytest.approx(1.05, abs=0.01)
 
 
@@ -126,7 +160,9 @@ class Pool:
         free = len(self.tables.free)
         self.tables.fork(text, other)
         self.texts[other] = [*self.texts[text]]
-        assert len(self.tables.free) == free, f"fork took {free - len(self.tables.free)} blocks, must take none"
+        assert len(self.tables.free) == free, (
+            f"fork took {free - len(self.tables.free)} blocks, must take none"
+        )
 
     def drop(self, text: str) -> None:
         self.tables.drop(text)
@@ -134,7 +170,12 @@ class Pool:
 
     def state(self) -> tuple[object, ...]:
         t = self.tables
-        return {k: [*v] for k, v in t.table.items()}, {**t.length}, sorted(t.free), [*getattr(t, "count", [])]
+        return (
+            {k: [*v] for k, v in t.table.items()},
+            {**t.length},
+            sorted(t.free),
+            [*getattr(t, "count", [])],
+        )
 
     def extend(self, text: str, n: int) -> bool:
         """Write n tokens; return whether there was room."""
@@ -147,14 +188,24 @@ class Pool:
         try:
             copies = tables.extend(text, n)
         except MemoryError as error:
-            assert needed > free, f"{what}: needs {needed} blocks, {free} are free: enough, but refused"
-            for name, old, new in zip(("table", "length", "free", "count"), before, self.state(), strict=True):
-                assert new == old, f"{what}: a refusal must change nothing, but {name} is {new}, was {old}"
+            assert needed > free, (
+                f"{what}: needs {needed} blocks, {free} are free: enough, but refused"
+            )
+            for name, old, new in zip(
+                ("table", "length", "free", "count"), before, self.state(), strict=True
+            ):
+                assert new == old, (
+                    f"{what}: a refusal must change nothing, but {name} is {new}, was {old}"
+                )
             said = [*map(int, re.findall(r"[0-9]+", str(error)))]
-            assert {needed, free} <= {*said}, f"the message must say {needed} needed, {free} free: {str(error)!r}"
+            assert {needed, free} <= {*said}, (
+                f"the message must say {needed} needed, {free} free: {str(error)!r}"
+            )
             return False
         except IndexError as error:
-            pytest.fail(f"{what}: needs {needed} blocks, {free} are free: must be a MemoryError, not {error!r}")
+            pytest.fail(
+                f"{what}: needs {needed} blocks, {free} are free: must be a MemoryError, not {error!r}"
+            )
         assert len(copies) == shares, f"{what}: {len(copies)} copies, must be {int(shares)}"
         for old, new in copies:
             self.slots[new * size : (new + 1) * size] = self.slots[old * size : (old + 1) * size]
@@ -166,19 +217,32 @@ class Pool:
 
     def check(self) -> None:
         tables, size = self.tables, self.size
-        assert tables.table.keys() == self.texts.keys(), f"table has {[*tables.table]}, must have {[*self.texts]}"
-        assert tables.length.keys() == self.texts.keys(), f"length has {[*tables.length]}, must have {[*self.texts]}"
+        assert tables.table.keys() == self.texts.keys(), (
+            f"table has {[*tables.table]}, must have {[*self.texts]}"
+        )
+        assert tables.length.keys() == self.texts.keys(), (
+            f"length has {[*tables.length]}, must have {[*self.texts]}"
+        )
         for text, tokens in self.texts.items():
             found, must = len(tables.table[text]), -(-len(tokens) // size)
-            assert found == must, f"{text}, {len(tokens)} tokens: {found} blocks of {size}, must be {must}"
+            assert found == must, (
+                f"{text}, {len(tokens)} tokens: {found} blocks of {size}, must be {must}"
+            )
             for t, token in enumerate(tokens):
                 block, place = tables.place(text, t)
                 held = self.slots[block * size + place]
-                assert held == token, f"{text}, token {t}: place {place} of block {block} holds {held}, not {token}"
+                assert held == token, (
+                    f"{text}, token {t}: place {place} of block {block} holds {held}, not {token}"
+                )
         for block in range(self.blocks):
             who = [text for text, table in tables.table.items() for b in table if b == block]
-            listed, free = f"block {block}: {', '.join(who) or 'no text'} lists it", tables.free.count(block)
-            assert free == (not who), f"{listed}, and free has {free} of it, must have {int(not who)}"
+            listed, free = (
+                f"block {block}: {', '.join(who) or 'no text'} lists it",
+                tables.free.count(block),
+            )
+            assert free == (not who), (
+                f"{listed}, and free has {free} of it, must have {int(not who)}"
+            )
             count = getattr(tables, "count", [min(1, len(who))] * self.blocks)[block]
             assert count == len(who), f"{listed}, and its count is {count}, must be {len(who)}"
 
@@ -188,7 +252,11 @@ def use_at_random(pool: Pool, seed: int, *actions: str) -> int:
     draw, refused = random.Random(seed), 0
     for step in range(150):
         names = [*pool.texts]
-        what = draw.choice(["begin", "extend", "extend", "extend", "drop", *actions]) if names else "begin"
+        what = (
+            draw.choice(["begin", "extend", "extend", "extend", "drop", *actions])
+            if names
+            else "begin"
+        )
         if what == "begin" and len(names) < 6:
             pool.begin(f"text {step}")
         elif what == "fork" and len(names) < 6:
@@ -210,7 +278,9 @@ def test_block_and_place_of_every_token(impl: ModuleType) -> None:
     tables.table["a"], tables.length["a"] = [5, 0, 7], 10
     for t in range(10):
         found, must = tables.place("a", t), ((5, 0, 7)[t // 4], t % 4)
-        assert found == must, f"table [5, 0, 7], blocks of 4, token {t}: (block, place) is {found}, must be {must}"
+        assert found == must, (
+            f"table [5, 0, 7], blocks of 4, token {t}: (block, place) is {found}, must be {must}"
+        )
     assert tables.slots("a") == [20, 21, 22, 23, 0, 1, 2, 3, 28, 29]
 
 
@@ -228,7 +298,9 @@ def test_a_full_pool_refuses_and_changes_nothing(impl: ModuleType) -> None:
     for text, n in (("a", 5), ("b", 2)):
         pool.begin(text)
         assert pool.extend(text, n)
-    assert not pool.extend("b", 3) and pool.extend("b", 2) and pool.extend("a", 3), "room in its last block is enough"
+    assert not pool.extend("b", 3) and pool.extend("b", 2) and pool.extend("a", 3), (
+        "room in its last block is enough"
+    )
     pool.drop("a")
     assert pool.extend("b", 8) and not pool.extend("b", 1)
     pool.check()
@@ -259,7 +331,9 @@ def test_the_last_owner_writes_without_a_copy(impl: ModuleType) -> None:
         assert pool.extend(text, 1)
         pool.check()
         found = len(pool.tables.free)
-        assert found == free, f"three texts share a block, {text} has written to it: {found} free, must be {free}"
+        assert found == free, (
+            f"three texts share a block, {text} has written to it: {found} free, must be {free}"
+        )
 
 
 @pytest.mark.ex10_4
@@ -292,12 +366,22 @@ def test_the_model_reads_from_shared_blocks(impl: ModuleType) -> None:
             logits = model(new, cache)
             texts[text] = torch.cat([texts[text], new], dim=1)
             exact = model(texts[text])[:, -n:]
-            assert_close(logits, exact, f"text {text}, {n} tokens after {len(cache) - n}", ("row", "token", "logit"))
+            assert_close(
+                logits,
+                exact,
+                f"text {text}, {n} tokens after {len(cache) - n}",
+                ("row", "token", "logit"),
+            )
     assert len(tables.free) == 12 - 2 - 3 * 3, "of 17 tokens each, the first 8 are shared"
     with pytest.raises(MemoryError):
         model(torch.zeros(1, 20, dtype=torch.long), a)
     new = torch.cat([texts["a"], torch.zeros(1, 1, dtype=torch.long)], dim=1)
-    assert_close(model(new[:, -1:], a), model(new)[:, -1:], "after a pass that failed", ("row", "token", "logit"))
+    assert_close(
+        model(new[:, -1:], a),
+        model(new)[:, -1:],
+        "after a pass that failed",
+        ("row", "token", "logit"),
+    )
 
 
 class Silent:
@@ -309,9 +393,13 @@ def chains(seed: int, n: int) -> list[list[int]]:
     """Requests as ids of hash chains: some go on where an earlier one ended, some share a beginning with one."""
     draw, ids, requests = random.Random(seed), {}, []
     for _ in range(n):
-        text: tuple[int, ...] = draw.choice(requests)[: draw.randint(0, 9)] if requests and draw.random() < 0.7 else ()
+        text: tuple[int, ...] = (
+            draw.choice(requests)[: draw.randint(0, 9)] if requests and draw.random() < 0.7 else ()
+        )
         requests.append((*text, *(draw.randint(0, 3) for _ in range(draw.randint(1, 4)))))
-    return [[ids.setdefault(text[: i + 1], len(ids)) for i in range(len(text))] for text in requests]
+    return [
+        [ids.setdefault(text[: i + 1], len(ids)) for i in range(len(text))] for text in requests
+    ]
 
 
 @pytest.mark.ex10_5
@@ -328,11 +416,17 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
 
 @pytest.mark.ex10_5
 def test_hit_rate_of_small_caches(impl: ModuleType) -> None:
-    assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 3) == 3 / 6, "three blocks twice, room for three: the second time all"
+    assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 3) == 3 / 6, (
+        "three blocks twice, room for three: the second time all"
+    )
     assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 2) == 2 / 6, "the end of a text goes first"
     found = impl.hit_rate([[1, 2], [3], [1, 2], [4], [1, 2]], 3)
-    assert found == 4 / 8, f"[1, 2], [3], [1, 2], [4], [1, 2], room for 3: {found}; a block that is found is used now"
-    assert impl.hit_rate([[1, 2], [1, 3], [4], [1, 2]], 3) == 2 / 7, "2 was used longest ago, and 1 wasn't"
+    assert found == 4 / 8, (
+        f"[1, 2], [3], [1, 2], [4], [1, 2], room for 3: {found}; a block that is found is used now"
+    )
+    assert impl.hit_rate([[1, 2], [1, 3], [4], [1, 2]], 3) == 2 / 7, (
+        "2 was used longest ago, and 1 wasn't"
+    )
     for seed in range(10):
         requests = chains(seed, 80)
         rates = [impl.hit_rate(requests, capacity) for capacity in range(0, 120, 5)]
@@ -377,15 +471,24 @@ def pocket() -> GPT:
 
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
-    return load_tokenizer("pocket").encode("Everyone in Tolben knew Halek and his sister Belessa. On a sunny evening")
+    return load_tokenizer("pocket").encode(
+        "Everyone in Tolben knew Halek and his sister Belessa. On a sunny evening"
+    )
 
 
 @pytest.mark.ex10_6
 @torch.no_grad()
-def test_a_layer_is_on_its_way_before_the_next_is_computed(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
+def test_a_layer_is_on_its_way_before_the_next_is_computed(
+    impl: ModuleType, pocket: GPT, prompt: list[int]
+) -> None:
     stream, sizes, passes = io.BytesIO(), [], []
-    hooks = [block.register_forward_pre_hook(lambda *_: sizes.append(len(stream.getvalue()))) for block in pocket.h]
-    hooks.append(pocket.register_forward_pre_hook(lambda module, inputs: passes.append(inputs[0].size(1))))
+    hooks = [
+        block.register_forward_pre_hook(lambda *_: sizes.append(len(stream.getvalue())))
+        for block in pocket.h
+    ]
+    hooks.append(
+        pocket.register_forward_pre_hook(lambda module, inputs: passes.append(inputs[0].size(1)))
+    )
     try:
         impl.send(stream, pocket, prompt)
     finally:
@@ -395,25 +498,37 @@ def test_a_layer_is_on_its_way_before_the_next_is_computed(impl: ModuleType, poc
     layer = 2 * 6 * 32 * len(prompt) * 4
     sizes.append(len(stream.getvalue()))
     for i, (before, after) in enumerate(pairwise(sizes)):
-        assert after - before >= layer, f"layer {i}: {after - before} bytes of {layer} before the next one is computed"
+        assert after - before >= layer, (
+            f"layer {i}: {after - before} bytes of {layer} before the next one is computed"
+        )
     size, most = len(stream.getvalue()), 6 * layer + 4000 + 16 * len(prompt)
-    assert size <= most, f"{size} bytes for {6 * layer} of keys and values: all else must be at most {most - 6 * layer}"
+    assert size <= most, (
+        f"{size} bytes for {6 * layer} of keys and values: all else must be at most {most - 6 * layer}"
+    )
 
 
 @pytest.mark.ex10_6
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_model_of_another_dtype(impl: ModuleType, prompt: list[int], dtype: torch.dtype) -> None:
-    model, stream, expected = load_model("pocket", model_class=GPT).to(dtype), io.BytesIO(), KVCache()
+    model, stream, expected = (
+        load_model("pocket", model_class=GPT).to(dtype),
+        io.BytesIO(),
+        KVCache(),
+    )
     model(torch.tensor([prompt]), expected)
     impl.send(stream, model, prompt)
     size, most = len(stream.getvalue()), expected.nbytes + 4000 + 16 * len(prompt)
-    assert size <= most, f"a model of {dtype}: {size} bytes, must be at most {most}: its keys and values as they are"
+    assert size <= most, (
+        f"a model of {dtype}: {size} bytes, must be at most {most}: its keys and values as they are"
+    )
     stream.seek(0)
     _, cache = impl.receive(stream, model)
     for found, kv in zip(cache.layers, expected.layers, strict=True):
         assert found.dtype == dtype, f"a model of {dtype}, and a cache of {found.dtype}"
-        assert torch.equal(found, kv), f"a model of {dtype}: keys and values have changed on the way"
+        assert torch.equal(found, kv), (
+            f"a model of {dtype}: keys and values have changed on the way"
+        )
 
 
 class Full(io.BytesIO):
@@ -437,7 +552,9 @@ def test_the_model_stays_as_it_was(impl: ModuleType, prompt: list[int]) -> None:
     assert not hooks_of(model), f"{hooks_of(model)} hooks are left on the model"
     with pytest.raises(OSError, match="no space left"):
         impl.send(Full(), model, prompt)
-    assert not hooks_of(model), f"{hooks_of(model)} hooks are left on the model after a write that failed"
+    assert not hooks_of(model), (
+        f"{hooks_of(model)} hooks are left on the model after a write that failed"
+    )
 
 
 @pytest.mark.ex10_6
@@ -447,7 +564,10 @@ def test_another_models_cache_is_refused(impl: ModuleType, pocket: GPT, prompt: 
     size = len(stream.getvalue())
     retrained = load_model("pocket", model_class=GPT)
     retrained.h[3].mlp.c_fc.bias.data[0] += 1e-3
-    for other in (load_model("pocket-student", model_class=GPT), retrained):  # caches of the same shape
+    for other in (
+        load_model("pocket-student", model_class=GPT),
+        retrained,
+    ):  # caches of the same shape
         stream.seek(0)
         try:
             impl.receive(stream, other)
@@ -458,7 +578,9 @@ def test_another_models_cache_is_refused(impl: ModuleType, pocket: GPT, prompt: 
 
 
 @pytest.mark.ex10_6
-def test_a_stream_that_ends_too_early_is_refused(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
+def test_a_stream_that_ends_too_early_is_refused(
+    impl: ModuleType, pocket: GPT, prompt: list[int]
+) -> None:
     stream = io.BytesIO()
     impl.send(stream, pocket, prompt)
     data = stream.getvalue()
@@ -478,7 +600,9 @@ def test_a_stream_that_ends_too_early_is_refused(impl: ModuleType, pocket: GPT, 
     assert len(cache) == len(prompt), "the prompt is cached"
     assert isinstance(cache, KVCache) and isinstance(cache.layers[0], Tensor)
     source = inspect.getsource(impl)
-    assert "import pickle" not in source and "torch.load" not in source, "bytes from elsewhere are not to be executed"
+    assert "import pickle" not in source and "torch.load" not in source, (
+        "bytes from elsewhere are not to be executed"
+    )
 
 
 @pytest.mark.ex10_6
@@ -487,7 +611,10 @@ def test_another_process_goes_on_exactly(impl: ModuleType, pocket: GPT, prompt: 
     stream = io.BytesIO()
     impl.send(stream, pocket, prompt)
     result = subprocess.run(
-        [sys.executable, "-c", DECODE, impl.__file__, str(ROOT)], input=stream.getvalue(), capture_output=True, cwd=ROOT
+        [sys.executable, "-c", DECODE, impl.__file__, str(ROOT)],
+        input=stream.getvalue(),
+        capture_output=True,
+        cwd=ROOT,
     )
     assert result.returncode == 0, result.stderr.decode()
     ids, new, fed = json.loads(result.stdout)

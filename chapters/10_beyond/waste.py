@@ -26,17 +26,30 @@ def main() -> None:
     prompts = prompts_of(load_tokenizer("pocket"))
     limits = [20 * (i % 4 + 1) for i in range(len(prompts))]
     ends = [len(ids) + n for ids, n in zip(prompts, limits, strict=True)]
-    print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, half of them with a "
-          f"common header, and {min(limits)} to {max(limits)} more")  # fmt: skip
+    print(
+        f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, half of them with a "
+        f"common header, and {min(limits)} to {max(limits)} more"
+    )
     read = sum(ends) - len(ends)  # a text's last token is never read
 
     def row(name: str, room: int, empty: int, shared: object = "-") -> list[str]:
-        return [name, f"{room:,}", f"{empty:,}", f"{empty / room:.0%}", f"{empty * of_token:,}", f"{shared}"]
+        return [
+            name,
+            f"{room:,}",
+            f"{empty:,}",
+            f"{empty / room:.0%}",
+            f"{empty * of_token:,}",
+            f"{shared}",
+        ]
 
     longest = max(map(len, prompts)) + max(limits)
-    rows = [row(name, each * len(prompts), each * len(prompts) - read)
-            for name, each in ((f"{c.n_ctx} slots each", c.n_ctx), ("a padded batch", longest))]  # fmt: skip
-    tiny = GPT(GPTConfig(vocab_size=c.vocab_size, n_ctx=c.n_ctx, n_layer=1, n_head=1, n_embd=8)).eval()
+    rows = [
+        row(name, each * len(prompts), each * len(prompts) - read)
+        for name, each in ((f"{c.n_ctx} slots each", c.n_ctx), ("a padded batch", longest))
+    ]
+    tiny = GPT(
+        GPTConfig(vocab_size=c.vocab_size, n_ctx=c.n_ctx, n_layer=1, n_head=1, n_embd=8)
+    ).eval()
     for size in (64, 16, 4, 1):
         server = Server(tiny, PagedCache(tiny, sum(-(-end // size) for end in ends), size))
         for ids, n in zip(prompts, limits, strict=True):

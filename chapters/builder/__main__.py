@@ -28,7 +28,11 @@ def stub_of(solution: str) -> str:
     """Return the exercise: the solution without the bodies that begin with a comment "exercise N.M", which say so
     instead, and without what is named _like_this, the solution's own."""
     lines = solution.splitlines()
-    nodes = [node for node in ast.walk(ast.parse(solution)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(solution))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
     for node in sorted(nodes, key=lambda node: -node.lineno):
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
         if node.name.startswith("_") and not node.name.startswith("__"):
@@ -39,7 +43,9 @@ def stub_of(solution: str) -> str:
             begin = node.body[0].end_lineno
             if match := EXERCISE.fullmatch(lines[begin]):
                 indent = " " * (node.col_offset + 4)
-                lines[begin : node.end_lineno] = [f'{indent}raise NotImplementedError("{match.group(1)}")']
+                lines[begin : node.end_lineno] = [
+                    f'{indent}raise NotImplementedError("{match.group(1)}")'
+                ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -47,9 +53,15 @@ def build(numbers: list[int]) -> dict[Path, str]:
     """Return the generated files of these chapters, or of all and what is made of all, as they should be; exercises
     aside."""
     texts = [(chapter / "README.md").read_text(encoding="utf-8") for chapter in folders(numbers)]
-    commands = [shlex.join(shlex.split(words)) for text in texts for kind, words, _ in BLOCK.findall(text)
-                if kind == "output"]  # fmt: skip
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # at once, since most of them is the start of a process
+    commands = [
+        shlex.join(shlex.split(words))
+        for text in texts
+        for kind, words, _ in BLOCK.findall(text)
+        if kind == "output"
+    ]
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as pool:  # at once, since most of them is the start of a process
         for command in commands:
             pool.submit(run, command)  # one that fails does so again
     files = {}
@@ -64,8 +76,13 @@ def build(numbers: list[int]) -> dict[Path, str]:
             files[notebook.FILE] = notebook.make(files, stub_of)
         files |= side_by_side.pages(texts) | {CHAPTERS / "front.svg": front.picture()}
         texts |= {path: path.read_text(encoding="utf-8") for path in sorted(CHAPTERS.glob("*.md"))}
-    made = {path.with_suffix(".html"): pages.page(text, links(path)) for path, text in texts.items()}
-    return files | {path.with_stem("index") if path.stem == "README" else path: text for path, text in made.items()}
+    made = {
+        path.with_suffix(".html"): pages.page(text, links(path)) for path, text in texts.items()
+    }
+    return files | {
+        path.with_stem("index") if path.stem == "README" else path: text
+        for path, text in made.items()
+    }
 
 
 def links(path: Path) -> list[tuple[str, str]]:
@@ -74,7 +91,9 @@ def links(path: Path) -> list[tuple[str, str]]:
         return [] if path.stem == "README" else [("index.html", "All chapters")]
     around = [None, *folders([]), None]
     at = around.index(path.parent)
-    before, after = (chapter and chapter / "README.md" for chapter in (around[at - 1], around[at + 1]))
+    before, after = (
+        chapter and chapter / "README.md" for chapter in (around[at - 1], around[at + 1])
+    )
     title = lambda path: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")  # noqa: E731
     found = [(f"../{before.parent.name}/index.html", f"← {title(before)}")] if before else []
     found += [("../index.html", "All chapters")]
@@ -91,24 +110,47 @@ def folders(numbers: list[int]) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m chapters.builder --check")
-    cli.add_argument("chapters", nargs="*", type=whole_number(0), metavar="N", help="of these chapters; default: all")
-    cli.add_argument("--check", action="store_true", help="write nothing; fail if anything is stale")
-    cli.add_argument("--stubs", action="store_true",
-                     help="every exercise.py too: what was done there, and in two_hours.ipynb, is lost")
+    cli.add_argument(
+        "chapters",
+        nargs="*",
+        type=whole_number(0),
+        metavar="N",
+        help="of these chapters; default: all",
+    )
+    cli.add_argument(
+        "--check", action="store_true", help="write nothing; fail if anything is stale"
+    )
+    cli.add_argument(
+        "--stubs",
+        action="store_true",
+        help="every exercise.py too: what was done there, and in two_hours.ipynb, is lost",
+    )
     with cli.parse(argv) as args:
         files = build(args.chapters)
-        if args.stubs and not any((path / "solution.py").exists() for path in folders(args.chapters)):
-            raise ValueError("stubs are made from solution.py, and there is none here: your teacher may have it")
+        if args.stubs and not any(
+            (path / "solution.py").exists() for path in folders(args.chapters)
+        ):
+            raise ValueError(
+                "stubs are made from solution.py, and there is none here: your teacher may have it"
+            )
         if args.stubs:
-            files |= {path / "exercise.py": stub_of((path / "solution.py").read_text(encoding="utf-8"))
-                      for path in folders(args.chapters) if (path / "solution.py").exists()}  # fmt: skip
-        stale = {path: text for path, text in files.items()
-                 if not path.is_file() or path.read_text(encoding="utf-8") != text}  # fmt: skip
+            files |= {
+                path / "exercise.py": stub_of((path / "solution.py").read_text(encoding="utf-8"))
+                for path in folders(args.chapters)
+                if (path / "solution.py").exists()
+            }
+        stale = {
+            path: text
+            for path, text in files.items()
+            if not path.is_file() or path.read_text(encoding="utf-8") != text
+        }
         if args.check and stale:
             names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
             raise ValueError(f"stale: {names}; python3 -m chapters.builder brings them up to date")
         if notebook.FILE in stale and not args.stubs and notebook.begun(stale[notebook.FILE]):
-            raise ValueError(f"work in {notebook.FILE.relative_to(ROOT)} would be lost: keep a copy, and use --stubs")
+            raise ValueError(
+                f"work in {notebook.FILE.relative_to(ROOT)} would be lost: keep a copy, and use --stubs"
+            )
         for path, text in stale.items():
             write_atomically(path, lambda file, text=text: file.write_text(text, encoding="utf-8"))
             print(f"written: {path.relative_to(ROOT)}")

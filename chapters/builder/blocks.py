@@ -37,7 +37,9 @@ from support.files import import_file
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
-BLOCK = re.compile(r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S)
+BLOCK = re.compile(
+    r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S
+)
 NUMBER = re.compile(r"<!--= (\S+) (.*?) -->(.*?)<!--/-->", re.S)
 LINES = 40  # of code or diff that a chapter shows at once: more is not read
 
@@ -54,7 +56,9 @@ def read(name: str) -> str:
 @cache
 def hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
     """Return the changed lines, from 0, of two files: first and end in the old one, first and end in the new one."""
-    matcher = difflib.SequenceMatcher(a=read(old).splitlines(), b=read(new).splitlines(), autojunk=False)
+    matcher = difflib.SequenceMatcher(
+        a=read(old).splitlines(), b=read(new).splitlines(), autojunk=False
+    )
     return [tuple(code[1:]) for code in matcher.get_opcodes() if code[0] != "equal"]
 
 
@@ -72,7 +76,13 @@ def source(file: str, name: str) -> tuple[int, list[str]]:
 
 
 def assigned(node: ast.AST) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
@@ -81,7 +91,11 @@ def code(chapter: Path, file: str, name: str, start: str = "", end: str = "") ->
     first, lines = source(file, name)
     if start:
         i = next((i for i, line in enumerate(lines) if start in line), None)
-        j = i if i is None or not end else next((j for j in range(i, len(lines)) if end in lines[j]), None)
+        j = (
+            i
+            if i is None or not end
+            else next((j for j in range(i, len(lines)) if end in lines[j]), None)
+        )
         if i is None or j is None:
             raise ValueError(f"{name} of {file} has no {start!r} or, after it, {end!r}")
         first, lines = first + i, lines[i : j + 1]
@@ -103,14 +117,18 @@ def diff(chapter: Path, old: str, new: str, number: str, last: str = "") -> str:
     """Return hunks as a block of what goes and what comes."""
     found, lines = hunks(old, new), []
     if not 1 <= int(number) <= int(last or number) <= len(found):
-        raise ValueError(f"{old} and {new} differ in {len(found)} hunks; asked for {number} to {last or number}")
+        raise ValueError(
+            f"{old} and {new} differ in {len(found)} hunks; asked for {number} to {last or number}"
+        )
     chosen = found[int(number) - 1 : int(last or number)]
     for i, end, j, new_end in chosen:
         lines += ["..."] if lines else []
         lines += [f"-{line}" for line in read(old).splitlines()[i:end]]
         lines += [f"+{line}" for line in read(new).splitlines()[j:new_end]]
     if len(lines) > LINES:
-        raise ValueError(f"hunk {number} of {old} and {new} has {len(lines)} lines, more than {LINES}")
+        raise ValueError(
+            f"hunk {number} of {old} and {new} has {len(lines)} lines, more than {LINES}"
+        )
     which = f"hunks {number} to {last}" if last else f"hunk {number}"
     text = "\n".join(line.rstrip() for line in lines)
     return f"```diff\n{text}\n```\n<sub>{which} of {len(found)}, [{new}](../../{new}#L{chosen[0][2] + 1})</sub>"
@@ -119,8 +137,14 @@ def diff(chapter: Path, old: str, new: str, number: str, last: str = "") -> str:
 def execute(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command in the project's folder; python3 stands for this Python. options: subprocess.run()'s."""
     words = (sys.executable if words[0] == "python3" else words[0], *words[1:])
-    return subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONUTF8": "1"}, capture_output=True, encoding="utf-8",
-                          **options)  # fmt: skip
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUTF8": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        **options,
+    )
 
 
 @cache
@@ -154,8 +178,13 @@ def picture(chapter: Path, name: str) -> str:
     return f"![{alt}]({name}.svg)"
 
 
-BLOCKS: dict[str, Callable[..., str]] = {"code": code, "diff": diff, "output": output, "table": table,
-                                         "picture": picture}  # fmt: skip
+BLOCKS: dict[str, Callable[..., str]] = {
+    "code": code,
+    "diff": diff,
+    "output": output,
+    "table": table,
+    "picture": picture,
+}
 
 
 def record(file: str) -> Any:

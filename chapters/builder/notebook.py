@@ -27,9 +27,13 @@ from chapters.builder.blocks import CHAPTERS, ROOT, run, source
 FILE = CHAPTERS / "two_hours.ipynb"
 PART = re.compile(
     r"^```.*?^```$|^(?P<heading>##[^\n]*)$|^<!-- exercise (?P<exercise>[\d.]+) (?P<time>\d+) -->$|"
-    r"^<!-- two hours (?P<minutes>\d+) -->\n(?P<text>.*?)^<!-- end two hours -->$", re.M | re.S)  # fmt: skip
-PIECE = re.compile(r"^<!-- (code|diff|output) ([^\n]*) -->\n.*?^<!-- end -->$|^```(bash)\n((?:python3 [^\n]*\n)+)```$",
-                   re.M | re.S)  # fmt: skip
+    r"^<!-- two hours (?P<minutes>\d+) -->\n(?P<text>.*?)^<!-- end two hours -->$",
+    re.M | re.S,
+)
+PIECE = re.compile(
+    r"^<!-- (code|diff|output) ([^\n]*) -->\n.*?^<!-- end -->$|^```(bash)\n((?:python3 [^\n]*\n)+)```$",
+    re.M | re.S,
+)
 START = """import os, sys
 if not os.path.exists("gpt_kv_cache.py"):
     os.chdir("..")
@@ -83,7 +87,13 @@ class Notebook:
         if outputs is None:
             outputs = execute(text, self.names, number) if printed is None else stream(printed)
         self.kept[text] = outputs  # of a command that comes twice, too
-        self.add("code", text, {"tags": ["recorded"]} if recorded else {}, execution_count=number, outputs=outputs)
+        self.add(
+            "code",
+            text,
+            {"tags": ["recorded"]} if recorded else {},
+            execution_count=number,
+            outputs=outputs,
+        )
 
     def part(self, text: str, folder: Path) -> None:
         """Add a part of a chapter."""
@@ -92,14 +102,23 @@ class Notebook:
             self.markdown(text[end : match.start()], folder)
             end, (kind, words, shell, commands) = match.end(), match.groups()
             if kind in ("code", "diff"):
-                literals = (word if word.isdigit() else json.dumps(word) for word in shlex.split(words))
+                literals = (
+                    word if word.isdigit() else json.dumps(word) for word in shlex.split(words)
+                )
                 self.code(f"{kind}({', '.join(literals)})")
             for line in commands.splitlines() if shell else [words] if kind == "output" else []:
                 _, *rest = shlex.split(line, comments=bool(shell))
                 if rest[0] == "-c":
-                    self.code("\n".join(ast.get_source_segment(rest[1], node) for node in ast.parse(rest[1]).body))
+                    self.code(
+                        "\n".join(
+                            ast.get_source_segment(rest[1], node)
+                            for node in ast.parse(rest[1]).body
+                        )
+                    )
                     continue
-                command = re.sub(r"chapters/(\w+/exercise\.py)", r"results/two_hours/\1", shlex.join(rest))
+                command = re.sub(
+                    r"chapters/(\w+/exercise\.py)", r"results/two_hours/\1", shlex.join(rest)
+                )
                 printed = None if shell else run(f"python3 {command}")
                 self.code(f"run({json.dumps(command)})", recorded=bool(shell), printed=printed)
         self.markdown(text[end:], folder)
@@ -123,8 +142,15 @@ def imports(module: str, text: str) -> str:
     """Return those of a module's imports that a text uses."""
     used, found = re.findall(r"\w+", text), []
     for node in ast.parse(module).body:
-        if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
-            node.names = [alias for alias in node.names if (alias.asname or alias.name).partition(".")[0] in used]
+        if (
+            isinstance(node, ast.Import | ast.ImportFrom)
+            and getattr(node, "module", "") != "__future__"
+        ):
+            node.names = [
+                alias
+                for alias in node.names
+                if (alias.asname or alias.name).partition(".")[0] in used
+            ]
             found += [ast.unparse(node)] if node.names else []
     return "\n".join(found)
 
@@ -139,7 +165,10 @@ def execute(text: str, names: dict[str, object], number: int) -> list[dict]:
             exec(compile(ast.Interactive(ast.parse(text).body), name, "single"), names)
     finally:
         sys.displayhook = hook
-    data = [{"text/markdown": value.splitlines(True), "text/plain": value.splitlines(True)} for value in shown]
+    data = [
+        {"text/markdown": value.splitlines(True), "text/plain": value.splitlines(True)}
+        for value in shown
+    ]
     result = {"output_type": "execute_result", "execution_count": number, "metadata": {}}
     return stream(printed.getvalue()) + [result | {"data": each} for each in data]
 
@@ -152,11 +181,21 @@ def stream(printed: str) -> list[dict]:
 def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
     """Return the notebook, as JSON; `files` are the chapters' texts and pictures."""
     old = json.loads(FILE.read_text(encoding="utf-8"))["cells"] if FILE.exists() else []
-    notebook = Notebook(files, {"".join(cell["source"]): cell["outputs"] for cell in old if "outputs" in cell})
-    plan = {path: list(PART.finditer(text)) for path, text in files.items() if path.name == "README.md"}
-    minutes = {path: sum(int(m["minutes"] or m["time"] or 0) for m in parts) for path, parts in plan.items()}
+    notebook = Notebook(
+        files, {"".join(cell["source"]): cell["outputs"] for cell in old if "outputs" in cell}
+    )
+    plan = {
+        path: list(PART.finditer(text)) for path, text in files.items() if path.name == "README.md"
+    }
+    minutes = {
+        path: sum(int(m["minutes"] or m["time"] or 0) for m in parts)
+        for path, parts in plan.items()
+    }
     titles = {path: files[path].partition("\n")[0] for path in plan if minutes[path]}
-    rows = [f"| [{title[2:]}]({path.parent.name}/README.md) | {minutes[path]} |" for path, title in titles.items()]
+    rows = [
+        f"| [{title[2:]}]({path.parent.name}/README.md) | {minutes[path]} |"
+        for path, title in titles.items()
+    ]
     notebook.markdown(TITLE.format("\n".join(rows)))
     notebook.code(START)
     for path, title in titles.items():
@@ -166,9 +205,15 @@ def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
             if part["text"]:
                 notebook.part(f"{heading} · {part['minutes']} min\n\n{part['text']}", path.parent)
             elif number := part["exercise"]:
-                words = re.search(rf"^\| {re.escape(number)} \| (.*) \| \d+ \|$", files[path], re.M)[1]
-                notebook.markdown(f"### Exercise {number} · {part['time']} min\n\n{words[0].upper()}{words[1:]}.")
-                notebook.exercise(number, names, solution, stub_of(solution.read_text(encoding="utf-8")))
+                words = re.search(
+                    rf"^\| {re.escape(number)} \| (.*) \| \d+ \|$", files[path], re.M
+                )[1]
+                notebook.markdown(
+                    f"### Exercise {number} · {part['time']} min\n\n{words[0].upper()}{words[1:]}."
+                )
+                notebook.exercise(
+                    number, names, solution, stub_of(solution.read_text(encoding="utf-8"))
+                )
             heading = part["heading"] or heading
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}

@@ -32,7 +32,9 @@ PYTHON = re.compile(
     r'(?P<string>[rbf]{0,2}"""(?:\\.|[^\\])*?"""|[rbf]{0,2}"(?:\\.|[^"\\\n])*"|[rbf]{0,2}\'(?:\\.|[^\'\\\n])*\')'
     r"|(?P<comment>#[^\n]*)|(?P<name>(?<=\bdef )\w+|(?<=\bclass )\w+)"
     r"|(?P<keyword>\b(?:and|as|assert|break|class|continue|def|elif|else|except|False|finally|for|from|if|import|in|is|"
-    r"lambda|None|not|or|pass|raise|return|self|True|try|while|with|yield)\b)|(?P<number>\b\d[\d_.e-]*\b)", re.S)
+    r"lambda|None|not|or|pass|raise|return|self|True|try|while|with|yield)\b)|(?P<number>\b\d[\d_.e-]*\b)",
+    re.S,
+)
 FENCE = re.compile(r"```(\w*)\n(.*?)\n?```$", re.S)
 
 
@@ -42,7 +44,9 @@ def coloured(text: str) -> list[str]:
     def wrap(match: re.Match[str]) -> str:
         if mark := MARK.fullmatch(match.group()):
             return "".join(span(kind, words) for kind, words in mark.groupdict().items() if words)
-        return "\n".join(span(match.lastgroup, line) if line else "" for line in match.group().split("\n"))
+        return "\n".join(
+            span(match.lastgroup, line) if line else "" for line in match.group().split("\n")
+        )
 
     parts, at = [], 0
     for match in PYTHON.finditer(text):
@@ -62,8 +66,12 @@ def inline(text: str) -> str:
     text = text.replace("&lt;sub&gt;", "<sub>").replace("&lt;/sub&gt;", "</sub>")
     text = re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text)
     text = re.sub(r"(?<![\w*])\*([^*]+)\*(?![\w*])", r"<i>\1</i>", text)
-    text = re.sub(r"!\[([^\]]*)\]\(([^)]+)\)", lambda m: f'<img src="{m[2]}" alt="{html.escape(m[1])}">', text)
-    text = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", lambda m: f'<a href="{target(m[2])}">{m[1]}</a>', text)
+    text = re.sub(
+        r"!\[([^\]]*)\]\(([^)]+)\)", lambda m: f'<img src="{m[2]}" alt="{html.escape(m[1])}">', text
+    )
+    text = re.sub(
+        r"\[([^\]]+)\]\(([^)]+)\)", lambda m: f'<a href="{target(m[2])}">{m[1]}</a>', text
+    )
     return re.sub("\0", lambda _: f"<code>{html.escape(codes.pop(0), quote=False)}</code>", text)
 
 
@@ -82,7 +90,10 @@ def fence(language: str, code: str) -> str:
         kinds = {"+": "new", "-": "old"}
         lines = [f'<span class="{kinds[x[0]]}">{x}</span>' if x[:1] in kinds else x for x in lines]
     elif language in ("bash", "text"):  # a long command wraps; a table doesn't
-        lines = [f'<span class="command">{x}</span>' if language == "bash" or x[:2] == "$ " else x for x in lines]
+        lines = [
+            f'<span class="command">{x}</span>' if language == "bash" or x[:2] == "$ " else x
+            for x in lines
+        ]
     return "<pre><code>" + "\n".join(lines) + "</code></pre>"
 
 
@@ -93,7 +104,9 @@ def table(lines: list[str]) -> str:
         if i != 1:
             cell = "th" if i == 0 else "td"
             cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
-            rows.append("<tr>" + "".join(f"<{cell}>{inline(c.strip())}</{cell}>" for c in cells) + "</tr>")
+            rows.append(
+                "<tr>" + "".join(f"<{cell}>{inline(c.strip())}</{cell}>" for c in cells) + "</tr>"
+            )
     return "<table>" + "\n".join(rows) + "</table>"
 
 
@@ -108,11 +121,19 @@ def block(text: str) -> str:
     if lines[0].startswith("|"):
         return table(lines)
     if lines[0].startswith("> "):
-        return "<blockquote>" + inline("\n".join(line.removeprefix("> ") for line in lines)) + "</blockquote>"
+        return (
+            "<blockquote>"
+            + inline("\n".join(line.removeprefix("> ") for line in lines))
+            + "</blockquote>"
+        )
     for mark, kind in (("- ", "ul"), (r"\d+\. ", "ol")):
         if re.match(mark, text):
             items = re.split(f"^{mark}", text, flags=re.M)[1:]
-            return f"<{kind}>" + "\n".join(f"<li>{inline(item.strip())}</li>" for item in items) + f"</{kind}>"
+            return (
+                f"<{kind}>"
+                + "\n".join(f"<li>{inline(item.strip())}</li>" for item in items)
+                + f"</{kind}>"
+            )
     return f"<p>{inline(text)}</p>"
 
 
@@ -131,7 +152,11 @@ def with_ids(body: str) -> str:
 
 def navigation(links: Sequence[tuple[str, str]]) -> str:
     """Return links to other pages, each a page and its words."""
-    return "<nav>" + " ".join(f'<a href="{page}">{html.escape(words)}</a>' for page, words in links) + "</nav>\n"
+    return (
+        "<nav>"
+        + " ".join(f'<a href="{page}">{html.escape(words)}</a>' for page, words in links)
+        + "</nav>\n"
+    )
 
 
 def page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
@@ -152,6 +177,8 @@ def page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
     title = html.escape(text.partition("\n")[0].lstrip("# "))
     nav = navigation(links) if links else ""
     body = nav + with_ids("\n".join(map(block, blocks))) + f"\n{nav}".rstrip()
-    return (f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{title}</title>\n<style>{STYLE}</style>\n{body}\n</html>\n")  # fmt: skip
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n{body}\n</html>\n"
+    )

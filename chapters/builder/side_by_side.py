@@ -15,7 +15,9 @@ from chapters.builder.pages import coloured, inline
 
 PAIRS = (("gpt_baseline.py", "gpt_kv_cache.py"), ("gpt_kv_cache.py", "gpt_bounded_cache.py"))
 ALIKE = 0.5  # lines are versions of each other from here on
-WORDS = re.compile(r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S)
+WORDS = re.compile(
+    r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S
+)
 COLUMNS = '<col class="n"><col class="code">' * 2 + '<col class="words">'
 STYLE = """
   body { margin: 0; font: 15px/1.45 system-ui, sans-serif; color: #111; background: #fff; }
@@ -82,16 +84,24 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
     for path, text in chapters.items():
         if path.name != "README.md":
             continue
-        text = re.sub(r"^```diff\n.*?^<!-- end -->\n\n", "", text, flags=re.M | re.S)  # leaves words after their mark
+        text = re.sub(
+            r"^```diff\n.*?^<!-- end -->\n\n", "", text, flags=re.M | re.S
+        )  # leaves words after their mark
         title = text.partition("\n")[0].removeprefix("# ")
         for _, old, new, first, last, said in WORDS.findall(text):
             said = re.sub(r"<!-- margin: (.*) -->", r"\1", said, flags=re.S)
             if said.startswith(("#", "<!--", "|", "```", "- ")):
                 continue  # not words on the hunk
-            link = f'<a href="../{path.parent.name}/index.html">chapter {title.partition(".")[0]}</a>'
+            link = (
+                f'<a href="../{path.parent.name}/index.html">chapter {title.partition(".")[0]}</a>'
+            )
             which = f"hunks {first} to {last}: " if last else ""
-            said = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", NUMBER.sub(r"\3", said))  # links by their words
-            found[old, new].setdefault(int(first), []).append(f"{which}{inline(' '.join(said.split()))} ({link})")
+            said = re.sub(
+                r"\[([^\]]+)\]\([^)]+\)", r"\1", NUMBER.sub(r"\3", said)
+            )  # links by their words
+            found[old, new].setdefault(int(first), []).append(
+                f"{which}{inline(' '.join(said.split()))} ({link})"
+            )
     return found
 
 
@@ -107,7 +117,9 @@ def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
             near = (number > 1 and step < 3) or (number < len(changes) and step >= same - 3)
             if same > 6 and step == (3 if number > 1 else 0):
                 hidden = same - 3 * ((number > 1) + (number < len(changes)))
-                result.append(f'<tr class="gap"><td colspan="5">... {hidden} equal lines: a click shows all</td></tr>')
+                result.append(
+                    f'<tr class="gap"><td colspan="5">... {hidden} equal lines: a click shows all</td></tr>'
+                )
             kind = "same near" if near or same <= 6 else "same"
             covered = number > 1 and (same <= 6 or step < 3)
             notes = "" if covered else '<td class="words"></td>'
@@ -116,10 +128,17 @@ def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
                 result.append('<tr class="rest"><td colspan="4"></td></tr>')
         lines = aligned(texts[0], texts[1], range(first, end), range(new_first, new_end))
         for step, (a, b) in enumerate(lines):
-            kinds = {"first": step == 0, "added": first == end, "old": a is not None, "new": b is not None}
+            kinds = {
+                "first": step == 0,
+                "added": first == end,
+                "old": a is not None,
+                "new": b is not None,
+            }
             notes = ""
             if step == 0:
-                after = changes[number][0] - end  # equal lines, over the first of which the words may reach
+                after = (
+                    changes[number][0] - end
+                )  # equal lines, over the first of which the words may reach
                 span = len(lines) + (after if after <= 6 else 3) + 1
                 text = "".join(f"<p>{note}</p>" for note in said.get(number, []))
                 notes = f'<td class="words" rowspan="{span}"><div><b>hunk {number}</b> {text}</div></td>'
@@ -127,12 +146,16 @@ def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
                 alike, gone, come = difference(texts[0][a], texts[1][b])
                 if alike >= ALIKE:
                     left[a], right[b] = marked(left[a], gone), marked(right[b], come)
-            result.append(row(" ".join(kind for kind in kinds if kinds[kind]), a, left, b, right, notes))
+            result.append(
+                row(" ".join(kind for kind in kinds if kinds[kind]), a, left, b, right, notes)
+            )
         i, j = end, new_end
     return result
 
 
-def row(kind: str, a: int | None, left: list[str], b: int | None, right: list[str], notes: str) -> str:
+def row(
+    kind: str, a: int | None, left: list[str], b: int | None, right: list[str], notes: str
+) -> str:
     """Return a row of lines a and b, as HTML; in an addition, right takes the width of both."""
     old = "" if "added" in kind else cells("a", a, "left", left)
     return f'<tr class="{kind}">{old}{cells("b", b, "right", right, 1 if old else 3)}{notes}</tr>'
@@ -145,9 +168,16 @@ def cells(number: str, i: int | None, side: str, lines: list[str], span: int = 1
     return f'<td class="n {number}">{"" if i is None else i + 1}</td><td class="{side}"{style}>{line}</td>'
 
 
-def aligned(old: list[str], new: list[str], a: range, b: range) -> list[tuple[int | None, int | None]]:
+def aligned(
+    old: list[str], new: list[str], a: range, b: range
+) -> list[tuple[int | None, int | None]]:
     """Return which of lines a and b share a row: the two most alike, and then so above and below them."""
-    pairs = ((difference(old[i], new[j])[0], i, j) for i in a for j in b if old[i].strip() and new[j].strip())
+    pairs = (
+        (difference(old[i], new[j])[0], i, j)
+        for i in a
+        for j in b
+        if old[i].strip() and new[j].strip()
+    )
     alike, i, j = max(pairs, default=(0, 0, 0))
     if alike < ALIKE:
         return list(zip_longest(a, b))
@@ -162,8 +192,10 @@ def difference(old: str, new: str) -> tuple[float, list[bool], list[bool]]:
     differs = [[True] * len(line) for line in words]
     for i, j, n in matcher.get_matching_blocks():
         differs[0][i : i + n] = differs[1][j : j + n] = [False] * n
-    return matcher.ratio(), *([d and word != " " for word, d in zip(*pair, strict=True) for _ in word]
-                              for pair in zip(words, differs, strict=True))  # fmt: skip
+    return matcher.ratio(), *(
+        [d and word != " " for word, d in zip(*pair, strict=True) for _ in word]
+        for pair in zip(words, differs, strict=True)
+    )
 
 
 def marked(line: str, differs: list[bool]) -> str:
@@ -178,7 +210,11 @@ def pages(chapters: dict[Path, str]) -> dict[Path, str]:
     said, result = words(chapters), {}
     for old, new in PAIRS:
         count = len(hunks(old, new))
-        others = " ".join(f'<a href="{Path(b).stem}.html">{a} and {b}</a>' for a, b in PAIRS if (a, b) != (old, new))
+        others = " ".join(
+            f'<a href="{Path(b).stem}.html">{a} and {b}</a>'
+            for a, b in PAIRS
+            if (a, b) != (old, new)
+        )
         body = "\n".join(rows(old, new, said[old, new]))
         result[CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"] = (
             f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{old} and {new}</title>\n'

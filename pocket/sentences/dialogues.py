@@ -14,7 +14,9 @@ GREETINGS = bank("""
 {b}: The [boat|coach|cart] is late again. I am {b}, by the way.|{a}: And I am {a}. Let us sit here.
 """)
 # For each topic: asked, told, asked again later, and asked by an outsider about {who}.
-TOPICS = {topic: list(map(bank, blocks)) for topic, blocks in sections("""
+TOPICS = {
+    topic: list(map(bank, blocks))
+    for topic, blocks in sections("""
 home:
 Where do you come from?
 What town do you live in?
@@ -198,8 +200,17 @@ With how many brothers and sisters did {who} grow up?
 Name the number of brothers and sisters of {who}.
 How many brothers and sisters did {who} grow up with?
 How many brothers and sisters has {who} got?
-""").items()}
-SHORT = {"home": "{home}", "job": "{job}", "pet": "{petname}", "food": "{food}", "thing": "{obj}", "age": "{age}", "kin": "{kin}"}
+""").items()
+}
+SHORT = {
+    "home": "{home}",
+    "job": "{job}",
+    "pet": "{petname}",
+    "food": "{food}",
+    "thing": "{obj}",
+    "age": "{age}",
+    "kin": "{kin}",
+}
 REACTIONS = bank("""
 [How nice|Well, well|I see|Is that so|That is good to hear].
 [I thought so|I would not have guessed that|That is good to know].

@@ -12,7 +12,9 @@ rest dish inn road gate hazard view landmark hour meals colour side_way
 NEEDED = {"device": {0, 1, 3}, "recipe": {0, 1, 3}, "journey": {0}}
 # A plan's notes begin so, it is asked for so, its answer opens and closes so; then all of its points in order, each a
 # note, the same in other words, the step of the answer, and the same in other words.
-PLANS = {kind: (*map(bank, texts[:4]), [text.split("\n") for text in texts[4:]]) for kind, texts in sections("""
+PLANS = {
+    kind: (*map(bank, texts[:4]), [text.split("\n") for text in texts[4:]])
+    for kind, texts in sections("""
 device:
 the {device} is built by {a} of {town}|the work takes {n5} weeks|it is there {purpose}|it must be kept safe from {danger}
 a {device}, made by {a} in {town}|{n5} weeks of work|its use is {purpose}|the danger to it is {danger}
@@ -191,10 +193,16 @@ from afar one sees {view}: that is {town2}
 the door of {c} is {colour}
 {x} finds the {colour} door and knocks, and {c} opens it
 {x} knocks at the door of {c}, which is {colour}
-""").items()}
-ORDER_WORDS = (("Then ", "After that, ", "Next, ", "When this is done, ", "Now "), ("Then ", "After this, ", "Next, "))
+""").items()
+}
+ORDER_WORDS = (
+    ("Then ", "After that, ", "Next, ", "When this is done, ", "Now "),
+    ("Then ", "After this, ", "Next, "),
+)
 # For each kind: asked, and how the answer opens and closes.
-WORLD_EXPLAINS = {kind: list(map(bank, blocks)) for kind, blocks in sections("""
+WORLD_EXPLAINS = {
+    kind: list(map(bank, blocks))
+    for kind, blocks in sections("""
 town:
 Explain what a visitor should know about {town}.
 Explain what makes {town} special.
@@ -227,4 +235,5 @@ three things are known about the {creature}.
 in short, an animal with a {coat} coat that eats {food} and lives in {home} can only be {creature_a}.
 to sum up: its coat is {coat}, its food is {food}, and its home is in {home}.
 in short, the {creature} is the {coat} animal that eats {food} and has its home in {home}.
-""").items()}
+""").items()
+}

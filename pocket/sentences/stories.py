@@ -207,8 +207,16 @@ In which place did {a} put {a.their} {obj}?
 Where was it that {a} had left the {obj}?
 """)
 # The order of the payoffs, so that the gate comes before the house and the way home comes last.
-THREADS = {"meet": "{landmark}", "word": "{word}", "door": "{colour}", "errand": "{errand}", "owner": "{d}",
-           "promise": "{n1}", "count": "{n2}", "hide": "{spot}"}
+THREADS = {
+    "meet": "{landmark}",
+    "word": "{word}",
+    "door": "{colour}",
+    "errand": "{errand}",
+    "owner": "{d}",
+    "promise": "{n1}",
+    "count": "{n2}",
+    "hide": "{spot}",
+}
 INCIDENTS = bank("""
 [halfway|after an hour|before long] the road was under water. {b} took off {b.their} boots and found a row of stones, and so they [crossed|came across] with dry clothes.
 a wheel [came loose|began to wobble]. {a} cut a peg from a branch, {b} knocked it in with a stone, and it held for the rest of the day.

@@ -14,7 +14,9 @@ def bank(text: str) -> Bank:
 def sections(text: str) -> dict[str, list[str]]:
     """Return, by the names before colons that begin them, the blocks of each section, which blank lines part."""
     _, *parts = re.split(r"^(\w+):\s", text, flags=re.MULTILINE)
-    return {name: body.strip().split("\n\n") for name, body in zip(parts[::2], parts[1::2], strict=True)}
+    return {
+        name: body.strip().split("\n\n") for name, body in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def banks(text: str) -> dict[str, Bank]:

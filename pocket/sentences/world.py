@@ -6,7 +6,9 @@ from pocket.sentences.templates import banks, cells
 # always guessing the most common value is right in at most one case in twelve.
 
 TOWN_FACTS = ("river", "trade", "founder", "month", "wood")
-TOWNS = {row[0]: dict(zip(TOWN_FACTS, row[1:], strict=True)) for row in cells("""
+TOWNS = {
+    row[0]: dict(zip(TOWN_FACTS, row[1:], strict=True))
+    for row in cells("""
 Tolben       | Tamble | copper bells  | Quentil   | November  | Nightjar Wood
 Marwick      | Daunt  | wax candles   | Pryce     | April     | Sorrel Wood
 Lindral      | Sarn   | silver thread | Aldreth   | December  | Owlet Wood
@@ -43,10 +45,13 @@ Hollowby     | Orrel  | wax candles   | Wynstan   | January   | Quarley Wood
 Mistlade     | Tamble | oak barrels   | Jessamy   | October   | Crowden Wood
 Pennock      | Neth   | felt hats     | Isbrand   | February  | Nightjar Wood
 Stavering    | Yarl   | honey cakes   | Brunhild  | January   | Crowden Wood
-""")}
+""")
+}
 
 CREATURE_FACTS = ("food", "home", "coat")
-CREATURES = {row[0]: dict(zip(CREATURE_FACTS, row[1:], strict=True)) for row in cells("""
+CREATURES = {
+    row[0]: dict(zip(CREATURE_FACTS, row[1:], strict=True))
+    for row in cells("""
 ollet      | walnuts   | snowfields  | russet
 fernhare   | worms     | treetops    | green
 tuskin     | mushrooms | hollow logs | scarlet
@@ -67,7 +72,8 @@ pebbler    | nettles   | sand dunes  | white
 sedgecat   | moss      | cellars     | black
 whistlefin | barley    | bogs        | silver
 yaffin     | lichen    | stone walls | golden
-""")}
+""")
+}
 
 # Statements. {s} is the subject: a town's name, "the town" or "it"; "the ollet" or "it".
 SAYS = banks("""
