@@ -21,6 +21,7 @@ FILES = [
     "projector.py",
     "overfill.py",
     "speculate.py",
+    "compress.py",
     "paged.py",
     "pocket/corpus.py",
     "pocket/train.py",
