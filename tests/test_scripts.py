@@ -130,10 +130,10 @@ def test_bct_goes_on_past_the_context(run: Run) -> None:
         (["--slots", "5", "--memory", "sinks"], ["--slots 5", "at least 6"]),
         (["--slots", "many"], ["many"]),
         (["--slots", "50", "--memory", "bct"], ["bct", "--slots"]),
-        (["--model", "pocket-bct", "--memory", "window"], ["bct", "24 slots"]),
+        (["--model", "pocket-bct", "--memory", "window"], ["bct", "slots is 24"]),
         (
             ["--model", "pocket/teacher", "--memory", "bct"],
-            ["pocket/teacher", "without memory slots"],
+            ["pocket/teacher", "slots is None; models with slots"],
         ),
         (["--prompt", ""], ["prompt"]),
     ],
