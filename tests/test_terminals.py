@@ -34,6 +34,7 @@ STUDIES = [
     "article",
     "bounding",
     "claims",
+    "compression",
     "latency",
     "lengths",
     "pages",
