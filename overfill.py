@@ -750,7 +750,7 @@ def main(argv: list[str] | None = None) -> None:
         "--max-new-tokens",
         type=whole_number(2),
         metavar="N",
-        help="tokens to write; default: write 250, demo 128",
+        help="tokens to write; default: write 250, demo 96",
     )
     cli.only("write", "--temperature", "--top-k", "--trace")
     with cli.parse(argv) as args:
@@ -770,7 +770,7 @@ def main(argv: list[str] | None = None) -> None:
                     )
                 policies[i] = replace(policy, rate=rate)
         if args.what == "demo":
-            n = args.max_new_tokens or 128
+            n = args.max_new_tokens or 96
             return demo(teacher, student, tokenizer, names, policies, args.prompt, n, args.seed)
         ids = torch.tensor(
             [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device

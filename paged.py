@@ -414,7 +414,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_model_arguments()
     cli.add_argument(
         "--max-new-tokens",
-        default=80,
+        default=40,
         **count,
         help="tokens to write; run: after every fourth prompt, fewer after the others",
     )

@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
             torch.tensor([p], device=args.device)
             for p in corpus.beginnings(tokenizer, "test", 3, 192)
         ]
-        n = args.max_new_tokens or 128
+        n = args.max_new_tokens or 64
         print(f"{len(prompts)} texts of {n} tokens after prompts of 192, always the likeliest:\n")
         demo(teacher, student, prompts, n)
         print(
