@@ -1115,12 +1115,12 @@ def test_the_proposal_as_written_is_added_to_a_record_once(
         json.dumps({"kinds": {"quiz": {"tau": 1.0}, "notes": {"as written": {}}, "story": {}}})
     )
     for _ in range(2):
-        module.main(["study", "--as-written", "--out", str(tmp_path)])
+        projection.main(["--as-written", "--out", str(tmp_path)])
         assert measured == ["quiz", "story"]
     record = json.loads(file.read_text())["kinds"]
     assert record["quiz"]["tau"] == 1.0 and record["quiz"]["as written"]["tau"] == 0.5
     with pytest.raises(SystemExit, match="2"):
-        module.main(["study", "--as-written", "--kinds", "long quiz", "--out", str(tmp_path)])
+        projection.main(["--as-written", "--kinds", "long quiz", "--out", str(tmp_path)])
 
 
 @pytest.mark.slow
@@ -1128,7 +1128,7 @@ def test_a_study_then_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """The whole protocol, on a few pairs; then an answer from the library that it has kept."""
     pairs, out = write_pairs(tmp_path / "pairs.csv", 40), tmp_path / "out"
     model = str(ROOT / "pocket" / "teacher")
-    module.main(["study", "--quick", "--model", model, "--pairs", str(pairs), "--out", str(out)])
+    projection.main(["--quick", "--model", model, "--pairs", str(pairs), "--out", str(out)])
     printed = capsys.readouterr().out
     record = json.loads((out / "summary.json").read_text())["kinds"]["pairs"]
     assert {v["verdict"] for v in record["verdicts"].values()} <= {"SUPPORTED", "REJECTED"}
@@ -1164,7 +1164,7 @@ def test_the_bare_run_and_a_question_on_a_fresh_clone(capsys: pytest.CaptureFixt
     for name in ("cold", "rival"):
         assert rows[name][2:] == ["0.00", "100%"]
     assert float(rows["proposed"][2]) > 1 > float(rows["ours"][2])
-    assert lines[-1].endswith("python3 projector.py study")
+    assert lines[-1].endswith("python3 -m studies.projection")
 
 
 def test_a_question_is_answered_three_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1191,17 +1191,12 @@ def test_a_question_is_answered_three_times(capsys: pytest.CaptureFixture[str]) 
         (["ask"], "ask needs a QUESTION"),
         (["demo", "x"], "ask needs a QUESTION"),
         (["ask", ""], "empty"),
-        (["--seed", "1", "study"], "study comes first"),
+        (["study"], "choose from"),
         (["--max-new-tokens", "9"], "demo has no --max-new-tokens"),
         (["demo", "--library", "x"], "demo has no --library"),
         (["ask", "--library", "nowhere", "x"], "nowhere"),
         (["ask", "x", "--library", "README.md"], "README.md"),
         (["--model", "gpt2"], "--pairs FILE"),
-        (["study", "--model", "gpt2"], "--pairs FILE"),
-        (["study", "--pairs", "nowhere.csv"], "nowhere.csv"),
-        (["study", "--kinds", "riddle"], "riddle"),
-        (["study", "--kinds", "quiz", "--pairs", "x.csv"], "choose"),
-        (["study", "--repeats", "0"], "at least 1"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -1209,5 +1204,24 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         module.main(arguments)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt2"], "--pairs FILE"),
+        (["--pairs", "nowhere.csv"], "nowhere.csv"),
+        (["--kinds", "riddle"], "riddle"),
+        (["--kinds", "quiz", "--pairs", "x.csv"], "choose"),
+        (["--repeats", "0"], "at least 1"),
+    ],
+)
+def test_bad_input_of_the_study_is_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        projection.main(arguments)
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
