@@ -76,7 +76,8 @@ class Conv1D(nn.Module):
 
 
 def rotation(pos: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:  # ROPE
-    """Return cosines and signed sines (T, D), float32, that turn heads at positions pos (T,).
+    """Return cosines and signed sines (1, T, D), float32, that turn heads at positions pos (T,), or
+    (B, 1, T, D) for positions (B, T).
 
     Pair i turns by theta ** (-2i / D) radians a token. With rope_scaling, as in Llama 3.1 and 3.2,
     a pair that goes round at most `low` times in n_ctx tokens is slower by `factor`, one that does
@@ -88,9 +89,9 @@ def rotation(pos: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:  # ROPE
         rounds = n_ctx * speed / (2 * math.pi)  # ROPE
         fast = ((rounds - low) / (high - low)).clamp(0, 1)  # ROPE
         speed = speed * (fast + (1 - fast) / factor)  # ROPE
-    angle = pos[:, None] * speed  # ROPE  (T, D / 2)
+    angle = pos[..., None, :, None] * speed  # ROPE  (1, T, D / 2)
     cos, sin = angle.cos(), angle.sin()  # ROPE
-    return torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)  # ROPE
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # ROPE
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # ROPE

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, check_options, context_start, sample
+from gpt_kv_cache import check_options, context_start, sample
+from support.geometry import kv_heads
 from support.prefix import common_prefix
 
 FAR = 1 << 40  # a position after every query's
@@ -64,12 +65,12 @@ class PagedCache:
     all tokens before. A free block can be found too, until it is handed out: the oldest goes first.
     """
 
-    def __init__(self, model: GPT, blocks: int, size: int = 16) -> None:
+    def __init__(self, model: nn.Module, blocks: int, size: int = 16) -> None:
         if blocks < 1 or size < 1:
             raise ValueError(f"{blocks} blocks of {size} tokens: must be at least 1 of 1")
         c, weight = model.config, model.wte.weight
         self.blocks, self.size = blocks, size
-        shape = (c.n_layer, 2, c.n_head, blocks, size, c.head_dim)
+        shape = (c.n_layer, 2, kv_heads(c), blocks, size, c.head_dim)
         try:
             self.pool = weight.new_zeros(shape)
         except RuntimeError as error:
@@ -184,7 +185,7 @@ class PagedCache:
 
 
 class Batch:
-    """What a GPT takes as the cache of a pass over tokens of many texts, one after the other in a
+    """What a model takes as the cache of a pass over tokens of many texts, one after the other in a
     single row (1, T): no text is padded to another's length, and a shared block is read once.
 
     A pass that fails changes nothing: what it wrote lies behind the tokens that count as read.
@@ -209,7 +210,7 @@ class Batch:
         k_pos = (begins[:, blocks, None] + torch.arange(size)).flatten(1)  # (texts, S)
         rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
         mask = k_pos[rows] <= pos[:, None]  # (T, S)
-        next_pos = pos - torch.arange(len(fed))  # the GPT adds 0, 1, ..., T - 1
+        next_pos = pos - torch.arange(len(fed))  # the model adds 0, 1, ..., T - 1
         tensors = (torch.as_tensor(x).to(device) for x in (ids, slots, blocks, mask, next_pos))
         self.ids, self.slots, self.blocks, self.mask, self.next_pos = tensors
 
@@ -239,7 +240,9 @@ class Server:
     """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk
     of the one text that is being read, or over the last token of all that are being written."""
 
-    def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = MOST) -> None:
+    def __init__(
+        self, model: nn.Module, cache: PagedCache, chunk: int = 64, most: int = MOST
+    ) -> None:
         """chunk: tokens of a prompt in a pass at most; most: texts that are written at once. Masked
         or not, all their tokens meet in attention, whose cost is the square of their number."""
         if chunk < 1 or most < 1:
@@ -369,7 +372,7 @@ class Server:
 
 
 def serve(
-    model: GPT,
+    model: nn.Module,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],
     *,
@@ -456,7 +459,7 @@ def main(argv: list[str] | None = None) -> None:
         lines = [line for line in lines if line.strip()]
         if args.file and not lines:
             raise ValueError(f"{args.file} has no line to continue")
-        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
         if args.what == "run":
             return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, args.trace_file)

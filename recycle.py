@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tiktoken
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt_kv_cache import GPT, KVCache, context_start, generate
+from gpt_kv_cache import KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
 from support.encoders import load_encoder, nearest
 from support.files import read_csv, write_csv
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 DATA = Path(__file__).resolve().parent / "data"
 
 
-def read_all(model: GPT, ids: Sequence[int]) -> KVCache:
+def read_all(model: nn.Module, ids: Sequence[int]) -> KVCache:
     """Return the cache of a text after one forward pass."""
     cache = model.new_cache()
     with torch.no_grad():
@@ -142,7 +142,7 @@ class Recycler:
 
 @torch.no_grad()
 def generate_as_published(
-    model: GPT, new: Tensor, cache: KVCache, max_new_tokens: int, stop_id: int | None = None
+    model: nn.Module, new: Tensor, cache: KVCache, max_new_tokens: int, stop_id: int | None = None
 ) -> Iterator[Tensor]:
     """Yield what the source's call writes (section 4.4.3), `model.generate(input_ids=new,
     past_key_values=cache)` in its version of transformers, 4.45.2.
@@ -455,7 +455,7 @@ def main(argv: list[str] | None = None) -> None:
         cli.only(args.what, "run", {"--encoder": args.encoder})
         if args.store == "":
             raise ValueError("--store is empty, but a folder needs a name")
-        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "run":
             encoder = load_encoder(args.encoder or "tokens", model, tokenizer)

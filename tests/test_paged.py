@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, GPTConfig, generate
+from gpt_kv_cache import GPTConfig, generate
 from paged import Batch, PagedCache, Server, Text, main, serve
 from studies.paging import padded
-from tests.helpers import ROOT
+from tests.helpers import ROOT, class_of, of_kind
 from tests.test_equivalence import assert_close, failing, parts_of, randomize
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
@@ -23,15 +23,16 @@ FAST, SLOW = range(16), range(16, 216)
 
 
 @pytest.fixture
-def model() -> GPT:
+def model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    model = GPT(CONFIG).eval()
+    config = of_kind(kind, CONFIG)
+    model = class_of(config)(config).eval()
     randomize(model)
     return model.requires_grad_(False)
 
 
 def alone(
-    model: GPT,
+    model: nn.Module,
     ids: list[int],
     n: int,
     stop_id: int | None = None,
@@ -62,7 +63,9 @@ def check_counts(cache: PagedCache, texts: list[Text]) -> None:
     )
 
 
-def read(model: GPT, cache: PagedCache, texts: list[Text], *counts: int) -> tuple[Tensor, ...]:
+def read(
+    model: nn.Module, cache: PagedCache, texts: list[Text], *counts: int
+) -> tuple[Tensor, ...]:
     """Return the logits (n, V) of the next n tokens of each text, for as many counts or one for all."""
     counts = counts if len(counts) == len(texts) else counts * len(texts)
     assert all(cache.room(text, n) for text, n in zip(texts, counts, strict=True))
@@ -89,7 +92,7 @@ def fork(cache: PagedCache, text: Text, number: int) -> Text:
 # --- The cache ----------------------------------------------------------------------------------
 
 
-def check_any_use(model: GPT, seed: int) -> None:
+def check_any_use(model: nn.Module, seed: int) -> None:
     """Texts are read together in random chunks, forked, truncated, dropped and found again; passes
     fail in between. The logits must be those of each text alone at every position."""
     rng, parts = random.Random(seed), parts_of(model)
@@ -134,19 +137,19 @@ def check_any_use(model: GPT, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", FAST)
 def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
-    model: GPT, seed: int
+    model: nn.Module, seed: int
 ) -> None:
     check_any_use(model, seed)
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_each_text_alone_in_many_more_cases(model: GPT) -> None:
+def test_logits_are_those_of_each_text_alone_in_many_more_cases(model: nn.Module) -> None:
     for seed in SLOW:
         check_any_use(model, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_that_of_the_model(model: GPT, dtype: torch.dtype) -> None:
+def test_half_precision_is_that_of_the_model(model: nn.Module, dtype: torch.dtype) -> None:
     model = model.to(dtype)
     cache, texts = PagedCache(model, 9, 4), [new(tokens(9, 1)), new(tokens(9, 2))]
     read(model, cache, texts[:1], 3)
@@ -157,7 +160,7 @@ def test_half_precision_is_that_of_the_model(model: GPT, dtype: torch.dtype) -> 
     assert_close(got[0], expected, dtype)
 
 
-def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
+def test_a_shared_block_is_copied_when_it_is_written_to(model: nn.Module) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
     read(model, cache, [a], 6)
     b = fork(cache, a, 1)
@@ -174,7 +177,9 @@ def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
         assert_close(logits, model(torch.tensor([text.ids[:9]]))[0, -3:], torch.float32)
 
 
-def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(model: GPT) -> None:
+def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(
+    model: nn.Module,
+) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(11, 1))
     read(model, cache, [a], 11)
     table = [*a.table]
@@ -197,7 +202,7 @@ def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(model
     assert moved.table == []
 
 
-def test_a_block_shared_in_part_goes_on_with_other_tokens(model: GPT) -> None:
+def test_a_block_shared_in_part_goes_on_with_other_tokens(model: nn.Module) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
     read(model, cache, [a], 12)
     b = new([*a.ids[:6], *tokens(6, 2)])
@@ -210,7 +215,7 @@ def test_a_block_shared_in_part_goes_on_with_other_tokens(model: GPT) -> None:
     assert c.n_read == 10, "what was copied can still be found"
 
 
-def test_equal_texts_read_together_end_up_in_the_same_blocks(model: GPT) -> None:
+def test_equal_texts_read_together_end_up_in_the_same_blocks(model: nn.Module) -> None:
     cache, texts = PagedCache(model, 8, 4), [new(tokens(12, 1), i) for i in range(3)]
     read(model, cache, texts, 5)
     assert [text.table[0] for text in texts] == [texts[0].table[0]] * 3 and cache.count[
@@ -220,7 +225,7 @@ def test_equal_texts_read_together_end_up_in_the_same_blocks(model: GPT) -> None
     check_counts(cache, texts)
 
 
-def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: GPT) -> None:
+def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: nn.Module) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
     read(model, cache, [a], 12)
     cache.drop(a)
@@ -235,7 +240,7 @@ def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model:
     assert again.n_read == 12, "the ends of a text are handed out before its beginning"
 
 
-def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: GPT) -> None:
+def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: nn.Module) -> None:
     cache, a = PagedCache(model, 4, 4), new(tokens(9, 1))
     read(model, cache, [a], 8)
     cache.truncate(a, 2)
@@ -246,7 +251,7 @@ def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: GPT
     assert b.n_read == 4
 
 
-def test_the_end_of_a_text_is_handed_out_first(model: GPT) -> None:
+def test_the_end_of_a_text_is_handed_out_first(model: nn.Module) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
     read(model, cache, [a], 12)
     cache.drop(a)
@@ -256,7 +261,7 @@ def test_the_end_of_a_text_is_handed_out_first(model: GPT) -> None:
     assert again.n_read == 8
 
 
-def test_nothing_of_another_text_is_seen_not_even_nan(model: GPT) -> None:
+def test_nothing_of_another_text_is_seen_not_even_nan(model: nn.Module) -> None:
     """A mask alone keeps no text from another's overflow: 0 times NaN is NaN."""
     cache, a, b = PagedCache(model, 4, 4), new(tokens(12, 1)), new(tokens(12, 2), 1)
     read(model, cache, [b], 1)
@@ -278,7 +283,7 @@ def test_nothing_of_another_text_is_seen_not_even_nan(model: GPT) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_room_that_is_not_there_changes_nothing(model: GPT, shared: bool) -> None:
+def test_room_that_is_not_there_changes_nothing(model: nn.Module, shared: bool) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(20, 1))
     read(model, cache, [a], 10)
     texts = [a, fork(cache, a, 1)] if shared else [a]
@@ -289,7 +294,7 @@ def test_room_that_is_not_there_changes_nothing(model: GPT, shared: bool) -> Non
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_pass_without_room_is_refused_and_changes_nothing(model: GPT, forked: bool) -> None:
+def test_a_pass_without_room_is_refused_and_changes_nothing(model: nn.Module, forked: bool) -> None:
     cache, a = PagedCache(model, 6, 4), new(tokens(20, 1))
     read(model, cache, [a], 6)
     texts = [a, fork(cache, a, 1)] if forked else [a]
@@ -299,7 +304,7 @@ def test_a_pass_without_room_is_refused_and_changes_nothing(model: GPT, forked: 
     assert a.n_read == 6 and torch.equal(cache.pool, before)
 
 
-def test_truncate_refuses_what_was_not_read(model: GPT) -> None:
+def test_truncate_refuses_what_was_not_read(model: nn.Module) -> None:
     cache, a = PagedCache(model, 6, 4), new(tokens(20, 1))
     read(model, cache, [a], 6)
     for n in (-1, 7):
@@ -308,10 +313,10 @@ def test_truncate_refuses_what_was_not_read(model: GPT) -> None:
     assert a.n_read == 6 and len(a.table) == 2
 
 
-def test_bytes_follow_the_formula(model: GPT) -> None:
+def test_bytes_follow_the_formula(model: nn.Module) -> None:
     cache = PagedCache(model, 7, 3)
-    c = CONFIG
-    assert cache.pool.nbytes == 2 * c.n_layer * 7 * 3 * c.n_head * c.head_dim * 4
+    c, heads = model.config, 2  # of keys and values
+    assert cache.pool.nbytes == 2 * c.n_layer * 7 * 3 * heads * c.head_dim * 4
     pool = cache.pool
     read(model, cache, [new(tokens(20, 1)), new(tokens(20, 2))], 9)
     assert cache.pool is pool, "allocated once"
@@ -320,7 +325,7 @@ def test_bytes_follow_the_formula(model: GPT) -> None:
 # --- The loop -----------------------------------------------------------------------------------
 
 
-def check_any_service(model: GPT, seed: int) -> int:
+def check_any_service(model: nn.Module, seed: int) -> int:
     """Prompts of random lengths, limits, stop tokens, temperatures and seeds, some with common beginnings,
     arrive at random and get few blocks; return how often one was put back."""
     rng, size = random.Random(seed), random.Random(seed + 1).choice([1, 2, 3, 4, 5, 8, 16])
@@ -354,16 +359,16 @@ def check_any_service(model: GPT, seed: int) -> int:
 
 
 @pytest.mark.parametrize("seed", FAST)
-def test_tokens_are_those_of_each_text_alone(model: GPT, seed: int) -> None:
+def test_tokens_are_those_of_each_text_alone(model: nn.Module, seed: int) -> None:
     check_any_service(model, seed)
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_each_text_alone_in_many_more_cases(model: GPT) -> None:
+def test_tokens_are_those_of_each_text_alone_in_many_more_cases(model: nn.Module) -> None:
     assert sum(check_any_service(model, seed) for seed in SLOW) > 100
 
 
-def test_without_a_free_block_the_youngest_is_read_again_later(model: GPT) -> None:
+def test_without_a_free_block_the_youngest_is_read_again_later(model: nn.Module) -> None:
     server = Server(model, PagedCache(model, 6, 4))
     prompts = [tokens(5, i) for i in range(4)]
     for ids in prompts:
@@ -382,7 +387,7 @@ def test_without_a_free_block_the_youngest_is_read_again_later(model: GPT) -> No
     assert written == {i: alone(model, ids, 15) for i, ids in enumerate(prompts)}
 
 
-def test_a_text_waits_as_long_as_its_blocks_are_taken(model: GPT) -> None:
+def test_a_text_waits_as_long_as_its_blocks_are_taken(model: nn.Module) -> None:
     server = Server(model, PagedCache(model, 6, 4))
     server.add(tokens(17, 1), 8)
     server.add(tokens(9, 2), 1)
@@ -398,7 +403,7 @@ def iter_all(server: Server) -> list[tuple[int, int]]:
     return found
 
 
-def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: GPT) -> None:
+def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: nn.Module) -> None:
     server = Server(model, PagedCache(model, 40, 4), chunk=5)
     server.add([1], 12)
     server.add(tokens(20, 1), 1)
@@ -412,14 +417,14 @@ def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: GPT) -> None:
     assert fed == [(1, 5), (1, 1)] * 4
 
 
-def test_texts_are_written_together(model: GPT) -> None:
+def test_texts_are_written_together(model: nn.Module) -> None:
     server = Server(model, PagedCache(model, 40, 4), most=3)
     for i in range(5):
         server.add([i], 4)
     assert [len(server.step()) for _ in range(8)] == [3, 3, 3, 3, 2, 2, 2, 2] and not server.busy
 
 
-def test_a_common_header_is_read_once(model: GPT) -> None:
+def test_a_common_header_is_read_once(model: nn.Module) -> None:
     header, fed = tokens(13, 1), []
     hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
     list(serve(model, [[*header, i, i] for i in range(4)], 1, blocks=30, size=4))
@@ -427,7 +432,7 @@ def test_a_common_header_is_read_once(model: GPT) -> None:
     assert fed == [15, 3, 3, 3], "12 tokens in three blocks; the 13th is in one that isn't full"
 
 
-def test_limits_and_stop_tokens_are_those_of_each_text(model: GPT) -> None:
+def test_limits_and_stop_tokens_are_those_of_each_text(model: nn.Module) -> None:
     prompts = [tokens(5, i) for i in range(3)]
     stop = alone(model, prompts[1], 5)[3]
     found: list[list[int]] = [[], [], []]
@@ -437,7 +442,9 @@ def test_limits_and_stop_tokens_are_those_of_each_text(model: GPT) -> None:
     assert found[1][-1] == stop and len(found[1]) < 9
 
 
-def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(model: GPT) -> None:
+def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
+    model: nn.Module,
+) -> None:
     prompts, limits, fed = [tokens(9, 1), tokens(4, 2)], [8, 5], []
     hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
     found: list[list[int]] = [[] for _ in range(6)]
@@ -456,12 +463,12 @@ def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(m
     )
 
 
-def test_samples_without_end_take_no_memory(model: GPT) -> None:
+def test_samples_without_end_take_no_memory(model: nn.Module) -> None:
     written = serve(model, [[1]], 2, blocks=8, size=4, samples=10**12)
     assert 25 < max(next(written)[0] for _ in range(60)) < 40
 
 
-def test_draws_do_not_depend_on_what_runs_beside_a_text(model: GPT) -> None:
+def test_draws_do_not_depend_on_what_runs_beside_a_text(model: nn.Module) -> None:
     expected = alone(model, [1, 2, 3], 12, temperature=2.0, seed=7)
     for others in range(4):
         server = Server(model, PagedCache(model, 8, 4), chunk=2)
@@ -475,7 +482,7 @@ def test_draws_do_not_depend_on_what_runs_beside_a_text(model: GPT) -> None:
     ("option", "said"), [({"temperature": -1.0}, "got -1.0"), ({"top_k": 0}, "got 0")]
 )
 def test_sampling_options_out_of_range_are_refused(
-    model: GPT, option: dict[str, float], said: str
+    model: nn.Module, option: dict[str, float], said: str
 ) -> None:
     server = Server(model, PagedCache(model, 5, 4))
     with pytest.raises(ValueError, match=said):
@@ -494,7 +501,7 @@ def test_sampling_options_out_of_range_are_refused(
     ],
 )
 def test_a_prompt_that_can_never_be_served_is_refused_at_once(
-    model: GPT, ids: list[int], n: int, said: str
+    model: nn.Module, ids: list[int], n: int, said: str
 ) -> None:
     server = Server(model, PagedCache(model, 5, 4))
     server.add([1, 2], 3)
@@ -505,7 +512,7 @@ def test_a_prompt_that_can_never_be_served_is_refused_at_once(
         next(serve(model, [[1, 2], ids], n, blocks=5, size=4))
 
 
-def test_what_just_fits_is_served_also_past_the_context(model: GPT) -> None:
+def test_what_just_fits_is_served_also_past_the_context(model: nn.Module) -> None:
     for ids, n in ((tokens(12, 1), 9), (tokens(12, 1), 60), (tokens(70, 1), 30)):
         blocks = -(-min(len(ids) + n - 1, 24) // 4)
         assert [token for _, token in serve(model, [ids], n, blocks=blocks, size=4)] == alone(
@@ -514,7 +521,7 @@ def test_what_just_fits_is_served_also_past_the_context(model: GPT) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(0, 4), (4, 0)])
-def test_sizes_below_one_are_refused(model: GPT, blocks: int, size: int) -> None:
+def test_sizes_below_one_are_refused(model: nn.Module, blocks: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"{blocks} blocks of {size}"):
         PagedCache(model, blocks, size)
     with pytest.raises(ValueError, match="chunk 0 and most 5"):
@@ -563,11 +570,11 @@ def test_a_bare_run_shows_the_same_tokens_and_the_blocks(
     )
 
 
-def test_the_padded_batch_of_the_demo_is_exact(model: GPT) -> None:
+def test_the_padded_batch_of_the_demo_is_exact(model: nn.Module) -> None:
     prompts, limits = [tokens(n, n) for n in (3, 9, 1, 14)], [9, 2, 4, 9]
     texts, nbytes, wasted = padded(model, prompts, limits)
     assert texts == [alone(model, ids, n) for ids, n in zip(prompts, limits, strict=True)]
-    token = 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
+    token = 2 * CONFIG.n_layer * CONFIG.n_head * model.config.head_dim * 4
     real = sum(len(ids) + n - 1 for ids, n in zip(prompts, limits, strict=True))
     assert nbytes == 4 * (14 + 9) * token and wasted == nbytes - real * token
 
