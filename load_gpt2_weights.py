@@ -874,9 +874,7 @@ def main(argv: list[str] | None = None) -> None:
             )
         is_bct = bool(read_json(find_file(args.model, "config.json")).get("slots"))
         module, kind = (
-            (gpt_bounded_cache, gpt_bounded_cache.BCT)
-            if is_bct
-            else (gpt_kv_cache, gpt_kv_cache.GPT)
+            (gpt_bounded_cache, gpt_bounded_cache.BCT) if is_bct else (gpt_kv_cache, None)
         )
         model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)

@@ -43,7 +43,7 @@ class Text:
     number: int  # texts are numbered as they arrive
     ids: list[int]
     end: int
-    stop_id: int | None = None
+    stop_ids: tuple[int | None, ...] = ()
     temperature: float = 0.0
     top_k: int | None = None
     generator: torch.Generator | None = None  # its own: its draws don't depend on other texts
@@ -281,7 +281,7 @@ class Server:
         self,
         ids: Sequence[int],
         max_new_tokens: int,
-        stop_id: int | None = None,
+        stop_id: int | tuple[int, ...] | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
     ) -> None:
@@ -300,7 +300,7 @@ class Server:
         self,
         ids: Sequence[int],
         max_new_tokens: int,
-        stop_id: int | None = None,
+        stop_id: int | tuple[int, ...] | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         seed: int = 0,
@@ -312,7 +312,7 @@ class Server:
             self.arrived,
             [*ids],
             len(ids) + max_new_tokens,
-            stop_id,
+            stop_id if isinstance(stop_id, tuple) else (stop_id,),
             temperature,
             top_k,
             generator,
@@ -362,7 +362,7 @@ class Server:
         token = int(sample(logits, text.temperature, text.top_k, text.generator))
         text.ids.append(token)
         start = context_start(len(text.ids), self.model.context)
-        if token == text.stop_id or len(text.ids) == text.end:
+        if token in text.stop_ids or len(text.ids) == text.end:
             self.cache.drop(text)
             self.texts.remove(text)
         elif start > text.start:  # as generate() does: positions are baked into K, so read again
@@ -387,7 +387,8 @@ def serve(
     """Yield (text, token) as they come. Text i continues prompt i // samples, and draws with
     seed + i. Its tokens are those that generate() yields for it alone with that seed, up to what
     rounding does to a tie. Samples of one prompt share the blocks that hold it.
-    max_new_tokens: of all, or of each prompt. options: stop_id, temperature and top_k, of all texts.
+    max_new_tokens: of all, or of each prompt. options: stop_id (one or several), temperature
+    and top_k, of all texts.
     Raises ValueError, at the first token, if a prompt can't be served, as Server.check() does."""
     server = Server(model, PagedCache(model, blocks, size), chunk, most)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
@@ -407,6 +408,7 @@ def main(argv: list[str] | None = None) -> None:
     from studies import paging
     from support.cli import CommandLine, temperature, whole_number
     from support.files import read_text
+    from support.printing import ends_of
 
     count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
@@ -468,6 +470,7 @@ def main(argv: list[str] | None = None) -> None:
         needs = sorted(math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts)
         enough = sum(sorted(needs * min(samples, MOST))[-MOST:])
         written: dict[int, list[int]] = {}
+        ends = ends_of(tokenizer)
         for i, token in serve(
             model,
             prompts,
@@ -477,14 +480,14 @@ def main(argv: list[str] | None = None) -> None:
             chunk=args.chunk,
             samples=samples,
             seed=args.seed,
-            stop_id=tokenizer.eot_token,
+            stop_id=ends,
             temperature=args.temperature or 0.0,
             top_k=args.top_k,
         ):
             text = written.setdefault(i, [])
-            if token != tokenizer.eot_token:
+            if token not in ends:
                 text.append(token)
-            if token == tokenizer.eot_token or len(text) == n:
+            if token in ends or len(text) == n:
                 print(f"[{i + 1}] {lines[i // samples]}{tokenizer.decode(text)}\n", flush=True)
                 del written[i]
 

@@ -34,6 +34,7 @@ from load_gpt2_weights import END_OF_TEXT
 from support.encoders import load_encoder, nearest
 from support.files import read_csv, write_csv
 from support.prefix import common_prefix
+from support.printing import ends_of
 from support.store import Store
 from support.tables import table
 
@@ -103,7 +104,7 @@ class Recycler:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        return self.tokenizer.encode(text, allowed_special={END_OF_TEXT})
+        return self.tokenizer.encode(text, allowed_special="all")
 
     def add(self, text: str) -> None:
         """Store a prompt: its text, its ids, its cache and its embedding. "We run a single forward
@@ -356,6 +357,7 @@ def chat(
     """
     model, n_ctx = store.model, store.model.config.n_ctx
     turns: list[list[int]] = []
+    ends = ends_of(tokenizer)
     read_all(model, [tokenizer.eot_token])  # a process's first pass is slow
     for line in lines:
         said = line.strip() + END_OF_TEXT if dialogue else f"Question: {line.strip()}\nAnswer:"
@@ -373,7 +375,9 @@ def chat(
                 f"[the context of {n_ctx} tokens is full: the oldest {before - len(turns)} turns are forgotten, and "
                 "what is left moves to other positions and is read again]"
             )
-        ids = [*(i for turn in turns for i in turn), *turn]
+        ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
+        for earlier in [*turns, turn]:
+            ids += earlier
         begun = time.perf_counter()
         cache = store.get(ids)
         reused, reply, first = len(cache), [], 0.0
@@ -387,9 +391,9 @@ def chat(
             first = first or time.perf_counter() - begun
             if trace:
                 trace.step(reply[-1], cache)
-            if not dialogue and "\n" in tokenizer.decode(reply[-1:]):
+            if reply[-1] in ends or (not dialogue and "\n" in tokenizer.decode(reply[-1:])):
                 break
-        print(tokenizer.decode(reply).replace(END_OF_TEXT, "").strip())
+        print(tokenizer.decode([token for token in reply if token not in ends]).strip())
         store.put([*ids, *reply], cache)
         end = [tokenizer.eot_token] if dialogue else tokenizer.encode("\n")
         ending = [] if tokenizer.decode(reply[-1:]).endswith(tokenizer.decode(end)) else end

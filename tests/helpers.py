@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,28 @@ def of_kind(kind: str, config: GPTConfig) -> GPTConfig | LlamaConfig:
 def class_of(config: GPTConfig | LlamaConfig) -> type[nn.Module]:
     """Return the model that a config is of."""
     return Llama if isinstance(config, LlamaConfig) else GPT
+
+
+def write_llama(folder: Path, vocab_size: int = 1536, **geometry: Any) -> Path:
+    """Write a random Llama to a folder, as transformers does, with the pocket models' tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    config = {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 512,
+        "num_hidden_layers": 3,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | geometry))
+    model.save_pretrained(folder)
+    shutil.copy(ROOT / "pocket" / "teacher" / "tokenizer.tiktoken", folder)
+    return folder
 
 
 class Ran(NamedTuple):
