@@ -386,12 +386,14 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--compare", action="store_true", help="write without the cache too")  # NEW
-    cli.add_random_argument()  # NEW
+    cli.add_chat_argument()  # LLAMA
+    cli.set_defaults(model="pocket-llama")  # LLAMA
     cli.add_cache_argument(KVCache)  # NEW
     with cli.parse(argv) as args:
         model = load_model(args.model, model_class=Llama, device=args.device,  # LLAMA
                            dtype=args.dtype)  # LLAMA
         tokenizer = load_tokenizer(args.model)
+        cli.ask(args, tokenizer)  # LLAMA
         prompt = tokenizer.encode(args.prompt, allowed_special="all")
         ids = torch.tensor([prompt], device=args.device)  # (1, T)
         if len(prompt) > model.context:
