@@ -1,7 +1,9 @@
 """llama_kv_cache.py and its loader: equal to transformers' Llama, from files in the exact public format."""
 
+import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,10 +276,6 @@ def test_sizes_of_the_public_models() -> None:
 
 # --- Tokenizers -------------------------------------------------------------------------------------
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 TEXTS = [
     "Hello, I am",
     "a  1",
@@ -289,6 +287,16 @@ TEXTS = [
     "\n\n\n",
     "",
     "1" * 7 + " " * 5 + "2",
+]
+MORE_TEXTS = [
+    "def f(x):\n\tif x == 1_000_000:\n\t\treturn f'{x:>10,.2f}'  # 100%\n\n\n\n",
+    "İstanbul ǅ ß ﬁ Ω≈ç√∫˜µ≤ ‖ а б в Ελλάδα हिन्दी ไทย 한국어 עברית العربية",  # noqa: RUF001
+    "1 12 123 1234 12345 123456 1234567 3.14159 1e-10 0xFF ²³ ⅷ 一二三",
+    "don't DON'T we'Ll it'S 'tis ’twas rock'n'roll",
+    "a\u0301 e\u0308\u0323 \u200d\ufeff \u2028\u2029\x85 \x00\x7f\ue000 𝔘𝔫𝔦 🏳️‍🌈🇩🇪",  # noqa: RUF001
+    *(" " * n + "x" for n in range(1, 20)),
+    *("\n" * n + " \t" * n for n in range(1, 6)),
+    "https://example.org/a_b-c?d=1&e=%20#f",
 ]
 
 
@@ -304,7 +312,7 @@ def real_form(kind: str, folder: Path) -> Any:
     tokenizer = Tokenizer(models.BPE(ignore_merges=not smol))
     first = pre_tokenizers.Digits(individual_digits=True)
     if not smol:
-        first = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+        first = pre_tokenizers.Split(Regex(loader.LLAMA3_PATTERN), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=smol)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -355,6 +363,60 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
     special = "<|im_end|>" if kind == "SmolLM2" else "<|eot_id|>"
     text = f"one{special}two"
     assert ours.encode(text, allowed_special="all") == expected.encode(text).ids
+
+
+@pytest.fixture(scope="module")
+def llama3_file() -> Path:
+    """Llama 3's real vocabulary, in the package llama-models."""
+    found = importlib.util.find_spec("llama_models")
+    if found is None:
+        pytest.skip("needs `pip install --no-deps llama-models`")
+    return Path(found.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
+
+
+def write_llama3(folder: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 128_256, "eos_token_id": [128_001, 128_009]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.slow
+def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
+    llama3_file: Path, tmp_path: Path
+) -> None:
+    """From tokenizer.model, and from the tokenizer.json that transformers makes of it."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    write_llama3(tmp_path)
+    shutil.copy(llama3_file, tmp_path)
+    ours = loader.load_tokenizer(str(tmp_path))
+    special = sorted(ours._special_tokens, key=ours._special_tokens.get)
+    expected = TikTokenConverter(str(llama3_file), extra_special_tokens=special).converted()
+    expected.save(str(tmp_path / "tokenizer.json"))
+    again = loader.load_tokenizer(str(tmp_path))
+    lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
+    paragraphs = [whole[at : at + 3_000] for whole in corpus() for at in (0, 10_000, 20_000)]
+    for text in [*TEXTS, *MORE_TEXTS, *lines, *paragraphs, "<|begin_of_text|>a<|eot_id|>\n\nb"]:
+        ids = expected.encode(text).ids
+        assert ours.encode(text, allowed_special="all") == [128_000, *ids], text
+        assert again.encode(text, allowed_special="all") == ids, text
+        assert ours.decode(ids) == text
+    assert ours.n_vocab == 128_256 and ours.ends == (128_001, 128_009)
+    for name, number in (("begin_of_text", 128_000), ("eot_id", 128_009), ("python_tag", 128_010)):
+        assert ours._special_tokens[f"<|{name}|>"] == number  # as the model card has them
+
+
+@pytest.mark.slow
+def test_llama_3s_file_needs_every_rank_and_an_end(llama3_file: Path, tmp_path: Path) -> None:
+    write_llama3(tmp_path)
+    lines = llama3_file.read_text().splitlines()
+    for content, said in (
+        ("\n".join(lines[1:]), "every rank from 0 on once"),
+        ("\n".join(lines[:1000]), "is no special token"),
+        ("not a vocabulary", "is not a tiktoken file"),
+    ):
+        (tmp_path / "tokenizer.model").write_text(content)
+        with pytest.raises(ValueError, match=said):
+            loader.load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
