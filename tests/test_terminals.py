@@ -35,6 +35,7 @@ STUDIES = [
     "article",
     "bounding",
     "claims",
+    "compression",
     "latency",
     "lengths",
     "pages",
