@@ -3,7 +3,7 @@
   python pocket/train.py tokenizer                           a byte-level BPE of the corpus
   python pocket/train.py teacher                             the model itself: an interrupted run goes on
   torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
-  python pocket/train.py llama                               a Llama by the same recipe
+  python pocket/train.py llama                               the teacher as a Llama, trained on
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   python pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
@@ -40,7 +40,6 @@ from pocket.checkpoints import finish
 from pocket.recipes import (
     DROPOUT,
     KINDS,
-    LLAMA,
     MEMORY,
     PAPER,
     STEPS,
@@ -49,6 +48,7 @@ from pocket.recipes import (
     pruning,
     rotary_recipe,
     size_of,
+    uptraining,
 )
 from pocket.starts import MOST_SLOTS
 from pocket.tokenizer import train_tokenizer
@@ -56,14 +56,14 @@ from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
 
 HERE = Path(__file__).resolve().parent
-TRAINED = ("teacher", "llama", "bct", "rotary", "student")
+TRAINED = ("teacher", "bct", "llama", "rotary", "student")
 TAKERS = {  # of the options
     "out": ("tokenizer", *TRAINED, "ablation"),
     "state": (*TRAINED, "ablation"),
     "stop_at": TRAINED,
-    "init": TRAINED[2:],
+    "init": TRAINED[1:],
     "text": ("bct", "student"),
-    "steps": (*TRAINED[2:], "ablation"),
+    "steps": (*TRAINED[1:], "ablation"),
     "kind": ("student",),
     "rule": ("bct",),
     "slots": ("bct",),
@@ -163,8 +163,8 @@ def main(argv: list[str] | None = None) -> None:
         elif args.what == "ablation":
             ablation(steps, run, out / "ablation.json")
         else:
-            recipe = {"teacher": TEACHER, "llama": LLAMA}.get(args.what)
-            if recipe is None:
+            recipe = TEACHER
+            if args.what != "teacher":
                 config = load_model(init, model_class=GPT).config
                 if memory["recent"] > config.n_ctx:
                     raise ValueError(
@@ -172,6 +172,7 @@ def main(argv: list[str] | None = None) -> None:
                     )
                 recipe = {
                     "bct": lambda: distillation(init, config, steps, text=args.text, **memory),
+                    "llama": lambda: uptraining(init, config, steps),
                     "rotary": lambda: rotary_recipe(init, config, steps),
                     "student": lambda: pruning(init, config, steps, kind, args.text),
                 }[args.what]()
