@@ -75,7 +75,6 @@ class Recipe:
     init = begin = text = (
         None  # what it learns from, what it begins as, and a file to train on instead of the corpus
     )
-    lowest = 0.1  # the share of the learning rate with which a course ends
 
     config: GPTConfig
     phases: tuple[Phase, ...]
@@ -107,7 +106,7 @@ class Uptraining(Recipe):
     """A trained GPT-2 goes on as a Llama: it learns what it predicted before, and to get there by
     the same way, block by block."""
 
-    kind, model_class, lowest = "llama", Llama, 0.0
+    kind, model_class = "llama", Llama
     init: str = "pocket"
 
     def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
@@ -331,13 +330,13 @@ def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
     )
 
 
-def uptraining(init: str, config: GPTConfig, steps: int) -> Uptraining:
-    """The recipe that makes a Llama of a trained model of this geometry, of about as many
-    parameters, with a third of its heads of keys and values."""
+def uptraining(config: GPTConfig, steps: int) -> Uptraining:
+    """The recipe that makes a Llama of the teacher, whose geometry is this: of as many parameters
+    but for a few hundred, with a third of the heads of keys and values."""
     sizes = {name: value for name, value in vars(config).items() if name != "dropout"}
     sizes |= {"n_kv_head": max(1, config.n_head // 3), "n_inner": 7 * config.n_inner // 8}
     phases = phases_of(config, steps, 1e-3, 8.0, lists=1)
-    return Uptraining(LlamaConfig(**sizes), phases, documents=60_000, weight_decay=0.0, init=init)
+    return Uptraining(LlamaConfig(**sizes), phases, documents=20_000, weight_decay=0.0, warmup=50)
 
 
 def pruning(
@@ -367,15 +366,18 @@ def pruning(
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to
-    a tenth, or to the recipe's lowest."""
+    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth. An
+    uptraining warms up, goes on as it is, and falls to nothing in its last phase."""
+    if isinstance(recipe, Uptraining):
+        left = sum(phase.steps for phase in recipe.phases) - step
+        last = recipe.phases[-1]
+        return last.lr * min(1.0, (step + 1) / recipe.warmup, left / last.steps)
     for (lr, reads), phases in groupby(
         recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0)
     ):
         steps = sum(phase.steps for phase in phases)
         if step < steps:
-            middle, half = (1 + recipe.lowest) / 2, (1 - recipe.lowest) / 2
-            fall = middle + half * math.cos(math.pi * step / steps) if reads else 1.0
+            fall = 0.55 + 0.45 * math.cos(math.pi * step / steps) if reads else 1.0
             return lr * min(1.0, (step + 1) / recipe.warmup) * fall
         step -= steps
     raise ValueError(f"step {step} is past the recipe's end")

@@ -180,7 +180,8 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
             model.load_state_dict(load_model(recipe.begin, model_class=kind).state_dict())
         return model.train(), teacher
     if recipe.kind == "llama":
-        return as_llama(teacher, recipe.config, sample).train(), teacher
+        model = as_llama(teacher.cpu(), recipe.config, sample.cpu())
+        return model.to(device).train(), teacher.to(device)
     model = recipe.model_class(recipe.config).to(device)
     if recipe.kind == "rotary":
         model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})

@@ -61,7 +61,7 @@ TAKERS = {  # of the options
     "out": ("tokenizer", *TRAINED, "ablation"),
     "state": (*TRAINED, "ablation"),
     "stop_at": TRAINED,
-    "init": TRAINED[1:],
+    "init": ("bct", "rotary", "student"),
     "text": ("bct", "student"),
     "steps": (*TRAINED[1:], "ablation"),
     "kind": ("student",),
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
                     )
                 recipe = {
                     "bct": lambda: distillation(init, config, steps, text=args.text, **memory),
-                    "llama": lambda: uptraining(init, config, steps),
+                    "llama": lambda: uptraining(config, steps),
                     "rotary": lambda: rotary_recipe(init, config, steps),
                     "student": lambda: pruning(init, config, steps, kind, args.text),
                 }[args.what]()
