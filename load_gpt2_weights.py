@@ -65,6 +65,7 @@ POCKET = {  # folders
     "pocket-student-dropout": "student-dropout",
     "pocket-bct": "bct",
     "pocket-rotary": "rotary",
+    "pocket-llama": "llama",
 }
 INDEX = "model.safetensors.index.json"
 ONE_FILE = (
