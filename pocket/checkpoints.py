@@ -83,7 +83,8 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
         matrix = parameter.t() if turned(name, c) else parameter
         sizes = [shape[0] for shape in parts.values()]
         for public, part in zip(parts, matrix.split(sizes), strict=True):
-            tensors[f"model.{public}"] = part
+            head = public.startswith("lm_head.")
+            tensors[public if head else f"model.{public}"] = part
     return config, tensors
 
 

@@ -1,7 +1,10 @@
 """What several test files use."""
 
+import io
 import json
 import re
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,23 @@ class Ran(NamedTuple):
     code: int
     out: str
     err: str
+
+
+def run(main: Callable, *words: object) -> Ran:
+    """Call a script's main() with its words, in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main([*map(str, words)])
+        except SystemExit as end:
+            code = end.code or 0
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+def refused(ran: Ran, *words: str) -> None:
+    """A script ended with status 2 and a single sentence, which holds the words."""
+    assert ran.code == 2 and ran.err.count("\n") == 1
+    assert all(word in ran.err for word in words), ran.err
 
 
 def read_pocket_config(name: str) -> dict[str, Any]:

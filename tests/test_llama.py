@@ -178,7 +178,7 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor must be a finite number"),
         (
             {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
-            "4.0, less than high_freq_factor, 4.0",
+            "4.0, must be less than high_freq_factor, 4.0",
         ),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
         ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),

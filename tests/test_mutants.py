@@ -17,6 +17,7 @@ SUITES = {
     "gpt_bounded_cache": ["test_bounded_cache.py"],
     "paged": ["test_paged.py"],
     "speculate": ["test_speculate.py"],
+    "compress": ["test_compress.py"],
 }
 # Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
 ENOUGH = {
@@ -25,6 +26,7 @@ ENOUGH = {
     "bct_empty": "what_is_empty",
     "bct_keeps": "memory_held",
     "bct_takes": "refused",
+    "compress": "not bare_run",
     "kv_feeds": "full_hit",
     "kv_forgotten": "past_the_context",
     "kv_reads": "warm",

@@ -130,10 +130,10 @@ def test_bct_goes_on_past_the_context(run: Run) -> None:
         (["--slots", "5", "--memory", "sinks"], ["--slots 5", "at least 6"]),
         (["--slots", "many"], ["many"]),
         (["--slots", "50", "--memory", "bct"], ["bct", "--slots"]),
-        (["--model", "pocket-bct", "--memory", "window"], ["bct", "24 slots"]),
+        (["--model", "pocket-bct", "--memory", "window"], ["bct", "slots is 24"]),
         (
             ["--model", "pocket/teacher", "--memory", "bct"],
-            ["pocket/teacher", "without memory slots"],
+            ["pocket/teacher", "slots is None; models with slots"],
         ),
         (["--prompt", ""], ["prompt"]),
     ],
@@ -239,7 +239,9 @@ def test_a_students_cache_takes_the_place_of_ours(run: Run, tmp_path: Path) -> N
             ran.code == 2 and words_of_error in ran.err and len(ran.err.strip().splitlines()) == 1
         )
         assert ran.out == "" or ran.out.endswith("\n")  # the sentence begins a line
-    assert "there is no file" in run("gpt_kv_cache", "--cache", str(tmp_path / "none.py")).err
+    assert (
+        "there is no Python file" in run("gpt_kv_cache", "--cache", str(tmp_path / "none.py")).err
+    )
 
 
 @pytest.mark.parametrize("script", GPT_FILES)

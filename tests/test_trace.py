@@ -236,7 +236,7 @@ def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
         (recycle.main, ["--trace", "x.html"], "has no --trace"),
         (overfill.main, ["--trace", "x.html"], "demo has no --trace"),
         (gpt_bounded_cache.main, ["--trace", "x.html"], "give --memory too"),
-        (gpt_kv_cache.main, ["--trace", "nowhere/x.html"], "no folder nowhere"),
+        (gpt_kv_cache.main, ["--trace", "nowhere/x.html"], "nowhere is not a folder"),
     ],
 )
 def test_bad_input_gets_one_sentence(
