@@ -277,7 +277,7 @@ STEPS = {
     "rotary": 2_500,
     "student": 3_000,
     "student-dropout": 600,
-    "llama": 1_500,
+    "llama": 300,
 }
 
 

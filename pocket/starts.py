@@ -151,10 +151,6 @@ def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) ->
             block.memory.c_query.bias.copy_(block.attn.c_attn.bias[width : 2 * width])
         keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
-        if model.config.slots > keys.size(1):
-            raise ValueError(
-                f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as"
-            )
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
         if getattr(block.memory, "start", None) is not None:
