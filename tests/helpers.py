@@ -45,6 +45,16 @@ def class_of(config: GPTConfig | LlamaConfig) -> type[nn.Module]:
     return Llama if isinstance(config, LlamaConfig) else GPT
 
 
+LLAMA3 = {  # frequencies, scaled as Llama 3.2's for a shorter context
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 def write_llama(folder: Path, vocab_size: int = 1536, **geometry: Any) -> Path:
     """Write a random Llama to a folder, as transformers does, with the pocket models' tokenizer."""
     transformers = pytest.importorskip("transformers")
