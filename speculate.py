@@ -243,13 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.cli import PROMPT, CommandLine, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="demo",
-        choices=("demo", "write"),
-        help="demo: drafts of several lengths, compared; write: continue a prompt",
-    )
+    cli.add_actions(demo="drafts of several lengths, compared", write="continue a prompt")
     cli.add_generation_arguments("--teacher", trace=False)
     cli.set_defaults(prompt=None, max_new_tokens=None, temperature=None)
     cli.add_argument(
@@ -261,18 +255,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--by", choices=[*DRAFTS], help="write: where drafts come from; default: student"
     )
+    cli.only("write", "--prompt", "--draft", "--by", "--top-k", "--temperature")
     with cli.parse(argv) as args:
-        cli.only(
-            args.what,
-            "write",
-            {
-                "--prompt": args.prompt,
-                "--draft": args.draft,
-                "--by": args.by,
-                "--top-k": args.top_k,
-                "--temperature": args.temperature,
-            },
-        )
         teacher, student, tokenizer = load_pair(
             args.model, args.student, device=args.device, dtype=args.dtype
         )
@@ -304,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
             torch.tensor([p], device=args.device)
             for p in corpus.beginnings(tokenizer, "test", 3, 192)
         ]
-        n = args.max_new_tokens or 128
+        n = args.max_new_tokens or 64
         print(f"{len(prompts)} texts of {n} tokens after prompts of 192, always the likeliest:\n")
         demo(teacher, student, prompts, n)
         print(

@@ -333,10 +333,10 @@ def claims(rows: Rows) -> list[Claim]:
         stated, _, why = claim.get("stated", "").partition(": ")
         found.append(
             Claim(
-                source=rows.paper["title"] if "section" in claim else "",
+                source=claim.get("source", rows.paper["title"]) if "section" in claim else "",
                 section=claim.get("section", ""),
                 quote=claim["quote"],
-                theirs=rows.paper["theirs"],
+                theirs=claim.get("theirs", rows.paper["theirs"]),
                 ours=claim.get("on") or "; ".join(on["conditions"]),
                 figure=rows.shown(claim["found"], at),
                 verdict="" if silent else WORDS[min(answers) if fair else 0],

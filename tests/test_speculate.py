@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import gpt_kv_cache
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate, sample
@@ -26,18 +26,18 @@ from speculate import (
 from studies import speculation as study
 from studies.core import Rows
 from studies.refreshing import Texts
-from tests.helpers import run
+from tests.helpers import of_kind, run
 from tests.test_overfill import CONFIG, NARROW, model_of, prompts
 
 
 @pytest.fixture(scope="module")
-def teacher() -> GPT:
-    return model_of(CONFIG, 0)
+def teacher(kind: str) -> nn.Module:
+    return model_of(of_kind(kind, CONFIG), 0)
 
 
 @pytest.fixture(scope="module")
-def student() -> GPT:
-    return model_of(NARROW, 1)
+def student(kind: str) -> nn.Module:
+    return model_of(of_kind(kind, NARROW), 1)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, 45])
@@ -53,7 +53,7 @@ def test_a_verified_draft_is_the_teachers_own_text(teacher, student, k: int, n_p
 
 
 def test_a_student_of_another_geometry_drafts_from_its_own_cache(teacher) -> None:
-    other = model_of(GPTConfig(vocab_size=50, n_ctx=40, n_layer=2, n_head=4, n_embd=32), 5)
+    other = model_of(replace(teacher.config, n_layer=2, head_dim=8), 5)
     pair = Pair(teacher, other, prompts())
     assert list(speculate(pair, 50, 4)) == list(generate(teacher, prompts(), 50)) and not pair.fits
 
@@ -139,7 +139,7 @@ def test_sampled_texts_have_the_teachers_distribution(draft: Drafter) -> None:
 
 
 def test_speculation_checks_its_options(teacher, student) -> None:
-    shorter = model_of(replace(CONFIG, n_ctx=20), 3)
+    shorter = model_of(replace(teacher.config, n_ctx=20), 3)
     for drafts, B, k, options, words in [
         (student, 1, 0, {}, "at least 1 token and 1 text, got 0 and 1"),
         (student, 2, 4, {}, "at least 1 token and 1 text, got 4 and 2"),

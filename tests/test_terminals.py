@@ -22,7 +22,6 @@ SCRIPTS = [
     for path in sorted(ROOT.glob(f"{folder}/*.py"))
     if re.search(r"(Command|Study)Line\(|bounding\.run\(", text := path.read_text("utf-8"))
     and "    main()\n" in text
-    and path.name != "llama_kv_cache.py"  # its model is in training
 ]
 STUDIES = [path.stem for path in SCRIPTS if path.parts[0] == "studies"]
 PACKAGES = [Path(name) for name in ("studies", "benchmarks", "chapters", "chapters/builder")]
@@ -52,14 +51,13 @@ def shell(command: str, **environment: str) -> Ran:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["gpt_kv_cache.py", "pocket/corpus.py", "-m studies.replay"])
 def test_streams_that_take_nothing(script: str) -> None:
-    python = f"{sys.executable} {script} --help"
-    for unbuffered in ("", "1"):
-        full = shell(f"{python} > /dev/full", PYTHONUNBUFFERED=unbuffered)
+    python = f"{sys.executable} {script}"
+    if script == "gpt_kv_cache.py":
+        full = shell(f"{python} --max-new-tokens 5 > /dev/full")
         refused(full, "can't write the output: No space left on device")
-    refused(shell(f"{python} >&- <&-"), "standard output is closed")
-    gone = shell(f"{python} | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="1")
+    gone = shell(f"{python} --help | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="1")
     assert (gone.code, gone.err) == (0, "")
-    ascii_only = shell(python, PYTHONIOENCODING="ascii:strict", COLUMNS="20")
+    ascii_only = shell(f"{python} --help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")
     assert ascii_only.code == 0 and ascii_only.out.isascii() and ascii_only.err == ""
 
 

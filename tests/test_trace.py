@@ -14,11 +14,12 @@ import torch
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
+import llama_kv_cache
 import overfill
 from gpt_kv_cache import GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from support.tracing import Trace
-from tests.helpers import run
+from tests.helpers import class_of, of_kind, run
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=1000, n_ctx=32, n_layer=2, n_head=2, n_embd=16)
@@ -37,7 +38,8 @@ def sharp(model: torch.nn.Module) -> torch.nn.Module:
 
 def traced(module: object, cache: object, n_prompt: int, n: int, path: Path) -> Trace:
     torch.manual_seed(0)
-    model = sharp(module.GPT(module.GPTConfig(**vars(CONFIG))))
+    config = of_kind("Llama", CONFIG) if module is llama_kv_cache else CONFIG
+    model = sharp(class_of(config)(config) if module is llama_kv_cache else module.GPT(config))
     trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, path, gpt_baseline.context_start)
     trace.begin(prompt(n_prompt)[0].tolist())
     trace.watch(model)
@@ -188,9 +190,16 @@ def written_out(trace: Trace, step: dict, sees: Callable) -> list[dict]:
     whether a query at a position, (n, 1), sees a key at another, (n,)."""
     model, shares = trace.model, []
     pos = torch.arange(step["n"] - step["start"])
-    x = model.wte(torch.tensor([trace.ids[step["start"] : step["n"]]])) + model.wpe(pos)
+    x, llama = model.wte(torch.tensor([trace.ids[step["start"] : step["n"]]])), model.config
+    if grouped := hasattr(llama, "n_kv_head"):
+        rope = llama_kv_cache.rotation(pos, llama)
+    else:
+        x = x + model.wpe(pos)
     for block in model.h:
         q, k, v = block.attn.project(block.ln_1(x))
+        if grouped:
+            q, k = (llama_kv_cache.rotate(x, rope) for x in (q, k))
+            k, v = (x.repeat_interleave(llama.n_head // llama.n_kv_head, 1) for x in (k, v))
         scores = q @ k.mT / q.size(3) ** 0.5
         w = scores.masked_fill(~sees(pos[:, None], pos), -torch.inf).softmax(dim=-1)
         x = x + block.attn.c_proj((w @ v).transpose(1, 2).flatten(2))
@@ -212,10 +221,11 @@ def windowed(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     [
         (gpt_baseline, None, causal, 5, 40),
         (gpt_kv_cache, KVCache(), causal, 5, 40),
+        (llama_kv_cache, KVCache(), causal, 5, 40),
         (gpt_bounded_cache, gpt_bounded_cache.SlidingWindowCache(6, 2), windowed, 5, 12),
         (gpt_bounded_cache, gpt_bounded_cache.SlidingWindowCache(6, 2), windowed, 20, 12),
     ],
-    ids=["no cache", "growing", "ring", "ring, long prompt"],
+    ids=["no cache", "growing", "Llama", "ring", "ring, long prompt"],
 )
 @torch.no_grad()
 def test_attention_is_that_of_an_attention_written_out(
