@@ -25,7 +25,6 @@ FILES = [
     "paged.py",
     "pocket/corpus.py",
     "pocket/train.py",
-    "pocket/coherence.py",
     "chapters/09_bug_zoo/zoo.py",
     "chapters/10_beyond/floors.py",
     "chapters/10_beyond/export.py",
