@@ -43,6 +43,28 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 DIGITS_PATTERN = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"
 )
+# What Llama 3's own file, tokenizer.model, leaves unsaid: where text is cut, and its special tokens, which follow all
+# others. Source: llama_models/llama3/tokenizer.py of the package llama-models.
+LLAMA3_FILE = "tokenizer.model"
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIAL = 256
+LLAMA3_NAMES = (
+    "begin_of_text",
+    "end_of_text",
+    "reserved_special_token_0",
+    "reserved_special_token_1",
+    "finetune_right_pad_id",
+    "step_id",
+    "start_header_id",
+    "end_header_id",
+    "eom_id",
+    "eot_id",
+    "python_tag",
+    "image",
+)
 
 
 class Checkpoint(NamedTuple):
@@ -53,7 +75,15 @@ class Checkpoint(NamedTuple):
     weights: str = "model.safetensors"
 
 
-TRAINED = ("student", "student-alone", "student-prompt", "student-dropout", "bct", "rotary")
+TRAINED = (
+    "student",
+    "student-alone",
+    "student-prompt",
+    "student-dropout",
+    "bct",
+    "rotary",
+    "llama",
+)
 POCKET = {"pocket": "teacher"} | {f"pocket-{folder}": folder for folder in TRAINED}
 WEIGHTS = (  # the first of these that a folder holds
     "model.safetensors",
@@ -525,9 +555,9 @@ class Numbers:
 
 
 def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
-    """Return the tokenizer of a known name or of a folder: its tokenizer.tiktoken, tokenizer.json, or vocab.json and
-    merges.txt, else GPT-2's if the size fits. An untrained model's is GPT-2's, or Numbers, with a warning, if that
-    can't be loaded.
+    """Return the tokenizer of a known name or of a folder: its tokenizer.tiktoken, tokenizer.json, Llama 3's
+    tokenizer.model, or vocab.json and merges.txt, else GPT-2's if the size fits. An untrained model's is GPT-2's, or
+    Numbers, with a warning, if that can't be loaded.
 
     Raises ValueError or OSError, in one sentence, if there is none.
     """
@@ -545,13 +575,15 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     path = folder / "tokenizer.tiktoken"
     if not path.exists() and folder.resolve().parent == HERE / "pocket":
         path = HERE / "pocket" / "teacher" / path.name  # the models that come along share one
-    fits = True
+    fits, llama = True, config.get("model_type") == "llama"
     if path.exists():
         tokenizer = read_tokenizer(path)
         fits = tokenizer.n_vocab == vocab_size
-    elif config.get("model_type") == "llama" or any(
-        (folder / name).exists() for name in VOCABULARIES
-    ):
+    elif llama and (folder / LLAMA3_FILE).exists() and not (folder / "tokenizer.json").exists():
+        path = folder / LLAMA3_FILE
+        tokenizer = llama3(name_or_path, path, config)
+        fits = tokenizer.n_vocab <= vocab_size
+    elif llama or any((folder / name).exists() for name in VOCABULARIES):
         tokenizer, path = byte_level(name_or_path, folder, config)
         fits = tokenizer.n_vocab <= vocab_size
     elif vocab_size == 50257:
@@ -619,15 +651,38 @@ def byte_level(name_or_path: str, folder: Path, config: dict[str, Any]) -> tuple
         special_tokens=added,
     )
     tokenizer.start = start_of(content.get("post_processor"), added, path)
+    tokenizer.ends = ends_of(name_or_path, folder, config, added, path)
+    return tokenizer, path
+
+
+def ends_of(
+    name_or_path: str, folder: Path, config: dict[str, Any], added: dict[str, int], path: Path
+) -> tuple[int, ...]:
+    """Return the tokens that end a text, by generation_config.json or config.json. Raises ValueError if one is none of
+    the special tokens that path gives."""
     ends = config.get("eos_token_id", added.get(END_OF_TEXT))
     if name_or_path in PUBLIC or (folder / "generation_config.json").exists():
         generation = read_json(find_file(name_or_path, "generation_config.json"))
         ends = generation.get("eos_token_id", ends)
-    tokenizer.ends = tuple(ends) if isinstance(ends, list) else (ends,)
-    if not tokenizer.ends or not {*tokenizer.ends} <= {*added.values()}:
+    found = tuple(ends) if isinstance(ends, list) else (ends,)
+    if not found or not {*found} <= {*added.values()}:
         no = f"which is no special token of {path}"
         raise ValueError(f"{folder / 'config.json'}: eos_token_id is {said(ends)}, {no}")
-    return tokenizer, path
+    return found
+
+
+def llama3(name_or_path: str, path: Path, config: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer in Llama 3's own file, tokenizer.model: its pattern and special tokens are not in it."""
+    ranks = read_ranks(path)
+    n_reserved = LLAMA3_SPECIAL - len(LLAMA3_NAMES)
+    names = [*LLAMA3_NAMES, *(f"reserved_special_token_{2 + i}" for i in range(n_reserved))]
+    special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(
+        path.parent.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
+    tokenizer.start = (len(ranks),)
+    tokenizer.ends = ends_of(name_or_path, path.parent, config, special, path)
+    return tokenizer
 
 
 def from_vocabulary(path: Path) -> dict[str, Any]:
@@ -714,10 +769,21 @@ def byte_characters() -> list[str]:
 
 
 def read_tokenizer(path: Path) -> tiktoken.Encoding:
-    """Return the byte-pair encoding in a tiktoken file (a line for each token: base64, space, rank).
+    """Return the byte-pair encoding in a tiktoken file. `<|endoftext|>` follows the last token."""
+    ranks = read_ranks(path)
+    return tiktoken.Encoding(
+        name=path.parent.name,
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+    )
 
-    `<|endoftext|>` follows the last token. tiktoken's own reader isn't used: it caches by path, and so serves
-    stale content. Raises ValueError if the file isn't one, or lacks a byte.
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Return the ranks of the tokens in a tiktoken file (a line for each token: base64, space, rank).
+
+    tiktoken's own reader isn't used: it caches by path, and so serves stale content. Raises ValueError if the file
+    isn't one, or lacks a byte.
     """
     lines = read_text(path).splitlines()
     try:
@@ -727,12 +793,7 @@ def read_tokenizer(path: Path) -> tiktoken.Encoding:
         raise ValueError(f"{path} is not a tiktoken file") from error
     if sorted(ranks.values()) != [*range(len(pairs))] or not has_every_byte(ranks):
         raise ValueError(f"{path} must hold every single byte, and every rank from 0 on once")
-    return tiktoken.Encoding(
-        name=path.parent.name,
-        pat_str=GPT2_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: len(ranks)},
-    )
+    return ranks
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -37,6 +37,7 @@ from studies.projection_methods import (
     raw_tokens,
 )
 from studies.projection_segments import SegmentMap
+from support.geometry import kv_heads
 from support.statistics import area_under_roc, bootstrap, f1, ratio_of_sums, rouge_l
 
 MINILM = GPTConfig(
@@ -733,7 +734,7 @@ def by_length(
     don't depend on the numbers, so that weights are random.
     """
     c, device = model.config, model.wte.weight.device
-    stored = {m: torch.zeros(1, c.n_layer, 2, c.n_head, m, c.head_dim) for m in counts}
+    stored = {m: torch.zeros(1, c.n_layer, 2, kv_heads(c), m, c.head_dim) for m in counts}
     maps = {
         m: Projector(both := torch.cat([kv, kv]), both, penalty=1.0) for m, kv in stored.items()
     }

@@ -23,6 +23,7 @@ from projector import Layout, Library
 from studies import projection_segments as segments
 from support.encoders import PairEncoder, load_encoder
 from support.files import read_csv
+from support.geometry import kv_heads
 from support.regression import ridge
 from support.statistics import kl
 
@@ -287,7 +288,9 @@ class Experiment:
     def fits_as_written(self) -> bool:
         """Whether stage 1's map as written is small enough to be held in memory."""
         c, longest = self.model.config, max(len(p.ids) for p in self.train) - 1
-        return flattened_bytes(c.n_layer, c.n_head, longest, PROPOSED.m, c.head_dim) <= LARGEST_MAP
+        return (
+            flattened_bytes(c.n_layer, kv_heads(c), longest, PROPOSED.m, c.head_dim) <= LARGEST_MAP
+        )
 
     @cached_property
     def compressor_as_written(self) -> projector.Compressor:

@@ -33,6 +33,7 @@ from studies.projection_methods import (
 )
 from studies.projection_segments import readout_error
 from studies.protocol import Claim, conditions_of, judged, spread, under, with_interval
+from support.geometry import kv_heads
 from support.statistics import bootstrap, kl, wilson
 from support.tables import Table
 
@@ -404,14 +405,14 @@ def hypothesis(
 def storage(model: GPT, tokens: float, T: int) -> dict[str, float]:
     """Return bytes in float32: of a prompt's summary tokens and of its cache of so many tokens, and of the maps."""
     c, m = model.config, PROPOSED.m
-    heads, F = c.n_layer * c.n_head, 2 * m * c.head_dim
+    heads, F = c.n_layer * kv_heads(c), 2 * m * c.head_dim
     return {
         "summary": 4 * heads * F,
         "cache": 4 * heads * tokens * 2 * c.head_dim,
         "map over tokens": 4 * heads * m * T,
         "map over segments": 4 * heads * F * (1 + F),
         "stage 2": 4 * heads * F * F,
-        "flattened map": flattened_bytes(c.n_layer, c.n_head, T, m, c.head_dim),
+        "flattened map": flattened_bytes(c.n_layer, kv_heads(c), T, m, c.head_dim),
     }
 
 

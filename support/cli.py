@@ -16,6 +16,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from support.chat import as_question
 from support.conditions import SIZES, is_geometry
 from support.files import import_file, said, writable
 
@@ -117,6 +118,19 @@ class CommandLine(argparse.ArgumentParser):
             help=f"an untrained GPT-2, {', '.join(SIZES)} or LAYERSxHEADSxWIDTH; by default it writes "
             f"{ARTICLE['max_new_tokens']} tokens after {ARTICLE['prompt']!r}, as in the KV cache article",
         )
+
+    def add_chat_argument(self) -> None:
+        """Add --chat (args.chat): the prompt is a question, which ask() writes in the model's own form."""
+        self.add_argument(
+            "--chat",
+            action="store_true",
+            help="the prompt is a question to an Instruct model: wrap it in Llama 3's headers or ChatML",
+        )
+
+    def ask(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> None:
+        """With --chat, put the prompt into the form that the model expects. Raises ValueError if it has none."""
+        if args.chat:
+            args.prompt = as_question(args.prompt, tokenizer)
 
     def add_cache_argument(self, default: type) -> None:
         """Add --cache (args.cache): a class, by default this one, or the class Cache of a Python file."""

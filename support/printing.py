@@ -34,7 +34,7 @@ def stream(
     utf8 = codecs.getincrementaldecoder("utf-8")(
         errors="replace"
     )  # a character can span several tokens
-    ends = getattr(tokenizer, "ends", (tokenizer.eot_token,))
+    ends = ends_of(tokenizer)
     started = time.perf_counter()
     try:
         for token in tokens:
@@ -59,6 +59,11 @@ def stream(
         trace.write()
         print(f"[step by step: {trace.path}]")
     return ids, ms
+
+
+def ends_of(tokenizer: tiktoken.Encoding) -> tuple[int, ...]:
+    """Return the tokens that end a text, of which a Llama may have several."""
+    return getattr(tokenizer, "ends", (tokenizer.eot_token,))
 
 
 def silent() -> AbstractContextManager:

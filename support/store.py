@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from support.files import map_file
 from support.fingerprints import Weights, fingerprint
+from support.geometry import kv_heads
 from support.prefix import common_prefix
 
 HEADER = 256  # bytes: a run's file has at most that many beside its keys and values
@@ -98,7 +99,7 @@ class Store:
         c, weight = model.config, model.wte.weight
         self.model, self.capacity = model, capacity
         self.dtype, self.device = weight.dtype, weight.device
-        heads = getattr(c, "n_kv_head", c.n_head)
+        heads = kv_heads(c)
         self.shape = (c.n_layer, 2, heads, -1, c.head_dim)  # of a run's keys and values
         self.token_bytes = 2 * c.n_layer * heads * c.head_dim * self.dtype.itemsize
         self.fingerprint, self.weights = fingerprint(model), Weights(model)

@@ -17,14 +17,14 @@ LECTURES = [
         "gpt_kv_cache.py",
         "llama_kv_cache.py",
         26,
-        {"# ROPE": 32, "# GQA": 10, "# RMS": 3, "# SWIGLU": 3, "# LLAMA": 19},
+        {"# ROPE": 32, "# GQA": 10, "# RMS": 3, "# SWIGLU": 3, "# LLAMA": 22},
     ),
 ]
 FILES = {  # lines of code
     "gpt_baseline.py": 174,
     "gpt_kv_cache.py": 255,
     "gpt_bounded_cache.py": 493,
-    "llama_kv_cache.py": 288,
+    "llama_kv_cache.py": 290,
 }
 
 
@@ -66,7 +66,7 @@ def test_diff_stays_within_its_budget(
     for mark, most_lines in marks.items():
         assert 0 < sum(mark in line for line in changed) <= most_lines
     gone = len(new_lines(new, old) & code_lines(old))  # lines of the old file that had to go
-    assert gone <= (29 if new_name == "llama_kv_cache.py" else 13)
+    assert gone <= (30 if new_name == "llama_kv_cache.py" else 13)
     lectures = [
         {
             mark

@@ -3,10 +3,11 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import overfill
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
@@ -33,10 +34,9 @@ from overfill import (
     windowed_listing,
     with_dropout,
 )
-from pocket.pruning import Student
 from support.statistics import entropy, kl
 from tests import helpers
-from tests.helpers import N_CTX, ROOT
+from tests.helpers import N_CTX, ROOT, class_of, of_kind
 
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
@@ -58,9 +58,9 @@ MORE = [
 TRIED = [*KINDS.values(), *MORE]
 
 
-def model_of(config: GPTConfig, seed: int) -> GPT:
+def model_of(config: Any, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = GPT(config)
+    model = class_of(config)(config)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))  # far from uniform
@@ -68,13 +68,13 @@ def model_of(config: GPTConfig, seed: int) -> GPT:
 
 
 @pytest.fixture(scope="module")
-def teacher() -> GPT:
-    return model_of(CONFIG, 0)
+def teacher(kind: str) -> nn.Module:
+    return model_of(of_kind(kind, CONFIG), 0)
 
 
 @pytest.fixture(scope="module")
-def student() -> GPT:
-    return model_of(NARROW, 1)
+def student(kind: str) -> nn.Module:
+    return model_of(of_kind(kind, NARROW), 1)
 
 
 def prompts(B: int = 1, T: int = 9) -> Tensor:
@@ -82,7 +82,7 @@ def prompts(B: int = 1, T: int = 9) -> Tensor:
 
 
 def run(
-    teacher: GPT, student: GPT, ids: Tensor, n: int, policy: Policy, **options: object
+    teacher: nn.Module, student: nn.Module, ids: Tensor, n: int, policy: Policy, **options: object
 ) -> tuple[Tensor, Pair]:
     pair = Pair(teacher, student, ids)
     return torch.cat(list(generate_refreshed(pair, n, policy, **options)), 1), pair
@@ -104,17 +104,16 @@ def test_a_teacher_that_is_its_own_student_writes_plainly_under_every_policy(
     assert torch.equal(run(teacher, teacher, ids, 60, policy, **options)[0], plain)
 
 
-def step_by_step(teacher: GPT, student: GPT, ids: Tensor, n: int, starts: list[int]) -> Tensor:
-    """The definition: token t by one uncached pass of the student, in which all before its segment is the teacher's."""
-    model = Student(student.config)
-    model.load_state_dict(student.state_dict())
-    model.eval()
+def step_by_step(
+    teacher: nn.Module, student: nn.Module, ids: Tensor, n: int, starts: list[int]
+) -> Tensor:
+    """The definition: token t by one pass of the student over its segment, all before it is the teacher's."""
     for t in range(n):
         cache = KVCache()
         logits = teacher(ids, cache)
         if t:
-            start = torch.full((1, ids.size(1)), starts[t])
-            logits = model(ids, cache, start=start)
+            cache.truncate(starts[t])
+            logits = student(ids[:, starts[t] :], cache)
         ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], 1)
     return ids[:, -n:]
 
@@ -196,8 +195,8 @@ def test_rows_of_a_batch_are_refreshed_each_on_its_own(teacher, student, gate: G
 
 
 def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> None:
-    other = model_of(replace(CONFIG, n_layer=2, n_head=4, head_dim=8), 3)
-    why = "n_layer 3 against 2, n_head 2 against 4, head_dim 16 against 8"
+    other = model_of(replace(teacher.config, n_layer=2, head_dim=8), 3)
+    why = "n_layer 3 against 2, head_dim 16 against 8"
     assert misfit(teacher, other) == why
     ids = prompts(2)
     first, _ = run(teacher, other, ids, 1, Policy())
@@ -212,7 +211,7 @@ def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> No
 
 def test_pairs_and_options_that_can_not_be_are_refused(teacher, student) -> None:
     with pytest.raises(ValueError, match=r"share a vocabulary, but have 50 and 60"):
-        Pair(teacher, model_of(replace(CONFIG, vocab_size=60), 1), prompts())
+        Pair(teacher, model_of(replace(teacher.config, vocab_size=60), 1), prompts())
     pair = Pair(teacher, student, prompts())
     for n, options, words in [(-1, {}, "at least 0, got -1"), (3, {"temperature": -1.0}, "-1.0")]:
         with pytest.raises(ValueError, match=words):
@@ -351,8 +350,8 @@ def test_what_a_teacher_reads_when_the_context_is_full_counts(teacher, student) 
         assert pair.teacher_tokens.tolist() == [read, read]
 
 
-def test_the_shorter_context_is_the_pairs(teacher) -> None:
-    short = model_of(replace(NARROW, n_ctx=24), 1)
+def test_the_shorter_context_is_the_pairs(teacher, student) -> None:
+    short = model_of(replace(student.config, n_ctx=24), 1)
     assert misfit(teacher, short) == "n_ctx 40 against 24"
     new, pair = run(teacher, short, prompts(), 40, Periodic(4))
     assert new.shape == (1, 40) and pair.n_ctx == 24

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, GPTConfig, generate
+from gpt_kv_cache import GPTConfig, generate
 from paged import Batch, PagedCache, Server, Text, main, serve
-from tests.helpers import refused, run
+from tests.helpers import class_of, of_kind, refused, run
 from tests.test_equivalence import assert_close, failing, parts_of, randomize
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
@@ -23,15 +23,16 @@ SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ra
 
 
 @pytest.fixture
-def model() -> GPT:
+def model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    model = GPT(CONFIG).eval()
+    config = of_kind(kind, CONFIG)
+    model = class_of(config)(config).eval()
     randomize(model)
     return model.requires_grad_(False)
 
 
 def alone(
-    model: GPT, ids: list[int], n: int, stop_id: int | None = None, *how: object
+    model: nn.Module, ids: list[int], n: int, stop_id: int | None = None, *how: object
 ) -> list[int]:
     temperature, top_k, seed = how or (0.0, None, 0)
     options = {"stop_id": stop_id, "temperature": temperature, "top_k": top_k}
@@ -55,7 +56,9 @@ def check_counts(cache: PagedCache, texts: list[Text]) -> None:
     )
 
 
-def read(model: GPT, cache: PagedCache, texts: list[Text], *counts: int) -> tuple[Tensor, ...]:
+def read(
+    model: nn.Module, cache: PagedCache, texts: list[Text], *counts: int
+) -> tuple[Tensor, ...]:
     """Return the logits (n, V) of the next n tokens of each text, for as many counts or one for all."""
     counts = counts if len(counts) == len(texts) else counts * len(texts)
     assert all(cache.room(text, n) for text, n in zip(texts, counts, strict=True))
@@ -84,7 +87,7 @@ def fork(cache: PagedCache, text: Text, number: int) -> Text:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
-    model: GPT, seed: int
+    model: nn.Module, seed: int
 ) -> None:
     """Texts are read together in random chunks, forked, truncated, dropped and found again; passes
     fail in between. The logits must be those of each text alone at every position."""
@@ -129,7 +132,7 @@ def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_that_of_the_model(model: GPT, dtype: torch.dtype) -> None:
+def test_half_precision_is_that_of_the_model(model: nn.Module, dtype: torch.dtype) -> None:
     model = model.to(dtype)
     cache, texts = PagedCache(model, 9, 4), [new(tokens(9, 1)), new(tokens(9, 2))]
     read(model, cache, texts[:1], 3)
@@ -140,7 +143,7 @@ def test_half_precision_is_that_of_the_model(model: GPT, dtype: torch.dtype) -> 
     assert_close(got[0], expected, dtype)
 
 
-def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
+def test_a_shared_block_is_copied_when_it_is_written_to(model: nn.Module) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
     read(model, cache, [a], 6)
     b = fork(cache, a, 1)
@@ -160,7 +163,9 @@ def shared(cache: PagedCache, ids: list[int]) -> Text:
     return text
 
 
-def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(model: GPT) -> None:
+def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(
+    model: nn.Module,
+) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(11, 1))
     read(model, cache, [a], 11)
     table = [*a.table]
@@ -175,7 +180,7 @@ def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(model
         assert shared(cache, ids).table == []
 
 
-def test_a_block_shared_in_part_goes_on_with_other_tokens(model: GPT) -> None:
+def test_a_block_shared_in_part_goes_on_with_other_tokens(model: nn.Module) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
     read(model, cache, [a], 12)
     b = shared(cache, [*a.ids[:6], *tokens(6, 2)])
@@ -185,7 +190,7 @@ def test_a_block_shared_in_part_goes_on_with_other_tokens(model: GPT) -> None:
     assert shared(cache, [*a.ids[:10], 3, 4]).n_read == 10, "what was copied can still be found"
 
 
-def test_equal_texts_read_together_end_up_in_the_same_blocks(model: GPT) -> None:
+def test_equal_texts_read_together_end_up_in_the_same_blocks(model: nn.Module) -> None:
     cache, texts = PagedCache(model, 8, 4), [new(tokens(12, 1), i) for i in range(3)]
     read(model, cache, texts, 5)
     first, second = zip(*(text.table for text in texts), strict=True)
@@ -193,7 +198,7 @@ def test_equal_texts_read_together_end_up_in_the_same_blocks(model: GPT) -> None
     check_counts(cache, texts)
 
 
-def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: GPT) -> None:
+def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: nn.Module) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
     read(model, cache, [a], 12)
     cache.drop(a)
@@ -208,7 +213,7 @@ def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model:
     assert shared(cache, a.ids).table == []
 
 
-def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: GPT) -> None:
+def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: nn.Module) -> None:
     cache, a = PagedCache(model, 4, 4), new(tokens(9, 1))
     read(model, cache, [a], 8)
     cache.truncate(a, 2)
@@ -217,7 +222,7 @@ def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: GPT
     assert shared(cache, a.ids).n_read == 4
 
 
-def test_nothing_of_another_text_is_seen_not_even_nan(model: GPT) -> None:
+def test_nothing_of_another_text_is_seen_not_even_nan(model: nn.Module) -> None:
     """A mask alone keeps no text from another's overflow: 0 times NaN is NaN."""
     cache, a, b = PagedCache(model, 4, 4), new(tokens(12, 1)), new(tokens(12, 2), 1)
     read(model, cache, [b], 1)
@@ -239,7 +244,7 @@ def test_nothing_of_another_text_is_seen_not_even_nan(model: GPT) -> None:
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_room_that_is_not_there_changes_nothing(model: GPT, forked: bool) -> None:
+def test_room_that_is_not_there_changes_nothing(model: nn.Module, forked: bool) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(20, 1))
     read(model, cache, [a], 10)
     texts = [a, fork(cache, a, 1)] if forked else [a]
@@ -261,7 +266,7 @@ def test_room_that_is_not_there_changes_nothing(model: GPT, forked: bool) -> Non
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_tokens_are_those_of_each_text_alone(model: GPT, seed: int) -> None:
+def test_tokens_are_those_of_each_text_alone(model: nn.Module, seed: int) -> None:
     """Prompts of random lengths, limits, stop tokens, temperatures and seeds, some with common beginnings,
     arrive at random and get few blocks."""
     rng, size = random.Random(seed), random.Random(seed + 1).choice([1, 2, 3, 4, 5, 8, 16])
@@ -293,7 +298,7 @@ def test_tokens_are_those_of_each_text_alone(model: GPT, seed: int) -> None:
     assert written == [alone(model, *prompt) for prompt in prompts]
 
 
-def test_without_a_free_block_the_youngest_is_read_again_later(model: GPT) -> None:
+def test_without_a_free_block_the_youngest_is_read_again_later(model: nn.Module) -> None:
     server, complete = Server(model, PagedCache(model, 6, 4)), []
     prompts = [tokens(5, i) for i in range(4)]
     for ids in prompts:
@@ -311,7 +316,7 @@ def test_without_a_free_block_the_youngest_is_read_again_later(model: GPT) -> No
     assert written == [alone(model, ids, 15) for ids in prompts]
 
 
-def test_a_text_waits_as_long_as_its_blocks_are_taken(model: GPT) -> None:
+def test_a_text_waits_as_long_as_its_blocks_are_taken(model: nn.Module) -> None:
     server, found = Server(model, PagedCache(model, 6, 4)), []
     server.add(tokens(17, 1), 8)
     server.add(tokens(9, 2), 1)
@@ -321,14 +326,14 @@ def test_a_text_waits_as_long_as_its_blocks_are_taken(model: GPT) -> None:
 
 
 @pytest.fixture
-def fed(model: GPT) -> list[tuple[int, ...]]:
+def fed(model: nn.Module) -> list[tuple[int, ...]]:
     """The shapes of the ids that the model reads."""
     shapes: list[tuple[int, ...]] = []
     model.wte.register_forward_hook(lambda _, args, out: shapes.append(tuple(args[0].shape)))
     return shapes
 
 
-def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: GPT, fed: list) -> None:
+def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: nn.Module, fed: list) -> None:
     server = Server(model, PagedCache(model, 40, 4), chunk=5)
     server.add([1], 12)
     server.add(tokens(20, 1), 1)
@@ -337,7 +342,7 @@ def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: GPT, fed: list) -
     assert fed == [(1, 5), (1, 1)] * 4
 
 
-def test_a_common_header_is_read_once(model: GPT, fed: list) -> None:
+def test_a_common_header_is_read_once(model: nn.Module, fed: list) -> None:
     header = tokens(13, 1)
     list(serve(model, [[*header, i, i] for i in range(4)], 1, blocks=30, size=4))
     # 12 tokens in three blocks; the 13th is in one that isn't full
@@ -345,7 +350,7 @@ def test_a_common_header_is_read_once(model: GPT, fed: list) -> None:
 
 
 def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
-    model: GPT, fed: list
+    model: nn.Module, fed: list
 ) -> None:
     prompts, limits = [tokens(9, 1), tokens(4, 2)], [8, 5]
     found: list[list[int]] = [[] for _ in range(6)]
@@ -358,7 +363,7 @@ def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
     assert found == [alone(model, *one) for one in how] and len({*map(tuple, found)}) == 6
 
 
-def test_samples_without_end_take_no_memory(model: GPT) -> None:
+def test_samples_without_end_take_no_memory(model: nn.Module) -> None:
     written = serve(model, [[1]], 2, blocks=8, size=4, samples=10**12)
     assert 25 < max(next(written)[0] for _ in range(60)) < 40
 
@@ -376,11 +381,12 @@ def test_samples_without_end_take_no_memory(model: GPT) -> None:
     ],
 )
 def test_what_can_never_be_served_is_refused_at_once(
-    model: GPT, ids: list[int], options: dict, said: str
+    model: nn.Module, ids: list[int], options: dict, said: str
 ) -> None:
     server = Server(model, PagedCache(model, 5, 4))
     server.add([1, 2], 3)
-    limit = options.pop("limit", 3)
+    options = {"limit": 3} | options
+    limit = options.pop("limit")
     with pytest.raises(ValueError, match=said):
         server.add(ids, limit, **options)
     assert server.arrived == 1 and len(server.waiting) == 1
@@ -388,7 +394,7 @@ def test_what_can_never_be_served_is_refused_at_once(
         next(serve(model, [[1, 2], ids], limit, blocks=5, size=4, **options))
 
 
-def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: GPT) -> None:
+def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: nn.Module) -> None:
     for blocks, size in ((0, 4), (4, 0)):
         with pytest.raises(ValueError, match=f"{blocks} blocks of {size}"):
             PagedCache(model, blocks, size)
@@ -398,7 +404,7 @@ def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: GPT) -> None
         PagedCache(model, 2 * 10**9, 16)
 
 
-def test_what_just_fits_is_served_also_past_the_context(model: GPT) -> None:
+def test_what_just_fits_is_served_also_past_the_context(model: nn.Module) -> None:
     for ids, n in ((tokens(12, 1), 9), (tokens(12, 1), 60), (tokens(70, 1), 30)):
         blocks = -(-min(len(ids) + n - 1, 24) // 4)
         assert [token for _, token in serve(model, [ids], n, blocks=blocks, size=4)] == alone(

@@ -84,7 +84,7 @@ def test_a_planted_map_is_found_by_the_right_loss_alone(monkeypatch: pytest.Monk
         assert share_wrong(found, true, scores, values) > 0.1
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["learned", "rotary"])
 def test_padding_changes_nothing(kind: str) -> None:
     model = MODELS[kind]
     prompts = [

@@ -19,7 +19,6 @@ import torch
 
 import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, generate
-from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import Recycler, generate_as_published, read_all, recycle
 from studies import latency, protocol, recycling, replay
@@ -46,16 +45,11 @@ def written(tokens) -> list[int]:
 # --- Recycled equals cold -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["disk", "memory", "Llama"])
+@pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.parametrize("seed", range(3))
-def test_recycled_identity_with_cold(tmp_path: Path, seed: int, kind: str) -> None:
-    model, rng = tiny_model(), random.Random(seed)
-    if kind == "Llama":
-        config = LlamaConfig(
-            vocab_size=11, n_ctx=32, n_layer=2, n_head=4, n_embd=16, n_inner=8, n_kv_head=2
-        )
-        model = Llama(config).eval()
-    store = Store(model, None if kind == "memory" else tmp_path)
+def test_recycled_identity_with_cold(tmp_path: Path, seed: int, place: str, kind: str) -> None:
+    model, rng = tiny_model(kind=kind), random.Random(seed)
+    store = Store(model, None if place == "memory" else tmp_path)
     for ids in texts(seed, 25):
         row, n = torch.tensor([ids]), rng.randint(1, 40)  # also past n_ctx = 32
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
@@ -83,8 +77,8 @@ def test_recycled_equivalence_of_logits_at_full_and_at_partial_reuse(
         torch.testing.assert_close(fed[:, -1], cold[:, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_read_again_after_the_context_was_full_is_stored_where_it_belongs() -> None:
-    model = tiny_model()
+def test_what_is_read_again_after_the_context_was_full_is_stored_where_it_belongs(kind) -> None:
+    model = tiny_model(kind=kind)
     store, row = Store(model), torch.tensor([[3, 1, 4, 1, 5] * 5])
     text = row[0].tolist() + written(recycle(store, row, 20))
     kept = text[16:-1]  # past n_ctx = 32 the older half is forgotten

@@ -213,7 +213,6 @@ def test_an_untrained_model_writes_what_the_article_lets_it_write(
 def test_an_untrained_model_is_named_by_its_geometry_alone(run: Run) -> None:
     refused(run("gpt_kv_cache", "--random", "pocket"), ["124M", "pocket"])
     refused(run("gpt_kv_cache", "--random", "124M", "--model", "gpt2"), ["124M", "gpt2"])
-    refused(run("llama_kv_cache", "--random", "124M"), ["124M", "Llama"])
 
 
 def test_a_students_cache_takes_the_place_of_ours(run: Run, tmp_path: Path) -> None:
