@@ -14,10 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from studies import projection_report
 from studies.core import Rows
 from studies.core import claims as claims_of
-from studies.protocol import ANSWERS, Claim, claim_tables, recorded
+from studies.protocol import ANSWERS, Claim, claim_tables
 from support.cli import CommandLine
 from support.tables import Table, page
 
@@ -51,9 +50,7 @@ SOURCES = {
         Judged("recycling", "25", partial(by_rows, "recycling")),
         Judged("latency", "5", partial(by_rows, "latency")),
     ],
-    "CP-KVP": [
-        Judged("projection", "15 to 30", lambda: projection_report.claims(recorded("projection")))
-    ],
+    "CP-KVP": [Judged("projection", "-", partial(by_rows, "projection"))],
     "OverFill and KV refresh": [
         Judged("refreshing", "150", partial(by_rows, "refreshing")),
         Judged("speculation", "5", partial(by_rows, "speculation")),
