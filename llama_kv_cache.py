@@ -76,7 +76,8 @@ class Conv1D(nn.Module):
 
 
 def rotation(pos: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:  # ROPE
-    """Return cosines and signed sines (T, D), float32, that turn heads at positions pos (T,).
+    """Return cosines and signed sines (1, T, D), float32, that turn heads at positions pos (T,), or
+    (B, 1, T, D) for positions (B, T).
 
     Pair i turns by theta ** (-2i / D) radians a token. With rope_scaling, as in Llama 3.1 and 3.2,
     a pair that goes round at most `low` times in n_ctx tokens is slower by `factor`, one that does
@@ -88,9 +89,9 @@ def rotation(pos: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:  # ROPE
         rounds = n_ctx * speed / (2 * math.pi)  # ROPE
         fast = ((rounds - low) / (high - low)).clamp(0, 1)  # ROPE
         speed = speed * (fast + (1 - fast) / factor)  # ROPE
-    angle = pos[:, None] * speed  # ROPE  (T, D / 2)
+    angle = pos[..., None, :, None] * speed  # ROPE  (1, T, D / 2)
     cos, sin = angle.cos(), angle.sin()  # ROPE
-    return torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)  # ROPE
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # ROPE
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # ROPE
@@ -385,12 +386,14 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example, NAMES)
     cli.add_generation_arguments()
     cli.add_argument("--compare", action="store_true", help="write without the cache too")  # NEW
-    cli.add_random_argument()  # NEW
+    cli.add_chat_argument()  # LLAMA
+    cli.set_defaults(model="pocket-llama")  # LLAMA
     cli.add_cache_argument(KVCache)  # NEW
     with cli.parse(argv) as args:
         model = load_model(args.model, model_class=Llama, device=args.device,  # LLAMA
                            dtype=args.dtype)  # LLAMA
         tokenizer = load_tokenizer(args.model)
+        cli.ask(args, tokenizer)  # LLAMA
         prompt = tokenizer.encode(args.prompt, allowed_special="all")
         ids = torch.tensor([prompt], device=args.device)  # (1, T)
         if len(prompt) > model.context:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
-import pickle
 import re
-import struct
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 
 from support.cli import ARTICLE
 from support.conditions import random_model
-from support.files import check_fields, read_json, said
+from support.files import check_fields, read_json, read_text, regular, said
 
 RANDOM = "random:"  # and a size: an untrained model
 HERE = Path(__file__).resolve().parent
@@ -40,12 +38,32 @@ VOCABULARIES = (
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
 END_OF_TEXT = "<|endoftext|>"
 # Where GPT-2 cuts text before it merges bytes: the form with possessive quantifiers that tiktoken uses; same pieces.
-GPT2_PATTERN = (
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-)
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # The same after each digit has been cut off from all else: spaces that a digit follows end a piece.
 DIGITS_PATTERN = (
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"
+)
+# What Llama 3's own file, tokenizer.model, leaves unsaid: where text is cut, and its special tokens, which follow all
+# others. Source: llama_models/llama3/tokenizer.py of the package llama-models.
+LLAMA3_FILE = "tokenizer.model"
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIAL = 256
+LLAMA3_NAMES = (
+    "begin_of_text",
+    "end_of_text",
+    "reserved_special_token_0",
+    "reserved_special_token_1",
+    "finetune_right_pad_id",
+    "step_id",
+    "start_header_id",
+    "end_header_id",
+    "eom_id",
+    "eot_id",
+    "python_tag",
+    "image",
 )
 
 
@@ -57,16 +75,22 @@ class Checkpoint(NamedTuple):
     weights: str = "model.safetensors"
 
 
-POCKET = {  # folders
-    "pocket": "teacher",
-    "pocket-student": "student",
-    "pocket-student-alone": "student-alone",
-    "pocket-student-prompt": "student-prompt",
-    "pocket-student-dropout": "student-dropout",
-    "pocket-bct": "bct",
-    "pocket-rotary": "rotary",
-}
-INDEX = "model.safetensors.index.json"
+TRAINED = (
+    "student",
+    "student-alone",
+    "student-prompt",
+    "student-dropout",
+    "bct",
+    "rotary",
+    "llama",
+)
+POCKET = {"pocket": "teacher"} | {f"pocket-{folder}": folder for folder in TRAINED}
+WEIGHTS = (  # the first of these that a folder holds
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 ONE_FILE = (
     "HuggingFaceTB/SmolLM2-135M",
     "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -80,6 +104,7 @@ SHARDED = (
     "meta-llama/Llama-3.2-3B-Instruct",
     "friendshipkim/overfill-Llama-3.2-3B-Instruct-pruned-h0.45-i0.45-a0.0-d0.0",
 )
+LLAMAS = (*ONE_FILE, *SHARDED)
 PUBLIC = {
     "gpt2": Checkpoint("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "gpt2-medium": Checkpoint(
@@ -99,28 +124,15 @@ PUBLIC = {
     # From here on the hashes of the commits could not be established, so these follow their branch.
     "microsoft/DialoGPT-large": Checkpoint("microsoft/DialoGPT-large", weights="pytorch_model.bin"),
     **{name: Checkpoint(name) for name in ONE_FILE},
-    **{name: Checkpoint(name, weights=INDEX) for name in SHARDED},
+    **{name: Checkpoint(name, weights=WEIGHTS[1]) for name in SHARDED},
 }
-# What torch.load raises on damaged files, found by damaging them at random, and (UnpicklingError) if they hold code.
-UNREADABLE = (
-    RuntimeError,
-    EOFError,
-    OSError,
-    pickle.UnpicklingError,
-    struct.error,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-)
 NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-TRAINED = [name for name, folder in POCKET.items() if (HERE / "pocket" / folder).is_dir()]
-OTHERS = {
+OTHERS = {  # no GPT-2: their scripts
     "pocket-bct": "gpt_bounded_cache.py --memory bct",
     "pocket-rotary": "projector.py",
-}  # no GPT-2: their scripts
-NAMES = ", ".join([*(name for name in TRAINED if name not in OTHERS), *PUBLIC]) + ", or a folder"
+}
+NEEDS = {"slots": "pocket-bct", "rotary": "pocket-rotary"}  # what in config.json says so
+NAMES = ", ".join([*(name for name in POCKET if name not in OTHERS), *PUBLIC]) + ", or a folder"
 # What config.json may say about the things that our models have only one way of doing, by its model_type.
 SUPPORTED: dict[str, dict[str, tuple]] = {
     "gpt2": {
@@ -188,14 +200,13 @@ def load_model(
     Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
     """
     if name_or_path.startswith(RANDOM):
-        model_class = model_class or class_of(None)
+        model_class = model_class or class_of(llama=False)
         if model_class.config_class().vocab_size != 50257:
             raise ValueError(f"{name_or_path} is a GPT-2, not a {model_class.__name__}")
         return random_model(model_class, name_or_path.removeprefix(RANDOM)).to(device, dtype)
     config_path = find_file(name_or_path, "config.json")
     config = read_config(config_path, getattr(model_class, "config_class", None))
-    if model_class is None:
-        model_class = class_of(config)
+    model_class = model_class or class_of(is_llama(config))
     tensors = read_tensors(name_or_path)
     check_sizes(config, tensors, config_path)
     with torch.device("meta"):  # shapes and strides without memory
@@ -218,15 +229,16 @@ def load_model(
     return model.eval()
 
 
-def class_of(config: Any) -> type[nn.Module]:
-    """Return the model that a config is of."""
+def class_of(llama: bool) -> type[nn.Module]:
+    """Return the model of gpt_kv_cache.py, or of llama_kv_cache.py."""
     import gpt_kv_cache
     import llama_kv_cache
 
-    return llama_kv_cache.Llama if is_llama(config) else gpt_kv_cache.GPT
+    return llama_kv_cache.Llama if llama else gpt_kv_cache.GPT
 
 
 def is_llama(config: Any) -> bool:
+    """Return whether a config, or the class of one, is a Llama's."""
     return hasattr(config, "rope_theta")
 
 
@@ -247,9 +259,8 @@ def parts_of(name: str, parameter: Tensor, config: Any) -> dict[str, tuple[int, 
     width, total = parameter.shape
     sizes = [total // len(names)] * len(names)
     if part == "attn.c_attn":
-        sizes = [
-            heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)
-        ]
+        kv = config.n_kv_head * config.head_dim
+        sizes = [total - 2 * kv, kv, kv]
     return {public: (size, width) for public, size in zip(names, sizes, strict=True)}
 
 
@@ -293,23 +304,19 @@ def find_file(name_or_path: str, filename: str) -> Path:
 
     Raises ValueError if the model is unknown, OSError if the file can't be had.
     """
-    folder = (
-        HERE / "pocket" / POCKET[name_or_path] if name_or_path in POCKET else Path(name_or_path)
-    )
     if name_or_path in PUBLIC:
         return download(PUBLIC[name_or_path], filename)
-    if name_or_path not in POCKET and not folder.is_dir():
+    folder = Path(name_or_path)
+    if name_or_path in POCKET:
+        folder = HERE / "pocket" / POCKET[name_or_path]
+    elif not folder.is_dir():
         others = ", ".join(f"{name} (only {script})" for name, script in OTHERS.items())
         raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}; {others}")
-    if name_or_path in POCKET and not folder.is_dir():
-        raise FileNotFoundError(
-            f"the model {name_or_path} is not trained yet: there is no folder {folder}"
-        )
-    if not (folder / filename).is_file():
+    if not (folder / filename).exists():
         raise FileNotFoundError(
             f"there is no {filename} in {folder}: a model's folder holds config.json and weights"
         )
-    return folder / filename
+    return regular(folder / filename)
 
 
 def download(checkpoint: Checkpoint, filename: str) -> Path:
@@ -331,23 +338,25 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
                 f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf auth login`; "
                 "or give a folder that holds the model"
             )
-        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-            why = f"Hugging Face shows no repository {repo} with revision {revision}"
-        except errors.RemoteEntryNotFoundError:
-            why = f"{repo} has no file {filename} at revision {revision}"
-    except (
-        Exception
-    ) as error:  # whatever else a network, its settings, a server or a full disk can do
-        raise OSError(
-            f"can't download {filename} of {repo} ({reason(error)}): run this once with internet, or give a "
-            "folder that holds the model; the model pocket needs no download"
-        ) from error
+        except (
+            errors.RepositoryNotFoundError,
+            errors.RevisionNotFoundError,
+            errors.RemoteEntryNotFoundError,
+        ):
+            why = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
+    # Whatever else a network, its settings, a server or a full disk can do.
+    except Exception as error:
+        raise not_downloaded(f"{filename} of {repo}", error) from error
     raise OSError(why)
 
 
-def reason(error: Exception) -> str:
-    """Return the first sentence of an error, or its name if it says nothing."""
-    return str(error).partition(". ")[0] or type(error).__name__
+def not_downloaded(what: str, error: Exception) -> OSError:
+    """Return an error with the first sentence of another one, or that one's name if it says nothing."""
+    reason = str(error).partition(". ")[0] or type(error).__name__
+    return OSError(
+        f"can't download {what} ({reason}): run this once with internet, or give a folder that "
+        "holds the model; the model pocket needs no download"
+    )
 
 
 def read_config(path: Path, config_class: type | None = None) -> Any:
@@ -356,7 +365,7 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
     Dropout stays 0 whatever the file says: a loaded model is there to infer. Raises ValueError on what our models
     can't represent.
     """
-    config = read_json(path)
+    config = {key: value for key, value in read_json(path).items() if value is not None}
     given = config.get("model_type", "gpt2")
     kind = KINDS_OF.get(given, given) if isinstance(given, str) else None
     if kind not in SUPPORTED:
@@ -365,121 +374,86 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
     for key, supported in SUPPORTED[kind].items():
         if key in config and config[key] not in supported:
             one = " or ".join(map(repr, supported))
-            raise ValueError(
-                f"{path}: {key} is {config[key]!r}, but this {NAMED[kind]} supports only {one}"
-            )
+            but = f"but this {NAMED[kind]} supports only {one}"
+            raise ValueError(f"{path}: {key} is {config[key]!r}, {but}")
+    llama = kind == "llama"
     if config_class is None:
-        import gpt_kv_cache
-        import llama_kv_cache
-
-        config_class = llama_kv_cache.LlamaConfig if kind == "llama" else gpt_kv_cache.GPTConfig
-    if (kind == "llama") != is_llama(config_class):
-        reader = "llama_kv_cache.py" if kind == "llama" else "gpt_kv_cache.py"
+        config_class = class_of(llama).config_class
+    if llama != is_llama(config_class):
+        reader = "llama_kv_cache.py" if llama else "gpt_kv_cache.py"
         raise ValueError(f"{path} describes a {NAMED[kind]}: {reader} can read it")
-    return (llama_config if kind == "llama" else gpt2_config)(config, path, config_class)
+    given = llama_fields(config, path) if llama else gpt2_fields(config, path, config_class)
+    kinds = {field.name: type(field.default) for field in fields(config_class)}
+    for name, default in kinds.items():
+        if default is type(None):
+            kinds[name] = int
+    kinds["rope_scaling"] = tuple
+    check_fields(given, str(path), **{name: kinds[name] for name in given})
+    return config_class(**given)
 
 
-def gpt2_config(config: dict[str, Any], path: Path, config_class: type) -> Any:
-    """Return the config_class of a GPT-2, or of one of ours that is made of it."""
-    if (
-        config.get("n_positions") is not None
-    ):  # Hugging Face's name for n_ctx; older files have both
+def gpt2_fields(config: dict[str, Any], path: Path, config_class: type) -> dict[str, Any]:
+    """Return the fields of a GPT-2's config, or of one of ours that is made of it."""
+    if "n_positions" in config:  # Hugging Face's name for n_ctx; older files have both
         config["n_ctx"] = config["n_positions"]
-    if absent := [
-        key
-        for key in ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
-        if config.get(key) is None
-    ]:
-        raise ValueError(f"{path} lacks {', '.join(absent)}")
+    sizes = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
+    check_fields(config, str(path), **dict.fromkeys(sizes, int))
     names = [field.name for field in fields(config_class) if field.name != "dropout"]
-    if config.get("slots") and "slots" not in names:
-        raise ValueError(
-            f"{path} describes a BCT with {config['slots']} slots: only gpt_bounded_cache.BCT "
-            "can read it, by gpt_bounded_cache.py --memory bct"
-        )
-    if "slots" in names and not config.get("slots"):
-        raise ValueError(
-            f"{path} describes a GPT-2 without memory slots, not a Bounded-Cache Transformer (BCT)"
-        )
-    if bool(config.get("rotary")) != ("rotary" in names):
-        raise ValueError(
-            f"{path}: only pocket/rope.py can read a model with rotary positions, by projector.py --model "
-            "pocket-rotary, and it reads no other"
-        )
-    return made(
-        config_class, {name: config[name] for name in names if config.get(name) is not None}, path
-    )
+    for key, name in NEEDS.items():
+        given = config.get(key)
+        if bool(given) != (key in names):
+            only = f"models with {key}, and only those, are read by {OTHERS[name]}"
+            raise ValueError(f"{path}: {key} is {given!r}; {only}")
+    return {name: config[name] for name in names if name in config}
 
 
-def llama_config(config: dict[str, Any], path: Path, config_class: type) -> Any:
-    """Return the config of a Llama. Newer files have rope_parameters, older ones rope_theta and rope_scaling."""
+def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields of a Llama's config. Newer files have rope_parameters, older ones rope_theta and
+    rope_scaling."""
     needed = [key for key in LLAMA_SIZES if key not in ("num_key_value_heads", "head_dim")]
-    if absent := [key for key in needed if config.get(key) is None]:
+    if absent := [key for key in needed if key not in config]:
         raise ValueError(f"{path} lacks {', '.join(absent)}")
-    if {*(config.get("layer_types") or ())} - {"full_attention"}:
+    if {*config.get("layer_types", ())} - {"full_attention"}:
         raise ValueError(f"{path}: layer_types has layers of another kind than 'full_attention'")
-    found = {ours: config[key] for key, ours in LLAMA_SIZES.items() if config.get(key) is not None}
+    found = {ours: config[key] for key, ours in LLAMA_SIZES.items() if key in config}
     found.setdefault("n_kv_head", found["n_head"])
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    check_fields(rope, f"rope_parameters of {path}")
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    found["tied"] = config.get("tie_word_embeddings", False)
+    where = f"rope_parameters of {path}"
+    rope = config.get("rope_parameters", config.get("rope_scaling", {}))
+    rope = {"rope_theta": config.get("rope_theta", 10_000.0)} | check_fields(rope, where)
+    positive = {"rope_theta": float}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
-        numbers = ("factor", "low_freq_factor", "high_freq_factor")
-        check_fields(
-            rope,
-            f"rope_parameters of {path}",
-            **dict.fromkeys(numbers, float),
-            original_max_position_embeddings=int,
-        )
-        scaling = *(float(rope[name]) for name in numbers), rope["original_max_position_embeddings"]
-        if not 0 < scaling[1] < scaling[2] or min(scaling) <= 0:
-            raise ValueError(
-                f"{path}: rope_parameters must be positive, and low_freq_factor, {scaling[1]}, less than "
-                f"high_freq_factor, {scaling[2]}"
-            )
-        found["rope_scaling"] = scaling
+        positive |= dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), float)
+        positive |= {"original_max_position_embeddings": int}
     elif kind != "default":
-        raise ValueError(
-            f"{path}: rope_type is {kind!r}, but this Llama supports only 'default' or 'llama3'"
-        )
-    check_fields({"rope_theta": theta}, str(path), rope_theta=float)
-    if not theta > 0:
-        raise ValueError(f"{path}: rope_theta must be more than 0, got {theta}")
-    tied = config.get("tie_word_embeddings", False)
-    return made(config_class, found | {"rope_theta": float(theta), "tied": tied}, path)
-
-
-def made(config_class: type, given: dict[str, Any], path: Path) -> Any:
-    """Return a config. Raises ValueError if a value isn't of its field's type."""
-    kinds = {
-        field.name: int if field.default is None else type(field.default)
-        for field in fields(config_class)
-    }
-    kinds["rope_scaling"] = tuple
-    for name, value in given.items():
-        if type(value) is not kinds[name]:
-            kind = {int: "a whole number", bool: "true or false", str: "a text", float: "a number"}[
-                kinds[name]
-            ]
-            raise ValueError(f"{path}: {name} must be {kind}, got {said(value)}")
-    return config_class(**given)
+        known = "but this Llama supports only 'default' or 'llama3'"
+        raise ValueError(f"{path}: rope_type is {kind!r}, {known}")
+    check_fields(rope, where, **positive)
+    for name in positive:
+        if not rope[name] > 0:
+            raise ValueError(f"{where}: {name} must be more than 0, got {rope[name]}")
+    found["rope_theta"], *scaling = (positive[name](rope[name]) for name in positive)
+    if scaling:
+        found["rope_scaling"] = tuple(scaling)
+        _, low, high, _ = scaling
+        if not low < high:
+            raise ValueError(
+                f"{where}: low_freq_factor, {low}, must be less than high_freq_factor, {high}"
+            )
+    return found
 
 
 def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
     """Raise ValueError if a size in a config, read from path, is beyond those of the tensors: before a model of it is
     made, which could take all memory or never end."""
-    longest = max(
-        (max(tensor.shape, default=1) for tensor in tensors.values() if tensor.numel()), default=0
-    )
+    longest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
     for name, size in vars(config).items():
+        most, of = longest, "longest side of any tensor"
+        if name == "n_layer":
+            most, of = len(tensors), "number of tensors"
         if name == "n_ctx" and is_llama(config):
             continue  # no table ends there
-        most, of = (
-            (len(tensors), "number of tensors")
-            if name == "n_layer"
-            else (longest, "longest side of any tensor")
-        )
         if type(size) is int and size > most:
             raise ValueError(f"{path}: {name} is {size}, but the {of} in the weights is {most}")
 
@@ -502,15 +476,11 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
     config = read_json(find_file(name_or_path, "config.json"))
     if config.get("tie_word_embeddings", config.get("model_type") != "llama"):
         head = tensors.pop("lm_head.weight", None)
-        table = next(
-            (tensors[name] for name in ("wte.weight", "embed_tokens.weight") if name in tensors),
-            None,
-        )
-        if None not in (head, table) and (
-            head.dtype != table.dtype or not torch.equal(head, table)
-        ):
+        table = tensors.get("wte.weight", tensors.get("embed_tokens.weight"))
+        both = head is not None and table is not None
+        if both and (head.dtype != table.dtype or not torch.equal(head, table)):
             raise ValueError(
-                f"lm_head.weight of {name_or_path} differs from wte.weight, but this GPT-2 shares the two"
+                f"lm_head.weight of {name_or_path} differs from wte.weight, but this model shares the two"
             )
     return tensors
 
@@ -519,69 +489,48 @@ def find_weights(name_or_path: str) -> list[Path]:
     """Return the files that hold a model's weights: one, or those that an index lists."""
     if name_or_path in PUBLIC:
         path = find_file(name_or_path, PUBLIC[name_or_path].weights)
-        if path.suffix != ".json":
-            return [path]
-        return [find_file(name_or_path, shard) for shard in shards(path)]
-    folder = find_file(name_or_path, "config.json").parent
-    for filename in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / filename).is_file():
-            return [folder / filename]
-        if (index := folder / f"{filename}.index.json").is_file():
-            for shard in shards(index):
-                if not (folder / shard).is_file():
-                    raise FileNotFoundError(f"{index} lists {shard}, which is not there")
-            return [folder / shard for shard in shards(index)]
-    raise FileNotFoundError(
-        f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin"
-    )
-
-
-def shards(index: Path) -> list[str]:
-    """Return the names of the files that an index of shards lists."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(shard, str) for shard in weight_map.values()
-    ):
-        raise ValueError(f"{index} has no weight_map from tensors to files")
-    for shard in weight_map.values():
-        if Path(shard).name != shard or "\0" in shard:
-            raise ValueError(f"{index} lists {shard!r}, which is not the name of a file beside it")
-    return sorted(set(weight_map.values()))
+    else:
+        folder = find_file(name_or_path, "config.json").parent
+        there = [folder / filename for filename in WEIGHTS if (folder / filename).exists()]
+        if not there:
+            one = "neither model.safetensors nor pytorch_model.bin"
+            raise FileNotFoundError(f"there are no weights in {folder}: {one}")
+        path = there[0]
+    if path.suffix != ".json":
+        return [path]
+    shards = {*read_json(path, weight_map=dict)["weight_map"].values()}
+    for shard in shards:
+        named = isinstance(shard, str) and shard.endswith((".safetensors", ".bin"))
+        if not named or Path(shard).name != shard:
+            no = "which is not the name of a file of weights beside it"
+            raise ValueError(f"{path} lists {said(shard)}, {no}")
+    return [find_file(name_or_path, shard) for shard in sorted(shards)]
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one .safetensors or .bin file. Raises ValueError if it is damaged or something else."""
+    with regular(path).open("rb") as file:  # what can't be opened at all says so here
+        # Files from before PyTorch 1.6 aren't zipped, and can't be mapped.
+        zipped = file.read(4) == b"PK\x03\x04"
+    damaged = f"{path} is cut off, a Git LFS pointer, or not a"
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise ValueError(
-                f"{path} is cut off, a Git LFS pointer, or not a safetensors file"
-            ) from error
-    with path.open("rb") as file:  # what can't be opened at all says so here
-        zipped = (
-            file.read(4) == b"PK\x03\x04"
-        )  # files from before PyTorch 1.6 aren't, and can't be mapped
+            raise ValueError(f"{damaged} safetensors file") from error
     try:  # weights_only, since a pickle could run code
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except UNREADABLE as error:
-        raise ValueError(
-            f"{path} is cut off, a Git LFS pointer, or not a PyTorch file of plain tensors"
-        ) from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
-    ):
-        raise ValueError(f"{path} holds something else than named tensors")
+    except Exception as error:  # a damaged file makes it raise ten kinds of them
+        raise ValueError(f"{damaged} PyTorch file of plain tensors") from error
+    if not isinstance(tensors, dict):
+        tensors = {None: tensors}
     for name, x in tensors.items():
-        strided = (
-            x.layout is torch.strided
-            and x.device.type == "cpu"
-            and not x.is_nested
-            and not x.is_quantized
-        )
-        if (
-            not strided or x.nbytes > x.untyped_storage().nbytes()
-        ):  # a few numbers may claim to be any number of them
+        if not isinstance(name, str) or not isinstance(x, Tensor):
+            raise ValueError(f"{path} holds something else than named tensors")
+        plain = x.layout is torch.strided and x.device.type == "cpu"
+        plain = plain and not x.is_nested and not x.is_quantized
+        # A few numbers may claim to be any number of them.
+        if not plain or x.nbytes > x.untyped_storage().nbytes():
             raise ValueError(
                 f"{path}: {name} is sparse, nested, quantized, expanded or without numbers"
             )
@@ -597,9 +546,8 @@ class Numbers:
     def encode(self, text: str, **_: Any) -> list[int]:
         """Return the article's prompt in GPT-2's tokens. Raises ValueError for any other text."""
         if text != ARTICLE["prompt"]:
-            raise ValueError(
-                f"without GPT-2's tokenizer the prompt must be {ARTICLE['prompt']!r}, got {text!r}"
-            )
+            known = f"the prompt must be {ARTICLE['prompt']!r}"
+            raise ValueError(f"without GPT-2's tokenizer {known}, got {text!r}")
         return [15496, 11, 314, 716]
 
     def decode_single_token_bytes(self, token: int) -> bytes:
@@ -607,8 +555,9 @@ class Numbers:
 
 
 def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
-    """Return the tokenizer of a known name or of a folder: its tokenizer.tiktoken, else GPT-2's if the size fits and
-    no file says otherwise. An untrained model's is GPT-2's, or Numbers, with a warning, if that can't be loaded.
+    """Return the tokenizer of a known name or of a folder: its tokenizer.tiktoken, tokenizer.json, Llama 3's
+    tokenizer.model, or vocab.json and merges.txt, else GPT-2's if the size fits. An untrained model's is GPT-2's, or
+    Numbers, with a warning, if that can't be loaded.
 
     Raises ValueError or OSError, in one sentence, if there is none.
     """
@@ -618,52 +567,49 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
         except OSError as error:
             warnings.warn(f"tokens are shown as numbers: {error}", stacklevel=2)
             return Numbers()
-    folders: list[Path] = []
-    if name_or_path in ONE_FILE or name_or_path in SHARDED:
-        return llama_tokenizer(name_or_path)
-    if name_or_path not in PUBLIC:
-        config_path = find_file(name_or_path, "config.json")
-        config = read_json(config_path)
-        vocab_size = config.get("vocab_size")
-        shipped = (
-            config_path.resolve().parent.parent == HERE / "pocket"
-        )  # those share one tokenizer
-        folders = [config_path.parent] + [HERE / "pocket" / "teacher"] * shipped
-        for folder in folders:
-            if (folder / "tokenizer.tiktoken").is_file():
-                tokenizer = read_tokenizer(folder / "tokenizer.tiktoken")
-                if tokenizer.n_vocab != vocab_size:
-                    raise ValueError(
-                        f"{folder / 'tokenizer.tiktoken'} makes {tokenizer.n_vocab} tokens, but "
-                        f"{config_path} says {vocab_size}"
-                    )
-                return tokenizer
-        if config.get("model_type") == "llama":
-            return llama_tokenizer(name_or_path)
-        if vocab_size != 50257:
-            raise ValueError(
-                f"there is no tokenizer.tiktoken in {folders[-1]}, and with {vocab_size} tokens the "
-                f"tokenizer can't be GPT-2's, which has 50257"
-            )
+    if name_or_path in PUBLIC and name_or_path not in LLAMAS:
+        return gpt2_tokenizer()
+    config_path = find_file(name_or_path, "config.json")
+    config, folder = read_json(config_path, vocab_size=int), config_path.parent
+    vocab_size = config["vocab_size"]
+    path = folder / "tokenizer.tiktoken"
+    if not path.exists() and folder.resolve().parent == HERE / "pocket":
+        path = HERE / "pocket" / "teacher" / path.name  # the models that come along share one
+    fits, llama = True, config.get("model_type") == "llama"
+    if path.exists():
+        tokenizer = read_tokenizer(path)
+        fits = tokenizer.n_vocab == vocab_size
+    elif llama and (folder / LLAMA3_FILE).exists() and not (folder / "tokenizer.json").exists():
+        path = folder / LLAMA3_FILE
+        tokenizer = llama3(name_or_path, path, config)
+        fits = tokenizer.n_vocab <= vocab_size
+    elif llama or any((folder / name).exists() for name in VOCABULARIES):
+        tokenizer, path = byte_level(name_or_path, folder, config)
+        fits = tokenizer.n_vocab <= vocab_size
+    elif vocab_size == 50257:
+        tokenizer = gpt2_tokenizer()
+    else:
+        raise ValueError(
+            f"there is no {path.name} in {folder}, and with {vocab_size} tokens the tokenizer can't be "
+            "GPT-2's, which has 50257"
+        )
+    if not fits:
+        made = f"{path} makes {tokenizer.n_vocab} tokens"
+        raise ValueError(f"{made}, but {config_path} says {vocab_size}")
+    return tokenizer
+
+
+def gpt2_tokenizer() -> tiktoken.Encoding:
+    """Return GPT-2's own tokenizer, downloaded if tiktoken has not cached it."""
     try:
-        gpt2 = tiktoken.get_encoding("gpt2")
+        return tiktoken.get_encoding("gpt2")
     except Exception as error:  # as in download()
-        raise OSError(
-            f"can't download GPT-2's tokenizer, and tiktoken has not cached it ({reason(error)}): run this "
-            "once with internet; the model pocket needs no download"
-        ) from error
-    for path in (folder / filename for folder in folders for filename in VOCABULARIES):
-        if path.exists() and not is_gpt2s(path, gpt2):
-            raise ValueError(
-                f"{path} is not GPT-2's: of vocabularies with 50257 tokens only GPT-2's can be read, or a "
-                "tokenizer.tiktoken in the same folder"
-            )
-    return gpt2
+        raise not_downloaded("GPT-2's tokenizer", error) from error
 
 
 class Tokenizer(tiktoken.Encoding):
-    """A Llama's: a whole text, in which special tokens are allowed ("all"), begins with the tokens of `start`, and any
-    of `ends` ends one."""
+    """One from Hugging Face's files: a whole text, in which special tokens are allowed ("all"), begins with the tokens
+    of `start`, and any of `ends` ends one."""
 
     start: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
@@ -677,58 +623,81 @@ class Tokenizer(tiktoken.Encoding):
         return self.ends[0]
 
 
-def llama_tokenizer(name_or_path: str) -> Tokenizer:
-    """Return the byte-level BPE in a tokenizer.json, with the tokens that begin a text, by its post-processor, and that
-    end one, by generation_config.json or config.json. Raises ValueError if it isn't one that tiktoken can do."""
-    path, config_path = (
-        find_file(name_or_path, name) for name in ("tokenizer.json", "config.json")
-    )
-    content, config = (
-        read_json(path, model=dict, added_tokens=list),
-        read_json(config_path, vocab_size=int),
-    )
-    model = check_fields(content["model"], f"model in {path}", type=str, vocab=dict, merges=list)
+def byte_level(name_or_path: str, folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, Path]:
+    """Return the byte-level BPE in a model's tokenizer.json, or in vocab.json and merges.txt, with the file; with the
+    tokens that begin a text, by its post-processor, and that end one, by generation_config.json or config.json. Raises
+    ValueError if it isn't one that tiktoken can do."""
+    if (folder / "vocab.json").exists() and not (folder / "tokenizer.json").exists():
+        path = folder / "vocab.json"
+        content = from_vocabulary(path)
+    else:
+        path = find_file(name_or_path, "tokenizer.json")
+        content = read_json(path, model=dict, added_tokens=list)
+    model = check_fields(content["model"], f"model in {path}", vocab=dict, merges=list)
     added = {}
     for token in content["added_tokens"]:
-        check_fields(
-            token,
-            f"added_tokens in {path}",
-            content=str,
-            id=int,
-            lstrip=bool,
-            rstrip=bool,
-            single_word=bool,
-        )
+        check_fields(token, f"added_tokens in {path}", content=str, id=int)
         added[token["content"]] = token["id"]
-        if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            raise ValueError(
-                f"{path}: {said(token['content'])} takes spaces or words along, which isn't supported"
-            )
-    if model["type"] != "BPE" or content.get("normalizer") or model.get("byte_fallback"):
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            more = "takes spaces or words along, which isn't supported"
+            raise ValueError(f"{path}: {said(token['content'])} {more}")
+    other = content.get("normalizer") or model.get("byte_fallback")
+    if model.get("type") != "BPE" or other:
         raise ValueError(f"{path} is no byte-level BPE of the text as it is")
-    ranks = ranks_of(model, added, path)
     tokenizer = Tokenizer(
         path.parent.name,
         pat_str=pattern_of(content.get("pre_tokenizer"), path),
-        mergeable_ranks=ranks,
+        mergeable_ranks=ranks_of(model, added, path),
         special_tokens=added,
     )
-    if tokenizer.n_vocab > config["vocab_size"]:
-        raise ValueError(
-            f"{path} makes {tokenizer.n_vocab} tokens, but {config_path} says {config['vocab_size']}"
-        )
     tokenizer.start = start_of(content.get("post_processor"), added, path)
-    ends = config.get("eos_token_id")
-    if (config_path.parent / "generation_config.json").is_file() or name_or_path in PUBLIC:
-        ends = read_json(find_file(name_or_path, "generation_config.json")).get(
-            "eos_token_id", ends
-        )
-    tokenizer.ends = tuple(ends) if isinstance(ends, list) else (ends,)
-    if not tokenizer.ends or not {*tokenizer.ends} <= {*added.values()}:
-        raise ValueError(
-            f"{config_path}: eos_token_id is {said(ends)}, which is no special token of {path}"
-        )
+    tokenizer.ends = ends_of(name_or_path, folder, config, added, path)
+    return tokenizer, path
+
+
+def ends_of(
+    name_or_path: str, folder: Path, config: dict[str, Any], added: dict[str, int], path: Path
+) -> tuple[int, ...]:
+    """Return the tokens that end a text, by generation_config.json or config.json. Raises ValueError if one is none of
+    the special tokens that path gives."""
+    ends = config.get("eos_token_id", added.get(END_OF_TEXT))
+    if name_or_path in PUBLIC or (folder / "generation_config.json").exists():
+        generation = read_json(find_file(name_or_path, "generation_config.json"))
+        ends = generation.get("eos_token_id", ends)
+    found = tuple(ends) if isinstance(ends, list) else (ends,)
+    if not found or not {*found} <= {*added.values()}:
+        no = f"which is no special token of {path}"
+        raise ValueError(f"{folder / 'config.json'}: eos_token_id is {said(ends)}, {no}")
+    return found
+
+
+def llama3(name_or_path: str, path: Path, config: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer in Llama 3's own file, tokenizer.model: its pattern and special tokens are not in it."""
+    ranks = read_ranks(path)
+    n_reserved = LLAMA3_SPECIAL - len(LLAMA3_NAMES)
+    names = [*LLAMA3_NAMES, *(f"reserved_special_token_{2 + i}" for i in range(n_reserved))]
+    special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(
+        path.parent.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
+    tokenizer.start = (len(ranks),)
+    tokenizer.ends = ends_of(name_or_path, path.parent, config, special, path)
     return tokenizer
+
+
+def from_vocabulary(path: Path) -> dict[str, Any]:
+    """Return what tokenizer.json would say of a GPT-2 whose vocab.json this is, with merges.txt beside it."""
+    vocabulary = read_json(path, **{END_OF_TEXT: int})
+    lines = read_text(path.with_name("merges.txt")).splitlines()
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    needed = len(vocabulary) - 257  # beside the bytes and END_OF_TEXT
+    if len(merges) != needed:
+        raise ValueError(f"{path} needs {needed} merges, merges.txt has {len(merges)}")
+    return {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+        "added_tokens": [{"content": END_OF_TEXT, "id": vocabulary[END_OF_TEXT]}],
+        "pre_tokenizer": {"type": "ByteLevel"},
+    }
 
 
 def ranks_of(model: dict[str, Any], added: dict[str, int], path: Path) -> dict[bytes, int]:
@@ -744,7 +713,7 @@ def ranks_of(model: dict[str, Any], added: dict[str, int], path: Path) -> dict[b
         raise ValueError(
             f"{path}: its tokens or merges are not those of a byte-level BPE"
         ) from error
-    if merged != sorted(merged) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
+    if merged != sorted(merged) or not has_every_byte(ranks):
         raise ValueError(
             f"{path} must have a token for every byte, and ids in the order of its merges"
         )
@@ -787,40 +756,9 @@ def start_of(
     return tuple(added[token] for token in found)
 
 
-def is_gpt2s(path: Path, gpt2: tiktoken.Encoding) -> bool:
-    """Return whether a file from which transformers makes a tokenizer says the same as GPT-2's own."""
-    if path.suffix not in (".json", ".txt") or path.name == "vocab.txt":
-        return False  # not a byte-level BPE
-    chars = byte_characters()
-    ids = {
-        "".join(chars[b] for b in gpt2.decode_single_token_bytes(i)): i
-        for i in range(gpt2.n_vocab - 1)
-    }
-    merged, ids = [*ids][256:], ids | {END_OF_TEXT: gpt2.eot_token}
-    if path.name == "merges.txt":
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [
-            line.replace(" ", "") for line in lines if line and not line.startswith("#version")
-        ] == merged
-    content = read_json(path)
-    if path.name == "vocab.json":
-        return content == ids
-    model, before, added = (content.get(key) for key in ("model", "pre_tokenizer", "added_tokens"))
-    if not (
-        isinstance(model, dict)
-        and isinstance(model.get("merges"), list)
-        and isinstance(before, dict)
-    ):
-        return False
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    return (
-        model.get("vocab") == ids
-        and all(isinstance(pair, list) for pair in pairs)
-        and ["".join(map(str, pair)) for pair in pairs] == merged
-        and content.get("normalizer") is None
-        and (before.get("type"), before.get("add_prefix_space")) == ("ByteLevel", False)
-        and {str(token.get("content")) for token in added or []} <= {END_OF_TEXT}
-    )
+def has_every_byte(ranks: dict[bytes, int]) -> bool:
+    """Return whether any text can be written with these tokens."""
+    return all(bytes([b]) in ranks for b in range(256))
 
 
 def byte_characters() -> list[str]:
@@ -831,20 +769,8 @@ def byte_characters() -> list[str]:
 
 
 def read_tokenizer(path: Path) -> tiktoken.Encoding:
-    """Return the byte-pair encoding in a tiktoken file (a line for each token: base64, space, rank).
-
-    `<|endoftext|>` follows the last token. tiktoken's own reader isn't used: it caches by path, and so serves
-    stale content. Raises ValueError if the file isn't one, or lacks a byte.
-    """
-    try:
-        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except ValueError as error:
-        raise ValueError(f"{path} is not a tiktoken file") from error
-    if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= {
-        bytes([b]) for b in range(256)
-    }:
-        raise ValueError(f"{path} must hold every single byte, and every rank from 0 on once")
+    """Return the byte-pair encoding in a tiktoken file. `<|endoftext|>` follows the last token."""
+    ranks = read_ranks(path)
     return tiktoken.Encoding(
         name=path.parent.name,
         pat_str=GPT2_PATTERN,
@@ -853,9 +779,26 @@ def read_tokenizer(path: Path) -> tiktoken.Encoding:
     )
 
 
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Return the ranks of the tokens in a tiktoken file (a line for each token: base64, space, rank).
+
+    tiktoken's own reader isn't used: it caches by path, and so serves stale content. Raises ValueError if the file
+    isn't one, or lacks a byte.
+    """
+    lines = read_text(path).splitlines()
+    try:
+        pairs = [line.split() for line in lines if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise ValueError(f"{path} is not a tiktoken file") from error
+    if sorted(ranks.values()) != [*range(len(pairs))] or not has_every_byte(ranks):
+        raise ValueError(f"{path} must hold every single byte, and every rank from 0 on once")
+    return ranks
+
+
 def main(argv: list[str] | None = None) -> None:
-    import gpt_bounded_cache
-    import gpt_kv_cache
+    from gpt_bounded_cache import BCT
+    from gpt_kv_cache import generate
     from support.cli import PROMPT, CommandLine
     from support.printing import stream
 
@@ -869,51 +812,43 @@ def main(argv: list[str] | None = None) -> None:
         expected = [entry for entry in published if entry["model"] == args.model]
         if args.verify and not expected:
             known = ", ".join(sorted({entry["model"] for entry in published}))
-            raise ValueError(
-                f"no published continuation of {args.model} to compare with; there are some of {known}"
-            )
-        is_bct = bool(read_json(find_file(args.model, "config.json")).get("slots"))
-        module, kind = (
-            (gpt_bounded_cache, gpt_bounded_cache.BCT)
-            if is_bct
-            else (gpt_kv_cache, gpt_kv_cache.GPT)
-        )
+            no = f"no published continuation of {args.model} to compare with"
+            raise ValueError(f"{no}; there are some of {known}")
+        is_bct = read_json(find_file(args.model, "config.json")).get("slots")
+        kind = BCT if is_bct else None
         model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        config, count = model.config, sum(parameter.numel() for parameter in model.parameters())
+        c, count = model.config, sum(parameter.numel() for parameter in model.parameters())
+        numbers, size = str(args.dtype).removeprefix("torch."), count * args.dtype.itemsize
         print(
-            f"{args.model}: {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, width "
-            f"{config.n_embd}, context {config.n_ctx}, vocabulary {config.vocab_size}\n{count:,} parameters, "
-            f"{str(args.dtype).removeprefix('torch.')}, {count * args.dtype.itemsize:,} bytes on {args.device}\n"
+            f"{args.model}: {c.n_layer} layers, {c.n_head} heads of {c.head_dim}, width {c.n_embd}, "
+            f"context {c.n_ctx}, vocabulary {c.vocab_size}\n{count:,} parameters, {numbers}, {size:,} "
+            f"bytes on {args.device}\n"
         )
 
-        def continuation(prompt: str, n_tokens: int, cache: Any = None) -> Iterator[torch.Tensor]:
-            ids = torch.tensor(
-                [tokenizer.encode(prompt, allowed_special="all")], device=args.device
-            )
-            return module.generate(model, ids, n_tokens, stop_id=tokenizer.eot_token, cache=cache)
+        def continuation(prompt: str, n_tokens: int, cache: Any = None) -> Iterator[Tensor]:
+            ids = [tokenizer.encode(prompt, allowed_special="all")]
+            ids = torch.tensor(ids, device=args.device)
+            return generate(model, ids, n_tokens, stop_id=tokenizer.eot_token, cache=cache)
 
         # DialoGPT answers once a turn has ended.
         prompt = f"Does money buy happiness?{END_OF_TEXT}" if "DialoGPT" in args.model else PROMPT
         print(prompt, end="", flush=True)
         cache = model.new_cache()
         stream(continuation(prompt, 40, cache), tokenizer, cache)
-        different = 0
+        same = 0
         for entry in expected:
-            n_tokens = len(tokenizer.encode(entry["continuation"], allowed_special="all"))
-            ours = tokenizer.decode(
-                [token.item() for token in continuation(entry["prompt"], n_tokens)]
-            )
-            same = ours == entry["continuation"]
-            different += not same
-            print(f"\n{'same' if same else 'DIFFERENT'}: {entry['prompt']!r} -> {ours!r}")
-            if not same:
-                print(f"published: {entry['continuation']!r}\nby: {entry['source']}")
+            theirs = entry["continuation"]
+            n_tokens = len(tokenizer.encode(theirs, allowed_special="all"))
+            ids = [int(token) for token in continuation(entry["prompt"], n_tokens)]
+            ours = tokenizer.decode(ids)
+            same += ours == theirs
+            print(f"\n{'same' if ours == theirs else 'DIFFERENT'}: {entry['prompt']!r} -> {ours!r}")
+            if ours != theirs:
+                print(f"published: {theirs!r}\nby: {entry['source']}")
         if expected:
-            print(
-                f"\n{len(expected) - different} of {len(expected)} published continuations reproduced"
-            )
-            sys.exit(1 if different else 0)
+            print(f"\n{same} of {len(expected)} published continuations reproduced")
+            sys.exit(same < len(expected))
 
 
 if __name__ == "__main__":

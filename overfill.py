@@ -31,11 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, KVCache, check_options, context_start, generate, sample
+from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from pocket import corpus
 from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
 from support.files import check_fields, read_json
+from support.geometry import kv_heads, rotary
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
@@ -43,23 +44,28 @@ from support.tables import table
 if TYPE_CHECKING:
     from support.tracing import Trace
 
-GEOMETRY = (
-    "n_layer",
-    "n_head",
-    "head_dim",
-    "n_ctx",
-)  # what keys and values, and the positions in them, depend on
+# What keys and values, and the positions in them, depend on. Of heads those of keys and values: more
+# heads of queries may read them.
+GEOMETRY: dict[str, Callable[[Any], Any]] = {
+    "n_layer": lambda config: config.n_layer,
+    "n_kv_head": kv_heads,
+    "head_dim": lambda config: config.head_dim,
+    "n_ctx": lambda config: config.n_ctx,
+    "rotation": rotary,
+}
 
 
 # --- Two models, one text -------------------------------------------------------------------------
 
 
-def misfit(teacher: GPT, student: GPT) -> str:
+def misfit(teacher: nn.Module, student: nn.Module) -> str:
     """Return how the geometry of the two differs, "" if one's cache serves the other."""
-    pairs = (
-        (name, getattr(teacher.config, name), getattr(student.config, name)) for name in GEOMETRY
-    )
-    return ", ".join(f"{name} {a} against {b}" for name, a, b in pairs if a != b)
+    differ = []
+    for name, of in GEOMETRY.items():
+        a, b = of(teacher.config), of(student.config)
+        if a != b:
+            differ.append(f"{name} {a} against {b}")
+    return ", ".join(differ)
 
 
 def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
@@ -103,7 +109,11 @@ class Pair:
     """
 
     def __init__(
-        self, teacher: GPT, student: GPT, ids: Tensor, new_cache: Callable[[], KVCache] = KVCache
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        ids: Tensor,
+        new_cache: Callable[[], KVCache] = KVCache,
     ) -> None:
         """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
         if teacher.config.vocab_size != student.config.vocab_size:
@@ -290,7 +300,7 @@ def read_along(pair: Pair, new: Tensor, policy: Policy) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def teacher_nats(teacher: GPT, ids: Tensor, new: Tensor) -> Tensor:
+def teacher_nats(teacher: nn.Module, ids: Tensor, new: Tensor) -> Tensor:
     """Return the nats (B, N) of new tokens (B, N) after ids (B, T) by a teacher; exp of their mean
     is perplexity."""
     text = torch.cat([ids, new], 1)
@@ -450,7 +460,7 @@ def logit_variance(logits: Tensor) -> Tensor:
 
 
 @contextmanager
-def with_dropout(model: GPT, rate: float) -> Iterator[None]:
+def with_dropout(model: nn.Module, rate: float) -> Iterator[None]:
     """Let dropout act in a model at this rate, and then no more."""
     places = [(module, "p") for module in model.modules() if isinstance(module, nn.Dropout)]
     places += [(block.attn, "dropout") for block in model.h]
@@ -467,7 +477,9 @@ def with_dropout(model: GPT, rate: float) -> Iterator[None]:
 
 
 @torch.no_grad()
-def dropout_logits(model: GPT, token: Tensor, cache: KVCache, passes: int, rate: float) -> Tensor:
+def dropout_logits(
+    model: nn.Module, token: Tensor, cache: KVCache, passes: int, rate: float
+) -> Tensor:
     """Return the logits (B, N, V) of N passes with dropout over the last token (B, 1) that a cache
     holds.
 
@@ -475,20 +487,35 @@ def dropout_logits(model: GPT, token: Tensor, cache: KVCache, passes: int, rate:
     the last. So they cost what reading N tokens does, and the cache stays as it is. Source: section
     "Monte Carlo Dropout".
     """
-    n = len(cache) - 1
-    mask = (
-        torch.cat([torch.ones(passes, n), torch.eye(passes)], 1).bool().to(token.device)
-    )  # (N, n + N)
     with with_dropout(model, rate):
-        x = model.drop(
-            (model.wte(token) + model.wpe(cache.pos[-1:])).expand(-1, passes, -1)
-        )  # (B, N, C)
-        for block, kv in zip(model.h, cache.layers, strict=True):
-            q, k, v = block.attn.project(block.ln_1(x))  # (B, H, N, D) each
-            k, v = torch.cat([kv[0, :, :, :n], k], 2), torch.cat([kv[1, :, :, :n], v], 2)
-            x = x + block.drop(block.attn(q, k, v, mask))
-            x = x + block.drop(block.mlp(block.ln_2(x)))
-    return model.head(x)
+        return model(token.expand(-1, passes), SideBySide(cache, passes))
+
+
+class SideBySide:
+    """What a model takes as its cache while N queries stand side by side at the position of the last
+    token of a cache: each sees the tokens before and itself. It keeps nothing."""
+
+    def __init__(self, cache: KVCache, passes: int) -> None:
+        self.n = len(cache) - 1
+        self.layers = cache.layers
+        each = torch.arange(passes, device=cache.pos.device)
+        self.next_pos = cache.pos[-1] - each  # the model adds 0, 1, ..., N - 1
+        before = torch.ones(passes, self.n, dtype=torch.bool, device=each.device)
+        self.mask = torch.cat([before, each == each[:, None]], 1)  # (N, n + N)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens' keys and values before the N new ones (B, H, n + N, D), and the mask."""
+        held = self.layers[layer][..., : self.n, :]  # (2, B, H, n, D)
+        k, v = torch.cat([held, torch.stack([k, v])], 3)
+        return k, v, self.mask
+
+    def commit(self, pos: Tensor) -> None:
+        """Keep nothing."""
 
 
 # --- Command line ---------------------------------------------------------------------------------
@@ -573,7 +600,9 @@ def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
     return [tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)]
 
 
-def load_pair(teacher: str, student: str, **options: Any) -> tuple[GPT, GPT, tiktoken.Encoding]:
+def load_pair(
+    teacher: str, student: str, **options: Any
+) -> tuple[nn.Module, nn.Module, tiktoken.Encoding]:
     """Return two models and their tokenizer. Raises ValueError if they don't have the same."""
     tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
     if tokens_of(tokenizer) != tokens_of(other):
@@ -581,7 +610,7 @@ def load_pair(teacher: str, student: str, **options: Any) -> tuple[GPT, GPT, tik
             f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
             f"{other.n_vocab:,} tokens, those of equal number differ"
         )
-    models = [load_model(name, model_class=GPT, **options) for name in (teacher, student)]
+    models = [load_model(name, **options) for name in (teacher, student)]
     if differs := misfit(*models):
         print(
             f"[the cache of {teacher} doesn't fit {student} ({differs}): the student reads everything itself, and a "
@@ -592,9 +621,10 @@ def load_pair(teacher: str, student: str, **options: Any) -> tuple[GPT, GPT, tik
 
 def dropout_of(name: str) -> float:
     """Return the dropout that a model was trained with, by its config.json; Hugging Face's default
-    is 0.1. Raises ValueError if it is no number."""
+    is 0.1 for a GPT-2, and 0 for a Llama. Raises ValueError if it is no number."""
     path = find_file(name, "config.json")
-    config = {"resid_pdrop": 0.1} | read_json(path)
+    config = read_json(path)
+    config.setdefault("resid_pdrop", 0.0 if config.get("model_type") == "llama" else 0.1)
     return float(check_fields(config, str(path), resid_pdrop=float)["resid_pdrop"])
 
 
@@ -628,8 +658,8 @@ def write(
 
 @torch.no_grad()
 def demo(
-    teacher: GPT,
-    student: GPT,
+    teacher: nn.Module,
+    student: nn.Module,
     tokenizer: tiktoken.Encoding,
     names: list[str],
     policies: list[Policy],
@@ -715,13 +745,7 @@ The full study, in two hours (--quick: in a minute): python3 -m studies.refreshi
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="demo",
-        choices=("demo", "write"),
-        help="demo: compare ways to write a text; write: continue a prompt in one way",
-    )
+    cli.add_actions(demo="compare ways to write a text", write="continue a prompt in one way")
     cli.add_model_arguments("--teacher")
     cli.add_argument(
         "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
@@ -756,14 +780,10 @@ def main(argv: list[str] | None = None) -> None:
         "--max-new-tokens",
         type=whole_number(2),
         metavar="N",
-        help="tokens to write; default: write 250, demo 128",
+        help="tokens to write; default: write 250, demo 96",
     )
+    cli.only("write", "--temperature", "--top-k", "--trace")
     with cli.parse(argv) as args:
-        cli.only(
-            args.what,
-            "write",
-            {"--temperature": args.temperature, "--top-k": args.top_k, "--trace": args.trace_file},
-        )
         names = ["periodic:64"] if args.what == "write" else ["periodic:64", "periodic:16"]
         if args.policy is not None:
             names = [args.policy]
@@ -780,7 +800,7 @@ def main(argv: list[str] | None = None) -> None:
                     )
                 policies[i] = replace(policy, rate=rate)
         if args.what == "demo":
-            n = args.max_new_tokens or 128
+            n = args.max_new_tokens or 96
             return demo(teacher, student, tokenizer, names, policies, args.prompt, n, args.seed)
         ids = torch.tensor(
             [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device

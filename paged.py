@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, check_options, context_start, sample
+from gpt_kv_cache import check_options, context_start, sample
+from support.geometry import kv_heads
 from support.prefix import common_prefix
 
 FAR = 1 << 40  # a position after every query's
@@ -42,7 +43,7 @@ class Text:
     number: int  # texts are numbered as they arrive
     ids: list[int]
     end: int
-    stop_id: int | None = None
+    stop_ids: tuple[int | None, ...] = ()
     temperature: float = 0.0
     top_k: int | None = None
     generator: torch.Generator | None = None  # its own: its draws don't depend on other texts
@@ -64,12 +65,12 @@ class PagedCache:
     all tokens before. A free block can be found too, until it is handed out: the oldest goes first.
     """
 
-    def __init__(self, model: GPT, blocks: int, size: int = 16) -> None:
+    def __init__(self, model: nn.Module, blocks: int, size: int = 16) -> None:
         if blocks < 1 or size < 1:
             raise ValueError(f"{blocks} blocks of {size} tokens: must be at least 1 of 1")
         c, weight = model.config, model.wte.weight
         self.blocks, self.size = blocks, size
-        shape = (c.n_layer, 2, c.n_head, blocks, size, c.head_dim)
+        shape = (c.n_layer, 2, kv_heads(c), blocks, size, c.head_dim)
         try:
             self.pool = weight.new_zeros(shape)
         except RuntimeError as error:
@@ -184,7 +185,7 @@ class PagedCache:
 
 
 class Batch:
-    """What a GPT takes as the cache of a pass over tokens of many texts, one after the other in a
+    """What a model takes as the cache of a pass over tokens of many texts, one after the other in a
     single row (1, T): no text is padded to another's length, and a shared block is read once.
 
     A pass that fails changes nothing: what it wrote lies behind the tokens that count as read.
@@ -209,7 +210,7 @@ class Batch:
         k_pos = (begins[:, blocks, None] + torch.arange(size)).flatten(1)  # (texts, S)
         rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
         mask = k_pos[rows] <= pos[:, None]  # (T, S)
-        next_pos = pos - torch.arange(len(fed))  # the GPT adds 0, 1, ..., T - 1
+        next_pos = pos - torch.arange(len(fed))  # the model adds 0, 1, ..., T - 1
         tensors = (torch.as_tensor(x).to(device) for x in (ids, slots, blocks, mask, next_pos))
         self.ids, self.slots, self.blocks, self.mask, self.next_pos = tensors
 
@@ -239,7 +240,9 @@ class Server:
     """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk
     of the one text that is being read, or over the last token of all that are being written."""
 
-    def __init__(self, model: GPT, cache: PagedCache, chunk: int = 64, most: int = MOST) -> None:
+    def __init__(
+        self, model: nn.Module, cache: PagedCache, chunk: int = 64, most: int = MOST
+    ) -> None:
         """chunk: tokens of a prompt in a pass at most; most: texts that are written at once. Masked
         or not, all their tokens meet in attention, whose cost is the square of their number."""
         if chunk < 1 or most < 1:
@@ -278,7 +281,7 @@ class Server:
         self,
         ids: Sequence[int],
         max_new_tokens: int,
-        stop_id: int | None = None,
+        stop_id: int | tuple[int, ...] | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
     ) -> None:
@@ -297,7 +300,7 @@ class Server:
         self,
         ids: Sequence[int],
         max_new_tokens: int,
-        stop_id: int | None = None,
+        stop_id: int | tuple[int, ...] | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         seed: int = 0,
@@ -309,7 +312,7 @@ class Server:
             self.arrived,
             [*ids],
             len(ids) + max_new_tokens,
-            stop_id,
+            stop_id if isinstance(stop_id, tuple) else (stop_id,),
             temperature,
             top_k,
             generator,
@@ -359,7 +362,7 @@ class Server:
         token = int(sample(logits, text.temperature, text.top_k, text.generator))
         text.ids.append(token)
         start = context_start(len(text.ids), self.model.context)
-        if token == text.stop_id or len(text.ids) == text.end:
+        if token in text.stop_ids or len(text.ids) == text.end:
             self.cache.drop(text)
             self.texts.remove(text)
         elif start > text.start:  # as generate() does: positions are baked into K, so read again
@@ -369,7 +372,7 @@ class Server:
 
 
 def serve(
-    model: GPT,
+    model: nn.Module,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],
     *,
@@ -384,7 +387,8 @@ def serve(
     """Yield (text, token) as they come. Text i continues prompt i // samples, and draws with
     seed + i. Its tokens are those that generate() yields for it alone with that seed, up to what
     rounding does to a tie. Samples of one prompt share the blocks that hold it.
-    max_new_tokens: of all, or of each prompt. options: stop_id, temperature and top_k, of all texts.
+    max_new_tokens: of all, or of each prompt. options: stop_id (one or several), temperature
+    and top_k, of all texts.
     Raises ValueError, at the first token, if a prompt can't be served, as Server.check() does."""
     server = Server(model, PagedCache(model, blocks, size), chunk, most)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
@@ -404,23 +408,18 @@ def main(argv: list[str] | None = None) -> None:
     from studies import paging
     from support.cli import CommandLine, temperature, whole_number
     from support.files import read_text
+    from support.printing import ends_of
 
     count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="run",
-        choices=("run", "serve"),
-        help="run: what blocks save; serve: continue each line of FILE",
-    )
+    cli.add_actions(run="what blocks save", serve="continue each line of FILE")
     cli.add_argument(
         "file", nargs="?", metavar="FILE", help="serve: a text file, one prompt per line"
     )
     cli.add_model_arguments()
     cli.add_argument(
         "--max-new-tokens",
-        default=80,
+        default=40,
         **count,
         help="tokens to write; run: after every fourth prompt, fewer after the others",
     )
@@ -443,20 +442,16 @@ def main(argv: list[str] | None = None) -> None:
     )
     cli.add_argument("--top-k", **count, help="serve: sample from the N likeliest tokens only")
     cli.add_trace_argument("run: ")
+    cli.only("run", "--trace")
+    cli.only("serve", "--samples", "--temperature", "--top-k")
     with cli.parse(argv) as args:
         if (args.what == "serve") != (args.file is not None):
             raise ValueError("serve needs a FILE, and run takes none: see --help")
-        cli.only(args.what, "run", {"--trace": args.trace_file})
-        cli.only(
-            args.what,
-            "serve",
-            {"--samples": args.samples, "--temperature": args.temperature, "--top-k": args.top_k},
-        )
         lines = read_text(Path(args.file)).splitlines() if args.file else []
         lines = [line for line in lines if line.strip()]
         if args.file and not lines:
             raise ValueError(f"{args.file} has no line to continue")
-        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
         if args.what == "run":
             return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, args.trace_file)
@@ -465,6 +460,7 @@ def main(argv: list[str] | None = None) -> None:
         needs = sorted(math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts)
         enough = sum(sorted(needs * min(samples, MOST))[-MOST:])
         written: dict[int, list[int]] = {}
+        ends = ends_of(tokenizer)
         for i, token in serve(
             model,
             prompts,
@@ -474,14 +470,14 @@ def main(argv: list[str] | None = None) -> None:
             chunk=args.chunk,
             samples=samples,
             seed=args.seed,
-            stop_id=tokenizer.eot_token,
+            stop_id=ends,
             temperature=args.temperature or 0.0,
             top_k=args.top_k,
         ):
             text = written.setdefault(i, [])
-            if token != tokenizer.eot_token:
+            if token not in ends:
                 text.append(token)
-            if token == tokenizer.eot_token or len(text) == n:
+            if token in ends or len(text) == n:
                 print(f"[{i + 1}] {lines[i // samples]}{tokenizer.decode(text)}\n", flush=True)
                 del written[i]
 

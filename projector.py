@@ -41,16 +41,18 @@ import tiktoken
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt_kv_cache import GPT, KVCache, generate
+from gpt_kv_cache import KVCache, generate
+from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import END_OF_TEXT
 from pocket import corpus, rope
 from recycle import read_all
 from support.encoders import PairEncoder, load_encoder
 from support.files import read_json, regular, write_atomically, write_json
 from support.fingerprints import fingerprint, raw
+from support.geometry import kv_heads, rotary
 from support.regression import cross_validate, ridge
 from support.statistics import kl
 from support.tables import table
@@ -84,13 +86,13 @@ class Prefill:
 
     ids: list[int]
     kv: Tensor  # (L, 2, H, T, D)
-    q: Tensor  # (L, H, at most 64, D), queries of the last tokens
+    q: Tensor  # (L, H, at most 64, D), queries of the last tokens; H: of queries, perhaps more
     hidden: Tensor  # (C,), the last block's output at the last token
     logits: Tensor  # (V,), of the token after the prompt
 
 
 @torch.no_grad()
-def prefill(model: GPT, ids: Sequence[int], tail: int = 64) -> Prefill:
+def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     """Run a prompt through the model exactly, and record the data of the two stages' fits."""
     queries, hidden, cache = [], [], KVCache()
     hooks = [
@@ -116,28 +118,38 @@ def prefill(model: GPT, ids: Sequence[int], tail: int = 64) -> Prefill:
 # --- Stage 1: a cache becomes m summary tokens ----------------------------------------------------
 
 
-def reposition(model: GPT, x: Tensor, by: Tensor) -> Tensor:
+def reposition(model: nn.Module, x: Tensor, by: Tensor) -> Tensor:
     """Move keys or queries x (..., S, D) by positions (S,): rotary ones only, a GPT-2's don't
     change."""
-    return rope.rotate(x, by) if isinstance(model, rope.GPT) else x
+    if isinstance(model, rope.GPT):
+        return rope.rotate(x, by)
+    return rotate(x, rotation(by, model.config)) if rotary(model.config) else x
 
 
-def own_queries(model: GPT, exact: Prefill, tail: int = 1) -> Tensor:
-    """Return the queries (L, H, tail, D) of a prompt's last tokens, relative to the first of them.
-    Raises ValueError if fewer were recorded."""
+def own_queries(model: nn.Module, exact: Prefill, tail: int = 1) -> Tensor:
+    """Return the queries (L, H, R, D) of a prompt's last tokens that read each head of keys,
+    relative to the first of these tokens: R is the tail, in a Llama times the query heads that
+    share a head of keys. Raises ValueError if fewer were recorded."""
     if tail > exact.q.size(-2):
         raise ValueError(
             f"a tail of {tail} tokens needs as many queries, but {exact.q.size(-2)} are recorded"
         )
     q = exact.q[:, :, -tail:]
-    return reposition(model, q, torch.full((tail,), tail - len(exact.ids)))
+    q = reposition(model, q, torch.full((tail,), tail - len(exact.ids)))
+    heads = kv_heads(model.config)
+    return q.unflatten(1, (heads, -1)).transpose(2, 3).flatten(2, 3)  # by token, then by head
 
 
-def before_last(model: GPT, exact: Prefill) -> Tensor:
+def before_last(model: nn.Module, exact: Prefill) -> Tensor:
     """Return the exact cache (L, 2, H, T - 1, D) of all tokens but the last, with keys relative to
     that one."""
     k, v = exact.kv[..., :-1, :].unbind(1)
     return torch.stack([reposition(model, k, torch.full((k.size(-2),), 1 - len(exact.ids))), v], 1)
+
+
+def read_all_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return what read() returns (..., R, D) for R queries (..., R, D) of the same keys and values."""
+    return read(q, k[..., None, :, :], v[..., None, :, :])
 
 
 def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,7 +164,8 @@ class Compressor:
     [K || V], R^(T x 2 D), to its summary tokens, R^(m x 2 D), the same for all prompts.
 
     C minimises the sum over prompts of |read(q, C [K || V]) - o|^2 plus the penalty times |C|^2;
-    o is what the prompt's last query q reads of the exact cache. The caches are padded on the
+    o is what the prompt's last query q reads of the exact cache (in a Llama, what each of the R
+    queries reads that share a head of keys: they share its summary tokens). The caches are padded on the
     left to T tokens, the longest of the fit, and standardised, as the source advises; padding is
     0 then, and counts for nothing. The mean of a standardised feature is lost, so a constant is
     added to the map's output, as in any ridge regression.
@@ -160,7 +173,7 @@ class Compressor:
 
     def __init__(
         self,
-        model: GPT,
+        model: nn.Module,
         prompts: Sequence[Prefill],
         m: int,
         penalty: float,
@@ -177,10 +190,12 @@ class Compressor:
                 f"{m} summary tokens can't stand for {shortest} tokens before the last"
             )
         caches = self.caches(prompts)
-        q = torch.stack([own_queries(model, exact)[:, :, 0] for exact in prompts], 2).double()
+        q = torch.stack([own_queries(model, exact) for exact in prompts], 2).double()
         maps: list[tuple[Tensor, ...]] = []
         for layer in tqdm(range(len(model.h)), desc=f"stage 1, penalty {penalty:g}", leave=False):
-            out = [read(q[layer, :, i], *kv[layer].double()) for i, kv in enumerate(caches)]
+            out = [
+                read_all_queries(q[layer, :, i], *kv[layer].double()) for i, kv in enumerate(caches)
+            ]  # (H, R, D) each
             means = [means_of_parts(kv[layer].double(), m) for kv in caches]  # (H, m, 2 D) each
             x, shown = self.padded(caches, layer)
             count = shown.sum(0).clamp(min=1)  # (T, 1)
@@ -232,16 +247,17 @@ class Compressor:
         """Return the loss on prompts: the sum over layers and heads of the mean squared error of
         what the last query reads, over the mean square of what it should."""
         summaries = self(prompts)
-        q = torch.stack([own_queries(self.model, exact)[:, :, 0] for exact in prompts])
+        q = torch.stack([own_queries(self.model, exact) for exact in prompts])  # (N, L, H, R, D)
         caches = [kv.unbind(1) for kv in self.caches(prompts)]
-        out = torch.stack([read(one, k, v) for one, (k, v) in zip(q, caches, strict=True)])
-        wrong = (read(q, *summaries.unbind(2)) - out).square().mean((0, -1))  # (L, H)
-        return float((wrong / out.square().mean((0, -1))).sum())
+        read_exactly = [read_all_queries(one, *kv) for one, kv in zip(q, caches, strict=True)]
+        out = torch.stack(read_exactly)
+        wrong = (read_all_queries(q, *summaries.unbind(2)) - out).square()
+        return float((wrong.mean((0, -2, -1)) / out.square().mean((0, -2, -1))).sum())  # of (L, H)
 
     @classmethod
     def fit(
         cls,
-        model: GPT,
+        model: nn.Module,
         prompts: Sequence[Prefill],
         families: Sequence[str],
         m: int,
@@ -270,8 +286,8 @@ def fit_map(
     x: Tensor, q: Tensor, out: Tensor, start: Tensor, penalty: float, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted by L-BFGS in float64 on N
-    prompts: features x (N, F), queries and outputs (N, D) each, from summary tokens (N, m, 2 D) as
-    a start. The loss passes a softmax, so that it has no closed form.
+    prompts: features x (N, F), queries and outputs (N, R, D) each, from summary tokens (N, m, 2 D)
+    as a start. The loss passes a softmax, so that it has no closed form.
 
     Only x C enters the error, and what C has beside the span of x costs a penalty for nothing:
     the optimum is C = x^T A, with |C|^2 = tr(A^T x x^T A), and N rows of A are fitted instead of
@@ -301,7 +317,8 @@ def fit_map(
     def loss() -> Tensor:
         optimizer.zero_grad()
         summaries = (root @ B).unflatten(1, constant.shape) + constant  # (N, m, 2 D)
-        error = (read(q, *summaries.chunk(2, -1)) - out).square().sum() / out.square().sum()
+        got = read_all_queries(q, *summaries.chunk(2, -1))
+        error = (got - out).square().sum() / out.square().sum()
         total = error + penalty * B.square().sum() / len(x)
         total.backward()
         return total
@@ -408,7 +425,7 @@ class Library:
 
     def __init__(
         self,
-        model: GPT,
+        model: nn.Module,
         layout: Layout,
         encoder: Callable[[list[str]], np.ndarray],
         texts: Sequence[str],
@@ -497,7 +514,7 @@ class Library:
         write_json(folder / "library.json", about)
 
     @classmethod
-    def load(cls, model: GPT, tokenizer: tiktoken.Encoding, folder: Path) -> Library:
+    def load(cls, model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path) -> Library:
         """Return the library in a folder. Raises FileNotFoundError if there is none, ValueError
         if it isn't one, has changed since it was saved, was made with another model, or needs an
         encoder that can't be had."""
@@ -547,7 +564,9 @@ def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     return value
 
 
-def cache_of(model: GPT, summary: Tensor, next_pos: int, prefix: Prefill | None = None) -> KVCache:
+def cache_of(
+    model: nn.Module, summary: Tensor, next_pos: int, prefix: Prefill | None = None
+) -> KVCache:
     """Return a cache of summary tokens (L, 2, H, m, D), behind an exact prefix, if any, for text at
     next_pos."""
     m, device = summary.size(-2), model.wte.weight.device
@@ -567,7 +586,7 @@ def inner_names(text: str) -> set[str]:
 
 
 def generate_warm(
-    model: GPT,
+    model: nn.Module,
     ids: Tensor,
     warm: KVCache,
     tail: int,
@@ -627,7 +646,9 @@ GOOD_KL = 0.05  # nats, the proposal's threshold
 shared_beginning = os.path.commonprefix  # of texts or lists, element by element
 
 
-def load_libraries(model: GPT, tokenizer: tiktoken.Encoding, folder: Path) -> dict[str, Library]:
+def load_libraries(
+    model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path
+) -> dict[str, Library]:
     """Return the stored prompts of a study, with the summary tokens of the proposal, and with ours.
     Raises as Library.load() does."""
     ways = [PROPOSED, OURS]
@@ -655,7 +676,7 @@ def first_logits(library: Library, text: str, ids: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def logits_after(model: GPT, ids: list[int], cache: KVCache | None = None) -> Tensor:
+def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None) -> Tensor:
     """Return the logits (V,) of the token after ids, which follow a cache, if any."""
     fed = torch.tensor([ids], device=model.wte.weight.device)
     return model(fed, cache if cache is not None else KVCache(), last_only=True)[0, -1]
@@ -753,35 +774,25 @@ Approximate: the others, in their first token; the prompt is read meanwhile for 
 To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts. The
 front page's KL is of a smaller stage 1, from segment means; this is the map that the source writes.
 
-The whole test takes about an hour: python3 projector.py study"""
+The whole test takes about an hour: python3 -m studies.projection"""
 
 
-def class_of(model: str) -> type[GPT]:
-    """Return the class of a model by its name."""
-    return rope.GPT if model == "pocket-rotary" else GPT
+def class_of(model: str) -> type[nn.Module] | None:
+    """Return the class of a model by its name, None if the loader knows it."""
+    return rope.GPT if model == "pocket-rotary" else None
 
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine, nonempty, whole_number
 
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["study"]:
-        from studies import projection
-
-        return projection.main(argv[1:])
     cli = CommandLine(
         __doc__,
         'python3 %(prog)s ask "Name the river that Hexley stands on."',
         f"pocket; with --library FOLDER that of its study: {NAMES}",
     )
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="demo",
-        choices=("demo", "ask", "study"),
-        help="demo: the falsification test in 20 seconds; ask: answer QUESTION in three ways; "
-        "study: the fit and the whole test, with a --help of its own",
+    cli.add_actions(
+        demo="the falsification test in 20 seconds", ask="answer QUESTION in three ways"
     )
     cli.add_argument(
         "question",
@@ -802,16 +813,14 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FOLDER",
         help="ask: prompts stored by a study; default: the quiz questions that come along",
     )
+    cli.only("ask", "--max-new-tokens", "--library")
     with cli.parse(argv) as args:
-        cli.only(
-            args.what, "ask", {"--max-new-tokens": args.max_new_tokens, "--library": args.library}
-        )
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
         if args.library is None and args.model != "pocket":
             raise ValueError(
                 f"the questions that come along are pocket's, not {args.model}'s: make a library "
-                "by `projector.py study --pairs FILE`, and give it by `ask --library FOLDER`"
+                "by `python3 -m studies.projection --pairs FILE`, and give it by `ask --library FOLDER`"
             )
         model = load_model(
             args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype

@@ -1,7 +1,7 @@
 """KV caches that outlive their prompt: a new prompt reuses the longest prefix that is stored.
 `recycle.py` answers prompts as the paper does, by the nearest stored prompt, and by the longest
 stored prefix; `recycle.py chat` is a conversation whose every turn reuses all earlier ones;
-`recycle.py study` puts the paper's claims to the test.
+`python3 -m studies.recycling` puts the paper's claims to the test.
 
 The keys and values of a token depend only on the tokens up to it. The keys and values of a common
 prefix are therefore valid in every text that begins with it. support/store.py keeps them, on disk or
@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tiktoken
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt_kv_cache import GPT, KVCache, context_start, generate
+from gpt_kv_cache import KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT
 from support.encoders import load_encoder, nearest
 from support.files import read_csv, write_csv
 from support.prefix import common_prefix
+from support.printing import ends_of
 from support.store import Store
 from support.tables import table
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 DATA = Path(__file__).resolve().parent / "data"
 
 
-def read_all(model: GPT, ids: Sequence[int]) -> KVCache:
+def read_all(model: nn.Module, ids: Sequence[int]) -> KVCache:
     """Return the cache of a text after one forward pass."""
     cache = model.new_cache()
     with torch.no_grad():
@@ -103,7 +104,7 @@ class Recycler:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        return self.tokenizer.encode(text, allowed_special={END_OF_TEXT})
+        return self.tokenizer.encode(text, allowed_special="all")
 
     def add(self, text: str) -> None:
         """Store a prompt: its text, its ids, its cache and its embedding. "We run a single forward
@@ -142,7 +143,7 @@ class Recycler:
 
 @torch.no_grad()
 def generate_as_published(
-    model: GPT, new: Tensor, cache: KVCache, max_new_tokens: int, stop_id: int | None = None
+    model: nn.Module, new: Tensor, cache: KVCache, max_new_tokens: int, stop_id: int | None = None
 ) -> Iterator[Tensor]:
     """Yield what the source's call writes (section 4.4.3), `model.generate(input_ids=new,
     past_key_values=cache)` in its version of transformers, 4.45.2.
@@ -301,7 +302,7 @@ def demo(
         'The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was '
         '0.66–0.82, indicating near\nidentical responses" (5.4).\n\n'
         f"Written to {out}: baseline.csv, recycled.csv\n"
-        "The full study: python3 recycle.py study"
+        "The full study: python3 -m studies.recycling"
     )
 
 
@@ -356,6 +357,7 @@ def chat(
     """
     model, n_ctx = store.model, store.model.config.n_ctx
     turns: list[list[int]] = []
+    ends = ends_of(tokenizer)
     read_all(model, [tokenizer.eot_token])  # a process's first pass is slow
     for line in lines:
         said = line.strip() + END_OF_TEXT if dialogue else f"Question: {line.strip()}\nAnswer:"
@@ -373,7 +375,9 @@ def chat(
                 f"[the context of {n_ctx} tokens is full: the oldest {before - len(turns)} turns are forgotten, and "
                 "what is left moves to other positions and is read again]"
             )
-        ids = [*(i for turn in turns for i in turn), *turn]
+        ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
+        for earlier in [*turns, turn]:
+            ids += earlier
         begun = time.perf_counter()
         cache = store.get(ids)
         reused, reply, first = len(cache), [], 0.0
@@ -387,9 +391,9 @@ def chat(
             first = first or time.perf_counter() - begun
             if trace:
                 trace.step(reply[-1], cache)
-            if not dialogue and "\n" in tokenizer.decode(reply[-1:]):
+            if reply[-1] in ends or (not dialogue and "\n" in tokenizer.decode(reply[-1:])):
                 break
-        print(tokenizer.decode(reply).replace(END_OF_TEXT, "").strip())
+        print(tokenizer.decode([token for token in reply if token not in ends]).strip())
         store.put([*ids, *reply], cache)
         end = [tokenizer.eot_token] if dialogue else tokenizer.encode("\n")
         ending = [] if tokenizer.decode(reply[-1:]).endswith(tokenizer.decode(end)) else end
@@ -412,21 +416,10 @@ def chat(
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from studies import recycling
     from support.cli import CommandLine, whole_number
 
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["study"]:
-        return recycling.main(argv[1:])
     cli = CommandLine(__doc__, "python3 %(prog)s chat", NAMES)
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="run",
-        choices=("run", "chat", "study"),
-        help="run: the paper's protocol beside ours, in seconds; chat: a conversation; study: the "
-        "paper's claims, with options of its own",
-    )
+    cli.add_actions(run="the paper's protocol beside ours, in seconds", chat="a conversation")
     cli.add_model_arguments()
     cli.add_argument(
         "--max-new-tokens", type=whole_number(1), default=60, metavar="N", help="tokens to write"
@@ -449,13 +442,12 @@ def main(argv: list[str] | None = None) -> None:
         help="chat: store size limit; default: 10**9",
     )
     cli.add_trace_argument("chat: ")
+    cli.only("chat", "--store", "--capacity", "--trace")
+    cli.only("run", "--encoder")
     with cli.parse(argv) as args:
-        options = {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file}
-        cli.only(args.what, "chat", options)
-        cli.only(args.what, "run", {"--encoder": args.encoder})
         if args.store == "":
             raise ValueError("--store is empty, but a folder needs a name")
-        model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "run":
             encoder = load_encoder(args.encoder or "tokens", model, tokenizer)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gpt_baseline import GPT
-from load_gpt2_weights import UNREADABLE, load_model
+from load_gpt2_weights import load_model
 from pocket.batches import Corpus, batch_at, rank, text_of, world_size
 from pocket.recipes import Recipe, learning_rate, phase_at, size_of
 from pocket.starts import start
@@ -128,7 +128,7 @@ def read_state(path: Path) -> dict[str, Any]:
     with regular(path).open("rb") as file:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except UNREADABLE:
+        except Exception:  # what torch.load raises on a damaged file is of ten kinds
             state = None
     kinds = {"recipe": str, "losses": list, "model": dict, "optimizer": dict}
     if (

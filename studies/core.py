@@ -359,10 +359,10 @@ def claims(rows: Rows) -> list[Claim]:
         stated, _, why = claim.get("stated", "").partition(": ")
         found.append(
             Claim(
-                source=rows.paper["title"] if "section" in claim else "",
+                source=claim.get("source", rows.paper["title"]) if "section" in claim else "",
                 section=claim.get("section", ""),
                 quote=claim["quote"],
-                theirs=rows.paper["theirs"],
+                theirs=claim.get("theirs", rows.paper["theirs"]),
                 ours=claim.get("on") or "; ".join(on["conditions"]),
                 figure=everywhere(rows, claim["found"], places, part),
                 verdict="" if silent else WORDS[worst(answers) if fair else 0],

@@ -16,6 +16,7 @@ from torch import Tensor
 from gpt_kv_cache import GPT, KVCache, generate
 from paged import PagedCache, Server
 from pocket import corpus
+from support.geometry import kv_heads
 from support.tables import table
 from support.tracing import write_page
 
@@ -45,7 +46,9 @@ class PaddedCache(KVCache):
 
     def __init__(self, model: GPT, lengths: Sequence[int], S: int) -> None:
         c, weight = model.config, model.wte.weight
-        super().__init__([*weight.new_zeros(c.n_layer, 2, len(lengths), c.n_head, S, c.head_dim)])
+        super().__init__(
+            [*weight.new_zeros(c.n_layer, 2, len(lengths), kv_heads(c), S, c.head_dim)]
+        )
         self.lengths = torch.tensor(lengths, device=weight.device)[:, None]  # (B, 1)
         self.start = torch.zeros_like(self.lengths)  # the next position of each text
 

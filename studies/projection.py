@@ -69,6 +69,7 @@ from studies.projection_ways import (
 )
 from studies.protocol import StudyLine
 from support.conditions import conditions, random_model
+from support.geometry import kv_heads
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
 from support.tables import page
 
@@ -362,7 +363,7 @@ def sizes(rows: Rows, trial: Trial) -> None:
     at, c = {"kind": trial.kind}, trial.model.config
     if rows.due(["summary"], "share", **at):
         tokens = mean(len(p.ids) for p in trial.train)
-        total = 4 * 2 * c.n_layer * c.n_embd * PROPOSED.m
+        total = 4 * 2 * c.n_layer * kv_heads(c) * c.head_dim * PROPOSED.m
         rows.add("summary", at, bytes=[total], share=[PROPOSED.m / tokens], tokens=[tokens])
     if "written" in rows.due(trial.ways, "penalty", **at):
         first, second = trial.compressor(), trial.stage_2(PROPOSED, trial.as_written)
@@ -462,8 +463,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
         if args.pairs is None and args.model not in ("pocket", "pocket-rotary"):
             raise ValueError(
-                f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE, and "
-                "their libraries by `projector.py ask --library FOLDER`"
+                f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"
             )
         reasons = {
             "reduced run": args.quick,

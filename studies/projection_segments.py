@@ -27,7 +27,7 @@ class Segments:
     q: Tensor  # (L, H, R, D), queries: the tail's, then a bank's
     mass: Tensor  # (L, H, R, m), each segment's weight for them: log-sum-exp of its scores
     out: Tensor  # (L, H, R, D), attention's output for them over all segments
-    tail: int  # the number of the prompt's own queries
+    tail: int  # the number of the prompt's own queries; in a Llama more of them read a head of keys
 
 
 def bounds_of(layout: Layout, T: int) -> list[int]:
@@ -52,8 +52,8 @@ def measure_segments(
     at = torch.arange(layout.prefix, T - layout.tail)  # (n,)
     segment = torch.bucketize(at, bounds[1:], right=True)  # (n,), the segment of each token
     k, v = exact.kv[:, :, :, layout.prefix : T - layout.tail].unbind(1)  # (L, H, n, D)
-    q = own_queries(model, exact, layout.tail)
-    q = q if bank is None else torch.cat([q, bank], 2)  # (L, H, R, D)
+    own = own_queries(model, exact, layout.tail)
+    q = own if bank is None else torch.cat([own, bank], 2)  # (L, H, R, D)
     scores = (
         q @ reposition(model, k, at * 0 - (T - layout.tail)).mT / math.sqrt(k.size(-1))
     )  # (L, H, R, n)
@@ -69,7 +69,7 @@ def measure_segments(
     seen_at = at - (T - layout.tail) if layout.true_positions else segment - layout.m
     kv = torch.stack([reposition(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
     pooled = member.to(kv) / member.sum(1, keepdim=True) @ kv
-    return Segments(pooled, q, mass, scores.softmax(-1) @ v, layout.tail)
+    return Segments(pooled, q, mass, scores.softmax(-1) @ v, own.size(2))
 
 
 def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> Tensor:

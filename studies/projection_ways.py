@@ -27,6 +27,7 @@ from projector import Compressor, Layout, Library, Prefill, Projector
 from studies.projection_segments import SegmentMap, Segments, measure_segments, summarize
 from support.encoders import PairEncoder, load_encoder
 from support.files import read_csv
+from support.geometry import kv_heads
 from support.regression import ridge
 from support.statistics import kl
 
@@ -391,7 +392,7 @@ class Trial:
             "stage1-segments": Way(TRUE, self.by_segments, alone=True),
         }
         c, m = self.model.config, PROPOSED.m
-        numbers = c.n_layer * c.n_head * (2 * c.head_dim) ** 2 * self.longest * m
+        numbers = c.n_layer * kv_heads(c) * (2 * c.head_dim) ** 2 * self.longest * m
         if 4 * numbers <= LARGEST:
             ways["written"] = Way(PROPOSED, partial(self.projected, self.as_written))
             ways["stage1-written"] = Way(PROPOSED, self.as_written, alone=True)

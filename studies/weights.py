@@ -1,4 +1,4 @@
-"""Real weights: `python3 -m studies.weights` shows that the three GPT files agree on them, and repeats two studies.
+"""Real weights: `python3 -m studies.weights` shows that the lecture files agree on them, and repeats two studies.
 
 GPT-2 (0.5 GB) and DialoGPT-medium (0.9 GB) are downloaded on first use. Published continuations are reproduced; then
 the recycling paper's experiment runs on its own model, and the projection study on questions about capitals. The two
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
-from load_gpt2_weights import EXPECTED_OUTPUTS, NAMES, load_model, load_tokenizer
+import llama_kv_cache
+from llama_kv_cache import Llama
+from load_gpt2_weights import EXPECTED_OUTPUTS, NAMES, find_file, load_model, load_tokenizer
 from pocket.recipes import STEPS, distillation, pruning, size_of
 from studies import projection, recycling
 from studies.protocol import StudyLine
@@ -39,40 +41,57 @@ PROMPT = "Explain machine learning in simple terms."  # the first that the recyc
 SUSTAINED = 50e12  # operations a second that a GPU sustains in bf16, an assumption, to estimate the minutes of training
 
 
+# By file, or way: the model, whose generate() writes, and what makes a cache for a context.
+RING = gpt_bounded_cache.SlidingWindowCache
+WAYS = {
+    "gpt_baseline.py": (gpt_baseline.GPT, gpt_baseline, None),
+    "gpt_kv_cache.py": (gpt_kv_cache.GPT, gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),
+    "gpt_bounded_cache.py": (gpt_bounded_cache.GPT, gpt_bounded_cache, RING),
+}
+LLAMA_WAYS = {
+    "llama_kv_cache.py, no cache": (Llama, gpt_baseline, None),
+    "llama_kv_cache.py": (Llama, llama_kv_cache, lambda n_ctx: llama_kv_cache.KVCache()),
+    "llama_kv_cache.py, preallocated": (Llama, gpt_bounded_cache, RING),
+}
+
+
 @torch.inference_mode()
 def agreement(name: str, device: str, dtype: torch.dtype, n_new: int) -> dict[str, Any]:
-    """Return whether the three GPT files write the same greedy tokens with these weights, the largest difference of
-    their logits as a share of the largest logit, and how many published continuations they reproduce.
+    """Return whether the three GPT files, or a Llama's file with three caches, write the same greedy tokens with these
+    weights, the largest difference of their logits as a share of the largest logit, and how many published
+    continuations they reproduce.
 
     Raises OSError or ValueError, as load_model() does, if the weights can't be had or read."""
     tokenizer = load_tokenizer(name)
-    modules = {
-        "gpt_baseline.py": (gpt_baseline, None),
-        "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),
-        "gpt_bounded_cache.py": (gpt_bounded_cache, gpt_bounded_cache.SlidingWindowCache),
-    }
+    llama = read_json(find_file(name, "config.json")).get("model_type") == "llama"
+    ways = LLAMA_WAYS if llama else WAYS
     published = [
         entry for entry in read_json(EXPECTED_OUTPUTS)["continuations"] if entry["model"] == name
     ]
     texts, logits, same = {}, {}, {}
-    for file, (module, new_cache) in modules.items():
-        model = load_model(name, model_class=module.GPT, device=device, dtype=dtype)
+    for file, (model_class, module, new_cache) in ways.items():
+        model = load_model(name, model_class=model_class, device=device, dtype=dtype)
         about = conditions(name, model)
 
         def written(
-            prompt: str, n: int, model: nn.Module = model, module: Any = module
+            prompt: str,
+            n: int,
+            model: nn.Module = model,
+            module: Any = module,
+            new_cache: Any = new_cache,
         ) -> list[int]:
             ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=device)
-            return [
-                int(token) for token in module.generate(model, ids, n, stop_id=tokenizer.eot_token)
-            ]
+            options = {"stop_id": tokenizer.eot_token}
+            if new_cache:
+                options["cache"] = new_cache(model.config.n_ctx)
+            return [int(token) for token in module.generate(model, ids, n, **options)]
 
         texts[file] = written(PROMPT, n_new)
         first = next(iter(texts.values()))  # all read the same text
         ids = torch.tensor([tokenizer.encode(PROMPT) + first], device=device)
         logits[file] = read(model, ids, new_cache and new_cache(model.config.n_ctx))
         same[file] = sum(continues(tokenizer, entry, written) for entry in published)
-    exact = logits["gpt_baseline.py"]
+    exact = next(iter(logits.values()))
     return {
         **about,
         "tokens": len(first),
@@ -210,7 +229,9 @@ def main(argv: list[str] | None = None) -> None:
                 *common,
             ]
         )
-        model = load_model(args.model, model_class=gpt_kv_cache.GPT)
+        model = load_model(args.model)
+        if isinstance(model, Llama):
+            return print("The other two studies train models of GPT-2's kind: run this with one.")
         rows = to_prepare(args.model, model, args.out)
         print(
             page(

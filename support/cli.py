@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import io
+import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tiktoken
 import torch
 from torch import Tensor
 
+from support.chat import as_question
 from support.conditions import SIZES, is_geometry
-from support.files import import_file, writable
+from support.files import import_file, said, writable
 
 if TYPE_CHECKING:
     from support.tracing import Trace
 
 PROMPT = "One morning"
-ARTICLE = {
-    "prompt": "Hello, I am",
-    "max_new_tokens": 200,
-}  # Raschka's experiment with an untrained model
-LONGEST = 800  # characters of a message
+# Raschka's experiment with an untrained model.
+ARTICLE = {"prompt": "Hello, I am", "max_new_tokens": 200}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = (
-            action.default is None or action.default is False or isinstance(action.default, type)
-        )
-        return action.help if silent else super()._get_help_string(action)
+        told = not (action.default in (None, False) or isinstance(action.default, type))
+        return super()._get_help_string(action) if told else action.help
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -51,6 +47,7 @@ class CommandLine(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
         )
         self.models = models
+        self.owners: dict[str, str] = {}  # by option: the only action that has it
 
     def add_model_arguments(self, model: str = "--model") -> None:
         """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
@@ -122,6 +119,19 @@ class CommandLine(argparse.ArgumentParser):
             f"{ARTICLE['max_new_tokens']} tokens after {ARTICLE['prompt']!r}, as in the KV cache article",
         )
 
+    def add_chat_argument(self) -> None:
+        """Add --chat (args.chat): the prompt is a question, which ask() writes in the model's own form."""
+        self.add_argument(
+            "--chat",
+            action="store_true",
+            help="the prompt is a question to an Instruct model: wrap it in Llama 3's headers or ChatML",
+        )
+
+    def ask(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> None:
+        """With --chat, put the prompt into the form that the model expects. Raises ValueError if it has none."""
+        if args.chat:
+            args.prompt = as_question(args.prompt, tokenizer)
+
     def add_cache_argument(self, default: type) -> None:
         """Add --cache (args.cache): a class, by default this one, or the class Cache of a Python file."""
         self.add_argument(
@@ -162,15 +172,15 @@ class CommandLine(argparse.ArgumentParser):
         trace.watch(model)
         return trace
 
-    def only(self, action: str, owner: str, options: dict[str, Any]) -> None:
-        """Raise ValueError if an option is given that an action doesn't have, but only the owner; or if the action is
-        "study", which must be the first word."""
-        if action == "study":
-            raise ValueError("study comes first: see `study --help`")
-        if action != owner and (
-            given := [name for name, value in options.items() if value is not None]
-        ):
-            raise ValueError(f"{action} has no {given[0]}: {owner} has")
+    def add_actions(self, **actions: str) -> None:
+        """Add what is done (args.what): actions by name, with their help; by default the first."""
+        helps = "; ".join(f"{name}: {about}" for name, about in actions.items())
+        first = next(iter(actions))
+        self.add_argument("what", nargs="?", default=first, choices=actions, help=helps)
+
+    def only(self, owner: str, *options: str) -> None:
+        """Let only one action have these options, which must be there and have no default."""
+        self.owners |= dict.fromkeys(options, owner)
 
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
@@ -178,29 +188,23 @@ class CommandLine(argparse.ArgumentParser):
         the body, the project's ways to say that an input is bad, become one sentence and exit
         status 2, Ctrl-C exit status 130."""
         with self.one_sentence():
-            sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
-            sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-            if sys.stdout is None:
-                self.error("the standard output is closed; > /dev/null discards what is printed")
-            if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without é shows \xe9
+            if hasattr(sys.stdout, "reconfigure"):  # a terminal without é shows \xe9
                 sys.stdout.reconfigure(errors="backslashreplace")
-            try:
-                if {"-h", "--help"} & {*(sys.argv[1:] if argv is None else argv)}:
-                    self.parse_args(argv)  # the help of intermixed ones would hide defaults
+            if {"-h", "--help"} & {*(sys.argv[1:] if argv is None else argv)}:
+                self.parse_args(argv)  # the help of intermixed ones would hide defaults
+            args = self.parse_intermixed_args(argv)
+            if getattr(args, "random", None):
+                if args.model != self.get_default("model"):
+                    model = f"leave out --model {args.model}"
+                    raise ValueError(f"--random {args.random} is a model itself, {model}")
+                self.set_defaults(**ARTICLE, model=f"random:{args.random}")
                 args = self.parse_intermixed_args(argv)
-                if getattr(args, "random", None):
-                    if args.model != self.get_default("model"):
-                        raise ValueError(
-                            f"--random {args.random} is a model itself, leave out --model {args.model}"
-                        )
-                    self.set_defaults(**ARTICLE, model=f"random:{args.random}")
-                    args = self.parse_intermixed_args(argv)
-                args = self.resolved(args)
+            try:
                 with warnings.catch_warnings():  # which puts showwarning back
                     warnings.showwarning = self.warn
-                    yield args
+                    yield self.resolved(args)
             finally:
-                self.flush()
+                flush()
 
     def warn(self, message: Warning | str, *_: Any) -> None:
         """Print a warning as a sentence, without the line of code that it comes from."""
@@ -228,35 +232,32 @@ class CommandLine(argparse.ArgumentParser):
             raise
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Return the arguments with device and dtype as PyTorch's, and set its threads and seed."""
+        """Return the arguments with device and dtype as PyTorch's, and set its threads and seed. Raises ValueError if
+        an action is given an option that it doesn't have."""
+        for option, owner in self.owners.items():
+            value = getattr(args, self._option_string_actions[option].dest)
+            if args.what != owner and value is not None:
+                raise ValueError(f"{args.what} has no {option}: {owner} has")
         if "device" in args:
             args.device = device_of(args.device)
             args.dtype = getattr(torch, args.dtype)
-            torch.set_num_threads(
-                args.threads or (1 if args.model.startswith("pocket") else torch.get_num_threads())
-            )
+            default = 1 if args.model.startswith("pocket") else torch.get_num_threads()
+            torch.set_num_threads(args.threads or default)
             torch.manual_seed(args.seed)
         return args
 
-    def print_help(self, file: IO[str] | None = None) -> None:
-        """Print the help; argparse would keep quiet about an output that can't be written."""
-        print(self.format_help(), end="", file=file)
-
-    def flush(self) -> None:
-        """Write what is left in the buffer of the standard output. Raises OSError if it can't be written."""
-        try:
-            sys.stdout.flush()
-        except OSError:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # Python flushes again when it ends
-            raise
-
     def error(self, message: str) -> NoReturn:
-        """Print one sentence, and end with status 2. It is cut where a value in it is very long."""
-        if len(message) > LONGEST:
-            message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 4 :]}"
+        """Print one sentence, and end with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def flush() -> None:
+    """Write what is left in the buffer of the standard output. Raises OSError if it can't be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would write it once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def is_interrupt(error: BaseException | None) -> bool:
@@ -276,9 +277,8 @@ def device_of(name: str) -> str:
     if name == "auto":
         return next(device for device in present if present[device])
     if not present[name]:
-        raise ValueError(
-            f"--device {name}: there is none that this PyTorch can use; try --device cpu"
-        )
+        none = "there is none that this PyTorch can use"
+        raise ValueError(f"--device {name}: {none}; try --device cpu")
     return name
 
 
@@ -289,10 +289,10 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
+            value = low - 1
+        if not low <= value <= high:
             allowed = f"of at least {low} and at most {high}"
-            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {said(text)}")
         return value
 
     return convert
@@ -301,18 +301,15 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
 def geometry(text: str) -> str:
     """Argument type: one of GPT-2's sizes, or LAYERSxHEADSxWIDTH."""
     if not is_geometry(text):
-        raise argparse.ArgumentTypeError(
-            f"must be {', '.join(SIZES)} or LAYERSxHEADSxWIDTH, got {text!r}"
-        )
+        sizes = f"{', '.join(SIZES)} or LAYERSxHEADSxWIDTH"
+        raise argparse.ArgumentTypeError(f"must be {sizes}, got {text!r}")
     return text
 
 
 def writable_folder(text: str) -> Path:
     """Argument type: a folder that can be written to, or a place where one can be made."""
     path = Path(nonempty(text, "a folder needs a name"))
-    there = next(above for above in (path, *path.absolute().parents) if os.path.lexists(above))
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: {there} is not a folder that can be written to")
+    check_folder(next(above for above in (path, *path.absolute().parents) if above.exists()))
     return path
 
 
@@ -320,21 +317,23 @@ def output_file(text: str) -> Path:
     """Argument type: a file that can be written, in a folder that is there."""
     path = Path(nonempty(text, "a file needs a name"))
     try:
-        folder = writable(path).parent
+        check_folder(writable(path).parent)
     except (ValueError, OSError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} that can be written to")
     return path
+
+
+def check_folder(path: Path) -> None:
+    """Raise argparse.ArgumentTypeError if a path isn't that of a folder in which files can be made."""
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} is not a folder that can be written to")
 
 
 def cache_class(text: str) -> type:
     """Argument type: a Python file, as the class Cache in it."""
     path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
-    if path.suffix != ".py":
-        raise argparse.ArgumentTypeError(f"{text} is not a Python file, its name must end in .py")
+    if not path.is_file() or path.suffix != ".py":
+        raise argparse.ArgumentTypeError(f"there is no Python file {text}")
     try:
         found = getattr(import_file(path), "Cache", None)
     except SyntaxError as error:
@@ -350,7 +349,7 @@ def temperature(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not (value == 0 or 1e-6 <= value < float("inf")):
+    if value != 0 and not 1e-6 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be 0, or a number of at least 1e-6, got {text!r}")
     return value
 

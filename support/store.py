@@ -23,27 +23,33 @@ from torch import Tensor, nn
 
 from support.files import map_file
 from support.fingerprints import Weights, fingerprint
+from support.geometry import kv_heads
 from support.prefix import common_prefix
 
 HEADER = 256  # bytes: a run's file has at most that many beside its keys and values
 PATIENCE = 30  # seconds to wait for another process, which may never let go of the index
+# The index. A killed process loses nothing by synchronous = OFF; after a power cut the checksums tell.
+# runs: run, its file's name, which is never used again; parent, the run that it continues, or 0 if it
+# begins a text; start, after how many tokens of that one; first, its first token; used, the larger, the
+# later; nbytes, of its file; checksum, of parent, start, ids and file; ids, its tokens.
+# prompts: encoder, of its embedding; run, in which it ends.
 SCHEMA = """
-PRAGMA synchronous = OFF;  -- a killed process loses nothing; after a power cut the checksums tell
+PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS runs (
-    run INTEGER PRIMARY KEY AUTOINCREMENT,  -- its file's name; never used again
-    parent INTEGER NOT NULL,  -- the run that it continues; 0 if it begins a text
-    start INTEGER NOT NULL,  -- after so many tokens of that one
-    first INTEGER NOT NULL,  -- its first token
-    used INTEGER NOT NULL,  -- the larger, the later
-    nbytes INTEGER NOT NULL,  -- of its file
-    checksum INTEGER NOT NULL,  -- of parent, start, ids and file
-    ids BLOB NOT NULL,  -- its tokens
+    run INTEGER PRIMARY KEY AUTOINCREMENT,
+    parent INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    first INTEGER NOT NULL,
+    used INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,
+    ids BLOB NOT NULL,
     UNIQUE (parent, start, first));
 CREATE INDEX IF NOT EXISTS age ON runs (used, nbytes);
 CREATE TABLE IF NOT EXISTS prompts (
     text TEXT NOT NULL,
-    encoder TEXT NOT NULL,  -- of its embedding
-    run INTEGER NOT NULL,  -- in which it ends
+    encoder TEXT NOT NULL,
+    run INTEGER NOT NULL,
     ids BLOB NOT NULL,
     embedding BLOB NOT NULL,
     PRIMARY KEY (text, encoder));
@@ -89,7 +95,7 @@ class Store:
         c, weight = model.config, model.wte.weight
         self.model, self.capacity = model, capacity
         self.dtype, self.device = weight.dtype, weight.device
-        heads = getattr(c, "n_kv_head", c.n_head)
+        heads = kv_heads(c)
         self.shape = (c.n_layer, 2, heads, -1, c.head_dim)  # of a run's keys and values
         self.token_bytes = 2 * c.n_layer * heads * c.head_dim * self.dtype.itemsize
         self.fingerprint, self.weights = fingerprint(model), Weights(model)

@@ -209,7 +209,8 @@ def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     heads. If the values are an identity matrix, attention returns its weights."""
     last = None if mask is None else mask[..., -1:, :]
     identity = torch.eye(k.size(2), dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
-    return F.scaled_dot_product_attention(q[:, :, -1:], k, identity, last)[0].mean(dim=0)[0]
+    read = F.scaled_dot_product_attention(q[:, :, -1:], k, identity, last, enable_gqa=True)
+    return read[0].mean(dim=0)[0]
 
 
 def bct_weights(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:

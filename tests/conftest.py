@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import pretended_device
+from tests.helpers import KINDS
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 DEVICES = {
@@ -60,6 +61,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         chosen = metafunc.config.getoption("--device")
         there = [chosen] if chosen else [device for device in BY_DEFAULT if DEVICES[device]]
         metafunc.parametrize("device", there, indirect=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of model that a method takes: see helpers.of_kind()."""
+    return request.param
 
 
 @pytest.fixture

@@ -1,12 +1,20 @@
 """What several test files use."""
 
+import io
 import json
 import re
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
+
+from gpt_kv_cache import GPT, GPTConfig
+from llama_kv_cache import Llama, LlamaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = (ROOT / "requirements.txt").read_text("utf-8")
@@ -17,12 +25,81 @@ recorded = pytest.mark.skipif(
 )
 
 
+KINDS = ("GPT-2", "Llama")  # what every method takes
+
+
+def of_kind(kind: str, config: GPTConfig) -> GPTConfig | LlamaConfig:
+    """Return a GPT-2's config, or that of a Llama of its sizes and heads of keys: twice as many heads
+    read them, and even the slowest pair turns within a short text."""
+    if kind == "GPT-2":
+        return config
+    names = ("vocab_size", "n_ctx", "n_layer", "n_embd", "n_inner")
+    sizes = {name: getattr(config, name) for name in names}
+    heads = {"n_head": 2 * config.n_head, "n_kv_head": config.n_head}
+    even = config.head_dim + config.head_dim % 2
+    return LlamaConfig(**sizes, **heads, head_dim=even, rope_theta=100.0)
+
+
+def class_of(config: GPTConfig | LlamaConfig) -> type[nn.Module]:
+    """Return the model that a config is of."""
+    return Llama if isinstance(config, LlamaConfig) else GPT
+
+
+LLAMA3 = {  # frequencies, scaled as Llama 3.2's for a shorter context
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def write_llama(folder: Path, vocab_size: int = 1536, **geometry: Any) -> Path:
+    """Write a random Llama to a folder, as transformers does, with the pocket models' tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    config = {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 512,
+        "num_hidden_layers": 3,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | geometry))
+    model.save_pretrained(folder)
+    shutil.copy(ROOT / "pocket" / "teacher" / "tokenizer.tiktoken", folder)
+    return folder
+
+
 class Ran(NamedTuple):
     """What a script left: its exit status, and what it printed."""
 
     code: int
     out: str
     err: str
+
+
+def run(main: Callable, *words: object) -> Ran:
+    """Call a script's main() with its words, in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main([*map(str, words)])
+        except SystemExit as end:
+            code = end.code or 0
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+def refused(ran: Ran, *words: str) -> None:
+    """A script ended with status 2 and a single sentence, which holds the words."""
+    assert ran.code == 2 and ran.err.count("\n") == 1
+    assert all(word in ran.err for word in words), ran.err
 
 
 def read_pocket_config(name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache", "gpt_bounded_cache", "llama_kv_cache"]
-METHODS = ["recycle", "projector", "overfill", "speculate", "paged"]
+METHODS = ["recycle", "projector", "overfill", "speculate", "paged", "compress"]
 FLOORS = [
     ["support"],
     GPT_FILES,
@@ -22,7 +22,7 @@ FLOORS = [
     ["chapters"],
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-BUDGETS = {"studies": 242, "tests": 488, "all but tests": 641}  # in thousands of characters of code
+BUDGETS = {"studies": 255, "tests": 487, "all but tests": 657}  # in thousands of characters of code
 
 
 @cache

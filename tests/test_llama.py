@@ -1,7 +1,9 @@
 """llama_kv_cache.py and its loader: equal to transformers' Llama, from files in the exact public format."""
 
+import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,11 @@ from torch import Tensor
 import load_gpt2_weights as loader
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT
-from llama_kv_cache import KVCache, Llama, LlamaConfig, generate
+from llama_kv_cache import KVCache, Llama, LlamaConfig, generate, main
 from load_gpt2_weights import load_model
+from support.chat import as_question
+from support.cli import PROMPT
+from tests.helpers import LLAMA3, write_llama
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -27,14 +32,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-5,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
 }
 COMMIT = "0123456789" * 4
 GEOMETRIES: dict[str, dict[str, Any]] = {
@@ -124,6 +121,7 @@ def test_shards_come_from_the_hub_cache(tmp_path: Path, monkeypatch: pytest.Monk
     assert_equal(load_model(name), expected)
 
 
+@torch.no_grad()
 def test_a_window_goes_on_past_the_context_without_a_second_reading(tmp_path: Path) -> None:
     reference(tmp_path)
     model = load_model(str(tmp_path))
@@ -131,13 +129,33 @@ def test_a_window_goes_on_past_the_context_without_a_second_reading(tmp_path: Pa
     fed = []
     model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
     ids, window = ids_of(1, 20), 16
-    written = torch.cat([ids, *generate(model, ids, 100, cache=SlidingWindowCache(window))], 1)
-    assert fed == [20] + [1] * 99  # 119 tokens in a context of 64
-    cache = SlidingWindowCache(
-        window
-    )  # the same text in one chunk a time: the window is what counts
+    written = torch.cat([ids, *generate(model, ids, 400, cache=SlidingWindowCache(window))], 1)
+    assert fed == [20] + [1] * 399  # 419 tokens in a context of 64
+    cache = SlidingWindowCache(window)  # in chunks
     logits = torch.cat([model(part, cache) for part in written[:, :-1].split(9, dim=1)], 1)
     assert torch.equal(logits[:, 19:].argmax(-1), written[:, 20:])
+    # What 3 layers see through the window, as a text of its own: how far apart is all that counts.
+    seen = written[:, -1 - 3 * window : -1]
+    alone = model(seen, SlidingWindowCache(window))[:, -1]
+    assert (alone - logits[:, -1]).abs().max() <= 1e-4 * logits[:, -1].abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.1)])
+def test_angles_are_exact_far_away_in_the_window(
+    dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    """At position 50,000 a float32 angle is right to 0.004 radians; bfloat16 can't tell it from 49,920."""
+
+    class Far(KVCache):
+        next_pos = property(lambda self: 50_000 + len(self))
+
+    reference(tmp_path, initializer_range=0.1)
+    model, ids = load_model(str(tmp_path), dtype=dtype), ids_of(2, 40)
+    near = model(ids)
+    model.context, cache = math.inf, Far()
+    far = torch.cat([model(part, cache) for part in ids.split(7, dim=1)], 1)
+    assert (far - near).norm() <= tolerance * near.norm()
 
 
 def test_peak_memory_counts_parts_of_a_joined_matrix_once(tmp_path: Path) -> None:
@@ -178,7 +196,7 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor must be a finite number"),
         (
             {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
-            "4.0, less than high_freq_factor, 4.0",
+            "4.0, must be less than high_freq_factor, 4.0",
         ),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
         ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),
@@ -250,10 +268,6 @@ def test_sizes_of_the_public_models() -> None:
 
 # --- Tokenizers -------------------------------------------------------------------------------------
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 TEXTS = [
     "Hello, I am",
     "a  1",
@@ -266,6 +280,16 @@ TEXTS = [
     "",
     "1" * 7 + " " * 5 + "2",
 ]
+MORE_TEXTS = [
+    "def f(x):\n\tif x == 1_000_000:\n\t\treturn f'{x:>10,.2f}'  # 100%\n\n\n\n",
+    "İstanbul ǅ ß ﬁ Ω≈ç√∫˜µ≤ ‖ а б в Ελλάδα हिन्दी ไทย 한국어 עברית العربية",  # noqa: RUF001
+    "1 12 123 1234 12345 123456 1234567 3.14159 1e-10 0xFF ²³ ⅷ 一二三",
+    "don't DON'T we'Ll it'S 'tis ’twas rock'n'roll",
+    "a\u0301 e\u0308\u0323 \u200d\ufeff \u2028\u2029\x85 \x00\x7f\ue000 𝔘𝔫𝔦 🏳️‍🌈🇩🇪",  # noqa: RUF001
+    *(" " * n + "x" for n in range(1, 20)),
+    *("\n" * n + " \t" * n for n in range(1, 6)),
+    "https://example.org/a_b-c?d=1&e=%20#f",
+]
 
 
 def real_form(kind: str, folder: Path) -> Any:
@@ -275,11 +299,12 @@ def real_form(kind: str, folder: Path) -> Any:
     smol = kind == "SmolLM2"
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     if not smol:
-        special = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+        headers = ["<|start_header_id|>", "<|end_header_id|>"]
+        special = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", *headers]
     tokenizer = Tokenizer(models.BPE(ignore_merges=not smol))
     first = pre_tokenizers.Digits(individual_digits=True)
     if not smol:
-        first = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+        first = pre_tokenizers.Split(Regex(loader.LLAMA3_PATTERN), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=smol)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -299,7 +324,7 @@ def real_form(kind: str, folder: Path) -> Any:
         )
         tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), template])
     tokenizer.save(str(folder / "tokenizer.json"))
-    ends = [tokenizer.token_to_id(token) for token in special[1:]]
+    ends = [tokenizer.token_to_id(token) for token in special[1:3]]
     vocab_size = tokenizer.get_vocab_size()
     config = {"model_type": "llama", "vocab_size": vocab_size, "eos_token_id": ends[0]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -330,6 +355,60 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
     special = "<|im_end|>" if kind == "SmolLM2" else "<|eot_id|>"
     text = f"one{special}two"
     assert ours.encode(text, allowed_special="all") == expected.encode(text).ids
+
+
+@pytest.fixture(scope="module")
+def llama3_file() -> Path:
+    """Llama 3's real vocabulary, in the package llama-models."""
+    found = importlib.util.find_spec("llama_models")
+    if found is None:
+        pytest.skip("needs `pip install --no-deps llama-models`")
+    return Path(found.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
+
+
+def write_llama3(folder: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 128_256, "eos_token_id": [128_001, 128_009]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.slow
+def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
+    llama3_file: Path, tmp_path: Path
+) -> None:
+    """From tokenizer.model, and from the tokenizer.json that transformers makes of it."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    write_llama3(tmp_path)
+    shutil.copy(llama3_file, tmp_path)
+    ours = loader.load_tokenizer(str(tmp_path))
+    special = sorted(ours._special_tokens, key=ours._special_tokens.get)
+    expected = TikTokenConverter(str(llama3_file), extra_special_tokens=special).converted()
+    expected.save(str(tmp_path / "tokenizer.json"))
+    again = loader.load_tokenizer(str(tmp_path))
+    lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
+    paragraphs = [whole[at : at + 3_000] for whole in corpus() for at in (0, 10_000, 20_000)]
+    for text in [*TEXTS, *MORE_TEXTS, *lines, *paragraphs, "<|begin_of_text|>a<|eot_id|>\n\nb"]:
+        ids = expected.encode(text).ids
+        assert ours.encode(text, allowed_special="all") == [128_000, *ids], text
+        assert again.encode(text, allowed_special="all") == ids, text
+        assert ours.decode(ids) == text
+    assert ours.n_vocab == 128_256 and ours.ends == (128_001, 128_009)
+    for name, number in (("begin_of_text", 128_000), ("eot_id", 128_009), ("python_tag", 128_010)):
+        assert ours._special_tokens[f"<|{name}|>"] == number  # as the model card has them
+
+
+@pytest.mark.slow
+def test_llama_3s_file_needs_every_rank_and_an_end(llama3_file: Path, tmp_path: Path) -> None:
+    write_llama3(tmp_path)
+    lines = llama3_file.read_text().splitlines()
+    for content, said in (
+        ("\n".join(lines[1:]), "every rank from 0 on once"),
+        ("\n".join(lines[:1000]), "is no special token"),
+        ("not a vocabulary", "is not a tiktoken file"),
+    ):
+        (tmp_path / "tokenizer.model").write_text(content)
+        with pytest.raises(ValueError, match=said):
+            loader.load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -369,3 +448,73 @@ def test_a_text_ends_with_any_of_the_end_tokens(
     written = [torch.tensor([[i]]) for i in (300, 301, tokenizer.ends[1], 302)]
     ids, _ = stream(iter(written), tokenizer)
     assert ids == [300, 301, tokenizer.ends[1]]
+
+
+# --- The script -------------------------------------------------------------------------------------
+
+CHATML = (  # of SmolLM2-135M-Instruct's tokenizer_config.json
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HEADERS = (  # of Meta-Llama-3-8B-Instruct's
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+    "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+
+
+@pytest.mark.parametrize(("kind", "template"), [("SmolLM2", CHATML), ("Llama 3", HEADERS)])
+def test_a_question_has_the_form_of_the_published_template(
+    kind: str, template: str, tmp_path: Path
+) -> None:
+    library = real_form(kind, tmp_path)
+    ours = loader.load_tokenizer(str(tmp_path))
+    begin = "".join(library.id_to_token(i) for i in ours.start)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, bos_token=begin or None)
+    for text in ("Why is the sky blue?", "{braces} {0}\n\nand a line"):
+        message = [{"role": "user", "content": text}]
+        options = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
+        expected = theirs.apply_chat_template(message, **options)
+        asked = as_question(text, ours)
+        assert begin + asked == expected
+        assert ours.encode(asked, allowed_special="all") == (
+            library.encode(expected, add_special_tokens=False).ids
+        )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A random Llama with a tokenizer in SmolLM2's form."""
+    vocab_size = real_form("SmolLM2", tmp_path).get_vocab_size()
+    ends = (tmp_path / "generation_config.json").read_text()
+    reference(tmp_path, vocab_size=vocab_size, eos_token_id=1)
+    (tmp_path / "generation_config.json").write_text(ends)
+    return str(tmp_path)
+
+
+def test_the_script_compares_traces_and_asks(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--model", folder, "--max-new-tokens", "90"]  # past the context of 64
+    main(["--compare", *words])
+    assert "Same tokens: yes" in capsys.readouterr().out
+    main(["--trace", str(tmp_path / "page.html"), *words])
+    page = (tmp_path / "page.html").read_text()
+    data, _ = json.JSONDecoder().raw_decode(page, page.index('{"title"'))
+    n = len(loader.load_tokenizer(folder).encode(PROMPT))
+    assert [step["fed"] for step in data["steps"][:2]] == [[0, n], [n, n + 1]]
+    assert data["steps"][0]["bytes"] == 2 * 3 * 2 * n * 12 * 4  # of keys and values, L, H, T, D
+    main(["--chat", "--prompt", "Why?", *words])
+    assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n" in capsys.readouterr().out
+
+
+def test_a_model_without_a_form_for_questions_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--chat", "--model", str(write_llama(tmp_path))])
+    assert "--chat needs a model whose tokens include" in capsys.readouterr().err

@@ -505,10 +505,10 @@ def test_download_from_a_hub_then_offline(tmp_path: Path) -> None:
         ran = python("-c", LOAD, "--model", "gpt2", **environment)
         assert (
             ran.returncode == 2
-            and "openai-community/gpt2 has no file model.safetensors at revision" in ran.stderr
+            and "shows no model.safetensors in openai-community/gpt2 at revision" in ran.stderr
         )
         ran = python("-c", LOAD, "--model", "distilgpt2", **environment)
-        assert ran.returncode == 2 and "shows no repository distilbert/distilgpt2" in ran.stderr
+        assert ran.returncode == 2 and "shows no config.json in distilbert/distilgpt2" in ran.stderr
         Hub.files["model.safetensors"] = (folder / "model.safetensors").read_bytes()
         online = python("-c", LOAD, "--model", "gpt2", **environment)
         assert online.returncode == 0, online.stderr
@@ -662,7 +662,7 @@ def test_missing_files(tmp_path: Path) -> None:
     assert_refused(folder, "no weights", str(tmp_path), error=FileNotFoundError)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"wte.weight": "model-00001-of-00002.safetensors"}}))
-    assert_refused(folder, str(index), "model-00001-of-00002.safetensors", error=FileNotFoundError)
+    assert_refused(folder, "no model-00001-of-00002.safetensors", error=FileNotFoundError)
     for content in ("{}", '{"weight_map": ["x"]}', '{"weight_map": {"wte.weight": 3}}', "[]", "{"):
         index.write_text(content)
         assert_refused(folder, str(index))
@@ -939,17 +939,35 @@ def gpt2_vocabulary(**changes: int) -> dict[str, int]:
     return names | {"<|endoftext|>": 50256, **changes}
 
 
-@pytest.mark.parametrize("file", ["vocab.json", "tokenizer.json", "tokenizer.model", "merges.txt"])
-def test_a_vocabulary_of_its_own_is_not_read_as_gpt2s(tmp_path: Path, file: str) -> None:
-    """Another language's GPT-2 has 50,257 tokens too."""
+def test_a_vocabulary_of_its_own_is_read_as_it_is(tmp_path: Path) -> None:
+    """Another language's GPT-2 has 50,257 tokens too; two that have changed places are no vocabulary."""
+    gpt2_encoding()
     folder = write(tmp_path, None, config_of(vocab_size=50257))
-    vocabulary = gpt2_vocabulary(the=1169, him=262)  # the two have changed places
-    content = {
-        "vocab.json": vocabulary,
-        "tokenizer.json": {"model": {"type": "BPE", "vocab": vocabulary}},
-    }
-    (tmp_path / file).write_text(json.dumps(content.get(file, "nothing of GPT-2's")))
-    with pytest.raises(ValueError, match=f"{file}.* GPT-2's"):
+    (tmp_path / "tokenizer.model").write_text("of another kind")
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        loader.load_tokenizer(folder)
+    write(tmp_path, None, config_of(vocab_size=259))
+    chars = loader.byte_characters()
+    own = {**{char: byte for byte, char in enumerate(chars)}, "th": 256, "the": 257}
+    (tmp_path / "vocab.json").write_text(json.dumps(own | {"<|endoftext|>": 258}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    tokenizer = loader.load_tokenizer(folder)
+    assert tokenizer.encode("the<|endoftext|>", allowed_special="all") == [257, 258]
+    assert (tokenizer.eot_token, tokenizer.n_vocab) == (258, 259)
+    (tmp_path / "merges.txt").write_text("th e\nt h\n")
+    with pytest.raises(ValueError, match="in the order of its merges"):
+        loader.load_tokenizer(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+@pytest.mark.parametrize(
+    "file", ["tokenizer.tiktoken", "tokenizer.json", "vocab.json", "config.json"]
+)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, file: str) -> None:
+    folder = write(tmp_path, None, config_of(vocab_size=257))
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(ValueError, match=f"{file} is not a regular file"):
         loader.load_tokenizer(folder)
 
 
@@ -958,10 +976,11 @@ def test_a_vocabulary_of_its_own_is_not_read_as_gpt2s(tmp_path: Path, file: str)
 )
 @pytest.mark.parametrize("file", ["vocab.json", "tokenizer.json", "merges.txt"])
 def test_a_damaged_vocabulary_is_refused(tmp_path: Path, file: str, content: str) -> None:
-    gpt2_encoding()  # or skip: the files are compared with it
     folder = write(tmp_path, None, config_of(vocab_size=50257))
+    if file == "merges.txt":
+        (tmp_path / "vocab.json").write_text(json.dumps(gpt2_vocabulary()))
     (tmp_path / file).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=file):
+    with pytest.raises(ValueError, match="vocab.json|merges.txt" if file == "merges.txt" else file):
         loader.load_tokenizer(folder)
 
 

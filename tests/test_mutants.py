@@ -14,9 +14,11 @@ PATCHES = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
 SUITES = {
     "gpt_baseline": ["test_equivalence.py"],
     "gpt_kv_cache": ["test_kv_cache.py", "test_equivalence.py"],
-    "gpt_bounded_cache": ["test_bounded_cache.py"],
+    "gpt_bounded_cache": ["test_bounded_cache.py", "test_kv_cache.py"],
+    "llama_kv_cache": ["test_llama.py"],
     "paged": ["test_paged.py"],
     "speculate": ["test_speculate.py"],
+    "compress": ["test_compress.py"],
 }
 # Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
 ENOUGH = {
@@ -25,9 +27,11 @@ ENOUGH = {
     "bct_empty": "what_is_empty",
     "bct_keeps": "memory_held",
     "bct_takes": "refused",
+    "compress": "not bare_run",
     "kv_feeds": "full_hit",
     "kv_forgotten": "past_the_context",
     "kv_reads": "warm",
+    "llama": "transformers or window or halves or bfloat16",
     "paged": "not bare_run and not serve_continues and not bad_input",
     "ring": "window or ring",
     "ring_checks": "refused",

@@ -1,6 +1,7 @@
 """paged.py: every text's tokens are those of that text alone, and no block is lost, leaked or overwritten."""
 
 import json
+import math
 import random
 import re
 from dataclasses import replace
@@ -9,41 +10,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt_kv_cache import GPT, GPTConfig, generate
+from gpt_kv_cache import GPTConfig, generate
 from paged import Batch, PagedCache, Server, Text, main, serve
-from studies.paging import padded
-from tests.helpers import ROOT
+from tests.helpers import class_of, of_kind, refused, run
 from tests.test_equivalence import assert_close, failing, parts_of, randomize
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 CONFIG = GPTConfig(vocab_size=50, n_ctx=24, n_layer=2, n_head=2, n_embd=20, head_dim=5)
-FAST, SLOW = range(16), range(16, 216)
+SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 116))]
 
 
 @pytest.fixture
-def model() -> GPT:
+def model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    model = GPT(CONFIG).eval()
+    config = of_kind(kind, CONFIG)
+    model = class_of(config)(config).eval()
     randomize(model)
     return model.requires_grad_(False)
 
 
 def alone(
-    model: GPT,
-    ids: list[int],
-    n: int,
-    stop_id: int | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    seed: int = 0,
+    model: nn.Module, ids: list[int], n: int, stop_id: int | None = None, *how: object
 ) -> list[int]:
+    temperature, top_k, seed = how or (0.0, None, 0)
     options = {"stop_id": stop_id, "temperature": temperature, "top_k": top_k}
     draws = torch.Generator().manual_seed(seed)
-    return [
-        int(token) for token in generate(model, torch.tensor([ids]), n, generator=draws, **options)
-    ]
+    return [int(x) for x in generate(model, torch.tensor([ids]), n, generator=draws, **options)]
 
 
 def check_counts(cache: PagedCache, texts: list[Text]) -> None:
@@ -62,7 +56,9 @@ def check_counts(cache: PagedCache, texts: list[Text]) -> None:
     )
 
 
-def read(model: GPT, cache: PagedCache, texts: list[Text], *counts: int) -> tuple[Tensor, ...]:
+def read(
+    model: nn.Module, cache: PagedCache, texts: list[Text], *counts: int
+) -> tuple[Tensor, ...]:
     """Return the logits (n, V) of the next n tokens of each text, for as many counts or one for all."""
     counts = counts if len(counts) == len(texts) else counts * len(texts)
     assert all(cache.room(text, n) for text, n in zip(texts, counts, strict=True))
@@ -89,7 +85,10 @@ def fork(cache: PagedCache, text: Text, number: int) -> Text:
 # --- The cache ----------------------------------------------------------------------------------
 
 
-def check_any_use(model: GPT, seed: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
+    model: nn.Module, seed: int
+) -> None:
     """Texts are read together in random chunks, forked, truncated, dropped and found again; passes
     fail in between. The logits must be those of each text alone at every position."""
     rng, parts = random.Random(seed), parts_of(model)
@@ -132,21 +131,8 @@ def check_any_use(model: GPT, seed: int) -> None:
         check_counts(cache, texts)
 
 
-@pytest.mark.parametrize("seed", FAST)
-def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
-    model: GPT, seed: int
-) -> None:
-    check_any_use(model, seed)
-
-
-@pytest.mark.slow
-def test_logits_are_those_of_each_text_alone_in_many_more_cases(model: GPT) -> None:
-    for seed in SLOW:
-        check_any_use(model, seed)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_that_of_the_model(model: GPT, dtype: torch.dtype) -> None:
+def test_half_precision_is_that_of_the_model(model: nn.Module, dtype: torch.dtype) -> None:
     model = model.to(dtype)
     cache, texts = PagedCache(model, 9, 4), [new(tokens(9, 1)), new(tokens(9, 2))]
     read(model, cache, texts[:1], 3)
@@ -157,106 +143,86 @@ def test_half_precision_is_that_of_the_model(model: GPT, dtype: torch.dtype) -> 
     assert_close(got[0], expected, dtype)
 
 
-def test_a_shared_block_is_copied_when_it_is_written_to(model: GPT) -> None:
+def test_a_shared_block_is_copied_when_it_is_written_to(model: nn.Module) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
     read(model, cache, [a], 6)
     b = fork(cache, a, 1)
     b.ids[6:] = tokens(6, 2)
-    assert b.table == a.table and b.table is not a.table and cache.count[: len(a.table)] == [2, 2]
-    before = cache.pool[..., a.table[1], :2, :].clone()
+    before = cache.pool[..., a.table[1], :, :].clone()
     got = read(model, cache, [b], 3)
     assert b.table[0] == a.table[0] and b.table[1] != a.table[1]
-    assert (
-        torch.equal(cache.pool[..., a.table[1], :2, :], before)
-        and not cache.pool[..., a.table[1], 2:, :].any()
-    )
+    assert torch.equal(cache.pool[..., a.table[1], :, :], before)
     for text, logits in ((b, got[0]), (a, read(model, cache, [a], 3)[0])):
         assert_close(logits, model(torch.tensor([text.ids[:9]]))[0, -3:], torch.float32)
 
 
-def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(model: GPT) -> None:
+def shared(cache: PagedCache, ids: list[int]) -> Text:
+    """A new text, with what the cache finds of it."""
+    text = new(ids)
+    cache.share(text)
+    return text
+
+
+def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(
+    model: nn.Module,
+) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(11, 1))
     read(model, cache, [a], 11)
     table = [*a.table]
     cache.drop(a)
     assert len(cache.free) == 8
-    b = new([*a.ids[:10], 7])
-    cache.share(b)
+    b = shared(cache, [*a.ids[:10], 7])
     assert b.table == table[:2] and b.n_read == 8, "the third block wasn't full: it can't be found"
     cache.drop(b)
-    c = new(a.ids[:8])
-    cache.share(c)
-    assert c.n_read == 7 and c.table == table[:2], (
-        "a token stays unread, or there would be no logits"
-    )
-    other = new([a.ids[0] ^ 1, *a.ids[1:]])
-    cache.share(other)
-    assert other.table == [] and other.n_read == 0
-    moved = new(a.ids[4:])  # the tokens of the second block, at the beginning
-    cache.share(moved)
-    assert moved.table == []
+    c = shared(cache, a.ids[:8])
+    assert c.n_read == 7 and c.table == table[:2], "a token stays unread, to compute logits from"
+    for ids in ([a.ids[0] ^ 1, *a.ids[1:]], a.ids[4:]):  # the second block's, at the beginning
+        assert shared(cache, ids).table == []
 
 
-def test_a_block_shared_in_part_goes_on_with_other_tokens(model: GPT) -> None:
+def test_a_block_shared_in_part_goes_on_with_other_tokens(model: nn.Module) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
     read(model, cache, [a], 12)
-    b = new([*a.ids[:6], *tokens(6, 2)])
-    cache.share(b)
+    b = shared(cache, [*a.ids[:6], *tokens(6, 2)])
     assert b.n_read == 6 and cache.count[a.table[1]] == 2
     got = read(model, cache, [b], 6)
     assert_close(got[0], model(torch.tensor([b.ids]))[0, -6:], torch.float32)
-    c = new([*a.ids[:10], 3, 4])
-    cache.share(c)
-    assert c.n_read == 10, "what was copied can still be found"
+    assert shared(cache, [*a.ids[:10], 3, 4]).n_read == 10, "what was copied can still be found"
 
 
-def test_equal_texts_read_together_end_up_in_the_same_blocks(model: GPT) -> None:
+def test_equal_texts_read_together_end_up_in_the_same_blocks(model: nn.Module) -> None:
     cache, texts = PagedCache(model, 8, 4), [new(tokens(12, 1), i) for i in range(3)]
     read(model, cache, texts, 5)
-    assert [text.table[0] for text in texts] == [texts[0].table[0]] * 3 and cache.count[
-        texts[0].table[0]
-    ] == 3
-    assert len({text.table[1] for text in texts}) == 3
+    first, second = zip(*(text.table for text in texts), strict=True)
+    assert first == 3 * (first[0],) and cache.count[first[0]] == 3 and len({*second}) == 3
     check_counts(cache, texts)
 
 
-def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: GPT) -> None:
+def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: nn.Module) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
     read(model, cache, [a], 12)
     cache.drop(a)
-    b = new(tokens(12, 2))
-    read(model, cache, [b], 12)
+    b = new(tokens(4, 2))
+    read(model, cache, [b], 4)
     cache.drop(b)
-    c = new(a.ids)
-    cache.share(c)
-    assert c.table == []
-    again = new([*tokens(13, 2)[:12], 1])
-    cache.share(again)
-    assert again.n_read == 12, "the ends of a text are handed out before its beginning"
+    c = shared(cache, a.ids)
+    assert c.n_read == 8, "the end of a text is handed out before its beginning"
+    cache.drop(c)
+    d = new(tokens(12, 3))
+    read(model, cache, [d], 12)
+    assert shared(cache, a.ids).table == []
 
 
-def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: GPT) -> None:
+def test_what_came_after_a_block_is_not_found_after_what_it_holds_now(model: nn.Module) -> None:
     cache, a = PagedCache(model, 4, 4), new(tokens(9, 1))
     read(model, cache, [a], 8)
     cache.truncate(a, 2)
     a.ids[2] ^= 1  # another first block, and the second one as it was
     read(model, cache, [a], 2)
-    b = new(a.ids)
-    cache.share(b)
-    assert b.n_read == 4
+    assert shared(cache, a.ids).n_read == 4
 
 
-def test_the_end_of_a_text_is_handed_out_first(model: GPT) -> None:
-    cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
-    read(model, cache, [a], 12)
-    cache.drop(a)
-    read(model, cache, [new(tokens(4, 2))], 4)
-    again = new(a.ids)
-    cache.share(again)
-    assert again.n_read == 8
-
-
-def test_nothing_of_another_text_is_seen_not_even_nan(model: GPT) -> None:
+def test_nothing_of_another_text_is_seen_not_even_nan(model: nn.Module) -> None:
     """A mask alone keeps no text from another's overflow: 0 times NaN is NaN."""
     cache, a, b = PagedCache(model, 4, 4), new(tokens(12, 1)), new(tokens(12, 2), 1)
     read(model, cache, [b], 1)
@@ -277,52 +243,32 @@ def test_nothing_of_another_text_is_seen_not_even_nan(model: GPT) -> None:
     assert_close(got, model(torch.tensor([b.ids[:11]]))[0, -7:], torch.float32)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_room_that_is_not_there_changes_nothing(model: GPT, shared: bool) -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_room_that_is_not_there_changes_nothing(model: nn.Module, forked: bool) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(20, 1))
     read(model, cache, [a], 10)
-    texts = [a, fork(cache, a, 1)] if shared else [a]
-    before = [[*text.table] for text in texts], [*cache.count], [*cache.free], cache.pool.clone()
-    assert not cache.room(texts[-1], 1 if shared else 3) and not cache.room(a, 3, spare=1)
-    after = [[*text.table] for text in texts], [*cache.count], [*cache.free], cache.pool
-    assert before[:3] == after[:3] and torch.equal(before[3], after[3])
-
-
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_pass_without_room_is_refused_and_changes_nothing(model: GPT, forked: bool) -> None:
-    cache, a = PagedCache(model, 6, 4), new(tokens(20, 1))
-    read(model, cache, [a], 6)
     texts = [a, fork(cache, a, 1)] if forked else [a]
-    before = cache.pool.clone()
-    with pytest.raises(ValueError, match=f"{1 if forked else 3} tokens after 6 .* 2 blocks of 4"):
-        Batch(cache, texts, [1 if forked else 3] * len(texts))
-    assert a.n_read == 6 and torch.equal(cache.pool, before)
 
+    def state() -> tuple:
+        tables = [[*text.table] for text in texts]
+        return tables, [*cache.count], [*cache.free], cache.pool.tolist(), a.n_read
 
-def test_truncate_refuses_what_was_not_read(model: GPT) -> None:
-    cache, a = PagedCache(model, 6, 4), new(tokens(20, 1))
-    read(model, cache, [a], 6)
-    for n in (-1, 7):
-        with pytest.raises(ValueError, match=f"{n} tokens of 6"):
-            cache.truncate(a, n)
-    assert a.n_read == 6 and len(a.table) == 2
-
-
-def test_bytes_follow_the_formula(model: GPT) -> None:
-    cache = PagedCache(model, 7, 3)
-    c = CONFIG
-    assert cache.pool.nbytes == 2 * c.n_layer * 7 * 3 * c.n_head * c.head_dim * 4
-    pool = cache.pool
-    read(model, cache, [new(tokens(20, 1)), new(tokens(20, 2))], 9)
-    assert cache.pool is pool, "allocated once"
+    before, n = state(), 1 if forked else 3
+    assert not cache.room(texts[-1], n) and not cache.room(a, 3, spare=1)
+    with pytest.raises(ValueError, match=f"{n} tokens after 10 .* blocks of 4"):
+        Batch(cache, texts, [n] * len(texts))
+    with pytest.raises(ValueError, match="11 tokens of 10"):
+        cache.truncate(a, 11)
+    assert state() == before
 
 
 # --- The loop -----------------------------------------------------------------------------------
 
 
-def check_any_service(model: GPT, seed: int) -> int:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tokens_are_those_of_each_text_alone(model: nn.Module, seed: int) -> None:
     """Prompts of random lengths, limits, stop tokens, temperatures and seeds, some with common beginnings,
-    arrive at random and get few blocks; return how often one was put back."""
+    arrive at random and get few blocks."""
     rng, size = random.Random(seed), random.Random(seed + 1).choice([1, 2, 3, 4, 5, 8, 16])
     least, heads = -(-24 // size), [tokens(rng.randint(1, 20), seed + i) for i in range(2)]
     prompts = []
@@ -350,26 +296,14 @@ def check_any_service(model: GPT, seed: int) -> int:
             written[number].append(token)
         check_counts(cache, server.running)
     assert written == [alone(model, *prompt) for prompt in prompts]
-    return server.put_back
 
 
-@pytest.mark.parametrize("seed", FAST)
-def test_tokens_are_those_of_each_text_alone(model: GPT, seed: int) -> None:
-    check_any_service(model, seed)
-
-
-@pytest.mark.slow
-def test_tokens_are_those_of_each_text_alone_in_many_more_cases(model: GPT) -> None:
-    assert sum(check_any_service(model, seed) for seed in SLOW) > 100
-
-
-def test_without_a_free_block_the_youngest_is_read_again_later(model: GPT) -> None:
-    server = Server(model, PagedCache(model, 6, 4))
+def test_without_a_free_block_the_youngest_is_read_again_later(model: nn.Module) -> None:
+    server, complete = Server(model, PagedCache(model, 6, 4)), []
     prompts = [tokens(5, i) for i in range(4)]
     for ids in prompts:
         server.add(ids, 15)
-    written: dict[int, list[int]] = {i: [] for i in range(4)}
-    complete = []
+    written: list[list[int]] = [[], [], [], []]
     while server.busy:
         oldest = min(text.number for text in [*server.running, *server.waiting])
         for number, token in server.step():
@@ -379,133 +313,98 @@ def test_without_a_free_block_the_youngest_is_read_again_later(model: GPT) -> No
         assert oldest in held or oldest in complete, "the oldest is never put back"
         assert all(a.number < b.number for a, b in pairwise(server.waiting))
     assert server.put_back > 0 and complete == sorted(complete)
-    assert written == {i: alone(model, ids, 15) for i, ids in enumerate(prompts)}
+    assert written == [alone(model, ids, 15) for ids in prompts]
 
 
-def test_a_text_waits_as_long_as_its_blocks_are_taken(model: GPT) -> None:
-    server = Server(model, PagedCache(model, 6, 4))
+def test_a_text_waits_as_long_as_its_blocks_are_taken(model: nn.Module) -> None:
+    server, found = Server(model, PagedCache(model, 6, 4)), []
     server.add(tokens(17, 1), 8)
     server.add(tokens(9, 2), 1)
-    server.step()
-    assert [text.number for text in server.waiting] == [1] and server.put_back == 0
-    assert [number for number, _ in iter_all(server)] == [0] * 7 + [1]
-
-
-def iter_all(server: Server) -> list[tuple[int, int]]:
-    found = []
     while server.busy:
-        found += server.step()
-    return found
+        found += [number for number, _ in server.step()]
+    assert found == [0] * 8 + [1] and server.put_back == 0
 
 
-def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: GPT) -> None:
+@pytest.fixture
+def fed(model: nn.Module) -> list[tuple[int, ...]]:
+    """The shapes of the ids that the model reads."""
+    shapes: list[tuple[int, ...]] = []
+    model.wte.register_forward_hook(lambda _, args, out: shapes.append(tuple(args[0].shape)))
+    return shapes
+
+
+def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: nn.Module, fed: list) -> None:
     server = Server(model, PagedCache(model, 40, 4), chunk=5)
     server.add([1], 12)
     server.add(tokens(20, 1), 1)
-    fed, hook = (
-        [],
-        model.wte.register_forward_hook(lambda m, args, out: fed.append(tuple(args[0].shape))),
-    )
     for _ in range(8):
         server.step()
-    hook.remove()
     assert fed == [(1, 5), (1, 1)] * 4
 
 
-def test_texts_are_written_together(model: GPT) -> None:
-    server = Server(model, PagedCache(model, 40, 4), most=3)
-    for i in range(5):
-        server.add([i], 4)
-    assert [len(server.step()) for _ in range(8)] == [3, 3, 3, 3, 2, 2, 2, 2] and not server.busy
-
-
-def test_a_common_header_is_read_once(model: GPT) -> None:
-    header, fed = tokens(13, 1), []
-    hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
+def test_a_common_header_is_read_once(model: nn.Module, fed: list) -> None:
+    header = tokens(13, 1)
     list(serve(model, [[*header, i, i] for i in range(4)], 1, blocks=30, size=4))
-    hook.remove()
-    assert fed == [15, 3, 3, 3], "12 tokens in three blocks; the 13th is in one that isn't full"
+    # 12 tokens in three blocks; the 13th is in one that isn't full
+    assert [math.prod(shape) for shape in fed] == [15, 3, 3, 3]
 
 
-def test_limits_and_stop_tokens_are_those_of_each_text(model: GPT) -> None:
-    prompts = [tokens(5, i) for i in range(3)]
-    stop = alone(model, prompts[1], 5)[3]
-    found: list[list[int]] = [[], [], []]
-    for number, token in serve(model, prompts, [4, 9, 0], blocks=30, stop_id=stop):
-        found[number].append(token)
-    assert found == [alone(model, ids, n, stop) for ids, n in zip(prompts, [4, 9, 0], strict=True)]
-    assert found[1][-1] == stop and len(found[1]) < 9
-
-
-def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(model: GPT) -> None:
-    prompts, limits, fed = [tokens(9, 1), tokens(4, 2)], [8, 5], []
-    hook = model.wte.register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
+def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
+    model: nn.Module, fed: list
+) -> None:
+    prompts, limits = [tokens(9, 1), tokens(4, 2)], [8, 5]
     found: list[list[int]] = [[] for _ in range(6)]
-    options = {"temperature": 1.5, "top_k": 20}
-    for number, token in serve(
-        model, prompts, limits, blocks=30, size=4, samples=3, seed=40, **options
-    ):
+    options = {"blocks": 30, "size": 4, "temperature": 1.5, "top_k": 20}
+    for number, token in serve(model, prompts, limits, samples=3, seed=40, **options):
         found[number].append(token)
-    hook.remove()
-    expected = [
-        alone(model, prompts[i // 3], limits[i // 3], seed=40 + i, **options) for i in range(6)
-    ]
-    assert found == expected and len({*map(tuple, found)}) == 6
-    assert sum(fed) == 9 + 4 + 4 * 1 + 3 * (7 + 4), (
-        "of a prompt the other samples read the last token only"
-    )
+    # of a prompt the other samples read the last token only
+    assert sum(math.prod(shape) for shape in fed) == 9 + 4 + 4 * 1 + 3 * (7 + 4)
+    how = [(prompts[i // 3], limits[i // 3], None, 1.5, 20, 40 + i) for i in range(6)]
+    assert found == [alone(model, *one) for one in how] and len({*map(tuple, found)}) == 6
 
 
-def test_samples_without_end_take_no_memory(model: GPT) -> None:
+def test_samples_without_end_take_no_memory(model: nn.Module) -> None:
     written = serve(model, [[1]], 2, blocks=8, size=4, samples=10**12)
     assert 25 < max(next(written)[0] for _ in range(60)) < 40
 
 
-def test_draws_do_not_depend_on_what_runs_beside_a_text(model: GPT) -> None:
-    expected = alone(model, [1, 2, 3], 12, temperature=2.0, seed=7)
-    for others in range(4):
-        server = Server(model, PagedCache(model, 8, 4), chunk=2)
-        for i in range(others):
-            server.add(tokens(5 + i, i), 12, temperature=1.0, seed=7)
-        number = server.add([1, 2, 3], 12, temperature=2.0, seed=7)
-        assert [token for who, token in iter_all(server) if who == number] == expected
-
-
 @pytest.mark.parametrize(
-    ("option", "said"), [({"temperature": -1.0}, "got -1.0"), ({"top_k": 0}, "got 0")]
-)
-def test_sampling_options_out_of_range_are_refused(
-    model: GPT, option: dict[str, float], said: str
-) -> None:
-    server = Server(model, PagedCache(model, 5, 4))
-    with pytest.raises(ValueError, match=said):
-        server.add([1, 2], 3, **option)
-    assert server.arrived == 0 and not server.busy
-
-
-@pytest.mark.parametrize(
-    ("ids", "n", "said"),
+    ("ids", "options", "said"),
     [
-        ([1] * 20, 9, "20 tokens and 9 more need 6 blocks of 4, there are 5"),
-        ([], 3, "at least 1"),
-        ([1], -1, "-1"),
-        ([1, 50], 3, "1 to 50.*50"),
-        ([-1], 3, "-1 to -1.*50"),
+        ([1] * 20, {"limit": 9}, "20 tokens and 9 more need 6 blocks of 4, there are 5"),
+        ([], {}, "at least 1"),
+        ([1], {"limit": -1}, "-1"),
+        ([1, 50], {}, "1 to 50.*50"),
+        ([-1], {}, "-1 to -1.*50"),
+        ([1], {"temperature": -1.0}, "got -1.0"),
+        ([1], {"top_k": 0}, "got 0"),
     ],
 )
-def test_a_prompt_that_can_never_be_served_is_refused_at_once(
-    model: GPT, ids: list[int], n: int, said: str
+def test_what_can_never_be_served_is_refused_at_once(
+    model: nn.Module, ids: list[int], options: dict, said: str
 ) -> None:
     server = Server(model, PagedCache(model, 5, 4))
     server.add([1, 2], 3)
+    options = {"limit": 3} | options
+    limit = options.pop("limit")
     with pytest.raises(ValueError, match=said):
-        server.add(ids, n)
+        server.add(ids, limit, **options)
     assert server.arrived == 1 and len(server.waiting) == 1
     with pytest.raises(ValueError, match=said):
-        next(serve(model, [[1, 2], ids], n, blocks=5, size=4))
+        next(serve(model, [[1, 2], ids], limit, blocks=5, size=4, **options))
 
 
-def test_what_just_fits_is_served_also_past_the_context(model: GPT) -> None:
+def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: nn.Module) -> None:
+    for blocks, size in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match=f"{blocks} blocks of {size}"):
+            PagedCache(model, blocks, size)
+    with pytest.raises(ValueError, match="chunk 0 and most 5"):
+        Server(model, PagedCache(model, 1, 1), 0, 5)
+    with pytest.raises(ValueError, match="2000000000 blocks of 16 tokens take"):
+        PagedCache(model, 2 * 10**9, 16)
+
+
+def test_what_just_fits_is_served_also_past_the_context(model: nn.Module) -> None:
     for ids, n in ((tokens(12, 1), 9), (tokens(12, 1), 60), (tokens(70, 1), 30)):
         blocks = -(-min(len(ids) + n - 1, 24) // 4)
         assert [token for _, token in serve(model, [ids], n, blocks=blocks, size=4)] == alone(
@@ -513,116 +412,36 @@ def test_what_just_fits_is_served_also_past_the_context(model: GPT) -> None:
         )
 
 
-@pytest.mark.parametrize(("blocks", "size"), [(0, 4), (4, 0)])
-def test_sizes_below_one_are_refused(model: GPT, blocks: int, size: int) -> None:
-    with pytest.raises(ValueError, match=f"{blocks} blocks of {size}"):
-        PagedCache(model, blocks, size)
-    with pytest.raises(ValueError, match="chunk 0 and most 5"):
-        Server(model, PagedCache(model, 1, 1), 0, 5)
-
-
 # --- The command line ---------------------------------------------------------------------------
 
 
-def test_a_bare_run_shows_the_same_tokens_and_the_blocks(
-    capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
-    main(["--max-new-tokens", "16", "--chunk", "256", "--trace", str(tmp_path / "blocks.html")])
-    printed = capsys.readouterr().out
-    rows = {
-        line.strip().partition("  ")[0]: line.split()
-        for line in printed.splitlines()
-        if line.endswith(" yes")
-    }
-    assert [*rows] == ["one at a time", "a padded batch", "blocks for all", "few blocks"]
-    held, wasted = (
-        {name: int(row[i].replace(",", "")) for name, row in rows.items()} for i in (-6, -5)
-    )
-    assert (
-        held["blocks for all"] - wasted["blocks for all"]
-        < held["a padded batch"] - wasted["a padded batch"]
-    )
-    assert wasted["blocks for all"] < wasted["a padded batch"] / 4
-    blocks = int(rows["blocks for all"][-4]) // 2
-    assert int(rows["few blocks"][-4]) <= blocks and int(rows["few blocks"][-3]) > 0
-    picture = [
-        line.split()[1]
-        for line in printed.splitlines()
-        if len(line.split()) > 1 and line.split()[0].isdecimal()
-    ]
+def test_a_bare_run_shows_the_same_tokens_and_the_blocks(tmp_path: Path) -> None:
+    page = tmp_path / "blocks.html"
+    ran = run(main, "--max-new-tokens", 16, "--chunk", 256, "--trace", page)
+    lines = [line.split() for line in ran.out.splitlines()]
+    rows = [line for line in lines if line[-1:] == ["yes"]]
+    assert len(rows) == 4  # one at a time, a padded batch, blocks for all, few blocks
+    held, wasted = ([int(row[i].replace(",", "")) for row in rows] for i in (-6, -5))
+    assert held[2] - wasted[2] < held[1] - wasted[1] and wasted[2] < wasted[1] / 4
+    blocks = int(rows[2][-4]) // 2
+    assert int(rows[3][-4]) <= blocks and int(rows[3][-3]) > 0
+    picture = [line[1] for line in lines if len(line) > 1 and line[0].isdecimal()]
     assert len(picture) > 10 and {len(row) for row in picture} == {blocks}
-    assert {*"".join(picture)} > {*"ab:"} and {*"".join(picture)} & {*"23456"}
-    data = json.loads(
-        re.search(r"const data = (.*);\n", (tmp_path / "blocks.html").read_text()).group(1)
-    )
-    assert len(data["prompts"]) == 12 and len(data["steps"][0]["owners"]) == blocks
+    data = json.loads(re.search(r"const data = (.*);\n", page.read_text()).group(1))
     ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
-    assert sorted(ends) == [*range(12)]
-    assert sum(len(step["written"]) for step in data["steps"]) == sum(
-        16 * (i % 4 + 1) // 4 for i in range(12)
-    )
+    assert sorted(ends) == [*range(12)] and len(data["steps"][0]["owners"]) == blocks
+    assert sum(len(step["written"]) for step in data["steps"]) == 3 * (4 + 8 + 12 + 16)
 
 
-def test_the_padded_batch_of_the_demo_is_exact(model: GPT) -> None:
-    prompts, limits = [tokens(n, n) for n in (3, 9, 1, 14)], [9, 2, 4, 9]
-    texts, nbytes, wasted = padded(model, prompts, limits)
-    assert texts == [alone(model, ids, n) for ids, n in zip(prompts, limits, strict=True)]
-    token = 2 * CONFIG.n_layer * CONFIG.n_head * CONFIG.head_dim * 4
-    real = sum(len(ids) + n - 1 for ids, n in zip(prompts, limits, strict=True))
-    assert nbytes == 4 * (14 + 9) * token and wasted == nbytes - real * token
-
-
-def test_serve_continues_every_line_of_a_file(
-    capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
-    (tmp_path / "prompts.txt").write_text("Notes:\n\nQuestion: Who was it that founded Dunsey?\n")
-    main(["serve", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--blocks", "3"])
-    printed = capsys.readouterr().out
-    assert re.search(r"^\[1\] Notes:\s*\S", printed, re.M) and re.search(
-        r"^\[2\] Question: .*\?\s*\S", printed, re.M
-    )
-    options = ["--samples", "2", "--temperature", "0.9", "--seed", "3", "--max-new-tokens", "6"]
-    main(["serve", str(tmp_path / "prompts.txt"), *options])
-    samples = re.findall(r"^\[\d\] Notes:(.*?)\n\n", capsys.readouterr().out, re.M | re.S)
+def test_serve_continues_every_line_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("Notes:\n\nQuestion: Who was it that founded Dunsey?\n")
+    words = ["serve", file, "--max-new-tokens", 6]
+    ran = run(main, *words, "--blocks", 3)
+    for start in (r"\[1\] Notes:", r"\[2\] Question: .*\?"):
+        assert re.search(rf"^{start}\s*\S", ran.out, re.M)
+    ran = run(main, *words, "--samples", 2, "--temperature", 0.9, "--seed", 3)
+    samples = re.findall(r"^\[\d\] Notes:(.*?)\n\n", ran.out, re.M | re.S)
     assert len({*samples}) == 2
-    (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(SystemExit):
-        main(["serve", str(tmp_path / "empty.txt")])
-    assert "empty.txt has no line to continue" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "culprits"),
-    [
-        (["serve"], ["needs a FILE"]),
-        (["run", "x.txt"], ["run takes none"]),
-        (["serve", "nowhere.txt"], ["nowhere.txt"]),
-        (["serve", "README.md", "--trace", "x.html"], ["no --trace"]),
-        (["--trace", "."], [". is not a regular file"]),
-        (["--blocks", "3"], ["blocks", "there are 3"]),
-        (["--size", "0"], ["0", "1"]),
-        (["--max-new-tokens", "5000"], ["5000 more", "context of"]),
-        (["--top-k", "3"], ["run has no --top-k"]),
-    ],
-)
-def test_bad_input_gets_one_sentence(
-    words: list[str],
-    culprits: list[str],
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    printed = capsys.readouterr().err
-    assert ended.value.code == 2 and len(printed.strip().splitlines()) == 1
-    assert all(culprit in printed for culprit in culprits), printed
-
-
-def test_more_blocks_than_memory_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--blocks", "2000000000", "--max-new-tokens", "2"])
-    assert (
-        "2000000000 blocks of 16 tokens take" in (said := capsys.readouterr().err)
-        and said.count("\n") == 1
-    )
+    file.write_text("\n")
+    refused(run(main, *words), "prompts.txt has no line to continue")

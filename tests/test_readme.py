@@ -63,5 +63,14 @@ def test_diff_is_as_small_as_the_readme_says() -> None:
     )
 
 
+def test_lecture_4_is_as_many_hunks_as_the_readme_says() -> None:
+    import difflib
+
+    names = ("gpt_kv_cache.py", "llama_kv_cache.py")
+    files = [(ROOT / name).read_text(encoding="utf-8").splitlines() for name in names]
+    hunks = sum(line.startswith("@@") for line in difflib.unified_diff(*files, n=0))
+    assert f"{hunks} hunks from `gpt_kv_cache.py`" in README
+
+
 def test_the_number_of_mutants_is_right() -> None:
     assert f"{len(list((ROOT / 'tests' / 'mutants').glob('*.patch')))} small bugs" in README

@@ -19,7 +19,6 @@ import torch
 
 import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, generate
-from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import Recycler, generate_as_published, read_all, recycle
 from studies import latency, protocol, recycling, replay
@@ -46,16 +45,11 @@ def written(tokens) -> list[int]:
 # --- Recycled equals cold -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["disk", "memory", "Llama"])
+@pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.parametrize("seed", range(3))
-def test_recycled_identity_with_cold(tmp_path: Path, seed: int, kind: str) -> None:
-    model, rng = tiny_model(), random.Random(seed)
-    if kind == "Llama":
-        config = LlamaConfig(
-            vocab_size=11, n_ctx=32, n_layer=2, n_head=4, n_embd=16, n_inner=8, n_kv_head=2
-        )
-        model = Llama(config).eval()
-    store = Store(model, None if kind == "memory" else tmp_path)
+def test_recycled_identity_with_cold(tmp_path: Path, seed: int, place: str, kind: str) -> None:
+    model, rng = tiny_model(kind=kind), random.Random(seed)
+    store = Store(model, None if place == "memory" else tmp_path)
     for ids in texts(seed, 25):
         row, n = torch.tensor([ids]), rng.randint(1, 40)  # also past n_ctx = 32
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
@@ -83,8 +77,8 @@ def test_recycled_equivalence_of_logits_at_full_and_at_partial_reuse(
         torch.testing.assert_close(fed[:, -1], cold[:, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_read_again_after_the_context_was_full_is_stored_where_it_belongs() -> None:
-    model = tiny_model()
+def test_what_is_read_again_after_the_context_was_full_is_stored_where_it_belongs(kind) -> None:
+    model = tiny_model(kind=kind)
     store, row = Store(model), torch.tensor([[3, 1, 4, 1, 5] * 5])
     text = row[0].tolist() + written(recycle(store, row, 20))
     kept = text[16:-1]  # past n_ctx = 32 the older half is forgotten
@@ -302,7 +296,7 @@ def test_bare_run_shows_every_way_and_names_the_study(tmp_path: Path, monkeypatc
     for way, same in (("cold", 7), ("source: the nearest", 7), ("ours", 7)):
         assert re.search(rf"^  {way}.* {same} of 7$", result.out, re.MULTILINE)
     assert int(re.search(r"published call.* (\d) of 7", result.out).group(1)) < 4
-    assert result.out.splitlines()[-1] == "The full study: python3 recycle.py study"
+    assert result.out.splitlines()[-1] == "The full study: python3 -m studies.recycling"
     folder = tmp_path / "results" / "recycle"
     cold = read_csv(folder / "baseline.csv", "prompt", "output")
     recycled = read_csv(folder / "recycled.csv", "way", "reused_tokens")
@@ -390,7 +384,7 @@ def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
     prompts = iter((list("xy"), list("abcd")))
     monkeypatch.setattr(recycling, "read_prompts", lambda path: next(prompts))
     monkeypatch.setattr(recycling.Trial, "run", lambda *given: found)
-    result = run(module.main, "study", "--out", str(tmp_path), *words)
+    result = run(recycling.main, "--out", str(tmp_path), *words)
     assert result.status == 0, result.err
     assert ("and no verdict" in result.out) == bool(words) == ("HOLDS" not in result.out)
     assert (tmp_path / "rows.jsonl").exists() != bool(words)
@@ -398,7 +392,7 @@ def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
 
 @pytest.mark.slow
 def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
-    result = run(module.main, "study", "--quick", "--out", str(tmp_path))
+    result = run(recycling.main, "--quick", "--out", str(tmp_path))
     assert result.status == 0, result.err
     assert "6 of 6 answers are the cold run's" in result.out and "no verdict" in result.out
     recorded, again = Rows("recycling"), Rows("recycling", tmp_path)
@@ -494,7 +488,6 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
 @pytest.mark.parametrize(
     ("words", "culprits"),
     [
-        (["study", "--max-new-tokens", "1280"], ["1280", "1280"]),
         (["--max-new-tokens", f"{N_CTX - 12}"], [f"{N_CTX - 12}", f"{N_CTX}"]),
         (["chat", "--capacity", "0"], ["capacity", "0"]),
         (["chat", "--store", ""], ["--store is empty", "a folder needs a name"]),
@@ -502,8 +495,7 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
         (["--store", "x"], ["--store", "chat"]),
         (["run", "--capacity", "9"], ["--capacity", "chat"]),
         (["--model", "gpt5"], ["gpt5"]),
-        (["law"], ["law", "study"]),
-        (["--seed", "1", "study"], ["study comes first"]),
+        (["law"], ["law", "chat"]),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_status_2(

@@ -1,6 +1,7 @@
 """studies/refreshing.py: gates meet their budgets, figures are those of the texts, and the recorded rows."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
+from load_gpt2_weights import load_model, load_tokenizer
 from overfill import (
     POLICIES,
     Pair,
@@ -35,7 +37,9 @@ from studies.refreshing import (
     times,
     variational,
 )
+from support.chat import FORMS
 from support.statistics import entropy, kl
+from tests.helpers import LLAMA3, ROOT, write_llama
 from tests.test_overfill import CONFIG, NARROW, model_of, prompts, run
 
 
@@ -271,12 +275,57 @@ def test_a_run_measures_unequal_models_on_prompts_of_ones_own(tmp_path: Path, ca
     assert "doesn't fit" in printed and "6 held-out prompts" in printed and "HOLD" not in printed
 
 
+@pytest.mark.slow
+def test_the_sources_own_pair_runs_whole_in_small(tmp_path: Path, capsys) -> None:
+    """Two Llamas as the source's are: three query heads for each of keys, widths pruned by 45%."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
+    shape |= {"head_dim": 16, "rope_parameters": LLAMA3}
+    sizes = {"teacher": (60, 160), "student": (33, 88)}
+    for name, (hidden, inner) in sizes.items():
+        write_llama(tmp_path / name, hidden_size=hidden, intermediate_size=inner, **shape)
+    words = [f"--{name}={tmp_path / name}" for name in sizes]
+    words += ["--prompts", str(ROOT / "data" / "pocket_test_prompts.csv"), "--dtype", "bfloat16"]
+    refreshing.main([*words, "--quick", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    weights, student, caches = re.search(
+        r"Memory: ([\d.]+) MB of weights for the teacher, ([\d.]+) for the student, ([\d.]+)",
+        printed,
+    ).groups()
+    for name, found in (("teacher", weights), ("student", student)):
+        model = load_model(str(tmp_path / name), dtype=torch.bfloat16)
+        assert float(found) == pytest.approx(
+            sum(p.nbytes for p in model.parameters()) / 1e6, abs=0.05
+        )
+    tokens = 4 * (15 + 72)
+    assert float(caches) == pytest.approx(2 * tokens * 2 * 2 * 16 * 2 / 1e6, abs=0.05)
+    assert "steps of the student with 4 texts at once" in printed and "doesn't fit" not in printed
+    rows = (tmp_path / "out" / "reduced.jsonl").read_text("utf-8")
+    assert all(f'"{way}"' in rows for way in refreshing.EVERY_WAY if not way.startswith("dropout"))
+
+
+def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> None:
+    from tests.test_llama import real_form
+
+    real_form("Llama 3", tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    questions = [f"Why is {word} so?" for word in ("a", "b c d e f g", "h", "i", "j")]
+    (tmp_path / "q.csv").write_text("prompt\n" + "\n".join(questions))
+    for chat, form in ((False, "{}"), (True, FORMS["<|start_header_id|>"])):
+        made = refreshing.prompts_of(tokenizer, str(tmp_path / "q.csv"), 9, 99, chat)
+        first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
+        assert made["valid"][0].tolist() == first  # the shortest is whole
+        long = tokenizer.decode(made["test"][0].tolist())
+        before, after = form.split("{}")
+        assert long.startswith("<|begin_of_text|>" + before) and long.endswith("so?" + after)
+
+
 def test_bad_input_gets_one_sentence(tmp_path: Path, capsys) -> None:
     (tmp_path / "few.csv").write_text("prompt\na\nb\n")
     for words, culprit in (
         (["--prompts", "nothing.csv"], "nothing.csv"),
         (["--prompts", str(tmp_path / "few.csv")], "2 prompts: at least 5"),
         (["--teacher", "gpt2"], "--prompts"),
+        (["--chat"], "--prompts"),
     ):
         with pytest.raises(SystemExit) as ended:
             refreshing.main([*words, "--out", str(tmp_path / "out")])

@@ -11,16 +11,22 @@ import torch
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
+import llama_kv_cache
+import load_gpt2_weights
 import overfill
 import paged
 import projector
 import recycle
 import speculate
 from support import cli
+from tests.helpers import write_llama
 from tests.pretended_device import pretended
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["--max-new-tokens", "12"]
+FOLDER = "LLAMA"  # stands for a folder with a small random Llama, and STUDENT for a narrower one
+LLAMA = ["--model", FOLDER, *SHORT]
+LLAMAS = ["--teacher", FOLDER, "--student", "STUDENT", *SHORT]
 RUNS = {
     "baseline": (gpt_baseline.main, SHORT),
     "kv": (gpt_kv_cache.main, ["--compare", *SHORT]),
@@ -41,7 +47,27 @@ RUNS = {
     ),
 }
 
+RUNS |= {
+    "llama": (llama_kv_cache.main, ["--compare", *LLAMA]),
+    "llama, bfloat16": (llama_kv_cache.main, ["--dtype", "bfloat16", *LLAMA]),
+    "paged, llama": (paged.main, ["serve", str(ROOT / "data" / "prompts.txt"), *LLAMA]),
+    "speculate, llama": (speculate.main, ["write", "--draft", "4", *LLAMAS]),
+    "recycle, llama": (recycle.main, LLAMA),
+    "overfill, llama": (overfill.main, ["write", "--policy", "periodic:4", *LLAMAS]),
+    "overfill, llama, probe": (overfill.main, ["write", "--policy", "probe:4:0.01", *LLAMAS]),
+    "loader, llama": (load_gpt2_weights.main, [FOLDER]),
+}
+
 LONG = ("recycle", "projector")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where the Llamas are that RUNS names."""
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder / "teacher")
+    write_llama(folder / "student", hidden_size=32, head_dim=12, intermediate_size=40)
+    return {FOLDER: str(folder / "teacher"), "STUDENT": str(folder / "student")}
 
 
 @pytest.fixture
@@ -56,9 +82,10 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def printed(main: Callable, words: list[str], capsys: pytest.CaptureFixture) -> list[str]:
-    """Return the words that a script prints, without times, their columns' widths, and devices."""
+    """Return the words that a script prints, without times, their columns' widths, devices, and
+    decimals of a random model's perplexity."""
     main(words)
-    times = r"-?[\d.]+( ms| times| tokens/s|%)|\s+[\d.]+(?=\s)|-{3,}"
+    times = r"-?[\d.]+( ms| times| tokens/s|%)|\s+[\d.]+(?=\s)|-{3,}|bytes on \w+|(?<=\d{4})\.\d+"
     return re.sub(times, "", capsys.readouterr().out).split()
 
 
@@ -71,9 +98,11 @@ def test_a_script_prints_the_same(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    folders: dict[str, str],
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where results go
     main, words = RUNS[run]
+    words = [folders.get(word, word) for word in words]
     expected = printed(main, ["--device", "cpu", *words], capsys)
     request.getfixturevalue("second")
     assert printed(main, words, capsys) == expected

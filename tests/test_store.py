@@ -18,24 +18,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache
-from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model
 from recycle import read_all
 from support.fingerprints import fingerprint
 from support.prefix import common_prefix
 from support.store import Store
+from tests.helpers import KINDS, class_of, of_kind
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)
 TOKEN = 2 * 2 * 2 * 3 * 4  # bytes of a token's keys and values
 
 
-def tiny_model(seed: int = 0) -> GPT:
+def tiny_model(seed: int = 0, kind: str = "GPT-2") -> nn.Module:
     """A model with weights so large that another prefix means other keys and values."""
     torch.manual_seed(seed)
-    model = GPT(TINY).eval()
+    config = of_kind(kind, TINY)
+    model = class_of(config)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -125,11 +127,8 @@ def test_the_longest_prefix_of_any_text_is_found_to_the_token(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_numbers_come_back_bit_by_bit(dtype: torch.dtype, on_disk: bool, tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=11, n_ctx=32, n_layer=2, n_head=4, n_embd=16, n_inner=8, n_kv_head=2
-    )
-    for model in (GPT(TINY), Llama(config)):  # the latter has fewer heads of keys than of queries
-        model, ids = model.to(dtype).eval(), list(range(11)) * 2
+    for kind in KINDS:  # a Llama has fewer heads of keys than of queries
+        model, ids = tiny_model(kind=kind).to(dtype), list(range(11)) * 2
         cache, store = read_all(model, ids), Store(model, tmp_path if on_disk else None)
         put(store, ids)
         got = (Store(model, tmp_path) if on_disk else store).get(ids)
@@ -603,6 +602,7 @@ import torch
 torch.set_num_threads(1)
 from recycle import read_all
 from support.store import Store
+from tests.helpers import KINDS, class_of, of_kind
 from tests.test_store import *
 from pathlib import Path
 model, folder = tiny_model(), Path(os.fsdecode(bytes.fromhex({folder!r})))

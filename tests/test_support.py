@@ -122,18 +122,6 @@ def test_a_standard_output_of_ascii_shows_other_characters_by_number(
     assert raw.getvalue() == b"\\xe9\\u8a9e\\udcff\n"
 
 
-def test_closed_streams(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    with command_line().parse([]):
-        assert sys.stdin.read() == "" and not sys.stdin.isatty()
-    monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(SystemExit) as ended, command_line().parse([]):
-        pass
-    assert ended.value.code == 2 and "standard output is closed" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("then", [KeyboardInterrupt, ValueError, RuntimeError, ImportError])
 def test_an_interrupt_cleans_up_and_ends_with_130_whatever_c_code_makes_of_it(
     then: type[BaseException], capsys: pytest.CaptureFixture[str]

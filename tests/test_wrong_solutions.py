@@ -1,5 +1,6 @@
 """Every wrong solution of chapters/wrong fails its exercise, with the words that are to help the student."""
 
+import gc
 import json
 import os
 import re
@@ -15,42 +16,58 @@ pytestmark = pytest.mark.skipif(not PATCHES, reason="a copy without solutions")
 
 
 def says(patch: Path) -> str:
-    """Return what the message of the first test that fails must hold."""
+    """Return what the message of the test that fails must hold."""
     return patch.read_text(encoding="utf-8").splitlines()[1].removeprefix("# says: ")
 
 
-def run_all(patches: list[Path], folder: Path) -> dict[str, tuple[int, str]]:
-    """Return pytest's exit status and output for each patch: a forked process tests a student's copy with it."""
-    from tests.test_mutants import mutated
+def is_of_case(item: pytest.Item, words: str) -> bool:
+    """Say whether a test was given a name with which the words end."""
+    return hasattr(item, "callspec") and words.endswith(item.callspec.params.get("name", "-"))
 
-    found = {}
-    for patch in patches:
-        chapter, exercise = patch.stem[:2], "_".join(patch.stem.split("_")[:2])
+
+class Trial:
+    """Collects the chapters' tests once; then, in place of them, a forked process for each wrong solution runs those of
+    its exercise on a student's copy, until one fails."""
+
+    def __init__(self, patches: list[Path], folder: Path) -> None:
+        self.patches, self.folder = patches, folder
+        self.found: dict[str, tuple[int, str]] = {}
+        self.said = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.said = report.longreprtext
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.freeze()  # what exists by now needs no collecting in each of the processes
+        for patch in self.patches:
+            log = self.folder / f"{patch.stem}.log"
+            pid = os.fork()
+            if pid == 0:
+                os._exit(self.status(patch, session, log))
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self.found[patch.stem] = status, log.read_text(encoding="utf-8")
+        return True
+
+    def status(self, patch: Path, session: pytest.Session, log: Path) -> int:
+        """Return 1 if a test fails, 0 if none does, 5 if there is none; leave in a file what the test says."""
+        chapter, exercise, *_ = patch.stem.split("_")
         name = next(ROOT.glob(f"chapters/{chapter}_*")).name
-        copy, log = folder / patch.stem / name / "exercise.py", folder / f"{patch.stem}.log"
-        copy.parent.mkdir(parents=True)
-        copy.write_text(mutated(patch)[1], encoding="utf-8")
-        pid = os.fork()
-        if pid == 0:
-            out = os.open(log, os.O_WRONLY | os.O_CREAT)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            marker = "ex{}_{}".format(*map(int, exercise.split("_")))
-            options = [
-                "-x",
-                "-p",
-                "no:cacheprovider",
-                f"--rootdir={ROOT}",
-                f"--from={copy.parent.parent}",
-            ]
-            status = pytest.main([*options, "-m", marker, str(ROOT / "chapters" / name)])
-            sys.stdout.flush()
-            os._exit(status)
-        found[patch.stem] = (
-            os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),
-            log.read_text(encoding="utf-8"),
-        )
-    return found
+        copy = self.folder / patch.stem
+        (copy / name).mkdir(parents=True)
+        (copy / name / "exercise.py").write_text(mutated(patch)[1], encoding="utf-8")
+        session.config.option.copy = str(copy)
+        marker = f"ex{int(chapter)}_{exercise}"
+        items = [item for item in session.items if item.get_closest_marker(marker)]
+        items.sort(key=lambda item: not is_of_case(item, says(patch)))  # others take long, and pass
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.said:
+                break
+        log.write_text(self.said, encoding="utf-8")
+        if not items:
+            return 5
+        return 1 if self.said else 0
 
 
 def test_every_exercise_has_wrong_solutions() -> None:
@@ -101,10 +118,14 @@ if __name__ == "__main__":  # in a process of its own, which has not computed ye
     sys.path.insert(0, str(ROOT))
     import torch
 
+    from tests.test_mutants import mutated
+
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)  # imports much, once here instead of in every process
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed
-    pytest.main(
-        ["--collect-only", "-qq", "-p", "no:cacheprovider", "-m", "", str(ROOT / "chapters")]
-    )  # imports all
     result, folder, *paths = map(Path, sys.argv[1:])
-    result.write_text(json.dumps(run_all(paths, folder)))
+    folder.mkdir()
+    trial = Trial(paths, folder)
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-m", ""]
+    pytest.main([*options, str(ROOT / "chapters")], plugins=[trial])
+    result.write_text(json.dumps(trial.found))

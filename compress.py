@@ -1,0 +1,343 @@
+"""Smaller caches for any GPT or Llama here: one holds fewer bits a number, one fewer tokens.
+
+`python3 compress.py` reads held-out texts with each cache, token by token, and prints what it costs
+and how far the predictions are from full attention's, in seconds.
+
+    QuantizedCache   rounds keys and values to 8, 4 or 2 bits, as KIVI does
+    SmallNormCache   keeps the older tokens whose keys are shortest, as Devoto et al. do
+
+Both compress when a pass is committed, so that a pass reads its own tokens as they are: one that
+fails changes nothing, and a prompt that is read at once is read exactly. Read token by token, the
+same prompt is predicted from the compressed tokens; what the cache then holds differs by that alone.
+
+Why not the most attended tokens? H2O and SnapKV keep the tokens that received most attention so far.
+append() gets keys and values, and attention weights exist only after it, inside a fused product that
+never writes them out. A model would have to compute the softmax itself, with (T, S) weights in every
+head and layer, and hand them back to the cache: another attention, slower on long prompts, and no
+longer a cache that any model takes. SnapKV limits that to the last few queries of a prompt. A norm is
+known when the key is.
+
+Shapes: B batch, T tokens fed, S tokens held, H key-value heads, D head size, G tokens of a group,
+N groups.
+
+Source: Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"; Devoto et
+al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression".
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from gpt_bounded_cache import SlidingWindowCache
+from gpt_kv_cache import KVCache
+from support.statistics import kl
+from support.tables import table
+
+BITS = (2, 4, 8, 32)  # 32: kept as they are
+
+
+class CompressedCache(KVCache):
+    """A cache that holds the tokens of earlier passes in another form. A subclass says in which:
+    `compressed` takes the tokens of a pass in, `parts` gives back what a query attends to.
+
+    layers: of each layer, the tensors of that form, all of them (..., B, H, tokens or groups, ...).
+    pos: the positions of all tokens read, so that len() counts those.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[list[Tensor]] = []
+        self.pending: list[
+            Tensor
+        ] = []  # of each layer, keys and values of this pass (2, B, H, T, D)
+
+    def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
+        """Return a layer's tensors with keys and values (2, B, H, T, D) taken in; held: [] at first."""
+        raise NotImplementedError
+
+    def parts(self, held: list[Tensor]) -> list[Tensor]:
+        """Return the keys and values (2, B, H, S_i, D) that a query attends to, in parts."""
+        raise NotImplementedError
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the held keys and values with those of the tokens at positions pos (T,) behind
+        them (B, H, S + T, D), and a mask (T, S + T): all that is held, and up to one's own position.
+        Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
+        new = torch.stack([k, v])  # (2, B, H, T, D)
+        if not len(self):
+            self.pending[layer:] = [new]
+            return k, v, None
+        parts = self.parts(self.layers[layer])
+        self.check(parts[-1], new)
+        self.pending[layer:] = [new]  # in place of what a failed pass left
+        kv = torch.cat([*parts, new], dim=3)
+        if len(pos) == 1:
+            return kv[0], kv[1], None
+        T, S = len(pos), kv.size(3) - len(pos)
+        mask = torch.ones(T, S + T, dtype=torch.bool, device=kv.device).tril(S)
+        return kv[0], kv[1], mask
+
+    def commit(self, pos: Tensor) -> None:
+        """Count the tokens at positions pos (T,) as read, and compress what has become old."""
+        layers = []
+        for layer, new in enumerate(self.pending):
+            held = self.layers[layer] if len(self) else []
+            layers.append(self.compressed(layer, held, new.detach()))
+        self.layers, self.pending = layers, []
+        super().commit(pos)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> CompressedCache:
+        """Return a copy that shares no memory, on another device or in another dtype if given."""
+        other = copy.copy(self)
+        other.layers = []
+        for held in self.layers:
+            # codes stay integers
+            types = [dtype if x.is_floating_point() else x.dtype for x in held]
+            pairs = zip(held, types, strict=True)
+            other.layers.append([x.to(device, kind, copy=True) for x, kind in pairs])
+        other.pos = self.pos.to(device, copy=True)
+        other.pending = []
+        return other
+
+    clone = to  # with no argument
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is held between passes."""
+        return sum(x.nbytes for held in self.layers for x in held)
+
+    def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:
+        """Return in a line what is held; tokens aren't shown: heads hold different ones."""
+        held = sum(part.size(3) for part in self.parts(self.layers[0])) if len(self) else 0
+        return f"{type(self).__name__}: {len(self)} tokens read, {held} held, {self.nbytes:,} bytes"
+
+    __str__ = __repr__ = table
+
+
+class QuantizedCache(CompressedCache):
+    """Keys and values in few bits, and the latest tokens as they are.
+
+    Once `residual` tokens follow them, `group` tokens at a time are rounded: keys per channel (a
+    channel's values within the group share a scale), since a few channels are large in all tokens;
+    values per token and head. A number x becomes round((x - zero) / scale), from 0 to 2^bits - 1,
+    where zero is the least of those that share it; 8 / bits codes make a byte. The model reads
+    code * scale + zero: for that they are computed anew for every pass, and engines fuse this into
+    their attention. truncate() into a rounded group leaves its tokens rounded.
+
+    Raises ValueError if bits isn't 2, 4, 8 or 32 (no rounding), or a size is out of range; at the
+    first pass, if a head's size isn't a multiple of 8 / bits.
+
+    Source: Liu et al. 2024, section 3 (whose groups along a token are 32 channels; ours are a head).
+    """
+
+    def __init__(self, bits: int, group: int = 32, residual: int = 32) -> None:
+        super().__init__()
+        if bits not in BITS:
+            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
+        if group < 1 or residual < 0:
+            raise ValueError(f"group {group}, residual {residual}: must be at least 1 and 0")
+        self.bits, self.group, self.residual = bits, group, residual
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See CompressedCache.append()."""
+        if self.bits < 8 and k.size(-1) % (8 // self.bits):
+            raise ValueError(
+                f"{self.bits} bits need a head size that is a multiple of {8 // self.bits}, "
+                f"got {k.size(-1)}"
+            )
+        return super().append(layer, k, v, pos)
+
+    def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
+        """Return codes, scale and zero of the keys (B, H, N, G, D), the same of the values, and the
+        exact keys and values of the latest tokens (2, B, H, S, D)."""
+        *rounded, exact = held or [new]
+        if held:
+            exact = torch.cat([exact, new], dim=3)
+        groups = max(0, exact.size(3) - self.residual) // self.group
+        if not groups and held:
+            return [*rounded, exact]
+        old = exact[..., : groups * self.group, :].unflatten(3, (groups, self.group))
+        keys, values = old  # (B, H, N, G, D) each
+        more = [*quantized(keys, self.bits, dim=-2), *quantized(values, self.bits, dim=-1)]
+        if held:
+            more = [torch.cat(pair, dim=2) for pair in zip(rounded, more, strict=True)]
+        return [*more, exact[..., groups * self.group :, :].clone()]
+
+    def parts(self, held: list[Tensor]) -> list[Tensor]:
+        """Return the rounded tokens' keys and values, then the exact ones'."""
+        keys = dequantized(*held[:3], self.bits).flatten(2, 3)  # (B, H, N * G, D)
+        values = dequantized(*held[3:6], self.bits).flatten(2, 3)
+        return [torch.stack([keys, values]), held[6]]
+
+    def truncate(self, n: int) -> None:
+        """Keep the first n tokens. Raises ValueError if there are fewer."""
+        if not 0 <= n <= len(self):
+            raise ValueError(f"can't keep {n} tokens of {len(self)}")
+        layers = []
+        for held in self.layers if n else []:
+            groups = min(held[0].size(2), n // self.group)
+            rounded = [x[:, :, :groups].clone() for x in held[:6]]
+            exact = torch.cat(self.parts(held), dim=3)[..., groups * self.group : n, :]
+            layers.append([*rounded, exact.clone()])
+        self.layers, self.pos = layers, self.pos[:n].clone()
+
+
+def quantized(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes (..., D * bits / 8) of numbers x (..., D), packed into bytes, with the scale
+    and the zero that those along dim share. With 32 bits, x itself."""
+    if bits == 32:
+        return x.clone(), x.new_empty(x[..., :0].shape), x.new_empty(x[..., :0].shape)
+    zero = x.amin(dim, keepdim=True)
+    scale = (x.amax(dim, keepdim=True) - zero) / (2**bits - 1)
+    step = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # of equal numbers it is 0
+    codes = ((x.float() - zero.float()) / step).round().clamp(0, 2**bits - 1).to(torch.uint8)
+    codes = codes.unflatten(-1, (-1, 8 // bits))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
+    return (codes << shifts).sum(-1, dtype=torch.uint8), scale, zero
+
+
+def dequantized(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Return the numbers (..., D) that codes (..., D * bits / 8) stand for."""
+    if bits == 32:
+        return codes
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    codes = (codes[..., None] >> shifts) & (2**bits - 1)
+    return codes.flatten(-2).to(scale.dtype) * scale + zero
+
+
+class SmallNormCache(CompressedCache):
+    """The last `recent` tokens, and of the older ones the `keep` whose keys have the smallest norm:
+    head by head, so that each holds tokens of its own. A key's norm decides for good, so any
+    feeding keeps the same tokens of the same keys; what is evicted is gone.
+
+    skip: the first layers keep everything (the source skips two). Raises ValueError if a number is
+    out of range.
+
+    Source: Devoto et al. 2024, section 3. It compresses prompts; the recent tokens are ours, since a
+    text that is being written needs them.
+    """
+
+    def __init__(self, keep: int, recent: int = 32, skip: int = 0) -> None:
+        super().__init__()
+        if keep < 0 or recent < 1 or skip < 0:
+            given = f"keep {keep}, recent {recent}, skip {skip}"
+            raise ValueError(f"{given}: must be at least 0, 1 and 0")
+        self.keep, self.recent, self.skip = keep, recent, skip
+
+    def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
+        """Return the keys and values that stay (2, B, H, S, D), oldest first."""
+        kv = torch.cat([*held, new], dim=3)
+        old = kv.size(3) - self.recent
+        if layer < self.skip or old <= self.keep:
+            return [kv]
+        norm = kv[0, :, :, :old].float().norm(dim=-1)  # (B, H, old)
+        stay = norm.topk(self.keep, largest=False).indices.sort().values  # (B, H, keep)
+        stay = stay[None, ..., None].expand(2, -1, -1, -1, kv.size(4))
+        return [torch.cat([kv[..., :old, :].gather(3, stay), kv[..., old:, :]], dim=3)]
+
+    def parts(self, held: list[Tensor]) -> list[Tensor]:
+        """Return the keys and values that stayed."""
+        return held
+
+    def truncate(self, n: int) -> None:
+        """Keep the first n tokens. Raises ValueError if there are fewer, or if tokens have been
+        evicted that the first n would have kept: then only all or none can stay."""
+        evicted = max(0, len(self) - self.keep - self.recent)
+        if not 0 <= n <= len(self) or (evicted and 0 < n < len(self)):
+            raise ValueError(f"can't keep {n} tokens of {len(self)}, {evicted} evicted")
+        self.layers = [[kv[..., :n, :].clone()] for (kv,) in self.layers if n]
+        self.pos = self.pos[:n].clone()
+
+
+# --- A comparison in seconds ------------------------------------------------------------------------
+
+
+def caches(n: int) -> dict[str, Callable[[], KVCache]]:
+    """Return what makes each cache for a text of n tokens: a half and a quarter are of these."""
+    half, quarter, recent = n // 2, n // 4, min(32, n // 8)
+    return {
+        "full": KVCache,
+        "full, preallocated": lambda: SlidingWindowCache(n),
+        "8 bits": lambda: QuantizedCache(8),
+        "4 bits": lambda: QuantizedCache(4),
+        "2 bits": lambda: QuantizedCache(2),
+        "window of a half": lambda: SlidingWindowCache(half - 1),
+        "window of a quarter": lambda: SlidingWindowCache(quarter - 1),
+        "4 sinks, a quarter in all": lambda: SlidingWindowCache(quarter - 5, sinks=4),
+        "small norm, a half": lambda: SmallNormCache(half - recent, recent),
+        "small norm, a quarter": lambda: SmallNormCache(quarter - recent, recent),
+    }
+
+
+@torch.no_grad()
+def read(
+    model: nn.Module, cache: KVCache, ids: Tensor, piece: int = 1
+) -> tuple[Tensor, list[float]]:
+    """Read ids (B, T) by so many tokens at once; return the logits (B, T, V) and the milliseconds
+    of each pass."""
+    logits, ms = [], []
+    for tokens in ids.split(piece, dim=1):
+        started = time.perf_counter()
+        logits.append(model(tokens, cache))
+        ms.append(1000 * (time.perf_counter() - started))
+    return torch.cat(logits, dim=1), ms
+
+
+def demo(model: nn.Module, ids: Tensor) -> str:
+    """Return a table of what each cache costs on ids (B, T), and how far from full attention its
+    predictions are in the second half."""
+    B, T = ids.shape
+    rows, exact = [], None
+    for name, new_cache in caches(T).items():
+        cache = new_cache()
+        logits, ms = read(model, cache, ids)
+        exact = logits if exact is None else exact
+        late = slice(T // 2, None)
+        apart = kl(exact[:, late], logits[:, late]).mean()
+        same = (exact[:, late].argmax(-1) == logits[:, late].argmax(-1)).float().mean()
+        size, took = cache.nbytes / B / T, statistics.median(ms[T // 2 :])
+        rows.append([name, f"{size:,.0f}", f"{apart:.4f}", f"{same:.1%}", f"{took:.2f}"])
+    header = ["cache", "bytes a token", "KL to full, nats", "same next token", "ms a token"]
+    return table(header, rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from pocket.evaluation import rows_of
+    from support.cli import CommandLine, whole_number
+
+    cli = CommandLine(__doc__, "python3 %(prog)s --tokens 1000", NAMES)
+    cli.add_model_arguments()
+    cli.add_argument(
+        "--tokens", type=whole_number(64), default=320, metavar="N", help="tokens of each text"
+    )
+    with cli.parse(argv) as args:
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
+        n = args.tokens
+        if n > model.context:
+            raise ValueError(f"--tokens {n}: the context of {args.model} holds {model.context}")
+        rows = rows_of(load_tokenizer(args.model), "test", 30, n)[:4]
+        ids = torch.tensor(rows, device=args.device)
+        print(f"{len(rows)} held-out texts of {n} tokens, read token by token, side by side:\n")
+        print(demo(model, ids))
+        print(
+            "\nFull attention is exact, wherever its memory comes from. Rounding approximates every\n"
+            "old token; windows, sinks and small norms forget whole ones. KL is of the second half.\n"
+            "The full study, with what each remembers: python3 -m studies.compression"
+        )
+
+
+if __name__ == "__main__":
+    main()

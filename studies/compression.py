@@ -1,0 +1,244 @@
+"""Smaller caches beside the exact one: what they cost, what they lose, and where each breaks.
+
+`python3 -m studies.compression` takes about a quarter of an hour on one thread. Texts are read token
+by token, so that every prediction is made from compressed tokens.
+
+Ways: those of compress.py, each sized for the text at hand; 2 bits the other way round (keys per
+token, values per channel); small norms from the third layer on; a BCT, which has learned to write to
+a memory. Metrics, on held-out texts of 512 tokens unless said:
+
+kl, above           of the predictions to full attention's, in nats; by which share the perplexity is
+                    above full attention's
+long                KL in the last 128 of 1,024 tokens
+facts               share of the questions answered right on facts that were stated early
+list                nats per token of a random list that is read the second time
+each                bytes per token of a text of 512
+time                of a token after 512, in units of the growing cache's of the same turn
+ms                  of that token
+norms               by how much keys of small norm get more attention from later tokens, head by
+                    head: minus the correlation of both, with full attention
+
+Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import compress
+import gpt_bounded_cache as bounded
+from compress import QuantizedCache, SmallNormCache
+from gpt_kv_cache import GPT, KVCache
+from load_gpt2_weights import load_model, load_tokenizer
+from pocket import corpus
+from pocket.evaluation import answers, rows_of
+from studies.bounding import above
+from studies.core import Figure, Rows, draw, in_turn, machine_of, page_of
+from studies.protocol import StudyLine
+from support.conditions import conditions, random_model
+from support.statistics import bootstrap, kl, wilson
+from support.tables import page
+
+TEXTS, FACTS = 24, 150  # how many
+T, LONG, LIST = 512, 1024, 48  # tokens
+WAYS = {  # as claims.toml and the rows name those of compress.py
+    "full": "full",
+    "preallocated": "full, preallocated",
+    "bits:8": "8 bits",
+    "bits:4": "4 bits",
+    "bits:2": "2 bits",
+    "window:half": "window of a half",
+    "window:quarter": "window of a quarter",
+    "sinks:quarter": "4 sinks, a quarter in all",
+    "norm:half": "small norm, a half",
+    "norm:quarter": "small norm, a quarter",
+}
+
+
+class Swapped(QuantizedCache):
+    """The same bits the other way round: keys per token, values per channel."""
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        v, k, mask = super().append(layer, v, k, pos)
+        return k, v, mask
+
+
+def caches(n: int) -> dict[str, Callable[[], KVCache]]:
+    """Return what makes each way's cache for a text of n tokens."""
+    sized = compress.caches(n)
+    made = {way: sized[name] for way, name in WAYS.items()}
+    recent = min(32, n // 8)
+    made["swapped:2"] = lambda: Swapped(2)
+    made["norm:skip"] = lambda: SmallNormCache(n // 2 - recent, recent, skip=2)
+    return made
+
+
+class Reader:
+    """A model that reads every text in small pieces, with one way's cache."""
+
+    def __init__(self, model: nn.Module, make: Callable[[int], KVCache], piece: int) -> None:
+        """make: a cache for a text of so many tokens; piece: tokens that are read at once."""
+        self.model, self.make, self.piece = model, make, piece
+        self.wte, self.config = model.wte, model.config  # as of any model that is evaluated
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of ids (B, T)."""
+        return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
+
+
+def readers_of(model: nn.Module, piece: int) -> dict[str, Reader]:
+    """Return what reads with each way's cache; full attention first."""
+    return {way: Reader(model, lambda n, way=way: caches(n)[way](), piece) for way in caches(T)}
+
+
+# --- Quality ----------------------------------------------------------------------------------------
+
+
+def nats(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the loss (B, T - 1) of the predictions (B, T, V) of ids (B, T)."""
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+@torch.no_grad()
+def quality(
+    rows: Rows, at: dict[str, str], readers: dict[str, Reader], exact: Reader, few: int
+) -> None:
+    """Append what the ways' predictions lose to an exact reader's; few: by which the numbers of
+    texts are divided."""
+    tokenizer = load_tokenizer("pocket")
+    texts = torch.tensor(rows_of(tokenizer, "test", 120, T)[: TEXTS // few])
+    long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(2, 8 // few)])
+    questions = corpus.recall_questions("test", FACTS // few)
+    questions.sort(key=lambda question: len(question.prompt))  # a batch is of about one length
+    draws = torch.Generator().manual_seed(0)
+    lists = torch.randint(256, tokenizer.eot_token, (TEXTS // few, LIST), generator=draws)
+    lists = lists.repeat(1, 2)  # read twice
+    expected, late = exact(texts), exact(long)[:, -128:]
+    usual = nats(expected, texts).double()
+    for way, reader in tqdm(readers.items(), desc="quality", leave=False):
+        got = expected if reader is exact else reader(texts)
+        lost = nats(got, texts).double()
+        sums = np.stack([[x.sum(1).numpy(), np.full(len(x), T - 1)] for x in (lost, usual)])
+        found = bootstrap(sums.transpose(2, 0, 1), above)
+        rows.add_figure(way, at, "above", Figure(*found), len(texts))
+        after = late if reader is exact else reader(long)[:, -128:]
+        right = round(answers(reader, tokenizer, questions)[1] * len(questions))
+        rows.add_figure(way, at, "facts", Figure(*wilson(right, len(questions))), len(questions))
+        cache = reader.make(T)
+        compress.read(reader.model, cache, texts[:1], reader.piece)
+        rows.add(
+            way,
+            at,
+            kl=kl(expected, got).mean(1).tolist(),
+            long=kl(late, after).mean(1).tolist(),
+            list=nats(reader(lists), lists)[:, LIST:].mean(1).tolist(),
+            each=[cache.nbytes / T],
+        )
+
+
+@torch.no_grad()
+def correlations(model: nn.Module, few: int) -> list[float]:
+    """Return for each head, in order of layers, by how much keys of small norm get more attention
+    from later tokens: minus the correlation of both, averaged over texts."""
+    ids = torch.tensor(rows_of(load_tokenizer("pocket"), "test", 120, T)[: TEXTS // few])
+    found: list[Tensor] = []
+
+    def watch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        q, k = args[:2]  # (B, H, T, D); of grouped heads, k has fewer
+        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        later = torch.ones(T, T, dtype=torch.bool).tril(-1)
+        causal = torch.ones(T, T, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~causal, -torch.inf).softmax(-1) * later
+        attention = weights.sum(2) / later.sum(0).clamp_min(1)  # (B, H, T), mean of later queries
+        pair = torch.stack([k.norm(dim=-1), attention], dim=2)[..., : T // 2]  # (B, H, 2, T / 2)
+        pair = pair - pair.mean(-1, keepdim=True)
+        covariance = (pair[:, :, 0] * pair[:, :, 1]).sum(-1)
+        found.append(-covariance / pair.norm(dim=-1).prod(-1))  # (B, H)
+
+    hooks = [block.attn.register_forward_pre_hook(watch) for block in model.h]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(found, dim=1).mean(0).tolist()
+
+
+# --- Time -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def seconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
+    """Return the time of n tokens after a prompt of T that is read at once."""
+    ids = torch.randint(
+        256, model.config.vocab_size, (1, T + n), generator=torch.Generator().manual_seed(turn)
+    )
+    cache = caches(T + n)[way]()
+    model(ids[:, :T], cache, last_only=True)
+    begun = time.perf_counter()
+    for token in ids[:, T:].split(1, dim=1):
+        model(token, cache, last_only=True)
+    return time.perf_counter() - begun
+
+
+def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
+    """Append the ways' times, in turns."""
+    found = in_turn({way: partial(seconds, model, way) for way in caches(T)}, turns)
+    for way, each in found.items():
+        ratios = [a / b for a, b in zip(each, found["full"], strict=True)]
+        rows.add(way, at, time=ratios, ms=[1000 * x / 16 for x in each])
+
+
+# --- The study --------------------------------------------------------------------------------------
+
+
+def measure(rows: Rows, few: int, turns: int) -> None:
+    """Measure what the rows lack; few: by which the numbers of texts are divided."""
+    model = load_model("pocket")
+    on = conditions("pocket", model)
+    named = f"pocket: {on['parameters']:,} parameters"
+    piece = 1 if few == 1 else 32
+    readers = readers_of(model, piece)
+    exact = readers["full"]
+    numbers = f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
+    rows.begin(named, numbers, *machine_of(on))
+    if due := rows.due(readers, "kl"):
+        quality(rows, {}, {way: readers[way] for way in due}, exact, few)
+    if rows.due(["bct"], "kl"):
+        bct = load_model("pocket-bct", model_class=bounded.BCT)
+        quality(rows, {}, {"bct": Reader(bct, lambda _: bct.new_cache(), piece)}, exact, few)
+    if rows.due(["full"], "norms"):
+        rows.add("full", {}, norms=correlations(model, few))
+    if rows.due(["full"], "time"):
+        times(rows, {}, model, turns)
+    if few == 1 and rows.due(["full"], "time", model="124M"):
+        large = random_model(GPT, "124M")
+        on = conditions("124M", large)
+        rows.begin(f"124M, random weights: {on['parameters']:,} parameters", *machine_of(on))
+        times(rows, {"model": "124M"}, large, turns)
+
+
+def main(argv: list[str] | None = None) -> None:
+    cli = StudyLine(
+        __doc__, "compression", "fewer texts, read in pieces of 32 tokens", model="", turns=5
+    )
+    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
+    with cli.parse(argv) as args:
+        reduced = "reduced run" if args.quick else ""
+        rows = Rows("compression", args.out, args.again, reduced)
+        measure(rows, 6 if args.quick else 1, args.turns)
+        draw(rows, args.out)
+        print(page([*page_of(rows), f"Written to {args.out}"]))
+
+
+if __name__ == "__main__":
+    main()

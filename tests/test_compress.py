@@ -1,0 +1,286 @@
+"""compress.py: caches that round or forget, against the exact cache and against their definitions."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import compress
+from compress import CompressedCache, QuantizedCache, SmallNormCache, dequantized, quantized
+from gpt_kv_cache import GPT, GPTConfig, KVCache
+from llama_kv_cache import Llama, LlamaConfig
+from tests.test_equivalence import check_any_feeding, failing, parts_of, randomize
+
+pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
+SIZES = {"vocab_size": 50, "n_ctx": 64, "n_layer": 3, "n_head": 4, "n_embd": 32}
+EXACT = {  # caches that compress nothing of a text of n_ctx tokens
+    "32 bits": lambda: QuantizedCache(32, group=4, residual=3),
+    "all of it residual": lambda: QuantizedCache(2, group=4, residual=64),
+    "all of it kept": lambda: SmallNormCache(keep=61, recent=3),
+    "all layers skipped": lambda: SmallNormCache(keep=2, recent=3, skip=3),
+}
+LOSSY = {
+    "8 bits": lambda: QuantizedCache(8, group=4, residual=5),
+    "4 bits": lambda: QuantizedCache(4, group=4, residual=0),
+    "2 bits": lambda: QuantizedCache(2, group=3, residual=2),
+    "small norm": lambda: SmallNormCache(keep=5, recent=4),
+    "small norm, a layer skipped": lambda: SmallNormCache(keep=5, recent=4, skip=1),
+}
+
+
+@pytest.fixture(params=["gpt", "llama"])
+def model(request: pytest.FixtureRequest) -> GPT | Llama:
+    torch.manual_seed(0)
+    models = {
+        "gpt": lambda: GPT(GPTConfig(**SIZES)),
+        "llama": lambda: Llama(LlamaConfig(**SIZES, n_kv_head=2)),
+    }
+    model = models[request.param]()
+    randomize(model)
+    return model.eval().requires_grad_(False)
+
+
+def tokens(seed: int, T: int = 64, B: int = 2) -> Tensor:
+    return torch.randint(50, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def feed(cache: KVCache, kv: Tensor, seed: int) -> KVCache:
+    """Give keys and values (L, 2, B, H, T, D) to a cache, in random pieces."""
+    rng, n = random.Random(seed), len(cache)
+    while n < kv.size(4):
+        end = min(kv.size(4), n + rng.choice([1, 1, 2, 7, 20]))
+        pos = torch.arange(n, end)
+        for layer, (k, v) in enumerate(kv[..., n:end, :]):
+            cache.append(layer, k, v, pos)
+        cache.commit(pos)
+        n = end
+    return cache
+
+
+def state(cache: CompressedCache) -> list[Tensor]:
+    return [cache.pos, *(x for held in cache.layers for x in held)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def held(cache: CompressedCache, layer: int) -> Tensor:
+    """What a query attends to (2, B, H, S, D)."""
+    return torch.cat(cache.parts(cache.layers[layer]), dim=3)
+
+
+# --- Identities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_cache", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_cache_that_compresses_nothing_is_the_growing_cache(
+    model: GPT, new_cache: Callable[[], KVCache], seed: int
+) -> None:
+    ids = tokens(seed)
+    check_any_feeding(model, ids, model(ids), new_cache(), seed)
+
+
+@pytest.mark.parametrize("new_cache", LOSSY.values(), ids=LOSSY)
+def test_a_prompt_read_at_once_is_read_exactly(model: GPT, new_cache: Callable) -> None:
+    ids = tokens(1)
+    torch.testing.assert_close(model(ids, new_cache()), model(ids))
+
+
+@pytest.mark.parametrize("new_cache", LOSSY.values(), ids=LOSSY)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_held_does_not_depend_on_how_a_text_is_cut(new_cache: Callable, seed: int) -> None:
+    kv = torch.randn(3, 2, 2, 2, 40, 8)
+    assert same(state(feed(new_cache(), kv, seed)), state(feed(new_cache(), kv, seed + 100)))
+
+
+@pytest.mark.parametrize("new_cache", [*EXACT.values(), *LOSSY.values()], ids=[*EXACT, *LOSSY])
+def test_a_chunk_sees_what_is_held_and_itself_up_to_each_position(new_cache: Callable) -> None:
+    kv = torch.randn(3, 2, 2, 2, 40, 8)
+    cache = feed(new_cache(), kv[..., :33, :], 0)
+    before = [held(cache, layer) for layer in range(3)]
+    for layer in range(3):
+        k, v, mask = cache.append(layer, *kv[layer, :, :, :, 33:], torch.arange(33, 40))
+        assert torch.equal(
+            torch.stack([k, v]), torch.cat([before[layer], kv[layer, ..., 33:, :]], 3)
+        )
+        S = before[layer].size(3)
+        expected = [[s < S or s - S <= t for s in range(S + 7)] for t in range(7)]
+        assert mask.tolist() == expected
+
+
+# --- Rounding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_rounding_is_off_by_at_most_half_a_step(bits: int, dim: int) -> None:
+    x = torch.randn(2, 3, 5, 6, 8) * torch.tensor([1e-3, 1, 1e3, 1, 1, 1, 1, 50])
+    codes, scale, zero = quantized(x, bits, dim)
+    assert codes.dtype == torch.uint8 and codes.size(-1) == 8 * bits / 8
+    steps = (x.amax(dim, keepdim=True) - x.amin(dim, keepdim=True)) / (2**bits - 1)
+    torch.testing.assert_close(scale, steps)
+    off = (dequantized(codes, scale, zero, bits) - x).abs()
+    assert (off <= steps * 0.501 + 1e-6 * x.abs()).all()
+    assert (off.amax(dim, keepdim=True) > steps * 0.05).any(), "it does round"
+
+
+def test_equal_numbers_stay_as_they_are() -> None:
+    x = torch.full((1, 1, 1, 4, 8), 0.1)
+    assert torch.equal(dequantized(*quantized(x, 2, -1), 2), x)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_keys_share_a_scale_per_channel_of_a_group_and_values_per_token(bits: int) -> None:
+    group, residual, T = 4, 5, 23
+    kv = torch.randn(1, 2, 1, 2, T, 8)
+    cache = feed(QuantizedCache(bits, group, residual), kv, 0)
+    got, N = held(cache, 0), (T - residual) // group * group
+    assert torch.equal(got[..., N:, :], kv[0, ..., N:, :]), "the latest tokens are exact"
+    for h in range(2):
+        for start in range(0, N, group):
+            for d in range(8):  # a channel of a group of keys
+                x = kv[0, 0, 0, h, start : start + group, d]
+                step = (x.max() - x.min()) / (2**bits - 1)
+                expected = ((x - x.min()) / step).round() * step + x.min()
+                torch.testing.assert_close(got[0, 0, h, start : start + group, d], expected)
+        for t in range(N):  # a token's values
+            x = kv[0, 1, 0, h, t]
+            step = (x.max() - x.min()) / (2**bits - 1)
+            expected = ((x - x.min()) / step).round() * step + x.min()
+            torch.testing.assert_close(got[1, 0, h, t], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_bytes_follow_the_formula(bits: int, dtype: torch.dtype) -> None:
+    L, B, H, T, D, group, residual = 3, 2, 2, 23, 8, 4, 5
+    cache = feed(QuantizedCache(bits, group, residual), torch.randn(L, 2, B, H, T, D).to(dtype), 0)
+    N = (T - residual) // group
+    codes = 2 * N * group * D * bits // 8
+    shared = (2 * N * D + 2 * N * group) * dtype.itemsize  # scale and zero of channels, of tokens
+    exact = 2 * (T - N * group) * D * dtype.itemsize
+    assert cache.nbytes == L * B * H * (codes + shared + exact)
+    assert sum(x.untyped_storage().nbytes() for x in state(cache)[1:]) == cache.nbytes
+    assert f"{T} tokens read, {T} held, {cache.nbytes:,} bytes" in str(cache)
+
+
+def test_truncate_leaves_what_was_rounded_rounded() -> None:
+    kv = torch.randn(2, 2, 1, 2, 30, 8)
+    cache = feed(QuantizedCache(4, group=4, residual=5), kv, 0)
+    before = [held(cache, layer) for layer in range(2)]
+    for n in (27, 24, 18, 7, 0):
+        cache.truncate(n)
+        assert len(cache) == cache.next_pos == n
+        assert n == 0 or all(torch.equal(held(cache, i), before[i][..., :n, :]) for i in range(2))
+    assert cache.nbytes == 0
+
+
+# --- Eviction -------------------------------------------------------------------------------------
+
+
+def test_each_head_keeps_the_old_keys_of_smallest_norm() -> None:
+    keep, recent, T = 5, 4, 30
+    kv = torch.randn(1, 2, 2, 3, T, 8)
+    cache = feed(SmallNormCache(keep, recent), kv, 0)
+    got = held(cache, 0)
+    for b in range(2):
+        for h in range(3):
+            norms = [float(kv[0, 0, b, h, t].norm()) for t in range(T - recent)]
+            stay = sorted(sorted(range(T - recent), key=lambda t: norms[t])[:keep])
+            expected = kv[0, :, b, h, [*stay, *range(T - recent, T)]]
+            assert torch.equal(got[:, b, h], expected)
+    assert cache.nbytes == 2 * 2 * 3 * (keep + recent) * 8 * 4
+
+
+def test_an_evicting_cache_goes_back_only_while_nothing_is_evicted() -> None:
+    kv = torch.randn(1, 2, 1, 2, 20, 8)
+    cache = feed(SmallNormCache(5, 4), kv[..., :9, :], 0)
+    cache.truncate(7)
+    assert torch.equal(held(cache, 0), kv[0, ..., :7, :])
+    feed(cache, kv, 0)
+    for n in (-1, 10, 21):
+        with pytest.raises(ValueError, match=f"can't keep {n} tokens of 20, 11 evicted"):
+            cache.truncate(n)
+    cache.truncate(20)
+    assert len(cache) == 20
+    cache.truncate(0)
+    assert len(cache) == cache.nbytes == 0
+
+
+# --- Both -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_cache", LOSSY.values(), ids=LOSSY)
+@pytest.mark.parametrize("n", [0, 30])
+def test_a_pass_that_fails_anywhere_changes_nothing(
+    model: GPT, new_cache: Callable[[], CompressedCache], n: int
+) -> None:
+    ids, cache = tokens(2), new_cache()
+    if n:
+        model(ids[:, :n], cache)
+    before = [x.clone() for x in state(cache)]
+    expected = model(ids[:, n:], cache.clone())
+    for part in parts_of(model):
+        for T in (3, 1):
+            with failing(model, part, nan=True):
+                model(ids[:, n : n + T], cache)
+            assert same(state(cache), before)
+    assert torch.equal(model(ids[:, n:], cache), expected)
+
+
+@pytest.mark.parametrize("new_cache", LOSSY.values(), ids=LOSSY)
+def test_a_clone_shares_no_memory(model: GPT, new_cache: Callable[[], CompressedCache]) -> None:
+    ids, cache = tokens(3), new_cache()
+    model(ids[:, :30], cache)
+    before, other = [x.clone() for x in state(cache)], cache.clone()
+    assert same(state(other), before)
+    for x in state(other):
+        x.zero_()
+    assert same(state(cache), before)
+    assert cache.to(dtype=torch.float64).layers[0][-1].dtype == torch.float64
+    if isinstance(cache, QuantizedCache):
+        assert cache.to(dtype=torch.float64).layers[0][0].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("new_cache", LOSSY.values(), ids=LOSSY)
+def test_a_cache_of_another_batch_or_dtype_is_refused(model: GPT, new_cache: Callable) -> None:
+    cache = new_cache()
+    model(tokens(4, 9), cache)
+    before = [x.clone() for x in state(cache)]
+    with pytest.raises(ValueError, match=r"\[2, .*got \[3, "):
+        model(tokens(4, 2, B=3), cache)
+    with pytest.raises(ValueError, match="float32.*float64"):
+        model.double()(tokens(4, 2), cache)
+    assert same(state(cache), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: QuantizedCache(3), "bits must be one of 2, 4, 8, 32, got 3"),
+        (lambda: QuantizedCache(4, group=0), "group 0, residual 32: must be at least 1 and 0"),
+        (lambda: QuantizedCache(4, residual=-1), "group 32, residual -1"),
+        (lambda: SmallNormCache(-1), "keep -1, recent 32, skip 0: must be at least 0, 1 and 0"),
+        (lambda: SmallNormCache(1, 0), "recent 0"),
+        (lambda: SmallNormCache(1, 1, -1), "skip -1"),
+        (lambda: feed(QuantizedCache(2), torch.randn(1, 2, 1, 1, 3, 6), 0), "multiple of 4, got 6"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_a_bare_run_compares_the_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    compress.main(["--tokens", "160", "--device", "cpu"])
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines() if "%" in line]
+    rows = {cells[1]: [cell.strip() for cell in cells[2:] if cell] for cells in lines}
+    assert rows["full"][1:3] == rows["full, preallocated"][1:3] == ["0.0000", "100.0%"]
+    assert float(rows["2 bits"][1]) > float(rows["4 bits"][1]) > float(rows["8 bits"][1])
+    with pytest.raises(SystemExit):
+        compress.main(["--tokens", "100000"])
+    assert "--tokens 100000: the context of pocket holds 1280" in capsys.readouterr().err
