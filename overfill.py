@@ -745,13 +745,7 @@ The full study, in two hours (--quick: in a minute): python3 -m studies.refreshi
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="demo",
-        choices=("demo", "write"),
-        help="demo: compare ways to write a text; write: continue a prompt in one way",
-    )
+    cli.add_actions(demo="compare ways to write a text", write="continue a prompt in one way")
     cli.add_model_arguments("--teacher")
     cli.add_argument(
         "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
@@ -786,14 +780,10 @@ def main(argv: list[str] | None = None) -> None:
         "--max-new-tokens",
         type=whole_number(2),
         metavar="N",
-        help="tokens to write; default: write 250, demo 128",
+        help="tokens to write; default: write 250, demo 96",
     )
+    cli.only("write", "--temperature", "--top-k", "--trace")
     with cli.parse(argv) as args:
-        cli.only(
-            args.what,
-            "write",
-            {"--temperature": args.temperature, "--top-k": args.top_k, "--trace": args.trace_file},
-        )
         names = ["periodic:64"] if args.what == "write" else ["periodic:64", "periodic:16"]
         if args.policy is not None:
             names = [args.policy]
@@ -810,7 +800,7 @@ def main(argv: list[str] | None = None) -> None:
                     )
                 policies[i] = replace(policy, rate=rate)
         if args.what == "demo":
-            n = args.max_new_tokens or 128
+            n = args.max_new_tokens or 96
             return demo(teacher, student, tokenizer, names, policies, args.prompt, n, args.seed)
         ids = torch.tensor(
             [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device

@@ -412,20 +412,14 @@ def main(argv: list[str] | None = None) -> None:
 
     count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="run",
-        choices=("run", "serve"),
-        help="run: what blocks save; serve: continue each line of FILE",
-    )
+    cli.add_actions(run="what blocks save", serve="continue each line of FILE")
     cli.add_argument(
         "file", nargs="?", metavar="FILE", help="serve: a text file, one prompt per line"
     )
     cli.add_model_arguments()
     cli.add_argument(
         "--max-new-tokens",
-        default=80,
+        default=40,
         **count,
         help="tokens to write; run: after every fourth prompt, fewer after the others",
     )
@@ -448,15 +442,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     cli.add_argument("--top-k", **count, help="serve: sample from the N likeliest tokens only")
     cli.add_trace_argument("run: ")
+    cli.only("run", "--trace")
+    cli.only("serve", "--samples", "--temperature", "--top-k")
     with cli.parse(argv) as args:
         if (args.what == "serve") != (args.file is not None):
             raise ValueError("serve needs a FILE, and run takes none: see --help")
-        cli.only(args.what, "run", {"--trace": args.trace_file})
-        cli.only(
-            args.what,
-            "serve",
-            {"--samples": args.samples, "--temperature": args.temperature, "--top-k": args.top_k},
-        )
         lines = read_text(Path(args.file)).splitlines() if args.file else []
         lines = [line for line in lines if line.strip()]
         if args.file and not lines:

@@ -774,7 +774,7 @@ Approximate: the others, in their first token; the prompt is read meanwhile for 
 To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts. The
 front page's KL is of a smaller stage 1, from segment means; this is the map that the source writes.
 
-The whole test takes about an hour: python3 projector.py study"""
+The whole test takes about an hour: python3 -m studies.projection"""
 
 
 def class_of(model: str) -> type[nn.Module] | None:
@@ -786,23 +786,13 @@ def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine, nonempty, whole_number
 
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["study"]:
-        from studies import projection
-
-        return projection.main(argv[1:])
     cli = CommandLine(
         __doc__,
         'python3 %(prog)s ask "Name the river that Hexley stands on."',
         f"pocket; with --library FOLDER that of its study: {NAMES}",
     )
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="demo",
-        choices=("demo", "ask", "study"),
-        help="demo: the falsification test in 20 seconds; ask: answer QUESTION in three ways; "
-        "study: the fit and the whole test, with a --help of its own",
+    cli.add_actions(
+        demo="the falsification test in 20 seconds", ask="answer QUESTION in three ways"
     )
     cli.add_argument(
         "question",
@@ -823,16 +813,14 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FOLDER",
         help="ask: prompts stored by a study; default: the quiz questions that come along",
     )
+    cli.only("ask", "--max-new-tokens", "--library")
     with cli.parse(argv) as args:
-        cli.only(
-            args.what, "ask", {"--max-new-tokens": args.max_new_tokens, "--library": args.library}
-        )
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
         if args.library is None and args.model != "pocket":
             raise ValueError(
                 f"the questions that come along are pocket's, not {args.model}'s: make a library "
-                "by `projector.py study --pairs FILE`, and give it by `ask --library FOLDER`"
+                "by `python3 -m studies.projection --pairs FILE`, and give it by `ask --library FOLDER`"
             )
         model = load_model(
             args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype

@@ -1,7 +1,7 @@
 """KV caches that outlive their prompt: a new prompt reuses the longest prefix that is stored.
 `recycle.py` answers prompts as the paper does, by the nearest stored prompt, and by the longest
 stored prefix; `recycle.py chat` is a conversation whose every turn reuses all earlier ones;
-`recycle.py study` puts the paper's claims to the test.
+`python3 -m studies.recycling` puts the paper's claims to the test.
 
 The keys and values of a token depend only on the tokens up to it. The keys and values of a common
 prefix are therefore valid in every text that begins with it. support/store.py keeps them, on disk or
@@ -302,7 +302,7 @@ def demo(
         'The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was '
         '0.66–0.82, indicating near\nidentical responses" (5.4).\n\n'
         f"Written to {out}: baseline.csv, recycled.csv\n"
-        "The full study: python3 recycle.py study"
+        "The full study: python3 -m studies.recycling"
     )
 
 
@@ -416,21 +416,10 @@ def chat(
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from studies import recycling
     from support.cli import CommandLine, whole_number
 
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["study"]:
-        return recycling.main(argv[1:])
     cli = CommandLine(__doc__, "python3 %(prog)s chat", NAMES)
-    cli.add_argument(
-        "what",
-        nargs="?",
-        default="run",
-        choices=("run", "chat", "study"),
-        help="run: the paper's protocol beside ours, in seconds; chat: a conversation; study: the "
-        "paper's claims, with options of its own",
-    )
+    cli.add_actions(run="the paper's protocol beside ours, in seconds", chat="a conversation")
     cli.add_model_arguments()
     cli.add_argument(
         "--max-new-tokens", type=whole_number(1), default=60, metavar="N", help="tokens to write"
@@ -453,10 +442,9 @@ def main(argv: list[str] | None = None) -> None:
         help="chat: store size limit; default: 10**9",
     )
     cli.add_trace_argument("chat: ")
+    cli.only("chat", "--store", "--capacity", "--trace")
+    cli.only("run", "--encoder")
     with cli.parse(argv) as args:
-        options = {"--store": args.store, "--capacity": args.capacity, "--trace": args.trace_file}
-        cli.only(args.what, "chat", options)
-        cli.only(args.what, "run", {"--encoder": args.encoder})
         if args.store == "":
             raise ValueError("--store is empty, but a folder needs a name")
         model = load_model(args.model, device=args.device, dtype=args.dtype)

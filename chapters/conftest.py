@@ -2,8 +2,9 @@
 
 A test asks for `impl`, the module under test: the exercise.py or solution.py beside it (`--impl`), or the file of that
 name in the chapter's folder of a student's copy (`--from`). Its marker is the exercise, such as ex2_1, and its module's
-POINTS says what that is worth: all of it if every test of the exercise passes, else nothing. GIVEN names the project's
-modules that the chapter's exercise.py may import.
+POINTS says what that is worth: all of it if every test of the exercise passes, else nothing; or a point for each stage,
+where its tests are called test_stage_1_..., test_stage_2_... GIVEN names the project's modules that the chapter's
+exercise.py may import.
 """
 
 from __future__ import annotations
@@ -161,38 +162,48 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return ("not written yet", "-", "NOT WRITTEN") if hasattr(report, "missing") else None
 
 
+def stage_of(nodeid: str) -> tuple[int, str]:
+    """Return the stage of an exercise that a test belongs to, and what it asks for; 0 if it has none."""
+    name = nodeid.partition("::test_")[2].partition("[")[0]
+    match = re.fullmatch(r"stage_(\d+)_(.*)", name)
+    return (int(match[1]), match[2].replace("_", " ")) if match else (0, "")
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print the points of every exercise that was tested."""
-    passed: dict[str, bool] = {}
+    """Print the points of every exercise that was tested: all or none, or, of one in stages, a point for each stage
+    that is right."""
+    passed: dict[str, dict[int, bool]] = {}  # of each exercise, its stages
     missing: dict[str, str] = {}
-    for outcome in (
-        "passed",
-        "failed",
-        "not written yet",
-        "error",
-        "skipped",
-        "xfailed",
-        "xpassed",
-        "deselected",
-    ):
+    failed: dict[str, list[tuple[int, str]]] = {}
+    outcomes = ("passed", "failed", "not written yet", "error", "skipped", "xfailed", "xpassed")
+    for outcome in (*outcomes, "deselected"):
         for report in terminalreporter.stats.get(outcome, []):
-            if name := exercise_of(getattr(report, "keywords", {})):
-                if outcome == "deselected" and name not in passed:
-                    continue  # the whole exercise is
-                passed[name] = passed.get(name, True) and outcome == "passed"
-                if outcome == "not written yet":
-                    missing.setdefault(name, f"   not written yet: {report.missing}")
+            name = exercise_of(getattr(report, "keywords", {}))
+            if name is None or (outcome == "deselected" and name not in passed):
+                continue  # the whole exercise is deselected
+            stage, asks = stage_of(report.nodeid)
+            stages = passed.setdefault(name, {})
+            stages[stage] = stages.get(stage, True) and outcome == "passed"
+            if outcome != "passed" and stage:
+                failed.setdefault(name, []).append((stage, asks))
+            if outcome == "not written yet":
+                missing.setdefault(name, f"   not written yet: {report.missing}")
     if not passed:
         return
-    worth = points()
+    worth, total = points(), 0
     terminalreporter.section(f"points of {config.getoption('--impl')}.py")
     for name in sorted(passed, key=lambda name: [*map(int, name[2:].split("_"))]):
-        earned = worth[name] if passed[name] else 0
-        line = (
-            f"  {name[2:].replace('_', '.'):6} {earned:3} of {worth[name]}{missing.get(name, '')}"
-        )
-        terminalreporter.write_line(line)
-    total = sum(worth[name] for name in passed if passed[name])
+        stages = passed[name]
+        earned = sum(stages.values())
+        if 0 in stages:  # without stages
+            earned = worth[name] if stages[0] else 0
+        note = missing.get(name, "")
+        if name in failed and not note:
+            stage, asks = min(failed[name])
+            note = f"   next, stage {stage}: {asks}"
+        exercise = name[2:].replace("_", ".")
+        terminalreporter.write_line(f"  {exercise:6} {earned:3} of {worth[name]}{note}")
+        total += earned
     terminalreporter.write_line(f"  total  {total:3} of {sum(worth[name] for name in passed)}")

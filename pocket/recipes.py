@@ -102,10 +102,43 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class LlamaRecipe(Recipe):
-    """The same training for a Llama."""
+class Uptraining(Recipe):
+    """A trained GPT-2 goes on as a Llama: it learns what it predicted before, and to get there by
+    the same way, block by block."""
 
     kind, model_class = "llama", Llama
+    init: str = "pocket"
+
+    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
+        """Return KL(teacher || model) (B, T) in nats, and the mean over all blocks but the last of
+        the squared distance between their streams, in units of the teacher's mean square. Positions
+        are not in a Llama's stream, and the mean of a stream is of no account to a GPT-2."""
+        rows = batch.rows[:, :-1]
+        with mixed_precision(rows.device):
+            expected, theirs = streams(teacher, rows)
+            got, ours = streams(model, rows)
+        positions = teacher.wpe.weight[: rows.size(1)] - teacher.wpe.weight.mean(0)
+        apart = []
+        for target, stream in zip(theirs[:-1], ours[:-1], strict=True):
+            target, stream = centred(target.float() - positions), centred(stream.float())
+            apart.append((target - stream).square().mean(-1) / target.square().mean())
+        return kl(expected, got) + torch.stack(apart).mean(0)
+
+
+def centred(x: Tensor) -> Tensor:
+    """Return x (..., C) less its mean over C."""
+    return x - x.mean(-1, keepdim=True)
+
+
+def streams(model: nn.Module, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the logits of rows, and what each block has added up to."""
+    found: list[Tensor] = []
+    blocks = getattr(model, "module", model).h  # under torchrun it is wrapped
+    hooks = [block.register_forward_hook(lambda *call: found.append(call[-1])) for block in blocks]
+    logits = model(rows)
+    for hook in hooks:
+        hook.remove()
+    return logits, found
 
 
 @dataclass(frozen=True)
@@ -236,16 +269,16 @@ TEACHER = Recipe(
     ),
     documents=120_000,
 )
-LLAMA = LlamaRecipe(  # as many parameters as the teacher, and a third of its cache
-    config=LlamaConfig(
-        vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_kv_head=2, n_embd=192, n_inner=672
-    ),
-    phases=TEACHER.phases,
-    documents=TEACHER.documents,
-)
 MEMORY = {"slots": 24, "recent": 8}
 PAPER = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
-STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
+STEPS = {
+    "bct": 4_000,
+    "ablation": 110,
+    "rotary": 2_500,
+    "student": 3_000,
+    "student-dropout": 600,
+    "llama": 300,
+}
 
 
 SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
@@ -297,6 +330,15 @@ def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
     )
 
 
+def uptraining(config: GPTConfig, steps: int) -> Uptraining:
+    """The recipe that makes a Llama of the teacher, whose geometry is this: of as many parameters
+    but for a few hundred, with a third of the heads of keys and values."""
+    sizes = {name: value for name, value in vars(config).items() if name != "dropout"}
+    sizes |= {"n_kv_head": max(1, config.n_head // 3), "n_inner": 7 * config.n_inner // 8}
+    phases = phases_of(config, steps, 1e-3, 8.0, lists=1)
+    return Uptraining(LlamaConfig(**sizes), phases, documents=20_000, weight_decay=0.0, warmup=50)
+
+
 def pruning(
     init: str, config: GPTConfig, steps: int, kind: str, text: str | None = None
 ) -> Pruning:
@@ -324,7 +366,12 @@ def pruning(
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth."""
+    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth. An
+    uptraining warms up, goes on as it is, and falls to nothing in its last phase."""
+    if isinstance(recipe, Uptraining):
+        left = sum(phase.steps for phase in recipe.phases) - step
+        last = recipe.phases[-1]
+        return last.lr * min(1.0, (step + 1) / recipe.warmup, left / last.steps)
     for (lr, reads), phases in groupby(
         recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0)
     ):

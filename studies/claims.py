@@ -10,9 +10,6 @@ source: claims() in its file.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 from studies import projection_report
 from studies.core import Rows
@@ -21,70 +18,51 @@ from studies.protocol import ANSWERS, Claim, claim_tables, recorded
 from support.cli import CommandLine
 from support.tables import Table, page
 
-
-class Judged(NamedTuple):
-    """A study, the minutes that it takes on an undisturbed core ("-": nobody has noted them), and
-    what returns its claims by its recorded results."""
-
-    study: str
-    minutes: str
-    claims: Callable[[], list[Claim]]
-
-
-def by_rows(study: str, command: str = "") -> list[Claim]:
-    """Return a study's claims that a command tests, by default the study's own."""
-    rows, command = Rows(study), command or study
-    tests = [claim.get("command", study) for claim in rows.paper["claims"]]
-    found = claims_of(rows)
-    return [claim for claim, by in zip(found, tests, strict=True) if by == command]
-
-
-SOURCES = {
-    "The KV cache": [Judged("article", "10", partial(by_rows, "article"))],
-    "BCT": [
-        Judged("bounding", "-", partial(by_rows, "bounding")),
-        Judged("recall", "30", partial(by_rows, "bounding", "recall")),
-        Judged("pretraining", "60", partial(by_rows, "bounding", "pretraining")),
-        Judged("lengths", "3", partial(by_rows, "lengths")),
-    ],
-    "KV recycling": [
-        Judged("recycling", "25", partial(by_rows, "recycling")),
-        Judged("latency", "5", partial(by_rows, "latency")),
-    ],
-    "CP-KVP": [
-        Judged("projection", "15 to 30", lambda: projection_report.claims(recorded("projection")))
-    ],
-    "OverFill and KV refresh": [
-        Judged("refreshing", "150", partial(by_rows, "refreshing")),
-        Judged("speculation", "5", partial(by_rows, "speculation")),
-    ],
+SOURCES = {  # its studies, and the minutes that each takes on an undisturbed core
+    "The KV cache": {"article": "10"},
+    "BCT": {"bounding": "-", "recall": "30", "pretraining": "60", "lengths": "3"},
+    "KV recycling": {"recycling": "25", "latency": "5"},
+    "CP-KVP": {"projection": "15 to 30"},
+    "OverFill and KV refresh": {"refreshing": "150", "speculation": "5"},
 }
+SHARED = {"recall": "bounding", "pretraining": "bounding"}  # commands that add to another's rows
+
+
+def claims_by(command: str) -> list[Claim]:
+    """Return the claims that a command tests, by the recorded results."""
+    if command == "projection":
+        return projection_report.claims(recorded("projection"))
+    rows = Rows(SHARED.get(command, command))
+    tests = [claim.get("command", rows.study) for claim in rows.paper["claims"]]
+    return [claim for claim, by in zip(claims_of(rows), tests, strict=True) if by == command]
+
+
+def claims_on(source: str) -> list[Claim]:
+    """Return every claim of a source by the recorded results."""
+    return [claim for command in SOURCES[source] for claim in claims_by(command)]
 
 
 def every_claim() -> dict[str, list[Claim]]:
-    """Return the claims of every source by the recorded results, a list a source."""
-    return {
-        source: [claim for judged in studies for claim in judged.claims()]
-        for source, studies in SOURCES.items()
-    }
+    """Return every claim by the recorded results, a list a source."""
+    return {source: claims_on(source) for source in SOURCES}
 
 
 def glance() -> list[str | Table]:
-    """Return all verdicts, a line a claim: its first words, the command that tests it, and
-    minutes."""
+    """Return all verdicts, a line a claim: its first words, the command that tests it, minutes."""
     parts: list[str | Table] = []
-    for source, studies in SOURCES.items():
+    for source, commands in SOURCES.items():
         lines = []
-        for judged in studies:
-            for claim in judged.claims():
-                quote = textwrap.shorten(claim["quote"], 75, placeholder=" …")
-                quote = f'"{quote}"' if claim["source"] else quote
+        for command, minutes in commands.items():
+            for claim in claims_by(command):
+                quote = textwrap.shorten(claim["quote"], 56, placeholder=" …")
                 verdict = claim["verdict"]
-                if not claim["source"]:
+                if claim["source"]:
+                    quote = f'"{quote}"'
+                else:
                     verdict = ANSWERS.get(verdict, verdict)
-                command = f"`python3 -m studies.{judged.study}`"
-                lines.append([quote, verdict, command, judged.minutes])
-        parts += [f"**{source}**", Table(["", "verdict", "command", "minutes"], lines, left=3)]
+                lines.append([quote, verdict, command, minutes])
+        header = [source, "verdict", "python3 -m studies.", "minutes"]
+        parts.append(Table(header, lines, left=3))
     return parts
 
 

@@ -317,7 +317,7 @@ def require_pocket(model: str, given: str | None) -> None:
     """Raise ValueError if a model that doesn't know the pocket world has been given no prompts of its own."""
     if given is None and model not in ("pocket", "pocket-rotary"):
         raise ValueError(
-            f"{model} doesn't know the pocket world: give prompts by `projector.py study --pairs FILE`, "
+            f"{model} doesn't know the pocket world: give prompts by `python3 -m studies.projection --pairs FILE`, "
             "and their libraries by `ask --library FOLDER`"
         )
 

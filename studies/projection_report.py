@@ -61,8 +61,9 @@ def tables(record: dict[str, Any]) -> list[str | Table]:
     ]
     words = {True: "yes", False: "no", None: "not measured"}
     parts: list[str | Table] = [
-        f"`projector.py study --encoder {record['encoder']}` on `{record['model']}`, test prompts at least as similar "
-        "to a stored one as tau: how much sooner the first token comes, KL from the exact distribution in nats, and "
+        f"`python3 -m studies.projection --encoder {record['encoder']}` on `{record['model']}`, "
+        "test prompts at least as similar to a stored one as tau: how much sooner the first token comes, "
+        "KL from the exact distribution in nats, and "
         "the share of prompts with a KL of at most 0.05.",
         Table(
             ["", *(f"{name}, {r['tokens']:.0f} tokens" for name, r in kinds.items())],

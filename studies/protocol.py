@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, TypedDict
 
 import torch
@@ -123,36 +124,35 @@ def under(source: str, theirs: str, ours: str, *claims: Claim) -> list[Claim]:
 
 
 def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
-    """Return claims as a table for each source and conditions, which stand above it; ours come last."""
+    """Return claims as a table, and our questions as another, after the conditions of each source
+    and ours, which the claims name by a letter if there are several."""
     parts: list[str | Table] = []
-    for source in dict.fromkeys(claim["source"] for claim in claims):
-        of_source = [claim for claim in claims if claim["source"] == source]
-        if source:
-            parts.append(f"Conditions of {source}: {of_source[0]['theirs']}.")
-        for ours in dict.fromkeys(claim["ours"] for claim in of_source):
-            parts.append(
-                f"Here: {ours}." if source else f"Ours, claimed by no source. Here: {ours}."
-            )
-            rows = [
-                [
-                    f'"{c["quote"]}" ({c["section"]})' if source else c["quote"],
-                    ": ".join(
-                        filter(
-                            None,
-                            (
-                                c["verdict"] if source else ANSWERS.get(c["verdict"], c["verdict"]),
-                                c["figure"],
-                            ),
-                        )
-                    ),
-                    ": ".join(filter(None, (c["stated"], c["why"]))),
-                ]
-                for c in of_source
-                if c["ours"] == ours
-            ]
-            n = 3 if source else 2
-            header = ["claim" if source else "question", "found here", "tested as stated"]
-            parts.append(Table(header[:n], [row[:n] for row in rows], left=n))
+    theirs = {claim["source"]: claim["theirs"] for claim in claims if claim["source"]}
+    parts += [f"Conditions of {source}: {text}." for source, text in theirs.items()]
+    conditions = [*dict.fromkeys(claim["ours"] for claim in claims)]
+    letters = dict(zip(conditions, ascii_lowercase, strict=False))
+    if len(conditions) == 1:
+        parts.append(f"Here: {conditions[0]}.")
+    elif conditions:
+        parts.append("Here:\n\n" + "\n".join(f"- ({letters[on]}) {on}" for on in conditions))
+    rows, questions = [], []
+    for claim in claims:
+        where = [claim["section"]] if claim["source"] else []
+        if len(conditions) > 1:
+            where.append(letters[claim["ours"]])
+        place = f" ({'; '.join(where)})" if where else ""
+        verdict, figure = claim["verdict"], claim["figure"]
+        if claim["source"]:
+            stated = ": ".join(filter(None, (claim["stated"], claim["why"])))
+            found = ": ".join(filter(None, (verdict, figure)))
+            rows.append([f'"{claim["quote"]}"{place}', found, stated])
+        else:
+            found = ": ".join(filter(None, (ANSWERS.get(verdict, verdict), figure)))
+            questions.append([f"{claim['quote']}{place}", found])
+    if rows:
+        parts.append(Table(["claim", "found here", "tested as stated"], rows, left=3))
+    if questions:
+        parts.append(Table(["question of ours", "found here"], questions, left=2))
     return parts
 
 
@@ -178,22 +178,6 @@ def conditions_of(record: dict[str, Any], *data: str) -> str:
     return "; ".join(
         filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")])
     )
-
-
-def benchmark() -> dict[str, Any]:
-    """Return the newest benchmark on one thread, with its conditions in the form of the studies'."""
-    record = read_json(
-        sorted((HERE.parent / "benchmarks" / "results").glob("*-1-thread"))[-1] / "summary.json"
-    )
-    g = record["geometry"]
-    machine = f"{record['machine']}{', disturbed meanwhile' * record['disturbed']}"
-    return record | {
-        "model": f"{record['model']}, random weights",
-        "machine": machine,
-        "parameters": g["weights"] // 4,
-        "layers": g["n_layer"],
-        "width": g["n_embd"],
-    }
 
 
 def spread(ratios: Sequence[float], form: str = ".2f") -> str:

@@ -292,7 +292,8 @@ def timed(texts: Texts, way: str, prompts: int, turn: int) -> Timed:
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
-    """Append the times of ways that take turns, beside OverFill's; disturbed turns are left out."""
+    """Append the times of ways that take turns, beside OverFill's; disturbed turns are left out.
+    Ways that are measured later take turns with OverFill too, whose own rows stay."""
     rows, at = texts.rows, texts.at
     ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
     if not ways:
@@ -303,15 +304,23 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     found = in_turn(runs, turns)
     seconds = {way: [run.seconds for run in several] for way, several in found.items()}
     kept = steady(seconds, "none")
+    alone = rows.find("none", "tps", **at) is not None  # ways that are measured after the others
+    unaided = [found["none"][i] for i in kept]
     reads: dict[int, list[float]] = {}
     for way, several in found.items():
         several = [several[i] for i in kept]
         base = [seconds["none"][i] for i in kept]
         share = [run.seconds / other for run, other in zip(several, base, strict=True)]
         speed = [(texts.n - 1) / (run.seconds - run.first) for run in several]
-        rows.add(way, at, time=share, tps=speed, first_ms=[1e3 * run.first for run in several])
+        if not alone:
+            rows.add(way, at, time=share, tps=speed, first_ms=[1e3 * run.first for run in several])
+        elif way != "none":  # tokens/s as they would have been then, by OverFill's of both times
+            then = rows.figure("none", "tps", **at).value
+            now = [(texts.n - 1) / (run.seconds - run.first) for run in unaided]
+            speed = [then * x / y for x, y in zip(speed, now, strict=True)]
+            rows.add(way, at, time=share, tps=speed)
         policy = texts.policy(way, "sampled")
-        if isinstance(policy, Periodic) and policy.reads == "new":
+        if isinstance(policy, Periodic) and policy.reads == "new" and not alone:
             for refresh in (refresh for run in several for refresh in run.pair.refreshes):
                 reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
         if several[0].pair and not rows.find(way, "passes", **at):  # quality() wasn't asked

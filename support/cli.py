@@ -47,6 +47,7 @@ class CommandLine(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
         )
         self.models = models
+        self.owners: dict[str, str] = {}  # by option: the only action that has it
 
     def add_model_arguments(self, model: str = "--model") -> None:
         """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
@@ -171,11 +172,15 @@ class CommandLine(argparse.ArgumentParser):
         trace.watch(model)
         return trace
 
-    def only(self, action: str, owner: str, options: dict[str, Any]) -> None:
-        """Raise ValueError if an option is given that an action doesn't have, but only the owner."""
-        for name, value in options.items():
-            if action != owner and value is not None:
-                raise ValueError(f"{action} has no {name}: {owner} has")
+    def add_actions(self, **actions: str) -> None:
+        """Add what is done (args.what): actions by name, with their help; by default the first."""
+        helps = "; ".join(f"{name}: {about}" for name, about in actions.items())
+        first = next(iter(actions))
+        self.add_argument("what", nargs="?", default=first, choices=actions, help=helps)
+
+    def only(self, owner: str, *options: str) -> None:
+        """Let only one action have these options, which must be there and have no default."""
+        self.owners |= dict.fromkeys(options, owner)
 
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
@@ -227,7 +232,12 @@ class CommandLine(argparse.ArgumentParser):
             raise
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Return the arguments with device and dtype as PyTorch's, and set its threads and seed."""
+        """Return the arguments with device and dtype as PyTorch's, and set its threads and seed. Raises ValueError if
+        an action is given an option that it doesn't have."""
+        for option, owner in self.owners.items():
+            value = getattr(args, self._option_string_actions[option].dest)
+            if args.what != owner and value is not None:
+                raise ValueError(f"{args.what} has no {option}: {owner} has")
         if "device" in args:
             args.device = device_of(args.device)
             args.dtype = getattr(torch, args.dtype)

@@ -28,10 +28,10 @@ def is_geometry(name: str) -> bool:
 def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
     """Return a model of a geometry with random weights, the same every time, in eval mode: times don't depend on them.
     The vocabulary is GPT-2's."""
-    keys = ("n_layer", "n_head", "n_embd")
-    config = (
-        SIZES[name] if name in SIZES else dict(zip(keys, map(int, name.split("x")), strict=True))
-    )
+    config = SIZES.get(name)
+    if config is None:
+        layers, heads, width = map(int, name.split("x"))
+        config = {"n_layer": layers, "n_head": heads, "n_embd": width}
     torch.manual_seed(0)
     return model_class(model_class.config_class(**config)).eval()
 
@@ -40,16 +40,11 @@ def machine(device: str) -> str:
     """Return the name of the processor or GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
-    names = (
-        [
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if Path("/proc/cpuinfo").exists()
-        else []
-    )
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        name = found[1].strip() if found else name
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def conditions(name: str, model: nn.Module) -> dict[str, Any]:

@@ -41,11 +41,9 @@ class PairEncoder:
         """Return which of the tokens that count each text has (N, V)."""
         x = torch.zeros(len(texts), len(self.column))
         for row, text in zip(x, texts, strict=True):
-            columns = {
-                self.column.get(token)
-                for token in self.tokenizer.encode(text, allowed_special="all")
-            }
-            row[list(columns - {None})] = 1.0
+            for token in self.tokenizer.encode(text, allowed_special="all"):
+                if token in self.column:
+                    row[self.column[token]] = 1.0
         return x
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
@@ -58,9 +56,10 @@ class PairEncoder:
         cls, tokenizer: tiktoken.Encoding, texts: Sequence[str], families: Sequence[str]
     ) -> PairEncoder:
         """Fit on texts of some families, with the penalty that finds most relatives of texts it wasn't fitted on."""
-        tokens = sorted(
-            {token for text in texts for token in tokenizer.encode(text, allowed_special="all")}
-        )
+        tokens = set()
+        for text in texts:
+            tokens |= {*tokenizer.encode(text, allowed_special="all")}
+        tokens = sorted(tokens)
         plain = cls(tokenizer, tokens, torch.zeros(len(tokens)), torch.eye(len(tokens)))
         x, names = plain.sets(texts), np.array(families)
 
@@ -90,9 +89,8 @@ def load_encoder(
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ValueError(
-            f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing"
-        ) from error
+        needed = "needs `pip install sentence-transformers`, tokens nothing"
+        raise ValueError(f"the encoder {name} {needed}") from error
     device = str(model.wte.weight.device)
     try:
         encoder = SentenceTransformer(name, device=device, local_files_only=True)
@@ -102,12 +100,5 @@ def load_encoder(
 
 
 def nearest(stored: np.ndarray, queries: np.ndarray) -> list[int]:
-    """Return for each of the queries (Q, C) the index of the stored vector (N, C) with the largest dot product; by
-    faiss where it is installed."""
-    try:
-        import faiss
-    except ImportError:
-        return (queries @ stored.T).argmax(axis=1).tolist()
-    index = faiss.IndexFlatIP(stored.shape[1])
-    index.add(np.ascontiguousarray(stored, dtype=np.float32))
-    return index.search(np.ascontiguousarray(queries, dtype=np.float32), 1)[1][:, 0].tolist()
+    """Return for each of the queries (Q, C) the index of the stored vector (N, C) with the largest dot product."""
+    return (queries @ stored.T).argmax(axis=1).tolist()

@@ -50,12 +50,11 @@ def stream(
     finally:  # an error's sentence begins a line
         print(utf8.decode(b"", final=True))  # a character that was cut off
     decode = sum(ms[1:]) / max(1, len(ms) - 1)
-    speed = (
-        f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s" if decode else "nothing more"
-    )
-    print(
-        f"\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {0 if cache is None else cache.nbytes:,} bytes]"
-    )
+    speed = "nothing more"
+    if decode:
+        speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s"
+    nbytes = 0 if cache is None else cache.nbytes
+    print(f"\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {nbytes:,} bytes]")
     if trace:
         trace.write()
         print(f"[step by step: {trace.path}]")

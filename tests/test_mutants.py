@@ -14,7 +14,7 @@ PATCHES = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
 SUITES = {
     "gpt_baseline": ["test_equivalence.py"],
     "gpt_kv_cache": ["test_kv_cache.py", "test_equivalence.py"],
-    "gpt_bounded_cache": ["test_bounded_cache.py"],
+    "gpt_bounded_cache": ["test_bounded_cache.py", "test_kv_cache.py"],
     "llama_kv_cache": ["test_llama.py"],
     "paged": ["test_paged.py"],
     "speculate": ["test_speculate.py"],

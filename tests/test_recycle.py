@@ -296,7 +296,7 @@ def test_bare_run_shows_every_way_and_names_the_study(tmp_path: Path, monkeypatc
     for way, same in (("cold", 7), ("source: the nearest", 7), ("ours", 7)):
         assert re.search(rf"^  {way}.* {same} of 7$", result.out, re.MULTILINE)
     assert int(re.search(r"published call.* (\d) of 7", result.out).group(1)) < 4
-    assert result.out.splitlines()[-1] == "The full study: python3 recycle.py study"
+    assert result.out.splitlines()[-1] == "The full study: python3 -m studies.recycling"
     folder = tmp_path / "results" / "recycle"
     cold = read_csv(folder / "baseline.csv", "prompt", "output")
     recycled = read_csv(folder / "recycled.csv", "way", "reused_tokens")
@@ -384,7 +384,7 @@ def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
     prompts = iter((list("xy"), list("abcd")))
     monkeypatch.setattr(recycling, "read_prompts", lambda path: next(prompts))
     monkeypatch.setattr(recycling.Trial, "run", lambda *given: found)
-    result = run(module.main, "study", "--out", str(tmp_path), *words)
+    result = run(recycling.main, "--out", str(tmp_path), *words)
     assert result.status == 0, result.err
     assert ("and no verdict" in result.out) == bool(words) == ("HOLDS" not in result.out)
     assert (tmp_path / "rows.jsonl").exists() != bool(words)
@@ -392,7 +392,7 @@ def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
 
 @pytest.mark.slow
 def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
-    result = run(module.main, "study", "--quick", "--out", str(tmp_path))
+    result = run(recycling.main, "--quick", "--out", str(tmp_path))
     assert result.status == 0, result.err
     assert "6 of 6 answers are the cold run's" in result.out and "no verdict" in result.out
     recorded, again = Rows("recycling"), Rows("recycling", tmp_path)
@@ -488,7 +488,6 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
 @pytest.mark.parametrize(
     ("words", "culprits"),
     [
-        (["study", "--max-new-tokens", "1280"], ["1280", "1280"]),
         (["--max-new-tokens", f"{N_CTX - 12}"], [f"{N_CTX - 12}", f"{N_CTX}"]),
         (["chat", "--capacity", "0"], ["capacity", "0"]),
         (["chat", "--store", ""], ["--store is empty", "a folder needs a name"]),
@@ -496,8 +495,7 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
         (["--store", "x"], ["--store", "chat"]),
         (["run", "--capacity", "9"], ["--capacity", "chat"]),
         (["--model", "gpt5"], ["gpt5"]),
-        (["law"], ["law", "study"]),
-        (["--seed", "1", "study"], ["study comes first"]),
+        (["law"], ["law", "chat"]),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_status_2(

@@ -2,14 +2,14 @@
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import Ran, read_pocket_config
+from tests.helpers import Ran, read_pocket_config, refused, run
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
@@ -27,30 +27,19 @@ SCRIPTS = [
     "studies.article",
     "studies.claims",
 ]
-Run = Callable[..., Ran]
 CONFIG = read_pocket_config("teacher")
 TOKEN = 2 * CONFIG["n_layer"] * CONFIG["n_embd"] * 4  # bytes of a token's keys and values
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Calls a script's main() with its words, in this process."""
-
-    def call(script: str, *words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *words])
-        code = 0
-        try:
-            importlib.import_module(script).main([*words])
-        except SystemExit as ended:
-            code = ended.code or 0
-        return Ran(code, *capsys.readouterr())
-
-    return call
+def start(command: str) -> Ran:
+    """Run a script in this process, given as on a command line."""
+    script, *words = shlex.split(command)
+    return run(importlib.import_module(script).main, *words)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_what_it_does(run: Run, script: str) -> None:
-    ran = run(script, "--help")
+def test_help_says_what_it_does(script: str) -> None:
+    ran = start(f"{script} --help")
     assert ran.code == 0 and ran.err == ""
     assert len(ran.out.splitlines()) > 5 and "usage:" in ran.out
 
@@ -82,191 +71,143 @@ def text_of(ran: Ran) -> str:
     return ran.out.split("\n\n[prefill")[0]
 
 
-@pytest.mark.parametrize("options", [[], ["--temperature", "0.8", "--top-k", "20", "--seed", "5"]])
-def test_all_files_write_the_same(run: Run, options: list[str]) -> None:
-    words = ["--max-new-tokens", "60", *options]
-    texts = [text_of(run(script, *words)) for script in GPT_FILES]
-    texts.append(text_of(run("gpt_bounded_cache", "--memory", "full", *words)))
+@pytest.mark.parametrize(
+    "options", ["", "--temperature 0.8 --top-k 20 --seed 5", "--dtype float16"]
+)
+def test_all_files_write_the_same(options: str) -> None:
+    scripts = [*GPT_FILES, "gpt_bounded_cache --memory full"]
+    texts = [text_of(start(f"{script} --max-new-tokens 60 {options}")) for script in scripts]
     assert len(texts[0].split()) > 20 and len({*texts}) == 1
+    assert text_of(start("gpt_kv_cache --max-new-tokens 60 --temperature 2")) != texts[0]
 
 
 @pytest.mark.parametrize("memory", ["full", "window", "sinks", "bct"])
-def test_every_memory_writes_text_and_says_its_bytes(run: Run, memory: str) -> None:
-    slots = ["--slots", "50"] if memory in ("window", "sinks") else []
-    ran = run("gpt_bounded_cache", "--memory", memory, "--max-new-tokens", "40", *slots)
+def test_every_memory_writes_text_and_says_its_bytes(memory: str) -> None:
+    slots = "--slots 50" if memory in ("window", "sinks") else ""
+    ran = start(f"gpt_bounded_cache --memory {memory} --max-new-tokens 40 {slots}")
     bct = read_pocket_config("bct")
     head = bct["slots"] * (2 * 32 + 1) + bct["recent"] * (2 * 32 + 1 + bct["slots"])
     nbytes = {
         "full": TOKEN * (CONFIG["n_ctx"] + 1),
         "bct": 4 * bct["n_layer"] * bct["n_head"] * head,
     }
-    assert (
-        len(text_of(ran).split()) > 20
-        and f"KV cache {nbytes.get(memory, 50 * TOKEN):,} bytes" in ran.out
-    )
+    assert len(text_of(ran).split()) > 20
+    assert f"KV cache {nbytes.get(memory, 50 * TOKEN):,} bytes" in ran.out
 
 
-def test_a_bare_run_compares_the_memories_on_one_text(run: Run) -> None:
-    ran = run("gpt_bounded_cache", "--max-new-tokens", "50", "--prompt", "Notes:")
+def test_a_bare_run_compares_the_memories_on_one_text() -> None:
+    ran = start("gpt_bounded_cache --max-new-tokens 50 --prompt Notes:")
     rows = [line.split() for line in ran.out.splitlines() if re.search(r"\d%$", line)]
-    assert [row[0] for row in rows] == ["full,", "window", "4", "BCT:"] and rows[0][-2:] == [
-        "0.000",
-        "100%",
-    ]
-    assert "python3 -m studies.bounding" in ran.out.splitlines()[-1]
+    assert [row[0] for row in rows] == ["full,", "window", "4", "BCT:"]
+    assert rows[0][-2:] == ["0.000", "100%"]
 
 
-def test_bct_goes_on_past_the_context(run: Run) -> None:
-    long = ["--prompt", "Notes: " * (CONFIG["n_ctx"] // 2), "--max-new-tokens", "5"]
-    assert "holds only" not in run("gpt_bounded_cache", "--memory", "bct", *long).out
-    full = run("gpt_bounded_cache", "--memory", "full", *long)
+def test_bct_goes_on_past_the_context() -> None:
+    long = f"--prompt '{'Notes: ' * (CONFIG['n_ctx'] // 2)}' --max-new-tokens 5"
+    assert "holds only" not in start(f"gpt_bounded_cache --memory bct {long}").out
+    full = start(f"gpt_bounded_cache --memory full {long}")
     assert f"context of {CONFIG['n_ctx']} holds only the last" in full.out
 
 
-@pytest.mark.parametrize(
-    ("words", "culprits"),
-    [
-        (["--memory", "all"], ["all", "window"]),
-        (["--slots", "5", "--memory", "sinks"], ["--slots 5", "at least 6"]),
-        (["--slots", "many"], ["many"]),
-        (["--slots", "50", "--memory", "bct"], ["bct", "--slots"]),
-        (["--model", "pocket-bct", "--memory", "window"], ["bct", "slots is 24"]),
-        (
-            ["--model", "pocket/teacher", "--memory", "bct"],
-            ["pocket/teacher", "slots is None; models with slots"],
-        ),
-        (["--prompt", ""], ["prompt"]),
-    ],
-)
-def test_bad_memories_get_one_sentence(run: Run, words: list[str], culprits: list[str]) -> None:
-    refused(run("gpt_bounded_cache", *words), culprits)
-
-
-def refused(ran: Ran, culprits: list[str]) -> None:
-    assert ran.code == 2 and len(ran.err.strip().splitlines()) == 1
-    assert all(culprit in ran.err for culprit in culprits), ran.err
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("studies.replay", ["requests.jsonl", "--blocks", "500", "--quick"]),
-        ("studies.projection", ["--pairs", "pairs.csv", "--kinds", "quiz"]),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(
-    run: Run, script: str, words: list[str]
-) -> None:
-    refused(run(script, *words), [word for word in words if word.startswith("--")])
-
-
-@pytest.mark.parametrize(
-    "words", [["gpt_kv_cache"], ["gpt_bounded_cache"], ["gpt_bounded_cache", "--memory", "window"]]
-)
-def test_a_bct_elsewhere_names_the_command_that_takes_it(run: Run, words: list[str]) -> None:
-    refused(
-        run(*words, "--model", "pocket-bct"), ["config.json", "gpt_bounded_cache.py --memory bct"]
-    )
-    assert "pocket-bct" not in run(words[0], "--help").out
-
-
-def test_seed_changes_what_is_drawn(run: Run) -> None:
-    words = ["--max-new-tokens", "60", "--temperature", "1"]
-    one, two = (text_of(run("gpt_kv_cache", *words, "--seed", seed)) for seed in "12")
-    assert one != two
-
-
-def test_compare_shows_the_same_tokens_and_a_table_over_lengths(run: Run) -> None:
-    ran = run("gpt_kv_cache", "--compare", "--max-new-tokens", "150")
+def test_compare_shows_the_same_tokens_and_a_table_over_lengths() -> None:
+    ran = start("gpt_kv_cache --compare --max-new-tokens 150")
     assert ran.code == 0 and "Same tokens: yes" in ran.out
-    rows = [
-        line.split()
-        for line in ran.out.splitlines()
-        if re.fullmatch(r"\s*(\d+|all)( +[\d.]+){3}", line)
-    ]
-    assert len(rows) >= 3 and rows[-1][0] == "all"
+    rows = re.findall(r"^ *(\d+|all) +([\d.]+) +([\d.]+) +([\d.]+)$", ran.out, re.M)
     lengths = [int(row[0]) for row in rows[:-1]]
-    assert lengths == sorted(set(lengths))
-    for row in rows:
-        assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), rel=0.1)
+    assert len(rows) >= 3 and rows[-1][0] == "all" and lengths == sorted({*lengths})
+    for _, slow, fast, ratio in rows:
+        assert float(ratio) == pytest.approx(float(slow) / float(fast), rel=0.1)
 
 
 def test_an_untrained_model_writes_what_the_article_lets_it_write(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def offline(name: str) -> None:
         raise OSError(f"no network for {name}")
 
     monkeypatch.setattr("tiktoken.get_encoding", offline)
-    ran = run("gpt_kv_cache", "--compare", "--random", "2x2x8", "--threads", "1")
+    ran = start("gpt_kv_cache --compare --random 2x2x8 --threads 1")
     assert ran.code == 0 and re.search(r"\nHello, I am( \d+){200}\n", ran.out)
     assert "Same tokens: yes (no cache: 200, KV cache: 200)" in ran.out
-    assert re.search(
-        r"In all, prefill included: no cache [\d.]+ s, KV cache [\d.]+ s, [\d.]+ times as fast",
-        ran.out,
-    )
+    assert re.search(r"In all, prefill included: .* s, [\d.]+ times as fast", ran.out)
     assert "tokens are shown as numbers: can't download GPT-2's tokenizer" in ran.err
-    other = run("gpt_kv_cache", "--random", "2x2x8", "--prompt", "Hi")
+    other = start("gpt_kv_cache --random 2x2x8 --prompt Hi")
     assert other.code == 2 and "the prompt must be 'Hello, I am', got 'Hi'" in other.err
 
 
-def test_an_untrained_model_is_named_by_its_geometry_alone(run: Run) -> None:
-    refused(run("gpt_kv_cache", "--random", "pocket"), ["124M", "pocket"])
-    refused(run("gpt_kv_cache", "--random", "124M", "--model", "gpt2"), ["124M", "gpt2"])
-
-
-def test_a_students_cache_takes_the_place_of_ours(run: Run, tmp_path: Path) -> None:
+def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
     file = tmp_path / "exercise.py"
-    words = ["--max-new-tokens", "20", "--cache", str(file)]
-    file.write_text(
-        "from gpt_kv_cache import KVCache\n\nclass Cache(KVCache):\n    nbytes = 12345\n"
-    )
-    ran = run("gpt_kv_cache", "--compare", *words)
+    words = f"--max-new-tokens 20 --cache '{file}'"
+    refused(start(f"gpt_kv_cache {words}"), "there is no Python file")
+    ours = "from gpt_kv_cache import KVCache\n\nclass Cache(KVCache):\n    "
+    file.write_text(f"{ours}nbytes = 12345\n")
+    ran = start(f"gpt_kv_cache --compare {words}")
     assert ran.code == 0 and "Same tokens: yes" in ran.out and "12,345 bytes" in ran.out
-    for source, words_of_error in (
+    stub = "def append(self, *_):\n        raise NotImplementedError('exercise 2.1')\n"
+    for source, said in [
         ("x = 1\n", "has no class Cache"),
-        (
-            "class Cache:\n    @property\n    def next_pos(self):\n        raise NotImplementedError('exercise 2.1')\n"
-            "    def __len__(self):\n        return 0\n",
-            "exercise 2.1 isn't written",
-        ),
+        (ours + stub, "exercise 2.1 isn't written"),
         ("class Cache(\n", "line 1"),
-    ):
+    ]:
         file.write_text(source)
-        ran = run("gpt_kv_cache", *words)
-        assert (
-            ran.code == 2 and words_of_error in ran.err and len(ran.err.strip().splitlines()) == 1
-        )
+        ran = start(f"gpt_kv_cache {words}")
+        refused(ran, said)
         assert ran.out == "" or ran.out.endswith("\n")  # the sentence begins a line
-    assert (
-        "there is no Python file" in run("gpt_kv_cache", "--cache", str(tmp_path / "none.py")).err
-    )
 
 
-@pytest.mark.parametrize("script", GPT_FILES)
-@pytest.mark.parametrize(
-    ("words", "culprits"),
-    [
-        (["--model", "gpt5"], ["gpt5", "pocket"]),
-        (["--model", "tests"], ["config.json", "tests"]),
-        (["--max-new-tokens", "0"], ["0", "1"]),
-        (["--max-new-tokens", "many"], ["many"]),
-        (["--temperature", "-1"], ["temperature", "-1"]),
-        (["--top-k", "0"], ["0", "1"]),
-        (["--prompt", ""], ["prompt"]),
-        (["--dtype", "int8"], ["int8", "float32"]),
-        (["--nonsense"], ["--nonsense"]),
-    ],
-)
-def test_bad_input_gets_one_sentence(
-    run: Run, script: str, words: list[str], culprits: list[str]
-) -> None:
-    refused(run(script, *words), culprits)
+BAD = {  # a command, and what its sentence must hold
+    "gpt_baseline --model gpt5": "gpt5 pocket",
+    "gpt_baseline --model tests": "config.json tests",
+    "gpt_baseline --max-new-tokens 0": "0 1",
+    "gpt_baseline --prompt ''": "prompt",
+    "gpt_kv_cache --max-new-tokens many": "many",
+    "gpt_kv_cache --temperature -1": "temperature -1",
+    "gpt_kv_cache --top-k 0": "0 1",
+    "gpt_kv_cache --dtype int8": "int8 float32",
+    "gpt_kv_cache --nonsense": "--nonsense",
+    "gpt_kv_cache --trace .": ". is not a regular file",
+    "gpt_kv_cache --trace nowhere/x.html": "no folder nowhere",
+    "gpt_kv_cache --model pocket-bct": "config.json gpt_bounded_cache.py --memory bct",
+    "gpt_kv_cache --random pocket": "124M pocket",
+    "gpt_kv_cache --random 124M --model gpt2": "124M gpt2",
+    "gpt_bounded_cache --memory all": "all window",
+    "gpt_bounded_cache --slots 5 --memory sinks": "--slots 5 at least 6",
+    "gpt_bounded_cache --slots many": "many",
+    "gpt_bounded_cache --slots 50 --memory bct": "bct --slots",
+    "gpt_bounded_cache --model pocket-bct --memory window": "bct slots is 24",
+    "gpt_bounded_cache --model pocket/teacher --memory bct": "pocket/teacher slots is None; models with slots",
+    "gpt_bounded_cache --trace x.html": "give --memory too",
+    "overfill write --policy periodic:x": "periodic:x whole number",
+    "overfill write --policy often": "often periodic",
+    "overfill write --policy dropout:8:0.1": "pocket-student without dropout",
+    "overfill write --student gpt5": "gpt5 pocket-student",
+    "overfill write --student pocket-bct": "slots",
+    "overfill --max-new-tokens 1": "at least 2 '1'",
+    "overfill --max-new-tokens 5000": f"5000 context of {CONFIG['n_ctx']}",
+    "overfill --top-k 2": "demo has no --top-k",
+    "overfill --trace x.html": "demo has no --trace",
+    "recycle --trace x.html": "has no --trace",
+    "paged serve": "needs a FILE",
+    "paged run x.txt": "run takes none",
+    "paged serve nowhere.txt": "nowhere.txt",
+    "paged serve README.md --trace x.html": "no --trace",
+    "paged --trace .": ". is not a regular file",
+    "paged --blocks 3": "blocks there are 3",
+    "paged --blocks 2000000000 --max-new-tokens 2": "2000000000 blocks of 16 tokens take",
+    "paged --size 0": "0 1",
+    "paged --max-new-tokens 5000": "5000 more context of",
+    "paged --top-k 3": "run has no --top-k",
+    "speculate write --draft 0": "--draft at least 1 '0'",
+    "speculate --draft 4": "demo has no --draft",
+    "studies.replay requests.jsonl --blocks 500 --quick": "--blocks --quick",
+    "studies.projection --pairs pairs.csv --kinds quiz": "--pairs --kinds",
+}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_runs(run: Run, dtype: str) -> None:
-    assert "KV cache" in run("gpt_kv_cache", "--dtype", dtype, "--max-new-tokens", "10").out
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_gets_one_sentence(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    refused(start(command), *BAD[command].split())
 
 
 @pytest.mark.slow

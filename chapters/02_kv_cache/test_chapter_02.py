@@ -65,7 +65,7 @@ def check(found: list[tuple[Tensor, Tensor, Tensor | None]], first: int, end: in
                 )
 
 
-# --- 2.1, in stages: `-x` ends at the first that fails --------------------------------------------------------------
+# --- 2.1, in stages, a point each: single tokens; chunks; a pass that fails; the very first pass fails ---------------
 
 
 @pytest.mark.ex2_1
@@ -84,7 +84,7 @@ def test_stage_1_len_and_next_pos(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex2_1
-def test_stage_2_one_token(impl: ModuleType) -> None:
+def test_stage_1_one_token(impl: ModuleType) -> None:
     cache = impl.Cache()
     check(added(cache, 0, 1), 0, 1)
     layers = f"a pass over two layers leaves {len(cache.layers)} tensors in cache.layers, must be 2"
@@ -92,7 +92,7 @@ def test_stage_2_one_token(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex2_1
-def test_stage_3_two_tokens(impl: ModuleType) -> None:
+def test_stage_1_two_tokens(impl: ModuleType) -> None:
     cache = impl.Cache()
     for first in (0, 1):
         check(added(cache, first, first + 1), first, first + 1)
@@ -101,7 +101,7 @@ def test_stage_3_two_tokens(impl: ModuleType) -> None:
 
 @pytest.mark.ex2_1
 @pytest.mark.parametrize("ends", [(5,), (5, 6), (4, 7), (1, 3), (7, 14), (2, 3, 9, 10)])
-def test_stage_4_chunks(impl: ModuleType, ends: tuple[int, ...]) -> None:
+def test_stage_2_chunks(impl: ModuleType, ends: tuple[int, ...]) -> None:
     cache = impl.Cache()
     for first, end in pairwise((0, *ends)):
         check(added(cache, first, end), first, end)
@@ -109,7 +109,7 @@ def test_stage_4_chunks(impl: ModuleType, ends: tuple[int, ...]) -> None:
 
 @pytest.mark.ex2_1
 @torch.no_grad()
-def test_stage_4_any_cut_of_the_text_gives_the_logits_of_an_uncached_pass(
+def test_stage_2_any_cut_of_the_text_gives_the_logits_of_an_uncached_pass(
     impl: ModuleType, model: GPT
 ) -> None:
     draw = random.Random(0)
@@ -124,9 +124,47 @@ def test_stage_4_any_cut_of_the_text_gives_the_logits_of_an_uncached_pass(
 
 
 @pytest.mark.ex2_1
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_stage_2_keys_and_values_keep_their_dtype(impl: ModuleType, dtype: torch.dtype) -> None:
+    cache = impl.Cache()
+    for first, end in [(0, 3), (3, 4), (4, 6)]:
+        pos, (k, v) = torch.arange(first, end), torch.randn(2, 1, 2, end - first, 4).to(dtype)
+        found = {x.dtype for x in cache.append(0, k, v, pos)[:2]} | {
+            kv.dtype for kv in cache.layers
+        }
+        assert found == {dtype}, f"keys and values of {dtype}: cached and returned as {found}"
+        cache.commit(pos)
+
+
+@pytest.mark.ex2_1
 @torch.no_grad()
-@pytest.mark.parametrize("read", [5, 0], ids=["", "the_very_first"])
-def test_stage_5_a_pass_that_fails_changes_nothing(impl: ModuleType, model: GPT, read: int) -> None:
+def test_stage_2_two_caches_share_a_model(impl: ModuleType, model: GPT) -> None:
+    texts, caches = [text(1, 10, 1), text(1, 10, 2)], [impl.Cache(), impl.Cache()]
+    for i in range(0, 10, 2):
+        for ids, cache in zip(texts, caches, strict=True):
+            logits = model(ids[:, i : i + 2], cache)
+            assert_close(
+                logits,
+                model(ids[:, : i + 2])[:, -2:],
+                f"two texts in turn, tokens {i} and {i + 1}",
+                LOGITS,
+            )
+
+
+@pytest.mark.ex2_1
+@torch.no_grad()
+def test_stage_3_a_pass_that_fails_changes_nothing(impl: ModuleType, model: GPT) -> None:
+    check_failures(impl, model, 5)
+
+
+@pytest.mark.ex2_1
+@torch.no_grad()
+def test_stage_4_nor_does_the_very_first_pass(impl: ModuleType, model: GPT) -> None:
+    check_failures(impl, model, 0)
+
+
+def check_failures(impl: ModuleType, model: GPT, read: int) -> None:
+    """Whether passes that fail after so many tokens change nothing, in any layer."""
     ids = text(2, 12)
     for layer in range(CONFIG.n_layer):
         cache = impl.Cache()
@@ -148,34 +186,6 @@ def test_stage_5_a_pass_that_fails_changes_nothing(impl: ModuleType, model: GPT,
         assert len(cache.layers) == CONFIG.n_layer, many
         logits = torch.cat([first, model(ids[:, 9:], cache)], 1)
         assert_close(logits, model(ids)[:, read:], f"{what}, then the rest", LOGITS)
-
-
-@pytest.mark.ex2_1
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_keys_and_values_keep_their_dtype(impl: ModuleType, dtype: torch.dtype) -> None:
-    cache = impl.Cache()
-    for first, end in [(0, 3), (3, 4), (4, 6)]:
-        pos, (k, v) = torch.arange(first, end), torch.randn(2, 1, 2, end - first, 4).to(dtype)
-        found = {x.dtype for x in cache.append(0, k, v, pos)[:2]} | {
-            kv.dtype for kv in cache.layers
-        }
-        assert found == {dtype}, f"keys and values of {dtype}: cached and returned as {found}"
-        cache.commit(pos)
-
-
-@pytest.mark.ex2_1
-@torch.no_grad()
-def test_two_caches_share_a_model(impl: ModuleType, model: GPT) -> None:
-    texts, caches = [text(1, 10, 1), text(1, 10, 2)], [impl.Cache(), impl.Cache()]
-    for i in range(0, 10, 2):
-        for ids, cache in zip(texts, caches, strict=True):
-            logits = model(ids[:, i : i + 2], cache)
-            assert_close(
-                logits,
-                model(ids[:, : i + 2])[:, -2:],
-                f"two texts in turn, tokens {i} and {i + 1}",
-                LOGITS,
-            )
 
 
 @pytest.mark.ex2_2
