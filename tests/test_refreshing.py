@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import (
     POLICIES,
     Pair,
     Periodic,
+    Policy,
+    ProbeKL,
+    generate_refreshed,
     teacher_nats,
 )
 from studies import refreshing
@@ -80,6 +84,14 @@ def test_repeated_trigrams() -> None:
     assert repeated([1, 2, 3, 4]) == 0
     assert repeated([1, 2, 1, 2, 1, 2]) == pytest.approx(0.5)  # 121 212 121 212
     assert repeated([1]) == 0
+
+
+def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
+    probe = ProbeKL(2.0, every=4, cooldown=4)
+    for policy in (Policy(), Periodic(4), Periodic(5, window=2, reads="window"), probe):
+        plain, _ = run(teacher, student, prompts(3), 30, policy)
+        pair = Pair(teacher, student, prompts(3), lambda: SlidingWindowCache(39))
+        assert torch.equal(torch.cat(list(generate_refreshed(pair, 30, policy)), 1), plain)
 
 
 def test_every_kind_of_policy_has_a_way_that_the_study_measures(rows, teacher, student) -> None:
@@ -179,6 +191,13 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     predict(rows, 20, at)
     found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
     assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
+    before = [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")]
+    times(texts, ["none", "periodic:4", "windowed:8:2"], 2, 2)  # measured later: OverFill's stay
+    assert [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")] == before
+    later = rows.find("windowed:8:2", "tps", **at)["values"]
+    ratios = rows.find("windowed:8:2", "time", **at)["values"]
+    assert len(later) == 2 and min(later) > 0 and min(ratios) > 0
+    assert rows.find("teacher", "read_ms", **at, k=2) is None
 
 
 def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(rows) -> None:
