@@ -51,7 +51,7 @@ def glance() -> list[str | Table]:
         lines = []
         for command, minutes in commands.items():
             for claim in claims_by(command):
-                quote = textwrap.shorten(claim["quote"], 56, placeholder=" …")
+                quote = textwrap.shorten(claim["quote"], 48, placeholder=" …")
                 verdict = claim["verdict"]
                 if claim["source"]:
                     quote = f'"{quote}"'
