@@ -639,7 +639,7 @@ def lower_priority() -> None:
 
 # --- One question, and a demo ---------------------------------------------------------------------
 
-# Made by python3 -m studies.projection --as-written --kinds quiz.
+# Made by python3 -m studies.projection --kinds quiz.
 LIBRARIES = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
 GOOD_KL = 0.05  # nats, the proposal's threshold

@@ -31,9 +31,8 @@ from overfill import Pair, generate_refreshed, load_pair, speculative
 from support.printing import stream
 from support.tables import table
 
-Choose = Callable[
-    [Tensor], tuple[Tensor, Tensor]
-]  # logits (1, V) -> a token (1, 1), and the distribution (1, V)
+# Logits (1, V) -> a token (1, 1), and the distribution (1, V).
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 Drafter = Callable[[Pair, int, Choose], tuple[Tensor, Tensor]]
 
 
@@ -75,18 +74,14 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tens
 def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return an index (1,) drawn in proportion to weights (V,); the generator may be of another device."""
     sums = weights.cumsum(0)
-    return torch.searchsorted(sums, uniform(1, generator) * sums[-1], right=True).clamp(
-        max=len(sums) - 1
-    )
+    index = torch.searchsorted(sums, uniform(1, generator) * sums[-1], right=True)
+    return index.clamp(max=len(sums) - 1)
 
 
 def uniform(n: int, generator: torch.Generator | None) -> Tensor:
     """Return n random numbers between 0 and 1, on the CPU."""
-    return (
-        torch.rand(n, generator=generator, device=generator.device if generator else "cpu")
-        .cpu()
-        .double()
-    )
+    device = generator.device if generator else "cpu"
+    return torch.rand(n, generator=generator, device=device).cpu().double()
 
 
 def agree(
@@ -98,8 +93,13 @@ def agree(
     Source: Leviathan et al. 2023, algorithm 1.
     """
     each = torch.arange(len(draft))
-    n = int((uniform(len(draft), generator) < p[each, draft] / q[each, draft]).cumprod(0).sum())
-    return n, draw((p[n] - q[n]).clamp(min=0) if n < len(draft) else p[n], generator)
+    ratio = p[each, draft] / q[each, draft]  # (k,)
+    stays = uniform(len(draft), generator) < ratio
+    n = int(stays.cumprod(0).sum())
+    rest = p[n]  # (V,)
+    if n < len(draft):
+        rest = (p[n] - q[n]).clamp(min=0)
+    return n, draw(rest, generator)
 
 
 @dataclass
@@ -132,9 +132,8 @@ def speculate(
     """
     check_options(pair.ids, max_new_tokens, temperature, top_k)
     if k < 1 or pair.ids.size(0) != 1:
-        raise ValueError(
-            f"speculation takes drafts of at least 1 token and 1 text, got {k} and {pair.ids.size(0)}"
-        )
+        given = f"got {k} and {pair.ids.size(0)}"
+        raise ValueError(f"speculation takes drafts of at least 1 token and 1 text, {given}")
     if pair.n_ctx < pair.teacher.config.n_ctx:
         raise ValueError(
             f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
@@ -155,13 +154,11 @@ def speculate(
             shared, room = len(pair.read), pair.cached_from + pair.n_ctx - n
             drafted, q = draft(pair, min(k, max_new_tokens - written - 1, room), choose)
             unread = torch.cat([pair.ids[:, pair.cached_from + shared :], drafted], 1)
-            p = probabilities(
-                pair.teacher(unread, pair.read)[0], temperature, top_k
-            )  # (drafted + 1, V)
+            logits = pair.teacher(unread, pair.read)[0]  # (drafted + 1, V)
+            p = probabilities(logits, temperature, top_k)
             agreed, token = agree(p, q, drafted[0].cpu(), generator)
-            new = torch.cat(
-                [drafted[:, :agreed], token[None].to(pair.ids.device)], 1
-            )  # (1, agreed + 1)
+            token = token[None].to(pair.ids.device)
+            new = torch.cat([drafted[:, :agreed], token], 1)  # (1, agreed + 1)
             if stop_id in (said := new[0].tolist()):  # what follows it was never written
                 new = new[:, : said.index(stop_id) + 1]
                 agreed = new.size(1) - 1
@@ -170,7 +167,8 @@ def speculate(
                 pair.hand_over(shared)
             else:
                 pair.cache.truncate(min(len(pair.cache), len(pair.read)))
-            passes.count, passes.drafted = passes.count + 1, passes.drafted + drafted.size(1)
+            passes.count += 1
+            passes.drafted += drafted.size(1)
             passes.agreed += agreed
         pair.ids = torch.cat([pair.ids, new], 1)
         written += new.size(1)
@@ -185,56 +183,36 @@ DRAFTS = {"student": by_student, "text": from_the_text}
 @torch.no_grad()
 def demo(teacher: torch.nn.Module, student: torch.nn.Module, prompts: list[Tensor], n: int) -> None:
     """Print the savings and costs of several draft lengths, beside the teacher alone and equally frequent refreshes."""
-    made: dict[str, tuple[list[list[int]], float, int, str]] = {}
-    rows = [
-        ("teacher alone", 0, ""),
-        *((f"drafts of {k} by the student", k, "student") for k in (4, 8, 16)),
-        *((f"drafts of {k} from the text", k, "text") for k in (4, 8, 16)),
-        ("(a refresh every 8 tokens", 8, "refresh"),
-    ]
-    for name, k, by in [rows[0], *rows]:  # the first warms up
-        texts, begun, count, drafted, agreed = [], time.perf_counter(), 0, 0, 0
+    rows = [("teacher alone", 0, "")]
+    for by, words in (("student", "by the student"), ("text", "from the text")):
+        rows += [(f"drafts of {k} {words}", k, by) for k in (4, 8, 16)]
+    rows.append(("(a refresh every 8 tokens", 8, "refresh"))
+    for ids in prompts:
+        list(generate(teacher, ids, n))  # a process's first passes are slow
+    cells, exact = [], []
+    for name, k, by in rows:
+        texts, count, passes = [], 0, Passes()
+        begun = time.perf_counter()
         for ids in prompts:
-            pair, passes = Pair(teacher, student, ids), Passes()
-            tokens = (
-                generate(teacher, ids, n)
-                if not by
-                else speculate(pair, n, k, DRAFTS[by], passes)
-                if by in DRAFTS
-                else generate_refreshed(pair, n, speculative(k))
-            )
+            pair = Pair(teacher, student, ids)
+            if by in DRAFTS:
+                tokens = speculate(pair, n, k, DRAFTS[by], passes)
+            elif by == "refresh":
+                tokens = generate_refreshed(pair, n, speculative(k))
+            else:
+                tokens = generate(teacher, ids, n)
+                count += n - 1
             texts.append([int(token) for token in tokens])
-            count += {"": n - 1, "refresh": len(pair.refreshes)}.get(by, passes.count)
-            drafted, agreed = drafted + passes.drafted, agreed + passes.agreed
-        made[name] = (
-            texts,
-            time.perf_counter() - begun,
-            count,
-            f"{agreed / drafted:.0%}" if drafted else "",
-        )
-    exact, total = made["teacher alone"][0], n * len(prompts)
-    print(
-        table(
-            [
-                "",
-                "tokens/s",
-                "teacher's passes in 1,000 tokens",
-                "of the drafts stay",
-                "the teacher's text",
-            ],
-            [
-                [
-                    name,
-                    f"{total / seconds:.0f}",
-                    f"{1000 * count / total:.0f}",
-                    share,
-                    f"{sum(map(list.__eq__, texts, exact))} of {len(exact)}"
-                    + ")" * name.startswith("("),
-                ]
-                for name, (texts, seconds, count, share) in made.items()
-            ],
-        )
-    )
+            count += len(pair.refreshes)
+        seconds, total = time.perf_counter() - begun, n * len(prompts)
+        exact = exact or texts
+        same = sum(text == other for text, other in zip(texts, exact, strict=True))
+        stay = f"{passes.agreed / passes.drafted:.0%}" if passes.drafted else ""
+        often = f"{1000 * (count + passes.count) / total:.0f}"
+        cells.append([name, f"{total / seconds:.0f}", often, stay, f"{same} of {len(exact)}"])
+    cells[-1][-1] += ")"
+    often, stay = "teacher's passes in 1,000 tokens", "of the drafts stay"
+    print(table(["", "tokens/s", often, stay, "the teacher's text"], cells))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -262,17 +240,15 @@ def main(argv: list[str] | None = None) -> None:
         )
         if args.what == "write":
             prompt = args.prompt or PROMPT
-            ids = torch.tensor(
-                [tokenizer.encode(prompt, allowed_special="all")], device=args.device
-            )
-            passes, pair = Passes(), Pair(teacher, student, ids)
+            ids = [tokenizer.encode(prompt, allowed_special="all")]
+            pair = Pair(teacher, student, torch.tensor(ids, device=args.device))
+            passes = Passes()
             print(f"\n{prompt}", end="", flush=True)
-            draft = DRAFTS[args.by or "student"]
             tokens = speculate(
                 pair,
                 args.max_new_tokens or 250,
                 args.draft or 8,
-                draft,
+                DRAFTS[args.by or "student"],
                 passes,
                 top_k=args.top_k,
                 temperature=args.temperature or 0.0,
@@ -284,10 +260,8 @@ def main(argv: list[str] | None = None) -> None:
                 f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
                 f"{passes.agreed} of {passes.drafted} drafted tokens stayed]"
             )
-        prompts = [
-            torch.tensor([p], device=args.device)
-            for p in corpus.beginnings(tokenizer, "test", 3, 192)
-        ]
+        beginnings = corpus.beginnings(tokenizer, "test", 3, 192)
+        prompts = [torch.tensor([ids], device=args.device) for ids in beginnings]
         n = args.max_new_tokens or 64
         print(f"{len(prompts)} texts of {n} tokens after prompts of 192, always the likeliest:\n")
         demo(teacher, student, prompts, n)

@@ -38,14 +38,8 @@ class Phase:
     context: int
     lr: float  # after the warm-up
     shuffled: int = 0  # rows of documents in which about half of the vocabulary has changed places
-    answers: float = (
-        1.0  # what a token of an answer weighs in the loss of unshuffled rows; all others weigh 1
-    )
-    long: tuple[int, int, int] = (
-        0,
-        0,
-        0,
-    )  # every fifth step instead: documents, lists, shuffled, n_ctx tokens each
+    answers: float = 1.0  # weight of an answer's token in unshuffled rows; all others weigh 1
+    long: tuple[int, int, int] = (0, 0, 0)  # documents, lists, shuffled of every fifth step
 
     @property
     def rows(self) -> int:
@@ -72,9 +66,9 @@ class Recipe:
     """Everything that decides what a training run computes."""
 
     kind, model_class = "teacher", GPT  # of model
-    init = begin = text = (
-        None  # what it learns from, what it begins as, and a file to train on instead of the corpus
-    )
+    init = None  # the model that it learns from
+    begin = None  # the model that it begins as, if that is another
+    text = None  # a file to train on instead of the corpus
 
     config: GPTConfig
     phases: tuple[Phase, ...]
@@ -102,10 +96,43 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class LlamaRecipe(Recipe):
-    """The same training for a Llama."""
+class Uptraining(Recipe):
+    """A trained GPT-2 goes on as a Llama: it learns what it predicted before, and to get there by
+    the same way, block by block."""
 
     kind, model_class = "llama", Llama
+    init: str = "pocket"
+
+    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
+        """Return KL(teacher || model) (B, T) in nats, and the mean over all blocks but the last of
+        the squared distance between their streams, in units of the teacher's mean square. Positions
+        are not in a Llama's stream, and the mean of a stream is of no account to a GPT-2."""
+        rows = batch.rows[:, :-1]
+        with mixed_precision(rows.device):
+            expected, theirs = streams(teacher, rows)
+            got, ours = streams(model, rows)
+        positions = teacher.wpe.weight[: rows.size(1)] - teacher.wpe.weight.mean(0)
+        apart = []
+        for target, stream in zip(theirs[:-1], ours[:-1], strict=True):
+            target, stream = centred(target.float() - positions), centred(stream.float())
+            apart.append((target - stream).square().mean(-1) / target.square().mean())
+        return kl(expected, got) + torch.stack(apart).mean(0)
+
+
+def centred(x: Tensor) -> Tensor:
+    """Return x (..., C) less its mean over C."""
+    return x - x.mean(-1, keepdim=True)
+
+
+def streams(model: nn.Module, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the logits of rows, and what each block has added up to."""
+    found: list[Tensor] = []
+    blocks = getattr(model, "module", model).h  # under torchrun it is wrapped
+    hooks = [block.register_forward_hook(lambda *call: found.append(call[-1])) for block in blocks]
+    logits = model(rows)
+    for hook in hooks:
+        hook.remove()
+    return logits, found
 
 
 @dataclass(frozen=True)
@@ -129,11 +156,8 @@ class Distillation(Recipe):
 
     @property
     def model_class(self) -> type[nn.Module]:
-        return next(
-            model
-            for model in (rope.GPT, bounded.BCT, bounded.GPT)
-            if model.config_class is type(self.config)
-        )
+        classes = (rope.GPT, bounded.BCT, bounded.GPT)
+        return {model.config_class: model for model in classes}[type(self.config)]
 
     @property
     def kind(self) -> str:
@@ -147,10 +171,10 @@ class Distillation(Recipe):
         """Return KL(teacher || model) (B, T) in nats. A model with slots has first read the texts before the rows,
         without a gradient; the teacher never has."""
         cache, rows = None, batch.rows[:, :-1]
-        if self.slots or self.window:
-            cache = (
-                bounded.BoundedMemory() if self.slots else bounded.SlidingWindowCache(self.window)
-            )
+        if self.slots:
+            cache = bounded.BoundedMemory()
+        elif self.window:
+            cache = bounded.SlidingWindowCache(self.window)
         with mixed_precision(rows.device):
             expected = teacher(rows)
             if self.slots and batch.before.size(1):
@@ -178,7 +202,7 @@ class Pruning(Recipe):
     @property
     def name(self) -> str:
         kind = "dropout" if self.config.dropout else self.mode
-        return self.kind + f"-{kind}" * (kind != KINDS[0])
+        return self.kind if kind == KINDS[0] else f"{self.kind}-{kind}"
 
     def losses(self, model: nn.Module, teacher: gpt_kv_cache.GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
@@ -191,12 +215,7 @@ class Pruning(Recipe):
 
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
-KINDS = (
-    "segments",
-    "alone",
-    "prompt",
-    "dropout",
-)  # of students, by what they read; the last is trained with dropout
+KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read
 TEACHER = Recipe(
     config=GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
     phases=(  # three courses, each of which ends at a low learning rate, with a model that can be used
@@ -236,16 +255,16 @@ TEACHER = Recipe(
     ),
     documents=120_000,
 )
-LLAMA = LlamaRecipe(  # as many parameters as the teacher, and a third of its cache
-    config=LlamaConfig(
-        vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_kv_head=2, n_embd=192, n_inner=672
-    ),
-    phases=TEACHER.phases,
-    documents=TEACHER.documents,
-)
 MEMORY = {"slots": 24, "recent": 8}
 PAPER = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
-STEPS = {"bct": 4_000, "ablation": 110, "rotary": 2_500, "student": 3_000, "student-dropout": 600}
+STEPS = {
+    "bct": 4_000,
+    "ablation": 110,
+    "rotary": 2_500,
+    "student": 3_000,
+    "student-dropout": 600,
+    "llama": 300,
+}
 
 
 SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
@@ -263,7 +282,7 @@ def phases_of(
     the last third in long ones of unshuffled documents."""
     if (
         text
-    ):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
+    ):  # has no answers; and what other models predict of shuffled vocabulary is nothing to learn
         return (Phase(steps=steps, documents=8, lists=0, context=config.n_ctx, lr=lr),)
     long = steps // 3 if config.n_ctx > SHORT else 0
     first = Phase(
@@ -297,6 +316,15 @@ def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
     )
 
 
+def uptraining(config: GPTConfig, steps: int) -> Uptraining:
+    """The recipe that makes a Llama of the teacher, whose geometry is this: of as many parameters
+    but for a few hundred, with a third of the heads of keys and values."""
+    sizes = {name: value for name, value in vars(config).items() if name != "dropout"}
+    sizes |= {"n_kv_head": max(1, config.n_head // 3), "n_inner": 7 * config.n_inner // 8}
+    phases = phases_of(config, steps, 1e-3, 8.0, lists=1)
+    return Uptraining(LlamaConfig(**sizes), phases, documents=20_000, weight_decay=0.0, warmup=50)
+
+
 def pruning(
     init: str, config: GPTConfig, steps: int, kind: str, text: str | None = None
 ) -> Pruning:
@@ -304,9 +332,8 @@ def pruning(
     from the one without, since on a CPU dropout takes four times as long."""
     begin = "pocket-student" if (init, kind) == ("pocket", "dropout") else None
     phases = phases_of(config, steps, 4e-4 if begin else 1e-3, 4.0, text)
-    n_embd, n_inner = (
-        max(8, 8 * round(STUDENT_WIDTH * width / 8)) for width in (config.n_embd, config.n_inner)
-    )
+    n_embd = max(8, 8 * round(STUDENT_WIDTH * config.n_embd / 8))
+    n_inner = max(8, 8 * round(STUDENT_WIDTH * config.n_inner / 8))
     mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
     narrow = replace(
         config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout
@@ -324,7 +351,12 @@ def pruning(
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth."""
+    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth. An
+    uptraining warms up, goes on as it is, and falls to nothing in its last phase."""
+    if isinstance(recipe, Uptraining):
+        left = sum(phase.steps for phase in recipe.phases) - step
+        last = recipe.phases[-1]
+        return last.lr * min(1.0, (step + 1) / recipe.warmup, left / last.steps)
     for (lr, reads), phases in groupby(
         recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0)
     ):
@@ -358,6 +390,5 @@ def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
 def size_of(recipe: Recipe) -> tuple[int, int]:
     """Return a recipe's steps and how many tokens they read."""
     steps = sum(phase.steps for phase in recipe.phases)
-    return steps, sum(
-        phase.rows * phase.context for phase, _ in (phase_at(recipe, step) for step in range(steps))
-    )
+    phases = [phase_at(recipe, step)[0] for step in range(steps)]
+    return steps, sum(phase.rows * phase.context for phase in phases)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
-import llama_kv_cache
 from gpt_baseline import GPT, GPTConfig
 from load_gpt2_weights import load_model
 from pocket import rope
 from pocket.batches import Corpus
+from pocket.conversion import as_llama
 from pocket.pruning import pruned
 from pocket.recipes import Pruning, Recipe
 
@@ -102,77 +102,6 @@ def start_as_copier(model: GPT) -> None:
 
 
 @torch.no_grad()
-def start_llama_as_copier(model: llama_kv_cache.Llama) -> None:
-    """Let a Llama's training start from an induction circuit, as start_as_copier() does for a GPT-2.
-
-    The width is split into constant | content | one back | two back. In layer 0 the keys of the
-    first group are all the same, read off the constant, and the queries of its heads 0 and 1 are
-    that key, turned back by one and two positions: so they look there, and copy a projection of the
-    content into `one back` and `two back`. In layer 1 the first head of group 0 looks for tokens
-    that follow the present one, that of group 1 for tokens two after the one before it; both add
-    their content. They compare by the pairs of a head that hardly turn, since distance must not
-    matter. All other heads from layer 1 on begin by adding, a little, what they look at.
-    """
-    c = model.config
-    D, group = c.head_dim, c.n_head // c.n_kv_head
-    constant, content = 0, slice(2, c.n_embd - 2 * D)
-    back = [slice(c.n_embd - 2 * D, c.n_embd - D), slice(c.n_embd - D, c.n_embd)]
-    width = c.n_embd - 2 * D - 2
-    project = torch.randn(width, D) / math.sqrt(width)
-
-    model.wte.weight *= 5  # large, so that a step of training changes it little
-    for part in (slice(0, 2), *back):
-        model.wte.weight[:, part] *= 0.1
-    model.wte.weight[:, constant] = 0.5
-    model.ln_f.weight /= 1.5
-    model.ln_f.weight[constant] = 0
-
-    query, key, value = llama_heads(model, 0)
-    mix = model.h[0].attn.c_proj.weight.unflatten(0, (c.n_head, D))
-    fast = torch.arange(D) % (D // 2) < D // 4  # the pairs that turn fast tell neighbours apart
-    towards = torch.where(fast, 3.0, 0.0)
-    key[:, 0] = 0
-    key[constant, 0] = towards
-    value[:, 0] = 0
-    value[content, 0] = project
-    for head in (0, 1):
-        turned_back = llama_kv_cache.rotation(torch.tensor([-1 - head]), c)
-        query[:, head] = 0
-        query[constant, head] = llama_kv_cache.rotate(
-            towards.view(1, 1, 1, D), turned_back
-        ).flatten()
-        mix[head] = 0
-        mix[head, :, back[head]] = 0.5 * torch.eye(D)
-
-    for layer in range(1, c.n_layer):  # what a head writes is what it reads, up to a projection
-        values = llama_heads(model, layer)[2].repeat_interleave(group, dim=1)
-        model.h[layer].attn.c_proj.weight.copy_(values.flatten(1).t())
-    query, key, value = llama_heads(model, 1)
-    mix = model.h[1].attn.c_proj.weight.unflatten(0, (c.n_head, D))
-    slow = torch.where(torch.arange(D) % (D // 2) < D // 4, 0.0, 4.0)
-    compare = torch.linalg.qr(torch.randn(D, D))[0] * slow
-    present, one_back, two_back = content, *back
-    for kv_head, (looks_for, among) in enumerate([(present, one_back), (one_back, two_back)]):
-        head = kv_head * group
-        key[:, kv_head] = 0
-        key[among, kv_head] = compare
-        query[:, head] = 0
-        query[looks_for, head] = project @ compare if looks_for is present else compare
-        value[:, kv_head] = 0
-        value[content, kv_head] = project
-        mix[head] = 0
-        mix[head, :, content] = 6 * project.t()
-
-
-def llama_heads(model: llama_kv_cache.Llama, layer: int) -> list[Tensor]:
-    """Return views of the weights of a layer's queries (C, H, D), and of its keys and values
-    (C, H_kv, D)."""
-    attention = model.h[layer].attn
-    heads = attention.c_attn.weight.unflatten(1, (sum(attention.heads), attention.head_dim))
-    return list(heads.split(attention.heads, dim=1))
-
-
-@torch.no_grad()
 def start_looking_back(model: rope.GPT) -> None:
     """Let heads 0 and 1 of layer 0 look one and two positions back, which they did by learned positions before: their
     keys are all the same, and their queries are the same vector, turned back by as much."""
@@ -222,10 +151,6 @@ def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) ->
             block.memory.c_query.bias.copy_(block.attn.c_attn.bias[width : 2 * width])
         keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
-        if model.config.slots > keys.size(1):
-            raise ValueError(
-                f"{model.config.slots:,} slots are more than the {keys.size(1):,} keys to begin as"
-            )
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
         if getattr(block.memory, "start", None) is not None:
@@ -237,9 +162,8 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
         model = recipe.model_class(recipe.config)
-        begin = {"teacher": start_as_copier, "llama": start_llama_as_copier}.get(recipe.kind)
-        if begin:
-            begin(model)
+        if recipe.kind == "teacher":
+            start_as_copier(model)
         return model.to(device).train(), None
     kind = gpt_kv_cache.GPT if isinstance(recipe, Pruning) else GPT
     teacher = load_model(recipe.init, model_class=kind, device=device).requires_grad_(False)
@@ -252,6 +176,9 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         if recipe.begin:
             model.load_state_dict(load_model(recipe.begin, model_class=kind).state_dict())
         return model.train(), teacher
+    if recipe.kind == "llama":
+        model = as_llama(teacher.cpu(), recipe.config, sample.cpu())
+        return model.to(device).train(), teacher.to(device)
     model = recipe.model_class(recipe.config).to(device)
     if recipe.kind == "rotary":
         model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})

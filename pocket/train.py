@@ -3,10 +3,10 @@
   python pocket/train.py tokenizer                           a byte-level BPE of the corpus
   python pocket/train.py teacher                             the model itself: an interrupted run goes on
   torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
-  python pocket/train.py llama                               a Llama by the same recipe
+  python pocket/train.py llama                               the teacher as a Llama, trained on
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   python pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
-  torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
+  torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE --out FOLDER
   python pocket/train.py rotary                              the teacher with rotary positions, fine-tuned
   python pocket/train.py student                             a narrower model that decodes on the teacher's cache
   python pocket/train.py student --kind prompt               the same, trained otherwise: also alone, dropout
@@ -40,60 +40,60 @@ from pocket.checkpoints import finish
 from pocket.recipes import (
     DROPOUT,
     KINDS,
-    LLAMA,
     MEMORY,
     PAPER,
     STEPS,
     TEACHER,
+    Recipe,
     distillation,
     pruning,
     rotary_recipe,
-    size_of,
+    uptraining,
 )
-from pocket.starts import MOST_SLOTS
 from pocket.tokenizer import train_tokenizer
 from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
 
 HERE = Path(__file__).resolve().parent
-TRAINED = ("teacher", "llama", "bct", "rotary", "student")
-TAKERS = {  # of the options
-    "out": ("tokenizer", *TRAINED, "ablation"),
-    "state": (*TRAINED, "ablation"),
-    "stop_at": TRAINED,
-    "init": TRAINED[2:],
+MADE = ("tokenizer", "teacher", "llama", "bct", "rotary", "student", "ablation")
+TAKERS = {  # of the options that not all take
+    "state": MADE[1:],
+    "init": ("bct", "student"),
     "text": ("bct", "student"),
-    "steps": (*TRAINED[2:], "ablation"),
+    "steps": MADE[2:],
     "kind": ("student",),
     "rule": ("bct",),
-    "slots": ("bct",),
-    "recent": ("bct",),
 }
+
+
+def recipe_of(what: str, init: str, steps: int, kind: str, rule: str, text: str | None) -> Recipe:
+    """Return the recipe of a model that begins as another, or of the teacher."""
+    if what == "teacher":
+        return TEACHER
+    config = load_model(init, model_class=GPT).config
+    if what == "llama":
+        return uptraining(config, steps)
+    if what == "rotary":
+        return rotary_recipe(init, config, steps)
+    if what == "student":
+        return pruning(init, config, steps, kind, text)
+    memory = PAPER if rule == "sum" else MEMORY
+    return distillation(init, config, steps, text=text, **memory)
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    cli.add_argument("what", choices=TAKERS["out"], help="what to train")
-    cli.add_argument(
-        "--out",
-        type=writable_folder,
-        metavar="FOLDER",
-        help="where the result goes; default: its folder in pocket",
-    )
+    folder = {"type": writable_folder, "metavar": "FOLDER"}
+    steps = ", ".join(f"{name} {n:,}" for name, n in STEPS.items())
+    cli.add_argument("what", choices=MADE, help="what to train")
+    cli.add_argument("--out", help="where the result goes; default: its folder in pocket", **folder)
     cli.add_argument(
         "--state",
-        type=writable_folder,
-        metavar="FOLDER",
         help="where an interrupted run's state is kept, to go on from; default: runs/WHAT",
+        **folder,
     )
     cli.add_argument(
-        "--stop-at",
-        type=whole_number(1),
-        metavar="N",
-        help="stop after N steps, and write no result",
-    )
-    cli.add_argument(
-        "--init", metavar="NAME", help="bct, rotary, student: the model to change; default: pocket"
+        "--init", metavar="NAME", help="bct, student: the model to change; default: pocket"
     )
     cli.add_argument(
         "--text",
@@ -102,11 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         "texts; default: the pocket corpus",
     )
     cli.add_argument(
-        "--steps",
-        type=whole_number(1),
-        metavar="N",
-        help="steps of training; default: "
-        + ", ".join(f"{name} {n:,}" for name, n in STEPS.items()),
+        "--steps", type=whole_number(1), metavar="N", help=f"steps of training; default: {steps}"
     )
     cli.add_argument(
         "--kind",
@@ -121,62 +117,33 @@ def main(argv: list[str] | None = None) -> None:
         help="bct: how a slot reads its writes: mean, ours, with gates; or sum, the paper's own rule and "
         "nothing else; default: mean",
     )
-    cli.add_argument(
-        "--slots",
-        type=whole_number(1, MOST_SLOTS),
-        metavar="M",
-        help=f"bct: slots of a head; default: {MEMORY['slots']}, or {PAPER['slots']} with --rule "
-        "sum",
-    )
-    cli.add_argument(
-        "--recent",
-        type=whole_number(0),
-        metavar="R",
-        help=f"bct: tokens kept exactly beside the slots; default: {MEMORY['recent']}, or "
-        f"{PAPER['recent']} with --rule sum",
-    )
     with cli.parse(argv) as args:
+        what, init, kind = args.what, args.init or "pocket", args.kind or KINDS[0]
         for option, takers in TAKERS.items():
-            name, given = f"--{option.replace('_', '-')}", getattr(args, option) is not None
-            if given and args.what not in takers:
-                raise ValueError(f"{name} is an option of {', '.join(takers)}, not of {args.what}")
-        init = args.init or "pocket"
-        kind = args.kind or KINDS[0]
-        name = args.what if kind == KINDS[0] else f"{args.what}-{kind}"
-        default = MEMORY
-        if args.rule == "sum":
-            name, default = "bct-sum", PAPER
-        out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(args.what, name)
-        run = args.state or HERE.parent / "runs" / name
-        steps = args.steps or STEPS.get(
-            name if init == "pocket" else args.what, STEPS.get(args.what)
-        )
-        memory = default | {
-            key: value for key in MEMORY if (value := getattr(args, key)) is not None
-        }
-        if args.out is None and (init != "pocket" or args.text or args.steps or memory != default):
+            if getattr(args, option) is not None and what not in takers:
+                raise ValueError(f"--{option} is an option of {', '.join(takers)}, not of {what}")
+        name = what
+        if kind != KINDS[0]:
+            name = f"{what}-{kind}"
+        elif args.rule == "sum":
+            name = "bct-sum"
+        if args.out is None and (args.init or args.text or args.steps):
             raise ValueError(
                 "--out FOLDER is needed: only a run with the defaults may replace what is in pocket"
             )
-        if args.what == "tokenizer":
+        out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(what, name)
+        run = args.state or HERE.parent / "runs" / name
+        steps = args.steps or STEPS.get(what)
+        if args.steps is None and name in STEPS and init == "pocket":
+            steps = STEPS[name]
+        if what == "tokenizer":
             train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
-        elif args.what == "ablation":
+        elif what == "ablation":
             ablation(steps, run, out / "ablation.json")
         else:
-            recipe = {"teacher": TEACHER, "llama": LLAMA}.get(args.what)
-            if recipe is None:
-                config = load_model(init, model_class=GPT).config
-                if memory["recent"] > config.n_ctx:
-                    raise ValueError(
-                        f"--recent {memory['recent']} is more than the context of {init}, {config.n_ctx}"
-                    )
-                recipe = {
-                    "bct": lambda: distillation(init, config, steps, text=args.text, **memory),
-                    "rotary": lambda: rotary_recipe(init, config, steps),
-                    "student": lambda: pruning(init, config, steps, kind, args.text),
-                }[args.what]()
-            model, losses = train(recipe, run, args.stop_at)
-            if rank() == 0 and len(losses) == size_of(recipe)[0]:
+            recipe = recipe_of(what, init, steps, kind, args.rule, args.text)
+            model, losses = train(recipe, run)
+            if rank() == 0:
                 finish(recipe, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()

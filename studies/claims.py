@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import textwrap
 
-from studies import projection_report
 from studies.core import Rows
 from studies.core import claims as claims_of
-from studies.protocol import ANSWERS, Claim, claim_tables, recorded
+from studies.protocol import ANSWERS, Claim, claim_tables
 from support.cli import CommandLine
 from support.tables import Table, page
 
@@ -22,7 +21,7 @@ SOURCES = {  # its studies, and the minutes that each takes on an undisturbed co
     "The KV cache": {"article": "10"},
     "BCT": {"bounding": "-", "recall": "30", "pretraining": "60", "lengths": "3"},
     "KV recycling": {"recycling": "25", "latency": "5"},
-    "CP-KVP": {"projection": "15 to 30"},
+    "CP-KVP": {"projection": "-"},
     "OverFill and KV refresh": {"refreshing": "150", "speculation": "5"},
 }
 SHARED = {"recall": "bounding", "pretraining": "bounding"}  # commands that add to another's rows
@@ -30,8 +29,6 @@ SHARED = {"recall": "bounding", "pretraining": "bounding"}  # commands that add 
 
 def claims_by(command: str) -> list[Claim]:
     """Return the claims that a command tests, by the recorded results."""
-    if command == "projection":
-        return projection_report.claims(recorded("projection"))
     rows = Rows(SHARED.get(command, command))
     tests = [claim.get("command", rows.study) for claim in rows.paper["claims"]]
     return [claim for claim, by in zip(claims_of(rows), tests, strict=True) if by == command]

@@ -115,6 +115,9 @@ class Rows:
         self.study, self.again, self.reduced = study, again, reduced
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
         self.paper = tomllib.loads(read_text(HERE / study / "claims.toml"))
+        if "like" in self.paper:  # another study of the same source
+            other = tomllib.loads(read_text(HERE / self.paper["like"] / "claims.toml"))
+            self.paper |= {"title": other["title"], "theirs": other["theirs"]}
         self.rows: dict[str, dict[str, Any]] = {}
         self.on: dict[str, Any] = {"conditions": []}
         self.begun = self.on
@@ -171,11 +174,6 @@ class Rows:
         """Append a row for each metric, of one way in one setting."""
         for metric, values in metrics.items():
             self.append(self.row(way, at, metric, values))
-
-    def borrow(self, way: str, at: dict[str, Any], **metrics: Iterable[float]) -> None:
-        """Take rows of figures that another record keeps: they aren't written."""
-        for metric, values in metrics.items():
-            self.take(self.row(way, at, metric, values))
 
     def row(
         self, way: str, at: dict[str, Any], metric: str, values: Iterable[float]
@@ -316,20 +314,46 @@ def judged(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
     return found.below(line) if op == "<" else -found.below(line)
 
 
+def answer(rows: Rows, rule: str | list[str], at: dict[str, Any]) -> int | None:
+    """Return judged() of a rule, or the best answer of several of which one is enough; of these,
+    such that aren't measured are left out."""
+    if isinstance(rule, str):
+        return judged(rows, rule, at)
+    answers = [judged(rows, one, at) for one in rule]
+    return max((x for x in answers if x is not None), default=None)
+
+
+def everywhere(rows: Rows, text: str, places: list[dict[str, Any]], part: str | None) -> str:
+    """Return a text with its figures; what stands between « and » is said of each of the places,
+    which differ in a part of the setting, if there is a figure of it."""
+
+    def each(match: re.Match[str]) -> str:
+        found = {place[part]: rows.shown(match[1], place) for place in places}
+        return ", ".join(f"{x} {text}" for x, text in found.items() if text.strip("-, "))
+
+    return rows.shown(re.sub("«(.*?)»", each, text), places[0])
+
+
 def claims(rows: Rows) -> list[Claim]:
     """Return the source's claims and our questions, which have no section, with their verdicts: the
-    worst of the rules' answers; nothing is shown where a rule that the trial needs to be fair
-    doesn't hold; none for a reduced run."""
+    worst of the rules' answers, or the best if a thing `can` be; of several rules in brackets one
+    is enough; a claim on `every` kind or size, or on those it is `of`, has to hold for each. Nothing is shown where a rule
+    that the trial needs to be fair doesn't hold. No verdict for a reduced run."""
     found = []
     for claim in rows.paper["claims"]:
-        at = claim.get("at", {})
-        answers = [judged(rows, rule, at) for rule in claim["rules"]]
+        at, part = claim.get("at", {}), claim.get("every")
+        places = [at]
+        if part:
+            values = claim.get("of", rows.paper["every"][part])
+            places = [at | {part: value} for value in values]
+        answers = [answer(rows, rule, place) for rule in claim["rules"] for place in places]
         fair = all(judged(rows, rule, at) == 1 for rule in claim.get("needs", []))
-        way, where = side_of(RULE.fullmatch(claim["rules"][0])[2], at)
-        metric = RULE.fullmatch(claim["rules"][0])[1] or rows.paper["metric"]
-        row = rows.find(way, metric, **where)
+        first = RULE.fullmatch(next(iter(np.ravel(claim["rules"]))))
+        way, where = side_of(first[2], places[0])
+        row = rows.find(way, first[1] or rows.paper["metric"], **where)
         on = row["on"] if row else {"conditions": ["not measured"]}
         silent = None in answers or rows.reduced
+        worst = max if claim.get("can") else min
         stated, _, why = claim.get("stated", "").partition(": ")
         found.append(
             Claim(
@@ -338,8 +362,8 @@ def claims(rows: Rows) -> list[Claim]:
                 quote=claim["quote"],
                 theirs=claim.get("theirs", rows.paper["theirs"]),
                 ours=claim.get("on") or "; ".join(on["conditions"]),
-                figure=rows.shown(claim["found"], at),
-                verdict="" if silent else WORDS[min(answers) if fair else 0],
+                figure=everywhere(rows, claim["found"], places, part),
+                verdict="" if silent else WORDS[worst(answers) if fair else 0],
                 stated=stated,
                 why=why,
             )

@@ -32,6 +32,7 @@ from recycle import Store, read_all, timed
 from studies.core import Rows, draw, in_turn, page_of
 from studies.protocol import StudyLine, conditions_of
 from support.conditions import SIZES, conditions, is_geometry, random_model
+from support.geometry import kv_heads
 from support.tables import page
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
@@ -48,7 +49,7 @@ def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
     if is_geometry(args.model):
         model = random_model(GPT, args.model).to(args.device, args.dtype)
         return model, f"{args.model}, random weights"
-    model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
+    model = load_model(args.model, device=args.device, dtype=args.dtype)
     return model, args.model
 
 
@@ -98,7 +99,8 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
     cells += [(k + 1, 100) for k in DEPTHS if k < max(lengths)]
     whole = max((m for m in lengths if m + DECODED <= n_ctx), default=0)
     weight = model.wte.weight
-    token_bytes = 2 * model.config.n_layer * model.config.n_embd * weight.element_size()
+    c = model.config
+    token_bytes = 2 * c.n_layer * kv_heads(c) * c.head_dim * weight.element_size()
     rows.add("cold", {"model": name}, bytes=[token_bytes])
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
         memory, disk = Store(model), Store(model, folder)

@@ -1,392 +1,510 @@
-"""CP-KVP's falsification test: every baseline, metric and ablation of the proposal, its thresholds, and a chart of warm
-starts by quality and time. All figures are from prompts, families and facts that the fit hasn't seen.
+"""CP-KVP's own falsification test: the proposal, its baselines and its ablations on four kinds of
+prompts of the pocket world, and what its thresholds say.
+
+`python3 -m studies.projection` takes two hours and goes on where it was interrupted; `--quick`
+takes a minute; `--again written` measures that way once more; `--kinds quiz` is one kind of prompts.
+
+Ways (projection_ways.py has them all): written and proposed are the proposal with stage 1 as it is
+written, and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar
+prompt as it is and the 16 last tokens of the new one; best, the one of these chosen on validation
+prompts. Who is asked, and from what it starts (the setting `on`): found, prompts at least as similar
+as tau to the stored prompt that retrieval finds; given, all held-out prompts with a relative, which
+is given; fit, prompts of the fit; validation; lowest, highest, a third each of all that are asked, by
+similarity; another, those for which another prompt is found; top50, the most similar half.
+
+kl, reverse                 KL(cold || warm) of the first token in nats, and KL(warm || cold)
+low, good                   share of prompts with kl <= 0.05; with either of the two, or perplexity
+                            of the text that follows at most 5% up
+lost                        by how much the answer's exact match, or ROUGE-L, is lower
+saved, first_ms             share of the time to the first token that is saved, retrieval included
+eighth_ms, eighth           time to the eighth token; over a cold start's, a value a kind of prompts
+aligned                     with on=swap, KL of the fifth token after 4 from summary tokens, taken
+                            over by the one-step alignment; kl is without a swap
+tau, area                   the threshold of similarity, and the area under its ROC curve
+penalty, bytes, share       of a map; a prompt's summary tokens as a share of its cache
+curvature                   third difference of stage 1's loss along a line of maps, over the loss
 """
 
 from __future__ import annotations
 
 import math
-from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
-import tiktoken
-from tqdm import tqdm
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from projector import Layout, Projector, class_of
-from studies import projection_measures as quality
-from studies.projection_methods import (
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
+from projector import (
+    Projector,
+    cache_of,
+    class_of,
+    first_logits,
+    generate_warm,
+    logits_after,
+    read,
+)
+from recycle import read_all
+from studies.core import LEAST, Figure, Rows, draw, in_turn, machine_of, page_of
+from studies.projection_ways import (
+    COUNTS,
     POCKET,
     PROPOSED,
-    WRITTEN,
-    Experiment,
-    Method,
-    Splits,
-    library_of,
-    methods,
-    one_token,
+    Asked,
+    Prompt,
+    Trial,
+    Way,
+    divergence,
     pocket_families,
-    raw_tokens,
     read_pairs,
 )
-from studies.projection_report import claims, details, draw, tables
-from studies.projection_segments import SegmentMap
-from studies.projection_stages import FEW_STEPS, FULL, Effort, measure_stages
-from studies.protocol import StudyLine, claim_tables, with_interval
-from support.cli import whole_number
-from support.conditions import conditions
-from support.files import read_json, write_json
-from support.tables import of_records, page
+from studies.protocol import StudyLine
+from support.conditions import conditions, random_model
+from support.geometry import kv_heads
+from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
+from support.tables import page
 
-OURS = raw_tokens(Layout(1, tail=16))  # the best of the whole study on quiz questions
-GOOD_SHARE, GOOD_TASK, LEAST_SAVED = (
-    0.80,
-    0.01,
-    0.35,
-)  # the proposal's thresholds, beside those of projection_measures
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much of the study is run."""
-
-    repeats: int = 7  # times are medians of so many
-    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # of summary tokens
-    tails: tuple[int, ...] = (1, 4, 16, 64)
-    lengths: tuple[int, ...] = (32, 64, 128, 256, 512, 1000)
-    other_models: bool = (
-        True  # times at GPT-2 124M's geometry and the rotary model's positions, too
-    )
-    stages: Effort = FULL
+GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
+OURS = ("raw-1:16", "raw-8:4", "raw-32:64")  # the best on validation prompts of the four kinds
+BASELINES = ("raw-8:1", "hidden", "neighbour", "none")
+FOUND = ("written", "proposed", "proposed-true", "own", *BASELINES, *OURS)
+ALONE = ("rule", "stage1-written", "stage1-segments")
+GIVEN = (*FOUND, *ALONE, "learned")
+SHARES = ("low", "good")
+FEW = 8  # families of each split of a reduced run, at most
+FIT_PROMPTS, TIMED, EMITTED = 75, 16, 4
+LENGTHS = (32, 64, 128, 256, 512, 1000)
+MINILM = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)  # all-MiniLM-L6-v2's
+LIBRARY = 1000  # stored prompts, for the time of retrieval
 
 
-QUICK = Scale(
-    repeats=1, counts=(1, 8), tails=(1, 16), lengths=(32, 128), other_models=False, stages=FEW_STEPS
-)
-FEW = {"train": 20, "valid": 8, "test": 8}  # families of a quick run
+def add(rows: Rows, way: str, at: dict, prompts: Sequence[Prompt], **metrics: Sequence) -> None:
+    """Append metrics of a way, a value a prompt, with intervals by bootstrap over families, since
+    paraphrases aren't independent. A share's is at least as wide as Wilson's, which has a width
+    where all prompts agree."""
+    for metric, values in metrics.items():
+        families: dict[str, list[float]] = {}
+        for prompt, value in zip(prompts, values, strict=True):
+            families.setdefault(prompt.family, []).append(float(value))
+        sums = np.array([(sum(several), len(several)) for several in families.values()])
+        value, low, high = bootstrap(sums, ratio_of_sums)
+        if metric in SHARES:
+            _, least, most = wilson(sum(values), len(values))
+            low, high = min(low, least), max(high, most)
+        known = len(families) >= LEAST
+        found = Figure(value, low, high) if known else Figure(value)
+        rows.add_figure(way, at, metric, found, len(values))
 
 
-def examine(
-    experiment: Experiment,
-    scale: Scale,
-    default: Method | None = None,
-    maps: tuple[SegmentMap, Projector] | None = None,
-) -> dict[str, Any]:
-    """Run the whole protocol on one kind of prompts and return its record. default: our warm start of another kind;
-    maps: that kind's."""
-    steps = tqdm(total=6, desc=experiment.name, leave=False)
-    tau, auc = quality.choose_tau(experiment)
-    retrieved = {guard: quality.retrieve(experiment, "test", guard) for guard in (False, True)}
-    high, guarded = ([q for q in queries if q.similarity >= tau] for queries in retrieved.values())
-    record: dict[str, Any] = {
-        "tokens": mean(len(p.ids) for p in experiment.train),
-        "prefix": experiment.prefix,
-        "task": experiment.task,
-        "prompts": {
-            split: sum(map(len, families)) for split, families in experiment.prompts.items()
-        },
-        "dropped": experiment.dropped,
-        "tau": tau if math.isfinite(tau) else None,
-        "auc": auc,
-        "retrieval": {
-            "asked": len(retrieved[False]),
-            "stored": len(experiment.stored("test")),
-            "with a relative": sum(q.relative is not None for q in retrieved[False]),
-            **{
-                f"{'guarded, ' if guard else ''}{what}": value
-                for guard, asked in retrieved.items()
-                for what, value in {
-                    "found": sum(q.right for q in asked),
-                    "warm": sum(q.similarity >= tau for q in asked),
-                    "warm and wrong": sum(q.similarity >= tau and not q.right for q in asked),
-                }.items()
-            },
-        },
-    }
-    if not high or not guarded:
-        return record  # every start is cold
-    plane = quality.on_the_plane(experiment, "valid", scale.counts, scale.tails)
-    steps.update()
-    best = chosen(plane)
-    ours = [replace(best, name=f"ours: {best.name}")]
-    if default and (other := adapted(experiment, default)) and other.name != best.name:
-        ours.append(replace(other, name=f"ours for the first kind: {other.name}"))
-    asked = {method: high for method in methods()} | {method: guarded for method in ours}
-    given = experiment.related("test")
-    rows, found = {}, {}
-    for m, queries in asked.items():
-        rows[m.name] = [quality.measure(experiment, m, q.found, q.prompt) for q in queries]
-        found[m.name] = {
-            "retrieved": quality.summary_of(rows[m.name]),
-            "given": quality.summary_of([quality.measure(experiment, m, r, p) for p, r in given]),
-        }
-    steps.update()
-    proposal, one = methods()[0], one_token()
-    record |= {
-        "best": ours[0].name,
-        "best_method": ours[0],
-        "plane": [{k: v for k, v in p.items() if k != "method"} for p in plane],
-        "methods": found,
-        "without_guard": quality.summary_of(
-            [quality.measure(experiment, ours[0], q.found, q.prompt) for q in high]
-        ),
-        "latency": quality.latencies(experiment, asked, scale.repeats),
-    }
-    steps.update()
-    record["sweep"] = quality.sweep(experiment, scale.counts)
-    steps.update()
-    record |= {
-        "bins": quality.bins(experiment, retrieved[False], (proposal, one, ours[0])),
-        "tau_ablation": quality.ablate_tau(experiment, retrieved[False], proposal, ours[0]),
-        **quality.confidence(experiment, one, high, rows[one.name]),
-        "maps": quality.with_maps(experiment, maps) if maps else None,
-        "swap": quality.after_the_swap(experiment, ours[0], given[:24]),
-        "verdicts": {method.name: verdict(record, method.name) for method in (proposal, *ours)},
-    }
-    steps.update()
-    record["stages"] = measure_stages(experiment, scale.stages)
-    if experiment.fits_as_written:
-        record["as written"] = quality.as_written(experiment)
-    steps.close()
-    return record
+# --- One prompt -------------------------------------------------------------------------------------
 
 
-def chosen(plane: Sequence[dict[str, Any]]) -> Method:
-    """Return the method with the most prompts of low KL among those that save enough."""
-    warm = [point for point in plane if point["method"]]
-    fast = [point for point in warm if point["saved"] >= LEAST_SAVED]
-    return max(fast or warm, key=lambda point: (point["good"], -point["kl"]))["method"]
+def choose_tau(trial: Trial) -> tuple[float, float | None]:
+    """Return tau, by the largest difference of true and false positives on validation prompts, and
+    the area under that curve. Positive: the relative is found. Negative: something else is, or
+    anything where no relative is stored. (The source takes training prompts; the encoder was fitted
+    on those, so that they seem closer.)"""
+    asked = trial.retrieve("valid")
+    good = np.array([q.similarity for q in asked if q.found is q.relative])
+    others = [q for q in asked if q.found is not q.relative]
+    others += trial.retrieve("valid", relatives=False)
+    bad = np.array([q.similarity for q in others])
+    if not len(good):
+        return math.inf, None
+    levels = sorted({*good, *bad})
+    best = max(levels, key=lambda tau: (good >= tau).mean() - (bad >= tau).mean())
+    return float(best), area_under_roc(good, bad)
 
 
-def adapted(experiment: Experiment, method: Method) -> Method | None:
-    """Return a method for the prefix of another kind of prompts, None if its prompts are too short for that."""
-    prefix = experiment.prefix if method.layout.prefix else 0
-    if experiment.shortest - prefix - method.layout.tail < method.layout.m:
-        return None
-    return (
-        one_token(prefix)
-        if "no change" in method.name
-        else raw_tokens(replace(method.layout, prefix=prefix))
-    )
+def answer(trial: Trial, prompt: Prompt, *first: int) -> str:
+    """Return the greedy answer, to the end of the line unless answers are long, by the exact cache;
+    after the first token, if it has been emitted already."""
+    n, ids = 80 if trial.long else 24, torch.tensor([[*prompt.ids, *first]], device=trial.device)
+    tokens = generate(trial.model, ids, n - len(first), stop_id=trial.tokenizer.eot_token)
+    text = trial.tokenizer.decode([*first, *map(int, tokens)]).partition(END_OF_TEXT)[0]
+    return text.strip() if trial.long else text.partition("\n")[0].strip()
 
 
-def verdict(record: dict[str, Any], method: str) -> dict[str, Any]:
-    """Return the proposal's thresholds for one method, on prompts at least as similar as tau, and which of them hold.
-    As proposed, the exact cache is swapped in after the first token."""
-    found, saved = record["methods"][method]["retrieved"], record["latency"][method]["saved"]
-    good = found["good"]
-    parts: list[tuple[str, bool | None, str]] = [
-        ("first token at least 35% sooner", saved[0] >= LEAST_SAVED, with_interval(saved, ".0%")),
-        (
-            "KL <= 0.05, or perplexity <= 5% up, on 80%",
-            good[0] >= GOOD_SHARE,
-            with_interval(good, ".0%"),
-        ),
-    ]
-    task = record["task"]
-    if task is None:
-        parts.append(("task within 1%", None, "no answers to judge by"))
-    else:
-        lost, name = found[f"{task}_lost"], {"exact": "exact match", "rouge": "ROUGE-L"}[task]
-        parts.append(
-            (
-                f"{name} at most 1% lower",
-                lost[0] <= GOOD_TASK,
-                f"lower by {with_interval(lost, '.0%')}",
-            )
-        )
-    holds = [part[1] for part in parts]
-    word = "REJECTED" if False in holds else "UNDECIDED" if None in holds else "SUPPORTED"
-    return {
-        "verdict": word,
-        "parts": [{"what": what, "holds": h, "figures": text} for what, h, text in parts],
-    }
+def score(trial: Trial, prompt: Prompt, *first: int) -> float:
+    """Return ROUGE-L or the exact match of an answer."""
+    text = answer(trial, prompt, *first)
+    return rouge_l(text, prompt.answer) if trial.long else float(text == prompt.answer)
 
 
-def report(
-    model: GPT,
-    tokenizer: tiktoken.Encoding,
-    kinds: dict[str, Splits],
-    encoder: str,
-    scale: Scale,
-    name_of_model: str,
-    seed: int,
-    out: Path,
+@torch.no_grad()
+def nats_after(trial: Trial, prompt: Prompt, cache: KVCache, tail: int) -> float:
+    """Return the mean loss of the text that follows a prompt, read after its tail on a cache."""
+    ids = torch.tensor([*prompt.ids[-tail:], *prompt.follows], device=trial.device)
+    logits = trial.model(ids[None, :-1], cache)[0, tail - 1 :]
+    return float(cross_entropy(logits.float(), ids[tail:]))
+
+
+def first_token(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
+    """Return how far a way's first token is from the exact one."""
+    kl = float(divergence(prompt.exact.logits, trial.first_logits(way, source, prompt)))
+    return {"kl": kl, "low": kl <= GOOD}
+
+
+def worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
+    """Return all that a way's first token is worth."""
+    exact, got = prompt.exact.logits, trial.first_logits(way, source, prompt)
+    found = first_token(trial, way, prompt, source)
+    found["reverse"] = float(divergence(got, exact))
+    # The source's KL is the reverse one; the easier of both counts.
+    found["good"] = found["low"] or found["reverse"] <= GOOD
+    if way.layout and not found["good"]:
+        warm = nats_after(trial, prompt, trial.cache(way, source, prompt), way.layout.tail)
+        cold = nats_after(trial, prompt, read_all(trial.model, prompt.ids[:-1]), 1)
+        found["good"] = math.expm1(warm - cold) <= GOOD
+    if prompt.answer:
+        found["lost"], first = 0.0, int(got.argmax())
+        if first != int(exact.argmax()):
+            found["lost"] = score(trial, prompt) - score(trial, prompt, first)
+    return found
+
+
+# --- Many prompts -----------------------------------------------------------------------------------
+
+
+def ask(
+    rows: Rows,
+    trial: Trial,
+    names: Iterable[str],
+    asked: Asked,
+    measure: Callable[..., dict[str, float]] = first_token,
+    **at: Any,
 ) -> None:
-    """Run the protocol on every kind of prompts; print, write and draw the results. The first kind's library is kept
-    with our warm start, which the other kinds are measured with, too."""
-    summary: dict[str, Any] = {
-        "model": name_of_model,
-        "conditions": conditions(name_of_model, model),
-        "encoder": Path(encoder).name,
-        "repeats": scale.repeats,
-        "seed": seed,
-        "kinds": {},
-    }
-    default = maps = None
-    for name, families in kinds.items():
-        experiment = Experiment(
-            model, tokenizer, name, families, encoder, seed, scale.stages is FEW_STEPS
-        )
-        record = examine(experiment, scale, default, maps)
-        ours = record.pop("best_method", None)
-        if default is None and ours:
-            default, maps = ours, quality.maps_of(experiment)
-            save_libraries(experiment, ours, record["tau"], encoder, out / "library")
-        summary["kinds"][name] = record
-        print(page(details(name, record)), flush=True)
-        write_json(out / "summary.json", summary)
-        del experiment
-    lengths = [n for n in scale.lengths if n <= model.config.n_ctx]
-    summary["lengths"] = {name_of_model: quality.by_length(model, lengths, scale.repeats)}
-    if (
-        scale.other_models and name_of_model == "pocket"
-    ):  # with random weights: times don't depend on them
-        large = GPT(GPTConfig()).eval()
-        summary["lengths"]["GPT-2 124M"] = quality.by_length(
-            large,
-            scale.lengths,
-            min(scale.repeats, 5),
-            (quality.PROPOSED.m, 2 * quality.PROPOSED.m),
-        )
-    for model_name, rows in summary["lengths"].items():
-        print(
-            page(
-                [
-                    f"Seconds to the first token of {model_name}, and of retrieval apart:",
-                    of_records(rows),
-                ]
-            )
-        )
-    if scale.other_models and name_of_model == "pocket" and "quiz" in kinds:
-        summary["positions"] = quality.both_positions(encoder, kinds["quiz"], seed)
-    write_json(out / "summary.json", summary)
-    draw(summary, out)
-    print(page([*tables(summary), *claim_tables(claims(summary))]))
-    print(
-        f"\nWritten to {out}; `python3 projector.py ask QUESTION --library {out / 'library'}` asks it"
-    )
+    """Append the figures of ways on some prompts, each with the one that it starts from; at: the
+    setting, in which m is another number of summary tokens."""
+    at = {"kind": trial.kind} | at
+    for name in rows.due([name for name in names if name in trial.ways], "kl", **at):
+        way = trial.ways[name]
+        if "m" in at:
+            way = replace(way, layout=replace(way.layout, m=at["m"]))
+        pairs = [(p, source) for p, source in asked if trial.covers(way, p, source)]
+        found = [measure(trial, way, p, source) for p, source in pairs]
+        columns = {metric: [x[metric] for x in found] for metric in found[0]} if found else {}
+        add(rows, name, at, [p for p, _ in pairs], **columns)
 
 
-def add_as_written(args: Namespace) -> None:
-    """Measure the proposal as written on the kinds of a record that lack it, one after the other, and add it there."""
-    record = read_json(args.out / "summary.json", kinds=dict)
-    model = load_model(
-        args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype
-    )
-    for kind in args.kinds or record["kinds"]:
-        if kind not in POCKET or kind not in record["kinds"]:
-            raise ValueError(f"{args.out} has no record of {kind}, or it isn't of the pocket world")
-        if "as written" in record["kinds"][kind]:
-            continue
-        families = pocket_families(kind, args.seed)
-        experiment = Experiment(
-            model, load_tokenizer(args.model), kind, families, args.encoder, args.seed
-        )
-        measured = quality.as_written(experiment)
-        if kind == "quiz":
-            save_libraries(experiment, OURS, measured["tau"], args.encoder, args.out / "library")
-        record["kinds"][kind]["as written"] = measured | {
-            "conditions": conditions(args.model, model)
-        }
-        write_json(args.out / "summary.json", record)
+def append_aligned(warm: KVCache, exact: KVCache, tail: int, n: int) -> None:
+    """Append the last n tokens of warm to exact, which ends with the tail that precedes them there,
+    moved by the mean difference of the tail's keys and values: of all shifts, the one with the
+    least mean squared error on the tail."""
+    for i, (w, e) in enumerate(zip(warm.layers, exact.layers, strict=True)):
+        w = w[..., len(warm) - tail - n : len(warm), :]
+        shift = (e[..., -tail:, :] - w[..., :tail, :]).mean(-2, keepdim=True)
+        exact.layers[i] = torch.cat([e, w[..., tail:, :] + shift], -2)
+    exact.commit(torch.arange(len(exact), len(exact) + n, device=exact.pos.device))
 
 
-def save_libraries(
-    experiment: Experiment, ours: Method, tau: float, encoder: str, folder: Path
+@torch.no_grad()
+def swapped(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
+    """Return KL after some tokens from summary tokens: if they go on, and if the exact cache takes
+    these over by the one-step alignment. (Read again, there is no difference.)"""
+    model, tail = trial.model, way.layout.tail
+    ids = torch.tensor([prompt.ids], device=trial.device)
+    warm, exact = trial.cache(way, source, prompt), read_all(model, prompt.ids)
+    stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, -tail:]], 1)
+    tokens = torch.cat([*generate(model, stand_in, EMITTED, cache=warm)], 1)
+    moved = exact.clone()
+    append_aligned(warm, moved, tail, EMITTED - 1)
+    expected = model(tokens, exact, last_only=True)[0, -1]
+    after = [model(tokens[:, -1:], cache, last_only=True)[0, -1] for cache in (warm, moved)]
+    going_on, aligned = (float(divergence(expected, logits)) for logits in after)
+    return {"kl": going_on, "aligned": aligned}
+
+
+# --- Time -------------------------------------------------------------------------------------------
+
+
+def clocked(run: Callable[[], Any], turn: int = 0) -> float:
+    """Return how many milliseconds a run takes, until its logits are there."""
+    begun = time.perf_counter()
+    result = run()
+    if result is not None:
+        int(result[-1].max())  # waits for the device
+    return 1e3 * (time.perf_counter() - begun)
+
+
+def start_of(trial: Trial, name: str, split: str) -> Callable[[Prompt], Tensor]:
+    """Return what gives a prompt's first logits by a whole start, retrieval included."""
+    model, stored, way = trial.model, trial.stored(split), trial.ways.get(name)
+    library = trial.library(way or Way(), stored)
+
+    def known(prompt: Prompt) -> Tensor:
+        n = {"cold": 0, "shared": len(trial.shared), "hit": len(prompt.ids) - 1}[name]
+        kv = prompt.exact.kv[..., :n, :].to(model.wte.weight)
+        cache = KVCache([layer[:, None] for layer in kv], torch.arange(n, device=kv.device))
+        return logits_after(model, prompt.ids[n:], cache if n else None)
+
+    def start(prompt: Prompt) -> Tensor:
+        if way.logits:
+            return way.logits(stored[library.find(prompt.text)[0]])
+        return first_logits(library, prompt.text, prompt.ids)
+
+    return start if way else known
+
+
+def times(
+    rows: Rows, trial: Trial, names: Iterable[str], prompts: list[Prompt], turns: int, **at: str
 ) -> None:
-    """Write what `projector.py ask` needs of the test split's stored prompts, not of the training's: ours and, as
-    proposed, that with the projector that has mapped them."""
-    library_of(experiment, ours, "test", tau, guard=True, others=False).save(
-        folder / "ours", encoder
-    )
-    if experiment.fits_as_written:
-        library_of(experiment, WRITTEN, "test", tau, others=False).save(
-            folder / "proposed", encoder
-        )
-        experiment.projector(PROPOSED, experiment.as_written).save(
-            folder / "proposed" / "projector.safetensors"
-        )
+    """Append the share of the time to the first token that ways save, in turn with cold starts."""
+    at = {"kind": trial.kind} | at
+    names = rows.due(names, "saved", **at)
+    prompts = prompts[:: max(1, len(prompts) // TIMED)][:TIMED]
+    starts = {n: start_of(trial, n, prompts[0].family.split("/")[0]) for n in ("cold", *names)}
+    runs = {}
+    for i, prompt in enumerate(prompts):
+        for name, start in starts.items():
+            runs[name, i] = partial(clocked, partial(start, prompt))
+    if names:
+        found = {key: median(several) for key, several in in_turn(runs, turns).items()}
+    for name in names:
+        saved = [1 - found[name, i] / found["cold", i] for i in range(len(prompts))]
+        add(rows, name, at, prompts, saved=saved)
 
 
-def require_pocket(model: str, given: str | None) -> None:
-    """Raise ValueError if a model that doesn't know the pocket world has been given no prompts of its own."""
-    if given is None and model not in ("pocket", "pocket-rotary"):
-        raise ValueError(
-            f"{model} doesn't know the pocket world: give prompts by `python3 -m studies.projection --pairs FILE`, "
-            "and their libraries by `ask --library FOLDER`"
-        )
+def eighth(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
+    """Append the time to the eighth token, cold and with the exact cache taking over as soon as it
+    is ready."""
+    way, at, model = trial.ways["proposed"], {"kind": trial.kind}, trial.model
+    library = trial.library(way, trial.stored("test"))
+
+    def cold(prompt: Prompt) -> list[Tensor]:
+        return [*generate(model, torch.tensor([prompt.ids], device=trial.device), 8)]
+
+    def proposed(prompt: Prompt) -> list[Tensor]:
+        warm = library.warm_start(prompt.text, prompt.ids)
+        ids = torch.tensor([prompt.ids], device=trial.device)
+        return [*generate_warm(model, ids, warm, way.layout.tail, 8)]
+
+    if rows.due(["proposed"], "eighth_ms", **at):
+        runs = {}
+        for i, prompt in enumerate(prompts[: TIMED // 2]):
+            runs["cold", i] = partial(clocked, partial(cold, prompt))
+            runs["proposed", i] = partial(clocked, partial(proposed, prompt))
+        found = in_turn(runs, turns)
+        for way in ("cold", "proposed"):
+            ms = [median(several) for (name, _), several in found.items() if name == way]
+            rows.add(way, at, eighth_ms=ms)
+
+
+def lengths(rows: Rows, turns: int) -> None:
+    """Append times to the first token at GPT-2 124M's size by the length of the prompt: cold, from
+    summary tokens as stored, and from those mapped at every start, as proposed. Apart from these:
+    retrieval by an encoder of all-MiniLM-L6-v2's geometry, with reading the summary tokens from the
+    disk. Times don't depend on the numbers: weights are random."""
+    at = {"model": "124M"}
+    if not rows.due(["mapped"], "saved", **at):
+        return
+    model, encoder, m = random_model(GPT, "124M"), GPT(MINILM).eval(), PROPOSED.m
+    rows.begin("GPT-2 124M, random weights", f"turns: {turns}", *machine_of(conditions("", model)))
+    c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
+    stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
+    stage_2, found = Projector(stored, stored, penalty=1.0), {}
+    with tempfile.TemporaryDirectory(prefix="projection-") as folder:
+        file = Path(folder) / "summary.pt"
+        torch.save(stored[0].clone(), file)
+
+        def retrieval(ids: list[int]) -> None:
+            logits_after(encoder, [0] * min(len(ids), MINILM.n_ctx))
+            int((embeddings @ embeddings[0]).argmax())
+            torch.load(file, weights_only=True)
+
+        def from_stored(ids: list[int]) -> Tensor:
+            return logits_after(model, ids[-1:], cache_of(model, stored[0], len(ids) - 1))
+
+        def from_mapped(ids: list[int]) -> Tensor:
+            summary = stage_2(stored[:1])[0]
+            return logits_after(model, ids[-1:], cache_of(model, summary, len(ids) - 1))
+
+        starts = {"cold": partial(logits_after, model), "stored": from_stored}
+        starts |= {"mapped": from_mapped, "retrieval": retrieval}
+        runs = {}
+        for T in LENGTHS:
+            ids = torch.randint(c.vocab_size, (T,)).tolist()
+            for way, start in starts.items():
+                runs[way, T] = partial(clocked, partial(start, ids))
+        for (way, T), ms in in_turn(runs, turns).items():
+            rows.add(way, at | {"tokens": T}, first_ms=ms)
+            found[way, T] = median(ms)
+    saved = [1 - (found["mapped", T] + found["retrieval", T]) / found["cold", T] for T in LENGTHS]
+    rows.add("mapped", at, saved=saved)
+
+
+# --- Arithmetic -------------------------------------------------------------------------------------
+
+
+def curvature() -> float:
+    """Return the third difference of stage 1's loss along a line of maps, over the loss: 0 if the
+    loss is quadratic in the map, as a ridge regression's is."""
+    rng, shapes = torch.Generator().manual_seed(0), ((16, 24), (16, 4), (16, 4), (24, 24), (24, 24))
+    x, q, out, C, step = (torch.randn(shape, generator=rng) for shape in shapes)
+    losses = []
+    for i in range(4):
+        k, v = (x @ (C + i * step)).unflatten(1, (3, 8)).chunk(2, -1)  # (16, 3, 4) each
+        losses.append((read(q, k, v) - out).square().mean())
+    third = losses[3] - 3 * losses[2] + 3 * losses[1] - losses[0]
+    return float(abs(third) / losses[0])
+
+
+def sizes(rows: Rows, trial: Trial) -> None:
+    """Append bytes of summary tokens, caches and maps, and the penalties that were found."""
+    at, c = {"kind": trial.kind}, trial.model.config
+    if rows.due(["summary"], "share", **at):
+        tokens = mean(len(p.ids) for p in trial.train)
+        total = 4 * 2 * c.n_layer * kv_heads(c) * c.head_dim * PROPOSED.m
+        rows.add("summary", at, bytes=[total], share=[PROPOSED.m / tokens], tokens=[tokens])
+    if "written" in rows.due(trial.ways, "penalty", **at):
+        first, second = trial.compressor(), trial.stage_2(PROPOSED, trial.as_written)
+        rows.add("stage1-written", at, bytes=[first.weight.nbytes], penalty=[first.penalty])
+        rows.add("written", at, bytes=[second.weight.nbytes], penalty=[second.penalty])
+
+
+def finish(rows: Rows) -> None:
+    """Append arithmetic, and what is made of the rows of all kinds."""
+    rows.begin("arithmetic, on random caches")
+    if rows.due(["stage-1"], "curvature"):
+        rows.add("stage-1", {}, curvature=[curvature()])
+    ms = {
+        way: [rows.figure(way, "eighth_ms", kind=k) for k in POCKET] for way in ("proposed", "cold")
+    }
+    if None in ms["proposed"]:
+        return
+    ratios = [warm.value / cold.value for warm, cold in zip(*ms.values(), strict=True)]
+    if rows.due(["proposed"], "eighth", kind="all"):
+        rows.begin("the four kinds of prompts")
+        rows.add("proposed", {"kind": "all"}, eighth=ratios)
+
+
+# --- The study --------------------------------------------------------------------------------------
+
+
+def measure(rows: Rows, trial: Trial, turns: int) -> float:
+    """Append what the rows lack of one kind of prompts; return tau."""
+    at, asked = {"kind": trial.kind}, trial.retrieve("test")
+    tau, area = choose_tau(trial)
+    high = [q for q in asked if q.similarity >= tau]
+    if not high:
+        return tau
+    if rows.due(["retrieval"], "tau", **at):
+        rows.add("retrieval", at, tau=[tau], area=[area])
+    given, found = trial.related("test"), [(q.prompt, q.found) for q in high]
+    ask(rows, trial, FOUND, found, worth)
+    ask(rows, trial, GIVEN, given, on="given")
+    for m in (m for m in COUNTS if m < trial.shortest):
+        ask(rows, trial, ["proposed", f"raw-{m}:1"], given, on="given", m=m)
+    ask(rows, trial, OURS, given[:24], swapped, on="swap")
+    own = [(p, p) for p in trial.sample[:FIT_PROMPTS]]
+    pairs = [(target, source) for source, target in trial.pairs[:FIT_PROMPTS]]
+    ask(rows, trial, ALONE, own, on="fit")
+    ask(rows, trial, ["written", "learned"], pairs, on="fit")
+    asked = sorted(asked, key=lambda q: -q.similarity)
+    third = len(asked) // 3
+    for on, some in {
+        "highest": asked[:third],
+        "lowest": asked[-third:],
+        "top50": asked[: len(asked) // 2],
+        "another": [q for q in asked if q.found is not q.relative],
+    }.items():
+        pairs = [(q.prompt, q.found) for q in some]
+        ask(rows, trial, ["proposed", "neighbour", *OURS], pairs, on=on)
+    prompts = [p for p, _ in found]
+    names = ["hit", *(name for name in FOUND if name in trial.ways)]
+    times(rows, trial, names + ["shared"] * bool(trial.shared), prompts, turns)
+    eighth(rows, trial, prompts, turns)
+    sizes(rows, trial)
+    return tau
+
+
+def save_libraries(trial: Trial, tau: float, encoder: str, folder: Path) -> None:
+    """Write what `projector.py ask` needs of the test split's stored prompts: our summary tokens
+    and, as proposed, projected ones with the projector that has mapped them."""
+    stored = [p for p in trial.stored("test") if p.family.startswith("test")]
+    ours = trial.library(trial.ways[OURS[0]], stored, threshold=tau, guard=True)
+    ours.save(folder / "ours", encoder)
+    if "written" in trial.ways:
+        projected = trial.library(trial.ways["written"], stored, threshold=tau)
+        projected.save(folder / "proposed", encoder)
+        stage_2 = trial.stage_2(PROPOSED, trial.as_written)
+        stage_2.save(folder / "proposed" / "projector.safetensors")
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(
-        __doc__,
-        "projection",
-        "few quiz questions and layouts",
-        models=f"pocket or pocket-rotary; with --pairs FILE also {NAMES}",
-    )
-    cli.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=POCKET,
-        metavar="KIND",
-        help=f"which prompts of the pocket world; default: {', '.join(POCKET)}",
-    )
-    cli.add_argument(
-        "--as-written",
-        action="store_true",
-        help="measure the proposal as written alone, on kinds that the record in --out has but for that, "
-        "and add it; the quiz's libraries are kept beside it",
-    )
+    models = f"pocket or pocket-rotary; with --pairs FILE also {NAMES}"
+    cli = StudyLine(__doc__, "projection", "few quiz questions", models=models)
+    cli.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND", help="of prompts")
     cli.add_argument(
         "--pairs",
         metavar="FILE",
-        help="pairs of similar prompts instead, for any model: CSV with the columns source, target and, "
-        "optionally, answer",
+        help="pairs of similar prompts instead, for any model: CSV with the columns source, target "
+        "and, optionally, answer",
     )
     cli.add_argument(
         "--encoder",
         default="pairs",
         metavar="NAME",
-        help="the retrieval's embeddings: pairs, a ridge regression of words on the training prompts; "
-        "tokens, the model's own embeddings; or a model of sentence-transformers",
+        help="the retrieval's embeddings: pairs, a ridge regression of words on the training "
+        "prompts; tokens, the model's own embeddings; or a model of sentence-transformers",
     )
-    cli.add_argument(
-        "--repeats", type=whole_number(1), metavar="N", help="times are medians of N; default: 7"
-    )
+    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:
-        if args.as_written:
-            return add_as_written(args)
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
-        require_pocket(args.model, args.pairs)
-        scale = QUICK if args.quick else Scale()
-        scale = replace(scale, repeats=args.repeats or scale.repeats)
+        if args.pairs is None and args.model not in ("pocket", "pocket-rotary"):
+            raise ValueError(
+                f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"
+            )
+        reasons = {
+            "reduced run": args.quick,
+            "run of other prompts": args.pairs,
+            "run of another model": args.model != "pocket",
+            "run with another encoder": args.encoder != "pairs",
+        }
+        reduced = next((why for why, differs in reasons.items() if differs), "")
+        rows, turns = Rows("projection", args.out, args.again, reduced), 1 if args.quick else 7
         model = load_model(
             args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype
         )
+        tokenizer, few = load_tokenizer(args.model), 20 if args.quick else 0
+        kinds = args.kinds or (["quiz"] if args.quick else [*POCKET])
         if args.pairs:
-            kinds = {Path(args.pairs).stem: read_pairs(Path(args.pairs), args.seed)}
-        else:
-            names = args.kinds or (["quiz"] if args.quick else POCKET)
-            kinds = {
-                kind: pocket_families(kind, args.seed, FEW if args.quick else None)
-                for kind in names
+            kinds = [Path(args.pairs).stem]
+        if reduced:
+            rows.paper["usual"] |= {"kind": kinds[0]}
+            rows.paper["every"] = {"kind": kinds}
+            shown = rows.paper["table"]["columns"]
+            shown = {
+                f"{kinds[0]}{k[4:]}" if ":" in k else k: v for k, v in shown.items() if "@" not in v
             }
-        report(
-            model,
-            load_tokenizer(args.model),
-            kinds,
-            args.encoder,
-            scale,
-            args.model,
-            args.seed,
-            args.out,
-        )
+            rows.paper["table"]["columns"] = shown
+        for kind in kinds:
+            if args.pairs:
+                families = read_pairs(Path(args.pairs), args.seed)
+            else:
+                families = pocket_families(kind, args.seed, FEW if args.quick else None)
+            trial = Trial(model, tokenizer, kind, families, args.encoder, args.seed, few)
+            on = conditions(args.model, model)
+            size = f"{args.model}: {on['parameters']:,} parameters"
+            rows.begin(size, "held-out families of paraphrases", *machine_of(on))
+            tau = measure(rows, trial, turns)
+            if kind == kinds[0] and math.isfinite(tau):
+                save_libraries(trial, tau, args.encoder, args.out / "library")
+        if not reduced:
+            lengths(rows, turns)
+            finish(rows)
+        draw(rows, args.out)
+        print(page([*page_of(rows), f"Written to {args.out}"]))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase
@@ -14,7 +12,7 @@ import torch
 
 from load_gpt2_weights import NAMES
 from support.cli import CommandLine, whole_number, writable_folder
-from support.files import read_csv, read_json
+from support.files import read_csv
 from support.tables import Table
 
 HERE = Path(__file__).resolve().parent
@@ -77,50 +75,6 @@ class Claim(TypedDict):
 
 
 ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
-UNKNOWN = (-math.inf, math.inf)  # the interval of a figure that was recorded without one
-
-
-def judged(
-    section: str,
-    quote: str,
-    holds: bool | None,
-    figure: str,
-    stated: str,
-    refuted: bool | None = None,
-) -> Claim:
-    """Return a claim with its verdict: HOLDS, DOES NOT HOLD, NOT SHOWN if it is neither shown nor refuted, NOT TESTED
-    if holds is None or the claim wasn't tested as stated: "yes", "partly: why" or "no: why".
-
-    refuted: whether the figure speaks against the claim; None if it is exact, so that it refutes what it doesn't show.
-    """
-    answer, _, why = stated.partition(": ")
-    untested = holds is None or answer == "no"
-    against = not holds if refuted is None else refuted
-    verdict = (
-        "NOT TESTED"
-        if untested
-        else "HOLDS"
-        if holds
-        else "DOES NOT HOLD"
-        if against
-        else "NOT SHOWN"
-    )
-    return Claim(
-        source="",
-        section=section,
-        quote=quote,
-        theirs="",
-        ours="",
-        figure=figure,
-        verdict=verdict,
-        stated=answer,
-        why=why,
-    )
-
-
-def under(source: str, theirs: str, ours: str, *claims: Claim) -> list[Claim]:
-    """Return claims with their source and the conditions that they were made and tested under."""
-    return [{**claim, "source": source, "theirs": theirs, "ours": ours} for claim in claims]
 
 
 def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
@@ -178,23 +132,3 @@ def conditions_of(record: dict[str, Any], *data: str) -> str:
     return "; ".join(
         filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")])
     )
-
-
-def spread(ratios: Sequence[float], form: str = ".2f") -> str:
-    """Return the median, the minimum and the maximum of some turns' ratios."""
-    return f"{statistics.median(ratios):{form}} ({min(ratios):{form}} to {max(ratios):{form}})"
-
-
-def with_interval(three: Sequence[float | None], form: str = ".2f") -> str:
-    """Return a mean and its 95% interval as text, without an UNKNOWN one; "-" if there were too few texts for one."""
-    if None in three:
-        return "-"
-    form = f"{'+' * form.startswith('+')}z{form.removeprefix('+')}"  # z: no minus before zero
-    return f"{three[0]:{form}}" + f" ({three[1]:{form}} to {three[2]:{form}})" * (
-        tuple(three[1:]) != UNKNOWN
-    )
-
-
-def recorded(name: str, file: str = "summary.json") -> dict[str, Any]:
-    """Return the recorded results of a study."""
-    return read_json(HERE / name / file)

@@ -1,7 +1,11 @@
 """The refresh study: a student's texts on its teacher's KV cache, by every way of refreshing it.
 
 `python3 -m studies.refreshing` takes two hours and goes on where it was interrupted; `--quick`
-takes a minute; `--again 'periodic.*'` measures these ways once more.
+takes a minute; `--again 'periodic.*'` measures these ways once more. The source's own experiment,
+with a file of questions (the source's are ELI5's, held out), is
+  python3 -m studies.refreshing --teacher meta-llama/Llama-3.2-3B-Instruct --student \
+  friendshipkim/overfill-Llama-3.2-3B-Instruct-pruned-h0.45-i0.45-a0.0-d0.0 \
+  --prompts FILE.csv --chat --dtype bfloat16
 
 Ways: teacher and student write alone; the others are policies of overfill.py, among them "none",
 which is OverFill without a refresh; published:64 is the source's code, refreshed every 64 tokens.
@@ -37,13 +41,15 @@ from tqdm import tqdm
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from load_gpt2_weights import load_tokenizer
+from load_gpt2_weights import class_of, find_file, is_llama, load_tokenizer, read_config
 from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
 from pocket import corpus
 from pocket.recipes import pruning
 from studies.core import Figure, Rows, draw, in_turn, machine_of, page_of, steady
 from studies.protocol import StudyLine, read_prompts
+from support.chat import as_question
 from support.conditions import conditions, random_model
+from support.geometry import kv_heads
 from support.statistics import area_under_roc, kl
 from support.tables import page
 
@@ -371,9 +377,12 @@ def variational(rows: Rows) -> None:
 # --- The study --------------------------------------------------------------------------------------
 
 
-def prompts_of(tokenizer: Any, path: str | None, n: int, room: int) -> dict[str, Tensor]:
+def prompts_of(
+    tokenizer: Any, path: str | None, n: int, room: int, chat: bool = False
+) -> dict[str, Tensor]:
     """Return prompts (B, T) to set gates on ("valid") and to measure ("test"): beginnings of
-    pocket's documents; or of a CSV file, every fifth to set gates on, all cut to the shortest.
+    pocket's documents; or of a CSV file, every fifth to set gates on, all cut to the shortest; with
+    chat, as questions in the model's own form, of which the questions are cut.
 
     Raises ValueError if a file has fewer than 5, or one has more than room tokens.
     """
@@ -381,15 +390,18 @@ def prompts_of(tokenizer: Any, path: str | None, n: int, room: int) -> dict[str,
         counts = {"valid": (n + 1) // 2, "test": n}
         found = {split: corpus.beginnings(tokenizer, split, k, 192) for split, k in counts.items()}
         return {split: torch.tensor(ids) for split, ids in found.items()}
-    prompts = [tokenizer.encode(text, allowed_special="all") for text in read_prompts(Path(path))]
+    special = tokenizer.special_tokens_set
+    prompts = [tokenizer.encode(text, allowed_special=special) for text in read_prompts(Path(path))]
+    before, after = (as_question("{}", tokenizer) if chat else "{}").split("{}")
+    before = tokenizer.encode(before, allowed_special="all")  # with what begins a text
+    after = tokenizer.encode(after, allowed_special=special)
     if len(prompts) < 5:
         raise ValueError(f"{path} has {len(prompts)} prompts: at least 5 are needed")
     shortest = min(map(len, prompts))
-    if shortest > room:
-        raise ValueError(
-            f"the prompts of {path} have {shortest} tokens or more: at most {room} fit"
-        )
-    ids = torch.tensor([prompt[-shortest:] for prompt in prompts])
+    length = len(before) + shortest + len(after)
+    if length > room:
+        raise ValueError(f"the prompts of {path} have {length} tokens or more: at most {room} fit")
+    ids = torch.tensor([[*before, *prompt[-shortest:], *after] for prompt in prompts])
     test = [i for i in range(len(ids)) if i % 5]
     return {"valid": ids[::5], "test": ids[test]}
 
@@ -414,16 +426,67 @@ def sized(rows: Rows, size: str, n: int, turns: int) -> None:
     predict(rows, n, at)
 
 
-def measure(rows: Rows, names: list[str], path: str | None, quick: bool, **options: Any) -> None:
-    """Measure what the rows lack, or what is to be measured again. names: teacher, student."""
+def memory_needed(names: Sequence[str], many: int, tokens: int, dtype: torch.dtype) -> str:
+    """Return a sentence on the bytes of two models' weights, by their config.json, and of the caches
+    of `many` texts of so many tokens that are written at once, one of each model."""
+    weights, caches = [], 0
+    for name in names:
+        config = read_config(find_file(name, "config.json"))
+        with torch.device("meta"):
+            model = class_of(is_llama(config))(config)
+        weights.append(sum(p.numel() for p in model.parameters()) * dtype.itemsize)
+        token = 2 * config.n_layer * kv_heads(config) * config.head_dim * dtype.itemsize
+        caches += many * tokens * token
+    return (
+        f"Memory: {weights[0] / 1e6:,.1f} MB of weights for the teacher, {weights[1] / 1e6:,.1f} for the "
+        f"student, {caches / 1e6:,.1f} for the caches of {many} texts of {tokens:,} tokens."
+    )
+
+
+@torch.no_grad()
+def time_needed(texts: Texts, ways: Sequence[str], single: int) -> str:
+    """Return a sentence on the time that the student's steps alone will take, by one that is timed:
+    texts written at once in each mode and way, and `single` texts one by one in each way."""
+    seconds, steps = {}, {}
+    ids, student = texts.prompts["test"], texts.models["student"]
+    for name, many in (("at once", len(ids)), ("one by one", 1)):
+        cache = student.new_cache()
+        student(ids[:many], cache, last_only=True)
+        begun = time.perf_counter()
+        float(student(ids[:many, -1:], cache)[0, 0, 0])  # waits for the device
+        seconds[name] = time.perf_counter() - begun
+    steps["at once"] = len(MODES) * len(ways) * texts.n
+    steps["one by one"] = single * len(ways) * texts.n
+    hours = sum(seconds[name] * steps[name] for name in steps) / 3600
+    return (
+        f"Time: {hours:.1f} hours or more: {steps['at once']:,} steps of the student with "
+        f"{len(ids)} texts at once, {seconds['at once']:.2f} s each, and {steps['one by one']:,} with "
+        f"one, {seconds['one by one']:.2f} s each; the teacher's reading comes on top. An interrupted "
+        "run goes on where it stopped."
+    )
+
+
+def measure(
+    rows: Rows,
+    names: list[str],
+    path: str | None,
+    quick: bool,
+    chat: bool = False,
+    **options: Any,
+) -> None:
+    """Measure what the rows lack, or what is to be measured again. names: teacher, student. Models
+    of the user's own, with prompts from a file, begin with what they need."""
     n, count, turns = (72, 4, 1) if quick else (1000, 50, 9)
     tokenizer = load_tokenizer(names[0])
     trained = TRAINED if names[1] == TRAINED["segments"] else {"segments": names[1]}
+    if path is not None:
+        texts = prompts_of(tokenizer, path, count, 2**31, chat)["test"]
+        print(memory_needed(names, len(texts), texts.size(1) + n, options["dtype"]), flush=True)
     for train, name in trained.items():
         teacher, student, _ = overfill.load_pair(names[0], name, **options)
         room = min(teacher.config.n_ctx, student.config.n_ctx)
         n = min(n, room - 192) if path is None else n
-        prompts = prompts_of(tokenizer, path, count, room - n)
+        prompts = prompts_of(tokenizer, path, count, room - n, chat)
         prompts = {split: ids.to(teacher.wte.weight.device) for split, ids in prompts.items()}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, {})
         fits = not overfill.misfit(teacher, student)
@@ -441,6 +504,8 @@ def measure(rows: Rows, names: list[str], path: str | None, quick: bool, **optio
             f"students of {sum(p.numel() for p in student.parameters()):,} parameters",
         ]
         many, length = prompts["test"].shape
+        if path is not None:
+            print(f"{time_needed(texts, ways, turns * min(3, many))}\n", flush=True)
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
         rows.begin(*here, some, *machine_of(on))
         for mode in MODES:
@@ -463,15 +528,19 @@ def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
     cli.add_argument("--student", default=TRAINED["segments"], metavar="NAME", help="who decodes")
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
+    cli.add_chat_argument()
     cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:
         names = [args.model, args.student]
         others = names != ["pocket", TRAINED["segments"]] or args.prompts
+        if args.chat and not args.prompts:
+            raise ValueError("--chat wraps questions of your own: give it --prompts FILE")
         if args.model != "pocket" and not args.prompts:
             raise ValueError(f"{args.model} needs prompts of its own world: give it --prompts FILE")
         reduced = "reduced run" if args.quick else "run of other models" if others else ""
         rows = Rows("refreshing", args.out, args.again, reduced)
-        measure(rows, names, args.prompts, args.quick, device=args.device, dtype=args.dtype)
+        options = {"device": args.device, "dtype": args.dtype}
+        measure(rows, names, args.prompts, args.quick, args.chat, **options)
         if not others:
             sized(
                 rows,

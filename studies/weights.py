@@ -1,4 +1,4 @@
-"""Real weights: `python3 -m studies.weights` shows that the three GPT files agree on them, and repeats two studies.
+"""Real weights: `python3 -m studies.weights` shows that the lecture files agree on them, and repeats two studies.
 
 GPT-2 (0.5 GB) and DialoGPT-medium (0.9 GB) are downloaded on first use. Published continuations are reproduced; then
 the recycling paper's experiment runs on its own model, and the projection study on questions about capitals. The two
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
-from load_gpt2_weights import EXPECTED_OUTPUTS, NAMES, load_model, load_tokenizer
-from pocket.recipes import STEPS, distillation, pruning, size_of
+import llama_kv_cache
+from llama_kv_cache import Llama
+from load_gpt2_weights import EXPECTED_OUTPUTS, NAMES, find_file, load_model, load_tokenizer
 from studies import projection, recycling
 from studies.protocol import StudyLine
 from support.conditions import conditions
 from support.files import read_csv, read_json, write_csv, write_json
-from support.tables import page, table
+from support.tables import table
 
 CAPITALS = Path(__file__).resolve().parent.parent / "data" / "capitals.csv"
 HEADER = (
@@ -36,43 +37,70 @@ WORDINGS = (
     "Which city is the capital of {}?",
 )
 PROMPT = "Explain machine learning in simple terms."  # the first that the recycling paper stores
-SUSTAINED = 50e12  # operations a second that a GPU sustains in bf16, an assumption, to estimate the minutes of training
+OTHERS = """
+=== The other two studies
+
+They need trained models, a BCT and a student, whose training reads a text of yours:
+python3 pocket/train.py bct --init {model} --text FILE --out {out}/bct
+python3 gpt_bounded_cache.py --model {out}/bct  (its bytes and times)
+python3 pocket/train.py student --init {model} --text FILE --out {out}/student
+python3 -m studies.refreshing --teacher {model} --student {out}/student --prompts PROMPTS.csv
+
+Everything is in {out}. To contribute it, copy its JSON, CSV and PNG files to studies/weights/ and
+open a pull request: each record holds the model, the machine and the date."""
+
+
+# By file, or way: the model, whose generate() writes, and what makes a cache for a context.
+RING = gpt_bounded_cache.SlidingWindowCache
+WAYS = {
+    "gpt_baseline.py": (gpt_baseline.GPT, gpt_baseline, None),
+    "gpt_kv_cache.py": (gpt_kv_cache.GPT, gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),
+    "gpt_bounded_cache.py": (gpt_bounded_cache.GPT, gpt_bounded_cache, RING),
+}
+LLAMA_WAYS = {
+    "llama_kv_cache.py, no cache": (Llama, gpt_baseline, None),
+    "llama_kv_cache.py": (Llama, llama_kv_cache, lambda n_ctx: llama_kv_cache.KVCache()),
+    "llama_kv_cache.py, preallocated": (Llama, gpt_bounded_cache, RING),
+}
 
 
 @torch.inference_mode()
 def agreement(name: str, device: str, dtype: torch.dtype, n_new: int) -> dict[str, Any]:
-    """Return whether the three GPT files write the same greedy tokens with these weights, the largest difference of
-    their logits as a share of the largest logit, and how many published continuations they reproduce.
+    """Return whether the three GPT files, or a Llama's file with three caches, write the same greedy tokens with these
+    weights, the largest difference of their logits as a share of the largest logit, and how many published
+    continuations they reproduce.
 
     Raises OSError or ValueError, as load_model() does, if the weights can't be had or read."""
     tokenizer = load_tokenizer(name)
-    modules = {
-        "gpt_baseline.py": (gpt_baseline, None),
-        "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),
-        "gpt_bounded_cache.py": (gpt_bounded_cache, gpt_bounded_cache.SlidingWindowCache),
-    }
+    llama = read_json(find_file(name, "config.json")).get("model_type") == "llama"
+    ways = LLAMA_WAYS if llama else WAYS
     published = [
         entry for entry in read_json(EXPECTED_OUTPUTS)["continuations"] if entry["model"] == name
     ]
     texts, logits, same = {}, {}, {}
-    for file, (module, new_cache) in modules.items():
-        model = load_model(name, model_class=module.GPT, device=device, dtype=dtype)
+    for file, (model_class, module, new_cache) in ways.items():
+        model = load_model(name, model_class=model_class, device=device, dtype=dtype)
         about = conditions(name, model)
 
         def written(
-            prompt: str, n: int, model: nn.Module = model, module: Any = module
+            prompt: str,
+            n: int,
+            model: nn.Module = model,
+            module: Any = module,
+            new_cache: Any = new_cache,
         ) -> list[int]:
             ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")], device=device)
-            return [
-                int(token) for token in module.generate(model, ids, n, stop_id=tokenizer.eot_token)
-            ]
+            options = {"stop_id": tokenizer.eot_token}
+            if new_cache:
+                options["cache"] = new_cache(model.config.n_ctx)
+            return [int(token) for token in module.generate(model, ids, n, **options)]
 
         texts[file] = written(PROMPT, n_new)
         first = next(iter(texts.values()))  # all read the same text
         ids = torch.tensor([tokenizer.encode(PROMPT) + first], device=device)
         logits[file] = read(model, ids, new_cache and new_cache(model.config.n_ctx))
         same[file] = sum(continues(tokenizer, entry, written) for entry in published)
-    exact = logits["gpt_baseline.py"]
+    exact = next(iter(logits.values()))
     return {
         **about,
         "tokens": len(first),
@@ -111,121 +139,44 @@ def write_pairs(path: Path) -> None:
     write_csv(path, ["source", "target", "answer"], rows)
 
 
-def to_prepare(name: str, model: nn.Module, out: Path) -> list[list[str]]:
-    """Return what the other two studies need: commands, the millions of tokens that they read, and minutes on a GPU, by
-    arithmetic: for each token 6 operations for each parameter that is trained, and 2 for each of the teacher."""
-    config, rows = model.config, []
-    for what, recipe in (
-        ("bct", distillation(name, config, STEPS["bct"], text="FILE", slots=24, recent=8)),
-        ("student", pruning(name, config, STEPS["student"], "segments", "FILE")),
-    ):
-        folder = out / what
-        teacher, tokens = sum(p.numel() for p in model.parameters()), size_of(recipe)[1]
-        share = (recipe.config.n_embd / config.n_embd) ** 2 if what == "student" else 1.0
-        minutes = tokens * teacher * (6 * share + 2) / SUSTAINED / 60
-        study = {
-            "bct": f"python3 gpt_bounded_cache.py --model {folder}  (its bytes and times)",
-            "student": f"python3 -m studies.refreshing --teacher {name} --student {folder} --prompts PROMPTS.csv",
-        }
-        rows.append(
-            [
-                f"python3 pocket/train.py {what} --init {name} --text FILE --out {folder}",
-                f"{tokens / 1e6:.0f}",
-                f"{minutes:.0f}",
-                study[what],
-            ]
-        )
-    return rows
-
-
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "weights", "few tokens, turns and pairs", models=NAMES)
     cli.set_defaults(model="gpt2")
-    cli.add_argument(
-        "--dialogue",
-        default="microsoft/DialoGPT-medium",
-        metavar="NAME",
-        help="the model of the recycling study",
-    )
+    what = "the model of the recycling study"
+    dialogue = "microsoft/DialoGPT-medium"
+    cli.add_argument("--dialogue", default=dialogue, metavar="NAME", help=what)
     with cli.parse(argv) as args:
-        quick, common = (
-            ["--quick"] * args.quick,
-            ["--device", args.device, "--seed", str(args.seed)],
-        )
-        common += [
-            "--dtype",
-            str(args.dtype).removeprefix("torch."),
-            "--threads",
-            str(torch.get_num_threads()),
-        ]
-        record = {
-            name: agreement(name, args.device, args.dtype, 10 if args.quick else 100)
-            for name in (args.model, args.dialogue)
-        }
+        quick = ["--quick"] * args.quick
+        common = [*quick, "--device", args.device, "--seed", f"{args.seed}"]
+        common += ["--dtype", f"{args.dtype}".removeprefix("torch.")]
+        common += ["--threads", f"{torch.get_num_threads()}"]
+        new = 10 if args.quick else 100
+        names = (args.model, args.dialogue)
+        record = {name: agreement(name, args.device, args.dtype, new) for name in names}
         write_json(args.out / "agreement.json", record)
-        rows = [
-            [
-                name,
-                file,
-                "yes" if found["same_tokens"][file] else "NO",
-                f"{found['difference'][file]:.0e}",
-                f"{found['reproduced'][file]} of {found['published']}",
-            ]
-            for name, found in record.items()
-            for file in found["same_tokens"]
-        ]
-        print(
-            table(
-                ["weights", "file", "same greedy tokens", "logits differ by", "published texts"],
-                rows,
-            )
-        )
+        rows = []
+        for name, found in record.items():
+            for file, same in found["same_tokens"].items():
+                apart = f"{found['difference'][file]:.0e}"
+                texts = f"{found['reproduced'][file]} of {found['published']}"
+                rows.append([name, file, "yes" if same else "NO", apart, texts])
+        header = ["weights", "file", "same greedy tokens", "logits differ by", "published texts"]
+        print(table(header, rows))
         if any(row[2] == "NO" for row in rows):
-            raise ValueError(
-                f"the three files write different texts: {args.out / 'agreement.json'} has the figures"
-            )
-        write_pairs(args.out / "pairs.csv")
+            figures = args.out / "agreement.json"
+            raise ValueError(f"the three files write different texts: {figures} has the figures")
+        pairs = args.out / "pairs.csv"
+        write_pairs(pairs)
         print(f"\n=== Recycling, on {args.dialogue}\n", flush=True)
-        recycling.main(
-            [
-                "--model",
-                args.dialogue,
-                "--out",
-                str(args.out / "recycling"),
-                *(["--max-new-tokens", "5"] * args.quick),
-                *quick,
-                *common,
-            ]
-        )
+        few = ["--max-new-tokens", "5"] * args.quick
+        out = ["--out", f"{args.out / 'recycling'}"]
+        recycling.main(["--model", args.dialogue, *out, *few, *common])
         print(f"\n=== Projection, on {args.model}\n", flush=True)
-        projection.main(
-            [
-                "--model",
-                args.model,
-                "--pairs",
-                str(args.out / "pairs.csv"),
-                "--out",
-                str(args.out / "projection"),
-                *quick,
-                *common,
-            ]
-        )
-        model = load_model(args.model, model_class=gpt_kv_cache.GPT)
-        rows = to_prepare(args.model, model, args.out)
-        print(
-            page(
-                [
-                    "\n=== The other two studies\n\nThey need trained models: a BCT, and a student. Training reads a text of "
-                    f"yours. Minutes: by arithmetic, on a GPU that sustains {SUSTAINED / 1e12:.0f} TFLOP/s, and not measured.",
-                    *(
-                        f"{train}\n    reads {tokens} million tokens, in {minutes} minutes; then\n{study}"
-                        for train, tokens, minutes, study in rows
-                    ),
-                    f"Everything is in {args.out}. To contribute it, copy its JSON, CSV and PNG files to studies/weights/ and "
-                    "open a pull request: each record holds the model, the machine and the date.",
-                ]
-            )
-        )
+        out = ["--out", f"{args.out / 'projection'}"]
+        projection.main(["--model", args.model, "--pairs", f"{pairs}", *out, *common])
+        if read_json(find_file(args.model, "config.json")).get("model_type") == "llama":
+            return print("The other two studies train models of GPT-2's kind: run this with one.")
+        print(OTHERS.format(model=args.model, out=args.out))
 
 
 if __name__ == "__main__":

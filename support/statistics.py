@@ -72,13 +72,6 @@ def wilson(k: int, n: int) -> tuple[float, float, float]:
     )
 
 
-def f1(answer: str, reference: str) -> float:
-    """Return F1 of the words that an answer shares with a reference (Rajpurkar et al. 2016, section 6)."""
-    a, b = answer.lower().split(), reference.lower().split()
-    common = (Counter(a) & Counter(b)).total()
-    return 2 * common / (len(a) + len(b)) if a and b else float(a == b)
-
-
 def rouge_l(answer: str, reference: str) -> float:
     """Return ROUGE-L: F1 of the longest common subsequence of words (Lin 2004, section 3.1)."""
     a, b = answer.lower().split(), reference.lower().split()

@@ -49,6 +49,16 @@ def class_of(config: GPTConfig | LlamaConfig) -> type[nn.Module]:
     return Llama if isinstance(config, LlamaConfig) else GPT
 
 
+LLAMA3 = {  # frequencies, scaled as Llama 3.2's for a shorter context
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 def write_llama(folder: Path, vocab_size: int = 1536, **geometry: Any) -> Path:
     """Write a random Llama to a folder, as transformers does, with the pocket models' tokenizer."""
     transformers = pytest.importorskip("transformers")
@@ -121,3 +131,9 @@ def read_pocket_config(name: str) -> dict[str, Any]:
 
 
 N_CTX = read_pocket_config("teacher")["n_ctx"]  # of the shipped model
+
+
+def given(rows: Any, way: str, at: dict[str, Any], **metrics: Any) -> None:
+    """Let a study's rows have these values, without writing them."""
+    for metric, values in metrics.items():
+        rows.take(rows.row(way, at, metric, values))

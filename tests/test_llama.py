@@ -19,7 +19,7 @@ from llama_kv_cache import KVCache, Llama, LlamaConfig, generate, main
 from load_gpt2_weights import load_model
 from support.chat import as_question
 from support.cli import PROMPT
-from tests.helpers import write_llama
+from tests.helpers import LLAMA3, write_llama
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -32,14 +32,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-5,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
 }
 COMMIT = "0123456789" * 4
 GEOMETRIES: dict[str, dict[str, Any]] = {

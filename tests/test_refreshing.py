@@ -1,6 +1,7 @@
 """studies/refreshing.py: gates meet their budgets, figures are those of the texts, and the recorded rows."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
+from load_gpt2_weights import load_model, load_tokenizer
 from overfill import (
     POLICIES,
     Pair,
@@ -22,7 +24,6 @@ from overfill import (
 )
 from studies import refreshing
 from studies.core import Figure, Rows, claims
-from studies.pages import beside
 from studies.refreshing import (
     Texts,
     caches,
@@ -35,7 +36,9 @@ from studies.refreshing import (
     times,
     variational,
 )
+from support.chat import FORMS
 from support.statistics import entropy, kl
+from tests.helpers import LLAMA3, ROOT, write_llama
 from tests.test_overfill import CONFIG, NARROW, model_of, prompts, run
 
 
@@ -188,6 +191,13 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     predict(rows, 20, at)
     found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
     assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
+    before = [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")]
+    times(texts, ["none", "periodic:4", "windowed:8:2"], 2, 2)  # measured later: OverFill's stay
+    assert [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")] == before
+    later = rows.find("windowed:8:2", "tps", **at)["values"]
+    ratios = rows.find("windowed:8:2", "time", **at)["values"]
+    assert len(later) == 2 and min(later) > 0 and min(ratios) > 0
+    assert rows.find("teacher", "read_ms", **at, k=2) is None
 
 
 def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(rows) -> None:
@@ -229,14 +239,6 @@ def test_a_verdict_follows_its_rows(student: float, verdict: str) -> None:
     assert claims(rows)[0]["verdict"] == verdict
 
 
-def test_the_front_page_says_what_the_rows_show() -> None:
-    rows = Rows("refreshing")
-    words = [
-        beside(rows, way, "none") for way in ("periodic:64", "student", "student@trained=alone")
-    ]
-    assert words == ["2.73 (better)", "3.42 (worse)", "3.21 (no difference shown)"]
-
-
 # --- End to end -------------------------------------------------------------------------------------
 
 
@@ -271,12 +273,57 @@ def test_a_run_measures_unequal_models_on_prompts_of_ones_own(tmp_path: Path, ca
     assert "doesn't fit" in printed and "6 held-out prompts" in printed and "HOLD" not in printed
 
 
+@pytest.mark.slow
+def test_the_sources_own_pair_runs_whole_in_small(tmp_path: Path, capsys) -> None:
+    """Two Llamas as the source's are: three query heads for each of keys, widths pruned by 45%."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
+    shape |= {"head_dim": 16, "rope_parameters": LLAMA3}
+    sizes = {"teacher": (60, 160), "student": (33, 88)}
+    for name, (hidden, inner) in sizes.items():
+        write_llama(tmp_path / name, hidden_size=hidden, intermediate_size=inner, **shape)
+    words = [f"--{name}={tmp_path / name}" for name in sizes]
+    words += ["--prompts", str(ROOT / "data" / "pocket_test_prompts.csv"), "--dtype", "bfloat16"]
+    refreshing.main([*words, "--quick", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    weights, student, caches = re.search(
+        r"Memory: ([\d.]+) MB of weights for the teacher, ([\d.]+) for the student, ([\d.]+)",
+        printed,
+    ).groups()
+    for name, found in (("teacher", weights), ("student", student)):
+        model = load_model(str(tmp_path / name), dtype=torch.bfloat16)
+        assert float(found) == pytest.approx(
+            sum(p.nbytes for p in model.parameters()) / 1e6, abs=0.05
+        )
+    tokens = 4 * (15 + 72)
+    assert float(caches) == pytest.approx(2 * tokens * 2 * 2 * 16 * 2 / 1e6, abs=0.05)
+    assert "steps of the student with 4 texts at once" in printed and "doesn't fit" not in printed
+    rows = (tmp_path / "out" / "reduced.jsonl").read_text("utf-8")
+    assert all(f'"{way}"' in rows for way in refreshing.EVERY_WAY if not way.startswith("dropout"))
+
+
+def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> None:
+    from tests.test_llama import real_form
+
+    real_form("Llama 3", tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    questions = [f"Why is {word} so?" for word in ("a", "b c d e f g", "h", "i", "j")]
+    (tmp_path / "q.csv").write_text("prompt\n" + "\n".join(questions))
+    for chat, form in ((False, "{}"), (True, FORMS["<|start_header_id|>"])):
+        made = refreshing.prompts_of(tokenizer, str(tmp_path / "q.csv"), 9, 99, chat)
+        first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
+        assert made["valid"][0].tolist() == first  # the shortest is whole
+        long = tokenizer.decode(made["test"][0].tolist())
+        before, after = form.split("{}")
+        assert long.startswith("<|begin_of_text|>" + before) and long.endswith("so?" + after)
+
+
 def test_bad_input_gets_one_sentence(tmp_path: Path, capsys) -> None:
     (tmp_path / "few.csv").write_text("prompt\na\nb\n")
     for words, culprit in (
         (["--prompts", "nothing.csv"], "nothing.csv"),
         (["--prompts", str(tmp_path / "few.csv")], "2 prompts: at least 5"),
         (["--teacher", "gpt2"], "--prompts"),
+        (["--chat"], "--prompts"),
     ):
         with pytest.raises(SystemExit) as ended:
             refreshing.main([*words, "--out", str(tmp_path / "out")])

@@ -12,6 +12,7 @@ from load_gpt2_weights import load_tokenizer
 from pocket.checkpoints import export
 from studies import weights
 from support.files import read_json
+from tests.helpers import write_llama
 
 
 def folder(path: Path, n_layer: int) -> str:
@@ -32,12 +33,16 @@ def test_three_files_agree_and_a_fault_in_one_is_seen(
     found = weights.agreement(name, "cpu", torch.float32, 20)
     assert set(found["same_tokens"].values()) == {True} and found["tokens"] == 20
     assert max(found["difference"].values()) < 1e-4 and (found["layers"], found["width"]) == (2, 64)
-    ring = gpt_bounded_cache.SlidingWindowCache
-    monkeypatch.setattr(gpt_bounded_cache, "SlidingWindowCache", lambda n_ctx: ring(4))
-    assert (
-        weights.agreement(name, "cpu", torch.float32, 20)["difference"]["gpt_bounded_cache.py"]
-        > 1e-3
-    )
+    forgetful = lambda n_ctx: gpt_bounded_cache.SlidingWindowCache(4)  # noqa: E731
+    way = "gpt_bounded_cache.py"
+    monkeypatch.setitem(weights.WAYS, way, (*weights.WAYS[way][:2], forgetful))
+    assert weights.agreement(name, "cpu", torch.float32, 20)["difference"][way] > 1e-3
+
+
+def test_three_caches_of_a_llama_agree(tmp_path: Path) -> None:
+    found = weights.agreement(str(write_llama(tmp_path)), "cpu", torch.float32, 20)
+    assert set(found["same_tokens"].values()) == {True} and found["tokens"] == 20
+    assert 0 < max(found["difference"].values()) < 1e-4 and found["layers"] == 3
 
 
 def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
@@ -61,7 +66,7 @@ def test_the_whole_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     weights.main(["--model", names[0], "--dialogue", names[1], "--quick", "--out", str(out)])
     assert list(read_json(out / "agreement.json")) == names
     assert "3 layers" in (out / "recycling" / "reduced.jsonl").read_text(encoding="utf-8")
-    assert read_json(out / "projection" / "summary.json")["kinds"].keys() == {"pairs"}
+    assert '{"kind": "pairs"' in (out / "projection" / "reduced.jsonl").read_text(encoding="utf-8")
     printed = capsys.readouterr().out
     assert " NO " not in printed and f"--init {names[0]} --text FILE" in printed
 
@@ -69,18 +74,11 @@ def test_the_whole_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_files_that_disagree_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {
-        "same_tokens": {"gpt_kv_cache.py": False},
-        "difference": {"gpt_kv_cache.py": 0.5},
-        "reproduced": {"gpt_kv_cache.py": 0},
-        "published": 2,
-    }
+    one = {"gpt_kv_cache.py": 0}
+    found = {"same_tokens": one, "difference": one, "reproduced": one, "published": 2}
     monkeypatch.setattr(weights, "agreement", lambda *_: found)
     with pytest.raises(SystemExit, match="2"):
         weights.main(["--quick", "--out", str(tmp_path)])
     said = capsys.readouterr()
-    assert (
-        " NO " in said.out
-        and "write different texts" in said.err
-        and (tmp_path / "agreement.json").exists()
-    )
+    assert " NO " in said.out and "write different texts" in said.err
+    assert (tmp_path / "agreement.json").exists()

@@ -1,0 +1,304 @@
+"""The projection study: nothing is fitted on what is tested, figures are what they say, and its
+claims follow their rows."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_kv_cache import GPT, KVCache
+from load_gpt2_weights import load_model, load_tokenizer
+from pocket import corpus
+from projector import Layout, cache_of, main, prefill
+from recycle import read_all
+from studies import projection
+from studies.core import Figure, Rows, claims
+from studies.projection_segments import measure_segments, summarize
+from studies.projection_ways import TRUE, Trial, Way, pocket_families, read_pairs
+from support.encoders import PairEncoder
+from tests.test_projector import MODELS
+from tests.test_projector import prompt as ids_of
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("quiz", "long-quiz", "story", "notes")
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    families = pocket_families("quiz", 0, most=12, wordings=3)
+    return Trial(
+        load_model("pocket", model_class=GPT), load_tokenizer("pocket"), "quiz", families, few=10
+    )
+
+
+def kl_of(trial: Trial, way: Way) -> float:
+    prompts = trial.sample[:8]
+    return sum(projection.first_token(trial, way, p, p)["kl"] for p in prompts) / len(prompts)
+
+
+# --- What is fitted, and on what ----------------------------------------------------------------------
+
+
+def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    def splits(prompts: list) -> set[str]:
+        return {p.family.split("/")[0] for p in prompts}
+
+    for fitted in (
+        trial.train,
+        trial.sample,
+        trial.bankers,
+        [p for pair in trial.pairs for p in pair],
+    ):
+        assert splits(fitted) == {"train"}
+    assert all(a is not b and a.family == b.family for a, b in trial.pairs)
+    for split in ("test", "valid"):
+        stored = trial.stored(split)
+        assert splits(stored) == {split, "train"} and splits(trial.stored(split, False)) == {
+            "train"
+        }
+        for prompt, relative in trial.queries(split):
+            assert prompt.family.startswith(split) and prompt not in stored
+            assert relative is None or (relative in stored and relative.family == prompt.family)
+            assert (relative is None) == (int(prompt.family.split("/")[1]) % 5 == 0)
+    asked, queries = [], trial.queries
+    monkeypatch.setattr(trial, "queries", lambda split: (asked.append(split), queries(split))[1])
+    tau, area = projection.choose_tau(trial)
+    assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and area > 0.5
+
+
+def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    import projector
+    from studies import projection_segments
+    from support import encoders
+
+    grouped: list[list[str]] = []
+    for module in (projector, projection_segments, encoders):
+        monkeypatch.setattr(
+            module, "cross_validate", lambda error, groups: grouped.append([*groups]) or 1.0
+        )
+    fresh = replace(TRUE, tail=2)
+    trial.segment_map(fresh)
+    trial.stage_2(fresh, trial.own)
+    families = [p.family for p in trial.train]
+    PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
+    assert grouped == [
+        [p.family for p in trial.sample],
+        [source.family for source, _ in trial.pairs],
+        families,
+    ]
+    trial.segment_map(replace(fresh, m=2))
+    assert len(grouped) == 3, "another number of summary tokens takes the penalty that was found"
+
+
+def test_prompts_too_short_for_the_summary_tokens_are_left_out(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from studies import projection_ways
+
+    monkeypatch.setattr(projection_ways, "FOLLOWING", 1)  # the model writes it: there's no answer
+    short = [("How?", ""), ("Why so?", "")]
+    families = {
+        split: [[(q.prompt, "") for q in family[:2]] for family in corpus.quiz_families(split)[:4]]
+        for split in corpus.SPLITS
+    }
+    families["train"].append(short)
+    made = Trial(trial.model, trial.tokenizer, "short", families)
+    assert len(made.train) == 8 and made.train[0].follows and not made.train[0].answer
+    with pytest.raises(ValueError, match="0 families in a split"):
+        Trial(trial.model, trial.tokenizer, "short", families | {"test": [short]})
+
+
+def write_pairs(path: Path, families: int) -> Path:
+    """Pairs of questions of the pocket world, as somebody would have them for another model."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["source", "target", "answer"])
+        for family in corpus.quiz_families("train", header=1)[:families]:
+            writer.writerow([family[0].prompt, family[3].prompt, family[0].answer])
+            writer.writerow([family[0].prompt, family[5].prompt, family[0].answer])
+    return path
+
+
+def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
+    split = read_pairs(write_pairs(tmp_path / "pairs.csv", 20), 0)
+    assert {name: len(found) for name, found in split.items()} == {
+        "train": 12,
+        "valid": 4,
+        "test": 4,
+    }
+    texts = [text for families in split.values() for family in families for text, _ in family]
+    assert len({*texts}) == len(texts) == 60
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b\n1,2\n", "'source' is not among"),
+        (b"source,target\nx,\n", "empty prompt"),
+        (b"source,target\nx,y\n", "1 families of prompts: 15"),
+        (b"source,target\n\xff,y\n", "not a text in UTF-8"),
+    ],
+)
+def test_pairs_that_are_none_are_one_sentence(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_pairs(tmp_path / "bad.csv", 0)
+
+
+# --- Ways and figures -----------------------------------------------------------------------------------
+
+
+def test_the_position_rule_alone_is_exact_at_the_true_position(trial: Trial) -> None:
+    prompt, rule = trial.train[0], trial.ways["rule"]
+    there = replace(rule, layout=Layout(len(prompt.ids) - 1))
+    found = projection.worth(trial, there, prompt, trial.train[5])
+    assert found["kl"] < 1e-5 and found["good"] and found["lost"] == 0
+    assert projection.first_token(trial, rule, prompt, prompt)["kl"] > 0.01
+
+
+def test_learned_summary_tokens_are_better_than_their_start(trial: Trial) -> None:
+    weights = [p.clone() for p in trial.model.parameters()]
+    start = torch.stack([trial.own(p, TRUE) for p in trial.sample]).mean(0)
+    learned = trial.ways["learned"]
+    assert kl_of(trial, learned) < 0.9 * kl_of(trial, replace(learned, summary=lambda p, _: start))
+    for before, after in zip(weights, trial.model.parameters(), strict=True):
+        assert torch.equal(before, after) and after.grad is None
+
+
+def test_a_figure_is_what_it_says(trial: Trial) -> None:
+    (prompt, source), way = trial.related("test")[0], trial.ways["raw-2:4"]
+    found = projection.worth(trial, way, prompt, source)
+    cache = cache_of(trial.model, trial.own(source, way.layout), len(prompt.ids) - 4)
+    with torch.no_grad():
+        logits = trial.model(torch.tensor([prompt.ids[-4:]]), cache)[0, -1]
+    p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
+    assert found["kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5)
+    assert found["reverse"] == pytest.approx(float((q.exp() * (q - p)).sum()), rel=1e-3, abs=1e-5)
+    assert projection.answer(trial, prompt) == prompt.answer
+    other = next(p for p, _ in trial.related("test") if p.answer != prompt.answer)
+    first = other.follows[0]
+    assert projection.answer(trial, prompt, first).split()[0] in other.answer
+    assert projection.score(trial, prompt) == 1 and projection.score(trial, prompt, first) == 0
+
+
+def test_an_interval_is_by_family_and_has_a_width_where_all_agree(
+    trial: Trial, tmp_path: Path
+) -> None:
+    rows = Rows("projection", tmp_path)
+    prompts = trial.train * 3  # 12 families, of 9 prompts each
+    level = {family: i for i, family in enumerate(dict.fromkeys(p.family for p in prompts))}
+    values = [level[p.family] for p in prompts]
+    projection.add(rows, "x", {}, prompts, kl=values, low=[1.0] * len(prompts))
+    value, low, high = rows.figure("x", "kl")
+    assert value == 5.5 and 3 < low < 4.2 and 6.8 < high < 8  # not of 108 prompts
+    assert rows.figure("x", "low") == Figure(1, pytest.approx(0.9656, abs=1e-3), 1)
+    few = [p for p in prompts if level[p.family] < 3]
+    projection.add(rows, "few", {}, few, kl=[1.0] * len(few))
+    assert rows.figure("few", "kl") == Figure(1.0), "an interval of three families"
+
+
+def test_alignment_moves_emitted_tokens_by_the_difference_of_the_tail() -> None:
+    model, ids, tail, n = MODELS["learned"], ids_of(30), 4, 3
+    layout = Layout(30 - tail, tail)  # a summary token a token: exact, there is nothing to move
+    summaries = summarize(measure_segments(model, prefill(model, ids), layout), bank=0.0)
+    warm, extra = cache_of(model, summaries, 30 - tail), ids_of(n, seed=9)
+    with torch.no_grad():
+        model(torch.tensor([ids[-tail:] + extra]), warm)
+    expected = read_all(model, ids + extra)
+    shifted = KVCache([layer + 0.25 for layer in warm.layers], warm.pos)  # everywhere the same
+    for cache in (warm, shifted):
+        aligned = read_all(model, ids)
+        projection.append_aligned(cache, aligned, tail, n)
+        assert aligned.pos.tolist() == expected.pos.tolist()
+        for a, b in zip(aligned.layers, expected.layers, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.sum(-2)
+
+    assert projection.curvature() > 0.01
+    monkeypatch.setattr(projection, "read", linear)
+    assert projection.curvature() < 1e-4
+
+
+# --- The claims -----------------------------------------------------------------------------------------
+
+DECIDED = {  # claim: its ways with the settings, the metric, and values that hold and that don't
+    "Next-token KL": (["written", "proposed"], "good", {}, 0.9, 0.1),
+    "Task metrics": (["written", "proposed"], "lost", {}, 0.0, 0.2),
+    "Linearity": (["written", "proposed"], "low", {"on": "given"}, 0.9, 0.1),
+    "Storage": (["summary"], "share", {}, 0.1, 0.9),
+    "Retrieval gating": (["proposed"], "kl", {"on": "lowest"}, 99, 0),
+    "Very small": (["proposed"], "kl", {"on": "given", "m": 1}, 99, 0),
+    "Does stage 1": (["stage1-written"], "low", {"on": "fit"}, 0.9, 0.1),
+    "Does the rule": (["rule"], "low", {"on": "given"}, 0.9, 0.1),
+    "Is a first": (["written", "proposed"], "kl", {}, 0, 99),
+    "Is it better": (["written"], "kl", {"on": "given"}, 0, 99),
+}
+
+
+@pytest.mark.parametrize("start", DECIDED)
+def test_a_claim_follows_the_rows_of_every_kind(start: str) -> None:
+    ways, metric, at, holds, refutes = DECIDED[start]
+
+    def verdict(values: dict[str, float]) -> str:
+        rows = Rows("projection")
+        for kind, value in values.items():
+            for way in ways:
+                rows.borrow(way, at | {"kind": kind}, **{metric: [value] * 4})
+        return next(claim for claim in claims(rows) if claim["quote"].startswith(start))["verdict"]
+
+    one = dict.fromkeys(KINDS, holds) | {"long-quiz": refutes}
+    assert verdict(dict.fromkeys(KINDS, holds)) == "HOLDS"
+    assert verdict(dict.fromkeys(KINDS, refutes)) == "DOES NOT HOLD"
+    assert verdict(one) == ("HOLDS" if start == "Very small" else "DOES NOT HOLD")
+
+
+# --- The whole study --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_study_then_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole protocol, on a few pairs; then an answer from the library that it has kept."""
+    pairs, out = write_pairs(tmp_path / "pairs.csv", 40), tmp_path / "out"
+    model = str(ROOT / "pocket" / "teacher")
+    projection.main(["--quick", "--model", model, "--pairs", str(pairs), "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert "A reduced run: figures, and no verdict." in printed and "HOLD" not in printed
+    lines = [json.loads(line) for line in (out / "reduced.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if "way" in line]
+    assert {row["setting"]["kind"] for row in rows} == {"pairs"}
+    assert {"hit", "written", "learned", "raw-1:16"} <= {row["way"] for row in rows}
+    assert (out / "plane.png").exists()
+    question = ["ask", "Which river runs through Pellam?", "--library", str(out / "library")]
+    main(question)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " ms " in line]
+    assert [row[0] for row in rows] == ["proposed", "ours", "exactly"]
+    (out / "library" / "ours" / "library.safetensors").write_bytes(b"no")
+    with pytest.raises(SystemExit, match="2"):
+        main(question)
+    assert "not a file of safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt2"], "--pairs FILE"),
+        (["--pairs", "nowhere.csv"], "nowhere.csv"),
+        (["--kinds", "riddle"], "riddle"),
+        (["--kinds", "quiz", "--pairs", "x.csv"], "choose"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        projection.main(arguments)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
