@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # read when torch starts: waiting threads must not spin
+# read when torch starts: waiting threads must not spin
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
 import importlib.util
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -54,10 +52,8 @@ from support.conditions import SIZES, machine
 from support.files import read_json, write_json
 from support.tables import page
 
-DECODED, FEW = (
-    16,
-    3,
-)  # tokens after each prompt; of an implementation that reads the whole text for each
+DECODED = 16  # tokens after each prompt
+FEW = 3  # of an implementation that reads the whole text for each
 NARROW = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
 
 
@@ -301,10 +297,6 @@ def main(argv: list[str] | None = None) -> None:
         if args.scale:
             print(page(scale.note(args.scale)))
             return
-        if sys.platform == "win32":
-            raise ValueError(
-                "benchmarks run on Linux and macOS: on Windows Python can't read a process's peak memory"
-            )
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
         if args.peer_path and not args.peer_path.is_dir():

@@ -28,9 +28,7 @@ from support.tables import Table
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
 COUNTS = (1, 4, 16, 64)
 SIZE, CHUNK = 16, 256  # tokens of a block, and of a prompt's pass
-Requests = list[
-    dict[str, Any]
-]  # ids, new (tokens to write), arrival (in seconds; 0: all are there from the beginning)
+Requests = list[dict[str, Any]]  # ids, new (tokens to write)
 
 
 def requests_of(count: int, vocab_size: int, n_ctx: int) -> Requests:
@@ -41,7 +39,7 @@ def requests_of(count: int, vocab_size: int, n_ctx: int) -> Requests:
     for _ in range(count):
         prompt, new = (round(n_ctx / 32 * scale ** rng.random()) for scale in (16, 4))
         ids = [rng.randrange(vocab_size) for _ in range(max(1, prompt))]
-        found.append({"ids": ids, "new": max(1, new), "arrival": 0.0})
+        found.append({"ids": ids, "new": max(1, new)})
     return found
 
 
@@ -237,7 +235,6 @@ def measure(
             "failed": failed,
             "prompts": lengths,
             "new": new,
-            "arrivals": [r["arrival"] for r in requests],
             "bound_s": bound,
             "bound_tokens_per_s": sum(new) / bound,
             "rows": {},

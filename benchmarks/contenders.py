@@ -8,7 +8,6 @@ yields the greedy next tokens (B, 1), one after each step of its work, the first
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,21 +116,7 @@ def timed(runner: Runner, clock: Clock, ids: Tensor, decode: int) -> dict[str, A
         "steps_cpu_ms": steps_cpu,
         "tokens": torch.cat(written, 1).tolist(),
         "nbytes": runner.nbytes,
-        "peak_bytes": peak_bytes(clock.cuda),
     }
-
-
-def peak_bytes(cuda: bool) -> int:
-    """Return the peak memory of this process so far: of the GPU, or of the machine (loading included)."""
-    if cuda:
-        return torch.cuda.max_memory_allocated()
-    if (status := Path("/proc/self/status")).exists():
-        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
-    import resource  # which Windows doesn't have
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
 
 
 def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int]) -> dict[str, Any]:

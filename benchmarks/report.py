@@ -51,7 +51,6 @@ def summary(raw: Record) -> Record:
                 "cache_bytes": turns[-1]["nbytes"],
             }
             waited += [share_waited(turn) for turn in turns]
-        rows[name]["peak_bytes"] = max(t["peak_bytes"] for turns in cells.values() for t in turns)
         if raw["reuse"][name]:
             rows[name]["reuse_ms"] = median(raw["reuse"][name])
         if name in raw.get("overheads", {}):

@@ -8,7 +8,6 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -310,10 +309,6 @@ class CTranslate2(Runner):
         )
         with tempfile.TemporaryDirectory(prefix="benchmarks-") as made:
             converter.convert(made, force=True)
-            with suppress(
-                OSError
-            ):  # Linux: the conversion doesn't count as memory that the engine needs
-                Path("/proc/self/clear_refs").write_text("5")
             threads = torch.get_num_threads()
             self.generator = ctranslate2.Generator(
                 made, compute_type=compute_type, intra_threads=threads

@@ -1,8 +1,5 @@
 """Do the stories that a model writes hold together? Read them back with the corpus's own sentences.
 
-  python pocket/coherence.py                  the shipped model, on openings of the split "test"
-  python pocket/coherence.py --model FOLDER --split valid --n 100
-
 A story of the corpus is made of templates that share one set of values. Its threads are details that it states early
 and needs again at its end: who owns the mug, the colour of the door, how many crates (see THREADS in
 sentences/stories.py). Every template becomes a pattern here; what the patterns find in a story is compared. A story
@@ -19,13 +16,8 @@ unread         a sentence is none of the corpus's
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":
-    sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
-
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -34,10 +26,8 @@ import tiktoken
 import torch
 
 import gpt_kv_cache
-from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.sentences.stories import CREATURE_ASIDE, ENDINGS, INCIDENTS, OPENINGS, PAYS, STATES
-from support.cli import CommandLine, whole_number
 
 NAME = r"(?-i:(?!(?:They|She|He|It|The)\b)[A-Z][a-z]+)"
 PRONOUNS = {"they": "she|he", "them": "her|him", "their": "her|his"}
@@ -216,45 +206,15 @@ def write(
     return [stories[ids] for ids in encoded]
 
 
-def measure(stories: list[str]) -> tuple[dict[str, float], Counter[str]]:
+def measure(stories: list[str]) -> dict[str, float]:
     """Return the share of the stories that hold together, the share of the threads that are paid off as they were
-    stated, of all that are paid off, and how many those are in a story; and in how many stories each kind of fault is.
-    """
+    stated, of all that are paid off, and how many those are in a story."""
     verdicts = [judge(story) for story in stories]
-    right, paid = sum(v.right for v in verdicts), sum(v.paid for v in verdicts)
-    shares = {
-        "coherent_share": sum(not v.faults for v in verdicts) / len(stories),
+    right = sum(verdict.right for verdict in verdicts)
+    paid = sum(verdict.paid for verdict in verdicts)
+    whole = sum(not verdict.faults for verdict in verdicts)
+    return {
+        "coherent_share": whole / len(stories),
         "paid_share": right / max(1, paid),
         "paid_per_story": paid / len(stories),
     }
-    return shares, Counter(kind for v in verdicts for kind in v.faults)
-
-
-def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, example="python3 pocket/coherence.py --model pocket --n 200")
-    cli.add_argument("--model", default="pocket", metavar="NAME", help="the model that writes")
-    cli.add_argument(
-        "--split", default="test", choices=corpus.SPLITS, help="of the corpus: whose openings"
-    )
-    cli.add_argument(
-        "--n", default=200, type=whole_number(1), metavar="N", help="number of stories"
-    )
-    with cli.parse(argv) as args:
-        model, tokenizer = (
-            load_model(args.model, model_class=gpt_kv_cache.GPT),
-            load_tokenizer(args.model),
-        )
-        for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
-            shares, kinds = measure(
-                write(model, tokenizer, openings(args.split, args.n), temperature)
-            )
-            counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-            whole, right, paid = shares.values()
-            print(
-                f"{name}: {whole:.1%} of {args.n} stories hold together; {paid:.1f} threads are paid off in a story, "
-                f"{right:.1%} of them as they were stated; faults: {counts or 'none'}"
-            )
-
-
-if __name__ == "__main__":
-    main()

@@ -539,10 +539,10 @@ def document(split: str, index: int, seed: int = 0) -> Document:
     return Document(kind, text)
 
 
-def documents(split: str, n: int, seed: int = 0, start: int = 0) -> Iterator[Document]:
-    """The documents start .. start + n - 1 of a split."""
+def documents(split: str, n: int, seed: int = 0) -> Iterator[Document]:
+    """The first n documents of a split."""
     Pen(split, "")  # an unknown split is refused here, not at the first next()
-    return (document(split, start + i, seed) for i in range(n))
+    return (document(split, i, seed) for i in range(n))
 
 
 def beginnings(tokenizer: Any, split: str, n: int, tokens: int, own: int = 256) -> list[list[int]]:
@@ -687,24 +687,16 @@ def repeated_lists(split: str, n: int, seed: int = 0) -> list[tuple[str, str]]:
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(
         "Print documents of the corpus with their kinds.",
-        example="python3 pocket/corpus.py --split valid --n 3 --seed 0",
+        example="python3 pocket/corpus.py --split valid --n 3",
     )
     cli.add_argument("--split", default="train", choices=SPLITS, help="training or held-out text")
     cli.add_argument(
         "--n", type=whole_number(1), default=3, metavar="N", help="number of documents"
     )
-    cli.add_argument(
-        "--seed", type=whole_number(0), default=0, metavar="N", help="seed of the corpus"
-    )
-    cli.add_argument(
-        "--start", type=whole_number(0), default=0, metavar="N", help="index of the first document"
-    )
     with cli.parse(argv) as args:
-        for i, doc in enumerate(documents(args.split, args.n, args.seed, args.start), args.start):
-            print(
-                f"--- {args.split} {i}: {doc.kind}, {len(doc.text)} characters\n{doc.text}\n",
-                flush=True,
-            )
+        for i, doc in enumerate(documents(args.split, args.n)):
+            head = f"--- {args.split} {i}: {doc.kind}, {len(doc.text)} characters"
+            print(f"{head}\n{doc.text}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,8 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
         openings = coherence.openings("test", 200)
         for name, temperature in (("", 0.0), ("sampled_", 0.8)):
             stories = coherence.write(writer, tokenizer, openings, temperature)
-            figures |= {name + key: share for key, share in coherence.measure(stories)[0].items()}
+            shares = coherence.measure(stories)
+            figures |= {name + key: share for key, share in shares.items()}
         return figures | {"perplexity_before_512": near, "perplexity_after_512": far}
     if recipe.kind == "student":
         teacher = load_model(recipe.init, model_class=gpt_kv_cache.GPT)

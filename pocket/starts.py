@@ -162,7 +162,8 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
         model = recipe.model_class(recipe.config)
-        start_as_copier(model)
+        if recipe.kind == "teacher":
+            start_as_copier(model)
         return model.to(device).train(), None
     kind = gpt_kv_cache.GPT if isinstance(recipe, Pruning) else GPT
     teacher = load_model(recipe.init, model_class=kind, device=device).requires_grad_(False)

@@ -49,18 +49,6 @@ from support.tables import page
 
 TEXTS, FACTS = 24, 150  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
-WAYS = {  # as claims.toml and the rows name those of compress.py
-    "full": "full",
-    "preallocated": "full, preallocated",
-    "bits:8": "8 bits",
-    "bits:4": "4 bits",
-    "bits:2": "2 bits",
-    "window:half": "window of a half",
-    "window:quarter": "window of a quarter",
-    "sinks:quarter": "4 sinks, a quarter in all",
-    "norm:half": "small norm, a half",
-    "norm:quarter": "small norm, a quarter",
-}
 
 
 class Swapped(QuantizedCache):
@@ -73,14 +61,16 @@ class Swapped(QuantizedCache):
         return k, v, mask
 
 
-def caches(n: int) -> dict[str, Callable[[], KVCache]]:
-    """Return what makes each way's cache for a text of n tokens."""
-    sized = compress.caches(n)
-    made = {way: sized[name] for way, name in WAYS.items()}
+def skipping(n: int) -> KVCache:
+    """Return a cache that keeps half of n tokens from the third layer on."""
     recent = min(32, n // 8)
-    made["swapped:2"] = lambda: Swapped(2)
-    made["norm:skip"] = lambda: SmallNormCache(n // 2 - recent, recent, skip=2)
-    return made
+    return SmallNormCache(n // 2 - recent, recent, skip=2)
+
+
+CACHES = compress.CACHES | {  # all of compress.py, and what only this study compares
+    "swapped:2": compress.Kind("2 bits the other way round", lambda n: Swapped(2)),
+    "norm:skip": compress.Kind("small norm, a half from layer 3 on", skipping),
+}
 
 
 class Reader:
@@ -98,7 +88,7 @@ class Reader:
 
 def readers_of(model: nn.Module, piece: int) -> dict[str, Reader]:
     """Return what reads with each way's cache; full attention first."""
-    return {way: Reader(model, lambda n, way=way: caches(n)[way](), piece) for way in caches(T)}
+    return {way: Reader(model, kind.new, piece) for way, kind in CACHES.items()}
 
 
 # --- Quality ----------------------------------------------------------------------------------------
@@ -182,7 +172,7 @@ def seconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
     ids = torch.randint(
         256, model.config.vocab_size, (1, T + n), generator=torch.Generator().manual_seed(turn)
     )
-    cache = caches(T + n)[way]()
+    cache = CACHES[way].new(T + n)
     model(ids[:, :T], cache, last_only=True)
     begun = time.perf_counter()
     for token in ids[:, T:].split(1, dim=1):
@@ -192,7 +182,7 @@ def seconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
 
 def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the ways' times, in turns."""
-    found = in_turn({way: partial(seconds, model, way) for way in caches(T)}, turns)
+    found = in_turn({way: partial(seconds, model, way) for way in CACHES}, turns)
     for way, each in found.items():
         ratios = [a / b for a, b in zip(each, found["full"], strict=True)]
         rows.add(way, at, time=ratios, ms=[1000 * x / 16 for x in each])

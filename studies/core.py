@@ -115,6 +115,9 @@ class Rows:
         self.study, self.again, self.reduced = study, again, reduced
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
         self.paper = tomllib.loads(read_text(HERE / study / "claims.toml"))
+        if "like" in self.paper:  # another study of the same source
+            other = tomllib.loads(read_text(HERE / self.paper["like"] / "claims.toml"))
+            self.paper |= {"title": other["title"], "theirs": other["theirs"]}
         self.rows: dict[str, dict[str, Any]] = {}
         self.on: dict[str, Any] = {"conditions": []}
         self.begun = self.on
@@ -171,11 +174,6 @@ class Rows:
         """Append a row for each metric, of one way in one setting."""
         for metric, values in metrics.items():
             self.append(self.row(way, at, metric, values))
-
-    def borrow(self, way: str, at: dict[str, Any], **metrics: Iterable[float]) -> None:
-        """Take rows of figures that another record keeps: they aren't written."""
-        for metric, values in metrics.items():
-            self.take(self.row(way, at, metric, values))
 
     def row(
         self, way: str, at: dict[str, Any], metric: str, values: Iterable[float]

@@ -11,7 +11,7 @@ for LLM Serving", whose public traces have this format.
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,77 +130,48 @@ def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, f
         found += min(known * BLOCK, request.tokens - 1)
         whole += known > 0
         bar.update()
-    blocks, tokens = (
-        sum(sizes) for sizes in zip(*((len(r.blocks), r.tokens) for r in requests), strict=True)
-    )
+    blocks = sum(len(request.blocks) for request in requests)
+    tokens = sum(request.tokens for request in requests)
     return {"blocks": hits / blocks, "tokens": found / tokens, "requests": whole / len(requests)}
 
 
-def replay(path: Path, capacities: Sequence[int] | None, out: Path) -> None:
-    """Print, write and draw the hit rates of a trace over capacities, and those of a cache without limit."""
+HEADER = [
+    "capacity_blocks",
+    "tokens",
+    "gigabytes_70b",
+    "block_hit_rate",
+    "token_hit_rate",
+    "request_hit_rate",
+]
+
+
+def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
+    """Print, write and draw the hit rates of a trace over capacities, by default 500 blocks, doubled
+    repeatedly, and those of a cache without limit."""
     requests = read_trace(path)
     unique = len({block for request in requests for block in request.blocks})
-    if not capacities:
-        capacities = [size for size in (500 * 2**i for i in range(30)) if size < unique] or [
-            max(1, unique // 2)
-        ]
-    sizes = [*sorted(capacities), float("inf")]
-    print(
-        f"{path.name}: {len(requests):,} requests, {sum(r.tokens for r in requests):,} tokens in "
-        f"{sum(len(r.blocks) for r in requests):,} blocks of {BLOCK}, {unique:,} of them different\n"
-    )
-    begun = time.perf_counter()
-    with tqdm(total=len(requests) * len(sizes), desc="replay", leave=False) as bar:
-        rates = {size: hit_rates(requests, size, bar) for size in sizes}
-    seconds = time.perf_counter() - begun
+    doubled = [500 * 2**i for i in range(30) if 500 * 2**i < unique]
+    sizes = [*sorted(capacities or doubled), math.inf]
     rows = []
-    for size, rate in rates.items():
-        tokens = BLOCK * (unique if size == float("inf") else int(size))
-        rows.append(
-            [
-                "no limit" if size == float("inf") else int(size),
-                tokens,
-                tokens * LLAMA_70B / 1e9,
-                *rate.values(),
-                EVICTED,
-            ]
-        )
-    print(
-        table(
-            [
-                "capacity, blocks",
-                "tokens",
-                "GB at 70B",
-                "blocks found",
-                "tokens found",
-                "requests with a hit",
-            ],
-            [
-                [
-                    f"{size:,}" if isinstance(size, int) else size,
-                    f"{tokens:,}",
-                    f"{gigabytes:,.0f}",
-                    *map("{:.1%}".format, found),
-                ]
-                for size, tokens, gigabytes, *found, _ in rows
-            ],
-        )
-    )
-    print(
-        f"\n{seconds / len(sizes):.2f} s per capacity. 70B: {LLAMA_70B:,} bytes a token (80 layers, 8 key-value "
-        "heads of 128, 16 bits). The order of requests counts, their times don't."
-    )
-    header = [
-        "capacity_blocks",
-        "tokens",
-        "gigabytes_70b",
-        "block_hit_rate",
-        "token_hit_rate",
-        "request_hit_rate",
-        "evicted_first",
+    with tqdm(total=len(requests) * len(sizes), desc="replay", leave=False) as bar:
+        for size in sizes:
+            rates = hit_rates(requests, size, bar)
+            name = "no limit" if size == math.inf else size
+            tokens = BLOCK * int(min(size, unique))
+            rows.append([name, tokens, tokens * LLAMA_70B / 1e9, *rates.values()])
+    print(f"{path.name}: {len(requests):,} requests, {unique:,} different blocks of {BLOCK}\n")
+    cells = [
+        [f"{size}", f"{tokens:,}", f"{gigabytes:,.0f}", *map("{:.1%}".format, found)]
+        for size, tokens, gigabytes, *found in rows
     ]
-    write_csv(out / f"replay_{path.stem}.csv", header, rows)
-    draw(out / f"replay_{path.stem}.csv")
+    print(table(HEADER, cells))
+    print(
+        f"\n70B: {LLAMA_70B:,} bytes a token (80 layers, 8 key-value heads of 128, 16 bits).\n"
+        f"Evicted first: {EVICTED}. The order of requests counts, their times don't."
+    )
+    file = out / f"replay_{path.stem}.csv"
+    write_csv(file, HEADER, rows)
+    draw(file)
     print(f"Written to {out}")
 
 
@@ -234,30 +205,17 @@ def draw(file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(
-        __doc__,
-        "replay TRACE",
-        "three capacities only: 500, 4,000, 32,000",
-        model="",
-        out="recycling",
-    )
-    cli.add_argument(
-        "trace",
-        metavar="TRACE",
-        type=Path,
-        help="JSON objects, one per line: input_length, hash_ids",
-    )
-    cli.add_argument(
-        "--blocks",
-        type=whole_number(1),
-        nargs="+",
-        metavar="N",
-        help="capacities, in blocks of 512 tokens; default: 500, doubled repeatedly",
-    )
+    quick = "three capacities only: 500, 4,000, 32,000"
+    cli = StudyLine(__doc__, "replay TRACE", quick, model="", out="recycling")
+    what = "JSON objects, one per line: input_length, hash_ids"
+    cli.add_argument("trace", metavar="TRACE", type=Path, help=what)
+    what = "capacities, in blocks of 512 tokens; default: 500, doubled repeatedly"
+    cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N", help=what)
     with cli.parse(argv) as args:
         if args.blocks and args.quick:
             raise ValueError("--blocks and --quick both say which capacities: choose")
-        replay(args.trace, args.blocks or ([500, 4000, 32000] if args.quick else None), args.out)
+        few = [500, 4000, 32000] if args.quick else []
+        replay(args.trace, args.blocks or few, args.out)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ import gpt_kv_cache
 import llama_kv_cache
 from llama_kv_cache import Llama
 from load_gpt2_weights import EXPECTED_OUTPUTS, NAMES, find_file, load_model, load_tokenizer
-from pocket.recipes import STEPS, distillation, pruning, size_of
 from studies import projection, recycling
 from studies.protocol import StudyLine
 from support.conditions import conditions
 from support.files import read_csv, read_json, write_csv, write_json
-from support.tables import page, table
+from support.tables import table
 
 CAPITALS = Path(__file__).resolve().parent.parent / "data" / "capitals.csv"
 HEADER = (
@@ -38,7 +37,17 @@ WORDINGS = (
     "Which city is the capital of {}?",
 )
 PROMPT = "Explain machine learning in simple terms."  # the first that the recycling paper stores
-SUSTAINED = 50e12  # operations a second that a GPU sustains in bf16, an assumption, to estimate the minutes of training
+OTHERS = """
+=== The other two studies
+
+They need trained models, a BCT and a student, whose training reads a text of yours:
+python3 pocket/train.py bct --init {model} --text FILE --out {out}/bct
+python3 gpt_bounded_cache.py --model {out}/bct  (its bytes and times)
+python3 pocket/train.py student --init {model} --text FILE --out {out}/student
+python3 -m studies.refreshing --teacher {model} --student {out}/student --prompts PROMPTS.csv
+
+Everything is in {out}. To contribute it, copy its JSON, CSV and PNG files to studies/weights/ and
+open a pull request: each record holds the model, the machine and the date."""
 
 
 # By file, or way: the model, whose generate() writes, and what makes a cache for a context.
@@ -130,123 +139,44 @@ def write_pairs(path: Path) -> None:
     write_csv(path, ["source", "target", "answer"], rows)
 
 
-def to_prepare(name: str, model: nn.Module, out: Path) -> list[list[str]]:
-    """Return what the other two studies need: commands, the millions of tokens that they read, and minutes on a GPU, by
-    arithmetic: for each token 6 operations for each parameter that is trained, and 2 for each of the teacher."""
-    config, rows = model.config, []
-    for what, recipe in (
-        ("bct", distillation(name, config, STEPS["bct"], text="FILE", slots=24, recent=8)),
-        ("student", pruning(name, config, STEPS["student"], "segments", "FILE")),
-    ):
-        folder = out / what
-        teacher, tokens = sum(p.numel() for p in model.parameters()), size_of(recipe)[1]
-        share = (recipe.config.n_embd / config.n_embd) ** 2 if what == "student" else 1.0
-        minutes = tokens * teacher * (6 * share + 2) / SUSTAINED / 60
-        study = {
-            "bct": f"python3 gpt_bounded_cache.py --model {folder}  (its bytes and times)",
-            "student": f"python3 -m studies.refreshing --teacher {name} --student {folder} --prompts PROMPTS.csv",
-        }
-        rows.append(
-            [
-                f"python3 pocket/train.py {what} --init {name} --text FILE --out {folder}",
-                f"{tokens / 1e6:.0f}",
-                f"{minutes:.0f}",
-                study[what],
-            ]
-        )
-    return rows
-
-
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "weights", "few tokens, turns and pairs", models=NAMES)
     cli.set_defaults(model="gpt2")
-    cli.add_argument(
-        "--dialogue",
-        default="microsoft/DialoGPT-medium",
-        metavar="NAME",
-        help="the model of the recycling study",
-    )
+    what = "the model of the recycling study"
+    dialogue = "microsoft/DialoGPT-medium"
+    cli.add_argument("--dialogue", default=dialogue, metavar="NAME", help=what)
     with cli.parse(argv) as args:
-        quick, common = (
-            ["--quick"] * args.quick,
-            ["--device", args.device, "--seed", str(args.seed)],
-        )
-        common += [
-            "--dtype",
-            str(args.dtype).removeprefix("torch."),
-            "--threads",
-            str(torch.get_num_threads()),
-        ]
-        record = {
-            name: agreement(name, args.device, args.dtype, 10 if args.quick else 100)
-            for name in (args.model, args.dialogue)
-        }
+        quick = ["--quick"] * args.quick
+        common = [*quick, "--device", args.device, "--seed", f"{args.seed}"]
+        common += ["--dtype", f"{args.dtype}".removeprefix("torch.")]
+        common += ["--threads", f"{torch.get_num_threads()}"]
+        new = 10 if args.quick else 100
+        names = (args.model, args.dialogue)
+        record = {name: agreement(name, args.device, args.dtype, new) for name in names}
         write_json(args.out / "agreement.json", record)
-        rows = [
-            [
-                name,
-                file,
-                "yes" if found["same_tokens"][file] else "NO",
-                f"{found['difference'][file]:.0e}",
-                f"{found['reproduced'][file]} of {found['published']}",
-            ]
-            for name, found in record.items()
-            for file in found["same_tokens"]
-        ]
-        print(
-            table(
-                ["weights", "file", "same greedy tokens", "logits differ by", "published texts"],
-                rows,
-            )
-        )
+        rows = []
+        for name, found in record.items():
+            for file, same in found["same_tokens"].items():
+                apart = f"{found['difference'][file]:.0e}"
+                texts = f"{found['reproduced'][file]} of {found['published']}"
+                rows.append([name, file, "yes" if same else "NO", apart, texts])
+        header = ["weights", "file", "same greedy tokens", "logits differ by", "published texts"]
+        print(table(header, rows))
         if any(row[2] == "NO" for row in rows):
-            raise ValueError(
-                f"the three files write different texts: {args.out / 'agreement.json'} has the figures"
-            )
-        write_pairs(args.out / "pairs.csv")
+            figures = args.out / "agreement.json"
+            raise ValueError(f"the three files write different texts: {figures} has the figures")
+        pairs = args.out / "pairs.csv"
+        write_pairs(pairs)
         print(f"\n=== Recycling, on {args.dialogue}\n", flush=True)
-        recycling.main(
-            [
-                "--model",
-                args.dialogue,
-                "--out",
-                str(args.out / "recycling"),
-                *(["--max-new-tokens", "5"] * args.quick),
-                *quick,
-                *common,
-            ]
-        )
+        few = ["--max-new-tokens", "5"] * args.quick
+        out = ["--out", f"{args.out / 'recycling'}"]
+        recycling.main(["--model", args.dialogue, *out, *few, *common])
         print(f"\n=== Projection, on {args.model}\n", flush=True)
-        projection.main(
-            [
-                "--model",
-                args.model,
-                "--pairs",
-                str(args.out / "pairs.csv"),
-                "--out",
-                str(args.out / "projection"),
-                *quick,
-                *common,
-            ]
-        )
-        model = load_model(args.model)
-        if isinstance(model, Llama):
+        out = ["--out", f"{args.out / 'projection'}"]
+        projection.main(["--model", args.model, "--pairs", f"{pairs}", *out, *common])
+        if read_json(find_file(args.model, "config.json")).get("model_type") == "llama":
             return print("The other two studies train models of GPT-2's kind: run this with one.")
-        rows = to_prepare(args.model, model, args.out)
-        print(
-            page(
-                [
-                    "\n=== The other two studies\n\nThey need trained models: a BCT, and a student. Training reads a text of "
-                    f"yours. Minutes: by arithmetic, on a GPU that sustains {SUSTAINED / 1e12:.0f} TFLOP/s, and not measured.",
-                    *(
-                        f"{train}\n    reads {tokens} million tokens, in {minutes} minutes; then\n{study}"
-                        for train, tokens, minutes, study in rows
-                    ),
-                    f"Everything is in {args.out}. To contribute it, copy its JSON, CSV and PNG files to studies/weights/ and "
-                    "open a pull request: each record holds the model, the machine and the date.",
-                ]
-            )
-        )
+        print(OTHERS.format(model=args.model, out=args.out))
 
 
 if __name__ == "__main__":

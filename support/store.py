@@ -46,6 +46,9 @@ CREATE TABLE IF NOT EXISTS runs (
     ids BLOB NOT NULL,
     UNIQUE (parent, start, first));
 CREATE INDEX IF NOT EXISTS age ON runs (used, nbytes);
+CREATE TABLE IF NOT EXISTS gone (  -- runs whose rows are deleted and whose files may be left
+    run INTEGER PRIMARY KEY,
+    nbytes INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS prompts (
     text TEXT NOT NULL,
     encoder TEXT NOT NULL,
@@ -69,9 +72,10 @@ class Store:
     """KV caches of a model by the tokens they were computed from, in a folder or in memory.
 
     A run holds what follows another run after some of its tokens: it is never split or changed. Its
-    file is complete before its row in the index exists. So any number of processes may use a folder
-    at once, and be killed at any moment: SQLite's transactions are the lock, and undo what a killed
-    process has begun; the next writer replaces the file that it may have left.
+    file is complete before its row in the index exists, and is deleted after that row is. So any
+    number of processes may use a folder at once, and be killed at any moment: SQLite's transactions
+    are the lock, and undo what a killed process has begun; the next writer replaces the file that
+    it may have left, or deletes it.
 
     Every row and file is verified before use, by a checksum, which finds accidents and not
     forgeries. A run that fails is deleted with a warning, together with those that continue it, and
@@ -121,8 +125,17 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
-        return int(self.db.execute("SELECT total(nbytes) FROM runs").fetchone()[0])
+        """Bytes of all files, those that are yet to be deleted included."""
+        return self.held + self.total("gone")
+
+    @property
+    def held(self) -> int:
+        """Bytes of the files that get() may read."""
+        return self.total("runs")
+
+    def total(self, table: str) -> int:
+        """Return the bytes of a table's files."""
+        return int(self.db.execute(f"SELECT total(nbytes) FROM {table}").fetchone()[0])
 
     def check_model(self) -> None:
         """Raise ValueError if the weights are no longer those that the stored caches were computed
@@ -151,6 +164,7 @@ class Store:
             yield
             if self.writable:
                 self.db.execute("COMMIT")
+                self.sweep()
         except (OSError, sqlite3.Error) as error:
             self.warn(error)
         finally:
@@ -208,19 +222,17 @@ class Store:
         if cache.nbytes != n * self.token_bytes:
             needed = f"must have {n * self.token_bytes} for {n} tokens of this model"
             raise ValueError(f"the cache has {cache.nbytes} bytes, {needed}")
+        with self.transaction():  # of its own: a file is only deleted once its row is for good
+            if self.writable:
+                self.make_room(ids[:n])
         with self.transaction():
             if not self.writable:
                 return
-            self.evict(self.capacity)  # another process may have a larger one
             path = self.match(ids[:n])
-            self.use(path)
             last, taken = path[-1] if path else (0, 0)
-            at = end = sum(length for _, length in path)
-            if at < n:
-                needed = HEADER + (n - at) * self.token_bytes
-                self.evict(self.capacity - needed, last)
-                excess = max(0, self.nbytes + needed - self.capacity)
-                end = max(at, n - math.ceil(excess / self.token_bytes))
+            at = sum(length for _, length in path)
+            excess = max(0, self.nbytes + self.file_bytes(n - at) - self.capacity)
+            end = max(at, n - math.ceil(excess / self.token_bytes))
             if at < end:
                 kv = torch.stack([layer[:, 0, :, at:end] for layer in cache.layers])
                 last = self.add(last, taken, ids[at:end], kv)
@@ -317,21 +329,40 @@ class Store:
                 [(run,) for run, _ in reversed(path)],  # what continues a run is older
             )
 
+    def make_room(self, ids: Sequence[int]) -> None:
+        """Count the runs along ids as used now, and evict others until a file of the rest fits."""
+        self.evict(self.capacity)  # another process may have a larger one
+        path = self.match(ids)
+        self.use(path)
+        rest = len(ids) - sum(length for _, length in path)
+        if rest:
+            self.evict(self.capacity - self.file_bytes(rest), path[-1][0] if path else 0)
+
+    def file_bytes(self, n: int) -> int:
+        """Return how many bytes the file of a run of n tokens has at most."""
+        return HEADER + n * self.token_bytes
+
     def evict(self, limit: float, kept: int = 0) -> None:
         """Delete the least recently used run that nothing continues, until the files take at most
         `limit` bytes, or nothing is left but the run `kept` and those that it continues."""
-        while self.nbytes > limit:
+        while self.held > limit:
             leaf = self.db.execute(LEAF, (kept,)).fetchone()
             if leaf is None:
                 return
             self.delete(*leaf)
 
     def delete(self, run: int) -> None:
-        """Delete a run, and those that continue it."""
-        for (gone,) in self.db.execute(SUBTREE, (run,)).fetchall():
-            self.db.execute("DELETE FROM runs WHERE run = ?", (gone,))
-            self.db.execute("DELETE FROM prompts WHERE run = ?", (gone,))
-            self.remove(gone)
+        """Delete a run, and those that continue it, from the index: their files follow."""
+        for row in self.db.execute(SUBTREE, (run,)).fetchall():
+            self.db.execute("INSERT INTO gone SELECT run, nbytes FROM runs WHERE run = ?", row)
+            self.db.execute("DELETE FROM runs WHERE run = ?", row)
+            self.db.execute("DELETE FROM prompts WHERE run = ?", row)
+
+    def sweep(self) -> None:
+        """Delete the files of deleted runs, also of those that a killed process has deleted."""
+        for row in self.db.execute("SELECT run FROM gone").fetchall():
+            self.remove(*row)
+            self.db.execute("DELETE FROM gone WHERE run = ?", row)
 
     def remove(self, run: int) -> None:
         """Delete the file of a run, if there is one."""

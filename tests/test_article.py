@@ -9,6 +9,7 @@ from torch import Tensor
 
 from studies import article
 from studies.core import Rows, claims
+from tests.helpers import given
 
 
 def verdict(rows: Rows, start: str) -> str:
@@ -67,5 +68,5 @@ def test_verdicts_follow_the_times(
 ) -> None:
     rows = Rows("article")
     assert verdict(rows, claim) == "HOLDS"
-    rows.borrow(way, {"after": after} if after else {}, time=times)
+    given(rows, way, {"after": after} if after else {}, time=times)
     assert verdict(rows, claim) == expected

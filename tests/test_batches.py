@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -12,11 +11,10 @@ import torch
 
 import benchmarks.__main__ as bench
 from benchmarks import batches
-from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of, summary
+from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of
 from benchmarks.processes import serve
 from gpt_kv_cache import GPT, GPTConfig
 from pocket.checkpoints import export
-from support.tables import page
 
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
 TOKEN = 2 * CONFIG.n_layer * CONFIG.n_embd * 4  # bytes of a token's keys and values
@@ -118,23 +116,6 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(
     assert all(asked.count(name) == 1 for name in one["failed"]), (
         "one that failed is not asked again"
     )
-    one |= {
-        "model": "m",
-        "machine": "here",
-        "threads": 1,
-        "turns": 3,
-        "date": "today",
-        "geometry": GEOMETRY,
-    }
-    printed = page(summary({"16": one, "2": one, "64": one | {"turns": 1}}))
-    assert "NO" in printed and "Not measured: transformers, padded generate" in printed
-    assert re.findall(r"\d+ turns|one turn|\d+ requests", printed) == [
-        "3 turns",
-        "2 requests",
-        "16 requests",
-        "one turn",
-        "64 requests",
-    ]
     asked.clear()
     del seconds[PAGED]
     with pytest.raises(ValueError, match=r"paged\.py failed: no"):

@@ -157,7 +157,6 @@ def test_where_others_are_ahead_is_computed() -> None:
         return {
             "1 x 9": {"decode_ratio": decode, "first_ratio": first},
             "2 x 9": {"decode_ratio": 0.5 * decode, "first_ratio": 0.5 * first},
-            "peak_bytes": 1,
         }
 
     rows = {
@@ -268,7 +267,6 @@ def raw(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) 
             "steps_cpu_ms": [cpu * step] * 4,
             "tokens": [[1, 1], tokens],
             "nbytes": 100,
-            "peak_bytes": int(10 * first),
         }
 
     slow = (1.0, 2.0, 1.0)  # the machine in three turns
@@ -294,7 +292,6 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -
     assert other["decode_ratio"] == pytest.approx(100 / 150) and other["first_ratio"] == 0.5
     assert ours["of_products"] == 160 / 200  # of the tokens of both texts
     assert ours["same_tokens"] and not other["same_tokens"]  # in the second text
-    assert found["rows"]["gpt_kv_cache.py"]["peak_bytes"] == 4000
     assert report.ablation(
         found["rows"] | {"x": {"1 x 9": {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}}}, []
     ) == {"other": {}, "x": {}}

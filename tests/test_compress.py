@@ -11,7 +11,7 @@ import compress
 from compress import CompressedCache, QuantizedCache, SmallNormCache, dequantized, quantized
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
-from tests.test_equivalence import check_any_feeding, failing, parts_of, randomize
+from tests.test_equivalence import TOLERANCE, check_any_feeding, failing, parts_of, randomize
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 SIZES = {"vocab_size": 50, "n_ctx": 64, "n_layer": 3, "n_head": 4, "n_embd": 32}
@@ -70,6 +70,56 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 def held(cache: CompressedCache, layer: int) -> Tensor:
     """What a query attends to (2, B, H, S, D)."""
     return torch.cat(cache.parts(cache.layers[layer]), dim=3)
+
+
+# --- Every kind of cache ----------------------------------------------------------------------------
+
+
+def close(got: Tensor, expected: Tensor) -> bool:
+    return bool((got - expected).abs().max() <= TOLERANCE[got.dtype] * expected.abs().max())
+
+
+KINDS = [pytest.param(kind, id=way) for way, kind in compress.CACHES.items()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_equivalence_of_every_kind_with_what_it_stands_for(
+    model: GPT, kind: compress.Kind, seed: int
+) -> None:
+    """Exact ones under any feeding; the others as long as they hold all that was read."""
+    ids = tokens(seed)
+    expected = model(ids)
+    if kind.exact:
+        check_any_feeding(model, ids, expected, kind.new(64), seed)
+    cache, n = kind.new(64), 9
+    got = [model(token, cache) for token in ids[:, :n].split(1, dim=1)]
+    assert close(torch.cat(got, dim=1), expected[:, :n])
+    rest = torch.cat([model(token, cache) for token in ids[:, n:].split(1, dim=1)], dim=1)
+    assert rest.isfinite().all() and len(cache) == 64
+    if kind.exact:
+        assert close(rest, expected[:, n:])
+    else:
+        whole = model.new_cache()
+        model(ids, whole)
+        assert cache.nbytes < whole.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_survives_a_failed_pass_and_has_clones(model: GPT, kind: compress.Kind) -> None:
+    ids, cache = tokens(1), kind.new(64)
+    model(ids[:, :40], cache)
+    nbytes, other = cache.nbytes, cache.clone()
+    expected = model(ids[:, 40:], other)
+    assert len(cache) == 40 and cache.nbytes == nbytes
+    for part in parts_of(model)[-2:]:
+        with failing(model, part, nan=True):
+            model(ids[:, 40:43], cache)
+    assert close(model(ids[:, 40:], cache), expected)
+    few = kind.new(64)
+    model(ids[:, :9], few)
+    with pytest.raises(ValueError, match="3"):
+        model(tokens(1, 2, B=3), few)
 
 
 # --- Identities -----------------------------------------------------------------------------------

@@ -31,37 +31,27 @@ def docs() -> dict[str, list[corpus.Document]]:
     }
 
 
-def digest(split: str) -> str:
-    return hashlib.sha256(
-        "\0".join(f"{d.kind}\1{d.text}" for d in corpus.documents(split, 200)).encode()
-    ).hexdigest()
-
-
 @pytest.mark.parametrize("split", corpus.SPLITS)
 def test_documents_are_pinned(split):
-    assert digest(split) == PINNED[split]
+    told = "\0".join(f"{d.kind}\1{d.text}" for d in corpus.documents(split, 200))
+    assert hashlib.sha256(told.encode()).hexdigest() == PINNED[split]
 
 
 def test_documents_do_not_depend_on_the_process():
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "--split", "test", "--n", "200"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONHASHSEED": "4321"},
-        check=True,
-    )
+    command = [sys.executable, PROGRAM, "--split", "test", "--n", "50"]
+    environment = {**os.environ, "PYTHONHASHSEED": "4321"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     told = "".join(
         f"--- test {i}: {d.kind}, {len(d.text)} characters\n{d.text}\n\n"
-        for i, d in enumerate(corpus.documents("test", 200))
+        for i, d in enumerate(corpus.documents("test", 50))
     )
     assert done.stdout == told
 
 
 def test_documents_are_addressed_by_index_split_and_seed():
-    some = list(corpus.documents("train", 5, seed=3, start=10))
-    assert some == [corpus.document("train", i, seed=3) for i in range(10, 15)]
-    assert corpus.document("train", 10, seed=4) != some[0]
-    assert corpus.document("valid", 10, seed=3) != some[0]
+    some = list(corpus.documents("train", 5, seed=3))
+    assert some == [corpus.document("train", i, seed=3) for i in range(5)]
+    assert some[0] not in (corpus.document("train", 0, seed=4), corpus.document("valid", 0, seed=3))
 
 
 @pytest.mark.parametrize("split", corpus.SPLITS)
@@ -78,40 +68,20 @@ def test_every_kind_occurs_and_text_is_clean(docs, split):
     assert 650 < average < 900
 
 
-def names_in(texts: list[str]) -> set[str]:
-    """Every capitalised word made of a name's first and last syllable."""
-    starts, ends = (
-        "|".join(syllables) for syllables in (WORDS["start"], WORDS["woman"] + WORDS["man"])
-    )
-    found = {m for t in texts for m in re.findall(rf"\b(?:{starts})(?:{ends})\b", t)}
-    return found - set(WORDS["petname"]) - set(corpus.TOWNS)
+def words_of(docs: list[corpus.Document]) -> set[str]:
+    return {word for d in docs for word in re.findall(r"[A-Za-z]+", d.text)}
 
 
-def test_people_of_the_splits_are_disjoint_in_the_text(docs):
-    people = {split: names_in([d.text for d in docs[split]]) for split in corpus.SPLITS}
-    assert len(people["train"]) >= 300 and all(len(people[s]) >= 90 for s in HELD_OUT)
-    assert (
-        not people["train"] & people["valid"]
-        and not people["train"] & people["test"]
-        and not people["valid"] & people["test"]
-    )
-
-
-def test_nouns_of_objects_are_disjoint_in_the_text(docs):
-    named = {split: {o.split()[1] for o in corpus.OBJECTS[split]} for split in corpus.SPLITS}
-    words = {
-        split: {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text)}
-        for split in corpus.SPLITS
-    }
+def test_people_and_objects_of_the_splits_are_disjoint_in_the_text(docs):
+    words = {split: words_of(docs[split]) for split in corpus.SPLITS}
     for split in corpus.SPLITS:
-        assert named[split] <= words[split]
-    assert (
-        not named["train"] & named["valid"]
-        and not named["train"] & named["test"]
-        and not named["valid"] & named["test"]
-    )
-    for split in HELD_OUT:
-        assert not named[split] & words["train"]
+        nouns = {thing.split()[1] for thing in corpus.OBJECTS[split]}
+        names = {person.name for person in corpus.PEOPLE[split]}
+        assert nouns <= words[split] and len(names & words[split]) >= min(90, len(names))
+        for other in {*corpus.SPLITS} - {split}:
+            assert not names & words[other]
+            if other == "train":
+                assert not nouns & words[other]
 
 
 def masked_questions(docs: list[corpus.Document]) -> set[str]:
@@ -159,30 +129,13 @@ def test_no_held_out_question_is_worded_as_a_training_question():
         assert len(train) >= 5 and len(held) >= 3
 
 
-def test_prose_is_worded_alike_in_all_splits():
-    banks = [
-        stories.OPENINGS,
-        stories.ENDINGS,
-        stories.STATES["door"],
-        dialogues.GREETINGS,
-        corpus.SAYS["river"],
-    ]
-    for train, held in banks:
-        assert train == held and len(set(train)) == len(train)
-
-
 def test_held_out_words_are_known_from_train(docs):
-    known = {w for d in docs["train"] for w in re.findall(r"[a-z]+", d.text.lower())}
+    known = {word.lower() for word in words_of(docs["train"])}
     for split in HELD_OUT:
-        named = {o.split()[1] for o in corpus.OBJECTS[split]}
-        names = {p.name.lower() for p in corpus.PEOPLE[split]}
-        new = (
-            {w for d in docs[split] for w in re.findall(r"[a-z]+", d.text.lower())}
-            - known
-            - named
-            - names
-        )
-        assert not new
+        nouns = {thing.split()[1] for thing in corpus.OBJECTS[split]}
+        names = {person.name.lower() for person in corpus.PEOPLE[split]}
+        words = {word.lower() for word in words_of(docs[split])}
+        assert not words - known - nouns - names
 
 
 def test_world_has_many_values_for_each_fact():
@@ -215,11 +168,6 @@ def test_closed_book_questions_agree_with_the_world(split):
         )
 
 
-def test_closed_book_paraphrases_differ_between_splits():
-    train = {q.prompt for q in corpus.closed_book_questions("train")}
-    assert not train & {q.prompt for q in corpus.closed_book_questions("valid")}
-
-
 def test_quizzes_are_answered_by_the_world(docs):
     answers = {
         q.prompt: q.answer
@@ -250,11 +198,6 @@ def test_recall_answers_stand_in_their_prompts(split):
         assert q.family == r.family == s.family and q.answer == r.answer == s.answer
         assert len({q.paraphrase, r.paraphrase, s.paraphrase}) == 3
         assert len({p.prompt.rsplit("\n\n", 1)[0] for p in (q, r, s)}) == 1
-
-
-def test_recall_questions_have_many_answers():
-    answers = [q.answer for q in corpus.recall_questions("valid", 600)[::3]]
-    assert max(map(answers.count, answers)) / len(answers) < 0.1
 
 
 @pytest.mark.parametrize("split", corpus.SPLITS)
@@ -295,26 +238,16 @@ def test_repeated_lists_are_copies(split):
         assert 8 <= len(re.split(r", |\n", copy)) <= 25
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: corpus.document("x", 0),
-        lambda: corpus.documents("x", 1),
-        lambda: corpus.closed_book_questions("x"),
-        lambda: corpus.recall_questions("x", 1),
-        lambda: corpus.explain_questions("x", 1),
-        lambda: corpus.repeated_lists("x", 1),
-    ],
-)
+@pytest.mark.parametrize("call", [corpus.documents, corpus.recall_questions, corpus.repeated_lists])
 def test_unknown_split_is_refused(call):
     with pytest.raises(ValueError, match="^split must be one of train, valid, test, got 'x'$"):
-        call()
+        call("x", 1)
 
 
 def test_command_line(capsys):
-    corpus.main(["--split", "valid", "--n", "2", "--seed", "0"])
+    corpus.main(["--split", "valid", "--n", "2"])
     assert corpus.document("valid", 1).text in capsys.readouterr().out
-    for bad in (["--split", "x"], ["--n", "0"], ["--n", "many"], ["--start", "-1"]):
+    for bad in (["--split", "x"], ["--n", "0"], ["--n", "many"]):
         with pytest.raises(SystemExit, match="2"):
             corpus.main(bad)
         assert capsys.readouterr().err.count("\n") == 1

@@ -11,6 +11,7 @@ from gpt_bounded_cache import GPT, BoundedMemory, GPTConfig
 from studies import lengths, recall
 from studies.core import Rows, claims
 from studies.recall import QUICK, VALUES, WAYS, build, right, texts, trained
+from tests.helpers import given
 
 TINY = QUICK._replace(steps=3, answers=16)
 
@@ -117,8 +118,11 @@ def test_verdicts_follow_the_rows() -> None:
         (0.3, 0.5, "DOES NOT HOLD"),
     ):
         for way, share in (("ours", ours), ("sum", other), ("sum-mk", 0.4 * other)):
-            rows.borrow(
-                way, {}, every=[share + 0.1 * (-1) ** (i + (way == "ours")) for i in range(12)]
+            given(
+                rows,
+                way,
+                {},
+                every=[share + 0.1 * (-1) ** (i + (way == "ours")) for i in range(12)],
             )
         found = {claim["quote"]: claim["verdict"] for claim in claims(rows)}
         assert (
@@ -130,8 +134,8 @@ def test_verdicts_follow_the_rows() -> None:
     for share, expected in ((0.99, "HOLDS"), (0.6, "DOES NOT HOLD")):
         for slots, pairs in ((4, 8), (16, 32), (64, 128)):
             at = {"slots": slots, "pairs": pairs}
-            rows.borrow("sum", at, right=[share] * 4)
-            rows.borrow("full", {"pairs": pairs}, right=[1.0] * 4)
+            given(rows, "sum", at, right=[share] * 4)
+            given(rows, "full", {"pairs": pairs}, right=[1.0] * 4)
         assert (
             next(c for c in claims(rows) if c["section"] == "Abstract, recall")["verdict"]
             == expected
@@ -185,7 +189,7 @@ def test_the_claims_on_time_follow_the_rows(tmp_path: Path, capsys: pytest.Captu
         rows = Rows("lengths")
         for than, times in (("growing", growing), ("preallocated", preallocated)):
             faster = [times * x for x in (0.9, 1, 1, 1, 1.1)]
-            rows.borrow("bct:2048", {"after": 16000, "than": than}, faster=faster)
+            given(rows, "bct:2048", {"after": 16000, "than": than}, faster=faster)
         assert claims(rows)[-1]["verdict"] == verdict
     recorded = [claim["verdict"] for claim in claims(Rows("lengths"))]
     assert recorded == ["HOLDS", "HOLDS", "HOLDS", "DOES NOT HOLD"]

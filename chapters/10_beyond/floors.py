@@ -1,7 +1,8 @@
 """What the two floors say about large models and fleets, by the formulas of benchmarks/scale.py.
 
-`python3 chapters/10_beyond/floors.py` prints lower bounds for three models on a GPU as its data sheet describes it;
-`... floors.py fleet` what the hit rates of recorded replays (studies/recycling) mean for machines that only prefill.
+`python3 chapters/10_beyond/floors.py` prints lower bounds for some models on a GPU as its data sheet describes it;
+`... floors.py fleet` what the hit rates of recorded replays (studies/recycling) mean for machines that only prefill;
+`... floors.py heads` what shared heads of keys and values save, and how many texts fit in 24 GB.
 """
 
 from __future__ import annotations
@@ -42,6 +43,28 @@ def models() -> None:
         print(f"{shape.name:12}" + "".join(f"{word:>16}" for word in row))
 
 
+def heads() -> None:
+    """Print the bytes of a cached token, with and without shared heads, and the texts that fit in 24 GB."""
+    print("in bfloat16; bytes of a cached token, and texts that fit in 24 GB beside the weights:\n")
+    print(
+        f"{'':14}{'heads':>12}{'bytes':>10}{'unshared':>11}{'texts of 1,000':>16}{'of 8,000':>10}"
+    )
+    for shape in SHAPES:
+        queries = shape.width // shape.head_dim
+        unshared = shape.token_bytes * queries // shape.kv_heads
+        free = 24e9 - shape.parameters * shape.nbytes
+        fit = [
+            f"{free // (tokens * shape.token_bytes):,.0f}"
+            if free > 0 and tokens <= shape.n_ctx
+            else "-"
+            for tokens in (1000, 8000)
+        ]
+        shared = f"{queries} : {shape.kv_heads}"
+        print(
+            f"{shape.name:14}{shared:>12}{shape.token_bytes:>10,}{unshared:>11,}{fit[0]:>16}{fit[1]:>10}"
+        )
+
+
 def fleet() -> None:
     """Print what is found, and what has to be moved for it, over capacities."""
     shape, rate = SHAPES[-1], H100[2]
@@ -68,13 +91,14 @@ def fleet() -> None:
             )
 
 
+PARTS = {"models": models, "fleet": fleet, "heads": heads}
+
+
 def main() -> None:
     cli = CommandLine(__doc__, example="python3 chapters/10_beyond/floors.py fleet")
-    cli.add_argument(
-        "what", nargs="?", choices=("models", "fleet"), default="models", help="what to print"
-    )
+    cli.add_argument("what", nargs="?", choices=[*PARTS], default="models", help="what to print")
     with cli.parse() as args:
-        {"models": models, "fleet": fleet}[args.what]()
+        PARTS[args.what]()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,11 @@ from pathlib import Path
 from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read
 from chapters.builder.pages import coloured, inline
 
-PAIRS = (("gpt_baseline.py", "gpt_kv_cache.py"), ("gpt_kv_cache.py", "gpt_bounded_cache.py"))
+PAIRS = (
+    ("gpt_baseline.py", "gpt_kv_cache.py"),
+    ("gpt_kv_cache.py", "gpt_bounded_cache.py"),
+    ("gpt_kv_cache.py", "llama_kv_cache.py"),
+)
 ALIKE = 0.5  # lines are versions of each other from here on
 WORDS = re.compile(
     r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S

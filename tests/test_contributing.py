@@ -1,0 +1,69 @@
+"""CONTRIBUTING.md: what it says to add works as it is written."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+IGNORED = (".git", ".venv", "venv", "results", "__pycache__", "*.png", ".*_cache")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project with all that the page adds to its files, each above main() if there is one."""
+    folder = tmp_path_factory.mktemp("copy") / "project"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED))
+    for name, code in re.findall(
+        r"```(?:python|toml)\n# (\S+?),?(?: [^\n]*)?\n(.*?)```", TEXT, re.S
+    ):
+        before, main, after = (folder / name).read_text("utf-8").partition("\ndef main(")
+        (folder / name).write_text(f"{before}\n\n{code}\n{main}{after}", "utf-8")
+    return folder
+
+
+def shell(folder: Path, command: str) -> str:
+    """What a command prints, run in the copy."""
+    command = command.replace("python3 ", f"{sys.executable} ")
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    return done.stdout + done.stderr
+
+
+def test_every_file_that_the_page_names_exists() -> None:
+    names = {*re.findall(r"[\w/*]+\.(?:py|toml)\b", TEXT)} - {"exercise.py", "solution.py"}
+    assert len(names) > 10 and [name for name in names if not [*ROOT.glob(name)]] == []
+    assert len(TEXT.splitlines()) < 90  # a screen, and the examples
+
+
+@pytest.mark.slow
+def test_a_policy_a_cache_and_a_claim_are_there_once_their_lines_are(copy: Path) -> None:
+    written = shell(copy, "python3 overfill.py write --policy doubling --max-new-tokens 20")
+    assert "teacher read 16 tokens after the prompt" in written
+    assert "small norm, an eighth" in shell(copy, "python3 compress.py --tokens 64")
+    judge = "from studies.core import Rows, claims; print(claims(Rows('lengths'))[-1]['verdict'])"
+    assert shell(copy, f'python3 -c "{judge}"').strip() in ("HOLDS", "DOES NOT HOLD", "NOT SHOWN")
+
+
+@pytest.mark.slow
+def test_an_exercise_fails_until_it_is_written(copy: Path) -> None:
+    file = copy / "chapters" / "05_recycling" / "test_chapter_05.py"
+    points = file.read_text("utf-8").replace('"ex5_5": 3}', '"ex5_5": 2, "ex5_6": 1}')
+    file.write_text(points, "utf-8")
+    shell(copy, re.search(r"`(python3 -m chapters\.builder \S+ --stubs)`", TEXT)[1])
+    run = "python3 -m pytest chapters/05_recycling -m ex5_6"
+    assert "1 not written yet" in shell(copy, run)
+    assert "1 passed" in shell(copy, f"{run} --impl solution")
+
+
+@pytest.mark.slow
+def test_a_planted_bug_is_killed(copy: Path) -> None:
+    me = "git -c user.name=me -c user.email=me@here"
+    shell(copy, f"git init -q && git add gpt_bounded_cache.py && {me} commit -qm all")
+    (commands,) = re.findall(r"```bash\n(.*?)```", TEXT, re.S)
+    assert '{"ring_new": 1}' in shell(copy, commands)
