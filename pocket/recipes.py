@@ -38,14 +38,8 @@ class Phase:
     context: int
     lr: float  # after the warm-up
     shuffled: int = 0  # rows of documents in which about half of the vocabulary has changed places
-    answers: float = (
-        1.0  # what a token of an answer weighs in the loss of unshuffled rows; all others weigh 1
-    )
-    long: tuple[int, int, int] = (
-        0,
-        0,
-        0,
-    )  # every fifth step instead: documents, lists, shuffled, n_ctx tokens each
+    answers: float = 1.0  # weight of an answer's token in unshuffled rows; all others weigh 1
+    long: tuple[int, int, int] = (0, 0, 0)  # documents, lists, shuffled of every fifth step
 
     @property
     def rows(self) -> int:
@@ -72,9 +66,9 @@ class Recipe:
     """Everything that decides what a training run computes."""
 
     kind, model_class = "teacher", GPT  # of model
-    init = begin = text = (
-        None  # what it learns from, what it begins as, and a file to train on instead of the corpus
-    )
+    init = None  # the model that it learns from
+    begin = None  # the model that it begins as, if that is another
+    text = None  # a file to train on instead of the corpus
 
     config: GPTConfig
     phases: tuple[Phase, ...]
@@ -162,11 +156,8 @@ class Distillation(Recipe):
 
     @property
     def model_class(self) -> type[nn.Module]:
-        return next(
-            model
-            for model in (rope.GPT, bounded.BCT, bounded.GPT)
-            if model.config_class is type(self.config)
-        )
+        classes = (rope.GPT, bounded.BCT, bounded.GPT)
+        return {model.config_class: model for model in classes}[type(self.config)]
 
     @property
     def kind(self) -> str:
@@ -180,10 +171,10 @@ class Distillation(Recipe):
         """Return KL(teacher || model) (B, T) in nats. A model with slots has first read the texts before the rows,
         without a gradient; the teacher never has."""
         cache, rows = None, batch.rows[:, :-1]
-        if self.slots or self.window:
-            cache = (
-                bounded.BoundedMemory() if self.slots else bounded.SlidingWindowCache(self.window)
-            )
+        if self.slots:
+            cache = bounded.BoundedMemory()
+        elif self.window:
+            cache = bounded.SlidingWindowCache(self.window)
         with mixed_precision(rows.device):
             expected = teacher(rows)
             if self.slots and batch.before.size(1):
@@ -211,7 +202,7 @@ class Pruning(Recipe):
     @property
     def name(self) -> str:
         kind = "dropout" if self.config.dropout else self.mode
-        return self.kind + f"-{kind}" * (kind != KINDS[0])
+        return self.kind if kind == KINDS[0] else f"{self.kind}-{kind}"
 
     def losses(self, model: nn.Module, teacher: gpt_kv_cache.GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
@@ -224,12 +215,7 @@ class Pruning(Recipe):
 
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
-KINDS = (
-    "segments",
-    "alone",
-    "prompt",
-    "dropout",
-)  # of students, by what they read; the last is trained with dropout
+KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read
 TEACHER = Recipe(
     config=GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
     phases=(  # three courses, each of which ends at a low learning rate, with a model that can be used
@@ -296,7 +282,7 @@ def phases_of(
     the last third in long ones of unshuffled documents."""
     if (
         text
-    ):  # has no answers; and a vocabulary that is shuffled is nothing to predict for other models
+    ):  # has no answers; and what other models predict of shuffled vocabulary is nothing to learn
         return (Phase(steps=steps, documents=8, lists=0, context=config.n_ctx, lr=lr),)
     long = steps // 3 if config.n_ctx > SHORT else 0
     first = Phase(
@@ -346,9 +332,8 @@ def pruning(
     from the one without, since on a CPU dropout takes four times as long."""
     begin = "pocket-student" if (init, kind) == ("pocket", "dropout") else None
     phases = phases_of(config, steps, 4e-4 if begin else 1e-3, 4.0, text)
-    n_embd, n_inner = (
-        max(8, 8 * round(STUDENT_WIDTH * width / 8)) for width in (config.n_embd, config.n_inner)
-    )
+    n_embd = max(8, 8 * round(STUDENT_WIDTH * config.n_embd / 8))
+    n_inner = max(8, 8 * round(STUDENT_WIDTH * config.n_inner / 8))
     mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
     narrow = replace(
         config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout
@@ -405,6 +390,5 @@ def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
 def size_of(recipe: Recipe) -> tuple[int, int]:
     """Return a recipe's steps and how many tokens they read."""
     steps = sum(phase.steps for phase in recipe.phases)
-    return steps, sum(
-        phase.rows * phase.context for phase, _ in (phase_at(recipe, step) for step in range(steps))
-    )
+    phases = [phase_at(recipe, step)[0] for step in range(steps)]
+    return steps, sum(phase.rows * phase.context for phase in phases)

@@ -6,7 +6,7 @@
   python pocket/train.py llama                               the teacher as a Llama, trained on
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   python pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
-  torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE     the same for real GPT-2 weights
+  torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE --out FOLDER
   python pocket/train.py rotary                              the teacher with rotary positions, fine-tuned
   python pocket/train.py student                             a narrower model that decodes on the teacher's cache
   python pocket/train.py student --kind prompt               the same, trained otherwise: also alone, dropout

@@ -40,13 +40,16 @@ def test_a_source_has_at_most_ten_claims_and_no_quote_twice_under_the_same_condi
 
 
 def test_the_sources_rows_and_ours_stand_apart_and_name_their_conditions() -> None:
-    kept = {"theirs": "theirs", "stated": "yes", "why": ""}
-    source = {"source": "S", "section": "1", "ours": "at home"} | kept
-    ours = {"source": "", "section": "", "ours": "here"} | kept
+    def made(source: str, ours: str, quote: str, verdict: str, figure: str) -> Claim:
+        section, stated = ("1", "yes") if source else ("", "")
+        conditions = {"theirs": "theirs", "ours": ours}
+        words = {"source": source, "section": section, "quote": quote, "stated": stated, "why": ""}
+        return Claim(**words, **conditions, verdict=verdict, figure=figure)
+
     claims = [
-        Claim(**source, quote="x", verdict="HOLDS", figure="1 || 2"),
-        Claim(**ours, quote="z?", verdict="NOT SHOWN", figure="3"),
-        Claim(**ours, quote="w?", verdict="DOES NOT HOLD", figure="4"),
+        made("S", "at home", "x", "HOLDS", "1 || 2"),
+        made("", "here", "z?", "NOT SHOWN", "3"),
+        made("", "here", "w?", "DOES NOT HOLD", "4"),
     ]
     said, here, table, ours = claim_tables(claims)
     assert said == "Conditions of S: theirs." and "- (a) at home\n- (b) here" in here

@@ -292,36 +292,6 @@ def test_files_stand_side_by_side(name: str, page: Any) -> None:
     assert "# NEW" in marks and {*marks} <= {"# NEW", "# RING", "# BCT"}
 
 
-@pytest.mark.parametrize("name", ["gpt_kv_cache", "gpt_bounded_cache"])
-def test_lines_fit_a_wide_screen_and_are_indented_where_they_wrap(name: str, page: Any) -> None:
-    wrapped = "[...document.querySelectorAll('.left, .right')].filter(c => c.offsetHeight > 25)"
-    page.set_viewport_size({"width": 1920, "height": 1080})
-    page.goto((PAGES / f"{name}.html").as_uri())
-    page.locator("#brief").uncheck()
-    assert page.evaluate(f"{wrapped}.length") == 0 and page.evaluate(
-        "document.body.scrollWidth <= innerWidth"
-    )
-    page.set_viewport_size({"width": 1366, "height": 768})
-    lines = page.evaluate(
-        wrapped + ".map(c => [c, getComputedStyle(c)])"
-        ".map(([c, s]) => [s.paddingLeft, s.textIndent, c.innerText])"
-    )
-    assert lines and page.evaluate("document.body.scrollWidth <= innerWidth")
-    for padding, indent, line in lines:
-        width = (
-            float(
-                page.evaluate(
-                    "parseFloat(getComputedStyle(document.querySelector('table')).fontSize)"
-                )
-            )
-            * 0.6
-        )
-        beyond = (len(line) - len(line.lstrip(" ")) + 4) * width
-        assert (
-            -float(indent[:-2]) == pytest.approx(beyond, rel=0.1) and float(padding[:-2]) > beyond
-        )
-
-
 def test_changed_words_are_marked_and_additions_take_the_width(page: Any) -> None:
     page.goto((PAGES / "gpt_kv_cache.html").as_uri())
     changed = page.locator("tr.old.new", has_text="for block in self.h:")

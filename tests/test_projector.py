@@ -680,6 +680,10 @@ def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
     assert sum(map(len, names.values())) == len(set.union(*names.values()))
 
 
+def test_scores_of_answers_are_those_of_a_reference() -> None:
+    assert statistics.rouge_l("a b c d", "a x c y") == pytest.approx(0.5)
+
+
 def test_rouge_l_is_that_of_rouge_score() -> None:
     rouge = pytest.importorskip("rouge_score.rouge_scorer")
     scorer = rouge.RougeScorer(["rougeL"])
