@@ -22,7 +22,7 @@ FLOORS = [
     ["chapters"],
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-BUDGETS = {"studies": 195, "tests": 447, "all but tests": 599}  # in thousands of characters of code
+BUDGETS = {"studies": 197, "tests": 450, "all but tests": 602}  # in thousands of characters of code
 
 
 @cache
