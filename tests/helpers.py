@@ -1,9 +1,13 @@
 """What several test files use."""
 
+import importlib
 import io
 import json
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -96,10 +100,29 @@ def run(main: Callable, *words: object) -> Ran:
     return Ran(code, out.getvalue(), err.getvalue())
 
 
+def start(command: str) -> Ran:
+    """Run a script in this process, given as on a command line: its module's name, and its words."""
+    script, *words = shlex.split(command)
+    return run(importlib.import_module(script).main, *words)
+
+
 def refused(ran: Ran, *words: str) -> None:
     """A script ended with status 2 and a single sentence, which holds the words."""
     assert ran.code == 2 and ran.err.count("\n") == 1
     assert all(word in ran.err for word in words), ran.err
+
+
+def in_halves(file: str, paths: list[Path], folder: Path) -> dict[str, Any]:
+    """Run a test file as a script in two processes, which have not computed yet and can fork, each
+    with half of the paths; return what they leave as JSON in the file that is their first word."""
+    results = [folder / "0.json", folder / "1.json"]
+    running = [
+        subprocess.Popen([sys.executable, file, str(result), *map(str, paths[i::2])], cwd=ROOT)
+        for i, result in enumerate(results)
+    ]
+    assert [process.wait(timeout=1200) for process in running] == [0, 0]
+    first, second = (json.loads(result.read_text("utf-8")) for result in results)
+    return first | second
 
 
 def read_pocket_config(name: str) -> dict[str, Any]:

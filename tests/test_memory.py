@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import gpt_bounded_cache as bounded
-from gpt_bounded_cache import BCT, GPT, BoundedMemory, GPTConfig, SlidingWindowCache
-from pocket import corpus, evaluation
+from gpt_bounded_cache import BoundedMemory, SlidingWindowCache
+from pocket import corpus
 from studies import bounding as memory
 from studies.core import Figure, Rows, claims
 from support.statistics import bootstrap
@@ -33,10 +32,6 @@ def test_bleu_is_that_of_sacrebleu() -> None:
         ).score
         counts = np.stack([memory.bleu_counts(*pair) for pair in zip(got, references, strict=True)])
         assert memory.bleu(counts).item() == pytest.approx(expected)
-
-
-def test_bleu_of_nothing_in_common_is_0() -> None:
-    assert memory.bleu(memory.bleu_counts("a b c d e", "v w x y z")[None]).item() == 0.0
 
 
 def test_what_is_lost_is_compared_text_by_text() -> None:
@@ -73,21 +68,6 @@ def test_losses_of_long_texts_of_a_bct_are_those_of_one_pass() -> None:
     got = memory.stream_losses(memory.Memory("", model, BoundedMemory), ids, chunk=7)
     expected = F.cross_entropy(model(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
-
-
-def test_a_window_of_equal_bytes_takes_the_bytes_of_the_bct() -> None:
-    config = memory.load_model("pocket-bct", model_class=BCT).config
-    n = evaluation.window_of_equal_bytes(config)
-    geometry = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
-    model, bct = GPT(GPTConfig(**geometry)).eval(), BCT(config).eval()
-    window, slots, ids = SlidingWindowCache(n), BoundedMemory(), ids_of(1, 9)
-    with torch.no_grad():
-        model(ids, window)
-        bct(ids, slots)
-    assert (
-        0 <= window.nbytes * n / (n + 1) - slots.nbytes < window.nbytes / n
-    )  # but for its spare slot
-    assert n + 1 == memory.SLOTS
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -96,26 +95,12 @@ def test_there_are_mutants_of_every_file() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_suite_kills_every_mutant(tmp_path: Path) -> None:
-    halves = [PATCHES[::2], PATCHES[1::2]]
-    running = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path / f"{i}.json"), *map(str, half)],
-            stdout=(tmp_path / f"{i}.log").open("w"),
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-        )
-        for i, half in enumerate(halves)
-    ]
-    for process in running:
-        assert process.wait(timeout=600) == 0
-    statuses = {}
-    for i in range(len(halves)):
-        statuses |= json.loads((tmp_path / f"{i}.json").read_text())
+    from tests.helpers import in_halves  # which imports what is mutated
+
+    statuses = in_halves(__file__, PATCHES, tmp_path)
+    # 0: it survives; others: its tests didn't run
+    assert {name: status for name, status in statuses.items() if status != 1} == {}
     assert len(statuses) == len(PATCHES)
-    assert [name for name, status in statuses.items() if status == 0] == []  # survivors
-    assert {
-        name: status for name, status in statuses.items() if status != 1
-    } == {}  # 1: tests failed, not: didn't run
 
 
 if __name__ == "__main__":  # in a process of its own, which has not computed yet and can fork

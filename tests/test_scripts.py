@@ -1,15 +1,13 @@
 """Every script as people meet it: --help, the default run, and bad input that gets one sentence and exit status 2."""
 
-import importlib
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import Ran, read_pocket_config, refused, run
+from tests.helpers import Ran, read_pocket_config, refused, start
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
@@ -29,12 +27,6 @@ SCRIPTS = [
 ]
 CONFIG = read_pocket_config("teacher")
 TOKEN = 2 * CONFIG["n_layer"] * CONFIG["n_embd"] * 4  # bytes of a token's keys and values
-
-
-def start(command: str) -> Ran:
-    """Run a script in this process, given as on a command line."""
-    script, *words = shlex.split(command)
-    return run(importlib.import_module(script).main, *words)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -4,8 +4,8 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -71,47 +71,23 @@ class Trial:
 
 
 def test_every_exercise_has_wrong_solutions() -> None:
-    text = "\n".join(
-        path.read_text(encoding="utf-8") for path in ROOT.glob("chapters/*/solution.py")
-    )
-    exercises = {
-        "{:0>2}_{}".format(*match) for match in re.findall(r"# exercise (\d+)\.(\d+)", text)
-    }
-    tried = ["_".join(patch.stem.split("_")[:2]) for patch in PATCHES]
-    few = {exercise: tried.count(exercise) for exercise in exercises if tried.count(exercise) < 2}
-    assert few == {} and {*tried} == exercises
+    texts = [path.read_text(encoding="utf-8") for path in ROOT.glob("chapters/*/solution.py")]
+    exercises = re.findall(r"# exercise (\d+)\.(\d+)", "\n".join(texts))
+    tried = Counter(patch.stem[:4] for patch in PATCHES)
+    assert {*tried} == {f"{chapter:0>2}_{number}" for chapter, number in exercises}
+    assert [name for name, count in tried.items() if count < 2] == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_every_wrong_solution_fails_and_says_why(tmp_path: Path) -> None:
-    halves = [PATCHES[::2], PATCHES[1::2]]
-    running = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                str(tmp_path / f"{i}.json"),
-                str(tmp_path / str(i)),
-                *map(str, half),
-            ],
-            cwd=ROOT,
-        )
-        for i, half in enumerate(halves)
-    ]
-    assert [process.wait(timeout=1200) for process in running] == [0, 0]
-    found = json.loads((tmp_path / "0.json").read_text()) | json.loads(
-        (tmp_path / "1.json").read_text()
-    )
-    assert {
-        name: status for name, (status, _) in found.items() if status != 1
-    } == {}  # 0: passed; others: didn't run
-    unsaid = {
-        p.stem: found[p.stem][1]
-        for p in PATCHES
-        if says(p) not in re.sub(r"\s+", " ", found[p.stem][1])
-    }
-    assert unsaid == {}
+    from tests.helpers import in_halves
+
+    found = in_halves(__file__, PATCHES, tmp_path)
+    # 0: it passed; others: its tests didn't run
+    assert {name: status for name, (status, _) in found.items() if status != 1} == {}
+    said = {name: " ".join(words.split()) for name, (_, words) in found.items()}
+    assert {p.stem: said[p.stem] for p in PATCHES if says(p) not in said[p.stem]} == {}
 
 
 if __name__ == "__main__":  # in a process of its own, which has not computed yet and can fork
@@ -123,7 +99,8 @@ if __name__ == "__main__":  # in a process of its own, which has not computed ye
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)  # imports much, once here instead of in every process
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed
-    result, folder, *paths = map(Path, sys.argv[1:])
+    result, *paths = map(Path, sys.argv[1:])
+    folder = result.with_suffix("")
     folder.mkdir()
     trial = Trial(paths, folder)
     options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-m", ""]
