@@ -51,7 +51,8 @@ class Ours(Runner):
         window: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.model = load_model(str(folder), model_class=module.GPT, device=device, dtype=dtype)
+        kind = getattr(module, "GPT", None)  # None: a Llama, as the folder says
+        self.model = load_model(str(folder), model_class=kind, device=device, dtype=dtype)
         self.module, self.window, self.cache = module, window, None
 
     def new_cache(self, n_ctx: int) -> Any:
@@ -185,12 +186,12 @@ class Without(Ours):
 
 
 class Transformers(Runner):
-    """transformers' GPT-2 with one of its caches."""
+    """transformers' GPT-2 or Llama with one of its caches."""
 
     def __init__(self, folder: Path, device: str, static: bool = False) -> None:
         import transformers
 
-        model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = model.eval().to(device)
         self.static, self.transformers, self.cache = static, transformers, None
 
@@ -198,7 +199,8 @@ class Transformers(Runner):
     def start(self, ids: Tensor, cache: Any = None) -> Iterator[Tensor]:
         config = self.model.config
         if cache is None and self.static:
-            cache = self.transformers.StaticCache(config=config, max_cache_len=config.n_positions)
+            longest = config.max_position_embeddings
+            cache = self.transformers.StaticCache(config=config, max_cache_len=longest)
         self.cache = self.transformers.DynamicCache() if cache is None else cache
         while True:
             read = self.model(

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import benchmarks.__main__ as bench
-from benchmarks import contenders, pages, report, runners, scale
+from benchmarks import contenders, llama, pages, report, runners, scale
 from benchmarks.contenders import CONTENDERS, Clock, Int8, Ours, timed
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from llama_kv_cache import LlamaConfig
 from load_gpt2_weights import load_model
 from pocket.checkpoints import export
 from support.blocks import with_blocks
@@ -543,3 +544,26 @@ def test_ours_can_be_resumed_only_with_a_cache(folder: Path) -> None:
     import gpt_baseline
 
     assert Ours(folder, "cpu", gpt_baseline).resume(prompt(1), 5) is None
+
+
+def test_todays_models_take_turns_and_write_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(llama, "DECODED", 4)
+    config = LlamaConfig(vocab_size=97, n_ctx=40, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
+    *_, record = llama.measure(config, (5, 9), 3)
+    assert {*record["rows"]} == {*llama.RUNNERS} and record["conditions"]["layers"] == 2
+    for name, row in record["rows"].items():
+        assert all(cell["same"] and len(cell["step_ms"]) == 3 for cell in row.values()), name
+    bytes_of = {name: row["9"]["bytes"] for name, row in record["rows"].items()}
+    token = (
+        2 * 2 * 2 * 12 * 4
+    )  # keys and values, layers, heads of keys, their size, bytes of a number
+    assert bytes_of["llama_kv_cache.py"] == bytes_of[llama.RIVAL] == (9 + 4) * token
+    assert bytes_of["llama_kv_cache.py, preallocated"] == 41 * token
+    record["rows"][llama.RIVAL]["9"]["step_ms"] = [3.0, 8.0, 10.0]
+    record["rows"]["llama_kv_cache.py"]["9"]["step_ms"] = [2.0, 4.0, 20.0]
+    assert llama.ratio(record, "llama_kv_cache.py", "9", "step_ms") == 1.5  # of 1.5, 2 and 0.5
+    about, table = llama.report(record)
+    assert "medians of 3 turns" in about and len(table.rows) == 8
