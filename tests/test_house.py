@@ -22,7 +22,7 @@ FLOORS = [
     ["chapters"],
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-BUDGETS = {"studies": 196, "tests": 460, "all but tests": 620}  # in thousands of characters of code
+BUDGETS = {"studies": 195, "tests": 449, "all but tests": 604}  # in thousands of characters of code
 
 
 @cache
