@@ -1,6 +1,6 @@
 """What the memories of gpt_bounded_cache.py remember: perplexity, BLEU and early facts, side by side.
 
-`python3 -m studies.bounding` takes some minutes on one thread; `studies.recall` and
+`python3 -m studies.bounding` takes about ten minutes on one thread; `studies.recall` and
 `studies.pretraining` add models that are built with a memory, and `studies.lengths` its time.
 `python3 gpt_bounded_cache.py` shows one text in all memories, by demo() below.
 

@@ -19,7 +19,7 @@ from support.tables import Table, page
 
 SOURCES = {  # its studies, and the minutes that each takes on an undisturbed core
     "The KV cache": {"article": "10"},
-    "BCT": {"bounding": "-", "recall": "30", "pretraining": "60", "lengths": "3"},
+    "BCT": {"bounding": "10", "recall": "30", "pretraining": "60", "lengths": "3"},
     "KV recycling": {"recycling": "25", "latency": "5"},
     "CP-KVP": {"projection": "-"},
     "OverFill and KV refresh": {"refreshing": "150", "speculation": "5"},
@@ -51,7 +51,7 @@ def glance() -> list[str | Table]:
         lines = []
         for command, minutes in commands.items():
             for claim in claims_by(command):
-                quote = textwrap.shorten(claim["quote"], 56, placeholder=" …")
+                quote = textwrap.shorten(claim["quote"], 44, placeholder=" …")
                 verdict = claim["verdict"]
                 if claim["source"]:
                     quote = f'"{quote}"'

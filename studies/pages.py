@@ -98,7 +98,7 @@ def methods() -> str:
     many = requests["counts"]["16"]["rows"]["paged.py"]["times_as_fast"]
     stored = Rows("latency").shown("{warm-disk} instead of {cold} ms", {"m": 1000, "share": 90})
     passes = Rows("speculation").shown(
-        "{passes: exact:8} instead of {passes: teacher}", {"mode": "greedy"}
+        "{passes: exact:8} passes in 1,000 tokens instead of {passes: teacher}", {"mode": "greedy"}
     )
     texts = Rows("refreshing").shown(
         "{none}; the small model alone {student}, trained for that {student@trained=alone}", {}
@@ -127,14 +127,14 @@ def methods() -> str:
             "[`speculate.py`](speculate.py)",
             "A small model drafts, and the large one checks a draft in one pass",
             "exact",
-            f"drafts of 8: passes of the large model in 1,000 tokens: {passes}",
+            f"with drafts of 8 tokens, the large model makes {passes}",
         ],
         [
             "[`overfill.py`](overfill.py)",
             "A large model reads the prompt, a small one continues from its cache, which is refreshed "
             "now and then",
             "approximate",
-            f"perplexity {texts}",
+            f"the pocket models' perplexity: {texts}",
         ],
         [
             "[`projector.py`](projector.py)",
