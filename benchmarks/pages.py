@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batches, scale
+from benchmarks import batches, llama, scale
 from benchmarks.report import (
     BASE,
     ablation_table,
@@ -125,6 +125,11 @@ def at_scale() -> str:
     return page(scale.note(newest("*-1-thread/summary.json")), markdown=True)
 
 
+def todays() -> str:
+    """The newest record of llama_kv_cache.py beside transformers' Llama."""
+    return page(llama.report(read_json(newest("*/llama.json"))), markdown=True)
+
+
 def fleet() -> str:
     return page([scale.fleet()], markdown=True)
 
@@ -144,6 +149,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "difference": difference,
         "standing": standing,
         "requests": requests,
+        "llama": todays,
     },
     HERE / "scale.md": {"scale": at_scale, "fleet": fleet},
 }
