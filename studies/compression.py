@@ -1,6 +1,6 @@
 """Smaller caches beside the exact one: what they cost, what they lose, and where each breaks.
 
-`python3 -m studies.compression` takes about a quarter of an hour on one thread. Texts are read token
+`python3 -m studies.compression` takes about ten minutes on one thread. Texts are read token
 by token, so that every prediction is made from compressed tokens.
 
 Ways: those of compress.py, each sized for the text at hand; 2 bits the other way round (keys per
@@ -47,7 +47,7 @@ from support.conditions import conditions, random_model
 from support.statistics import bootstrap, kl, wilson
 from support.tables import page
 
-TEXTS, FACTS = 24, 150  # how many
+TEXTS, FACTS = 12, 75  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
 
 
@@ -107,7 +107,7 @@ def quality(
     texts are divided."""
     tokenizer = load_tokenizer("pocket")
     texts = torch.tensor(rows_of(tokenizer, "test", 120, T)[: TEXTS // few])
-    long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(2, 8 // few)])
+    long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(2, TEXTS // few // 3)])
     questions = corpus.recall_questions("test", FACTS // few)
     questions.sort(key=lambda question: len(question.prompt))  # a batch is of about one length
     draws = torch.Generator().manual_seed(0)
