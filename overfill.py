@@ -37,6 +37,7 @@ from pocket import corpus
 from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
 from support.files import check_fields, read_json
 from support.geometry import kv_heads, rotary
+from support.prefix import common_prefix
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
@@ -117,22 +118,17 @@ class Pair:
     ) -> None:
         """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
         if teacher.config.vocab_size != student.config.vocab_size:
-            raise ValueError(
-                f"teacher and student must share a vocabulary, but have {teacher.config.vocab_size:,} and "
-                f"{student.config.vocab_size:,} tokens"
-            )
+            counts = f"{teacher.config.vocab_size:,} and {student.config.vocab_size:,} tokens"
+            raise ValueError(f"teacher and student must share a vocabulary, but have {counts}")
         self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
         self.fits = not misfit(teacher, student)
         self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
         self.cached_from = 0  # index in ids of the first cached token
-        self.read, self.cache = (
-            new_cache(),
-            new_cache(),
-        )  # what the teacher has read; what the student writes on
+        self.read = new_cache()  # what the teacher has read
+        self.cache = new_cache()  # what the student writes on
         self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
-        self.consulted: tuple[KVCache, Tensor] | None = (
-            None  # what the teacher has read at this token, and its logits
-        )
+        # What the teacher has read at this token, and its logits.
+        self.consulted: tuple[KVCache, Tensor] | None = None
         self.written = 0  # tokens after the prompt that the student has read
         nothing = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
         self.since = nothing  # tokens that the student has read since the last refresh
@@ -192,19 +188,16 @@ class Pair:
         if self.consulted is not None:
             return self.consulted
         if not self.since.any():
-            raise ValueError(
-                f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read"
-            )
+            least = "the teacher needs at least 1 to read"
+            raise ValueError(f"there are 0 new tokens after {len(self.cache)}: {least}")
         begun = time.perf_counter()
         cache, n = self.read, self.ids.size(1) - self.cached_from - len(self.read)
         counts = self.unread
-        if (
-            policy.reads == "window" and self.fits
-        ):  # what precedes the window stays as the student wrote it
+        if policy.reads == "window" and self.fits:
+            # What precedes the window stays as the student wrote it.
             n = min(policy.window, int(self.since.max()))
-            cache = KVCache(
-                [kv[..., : len(self.cache) - n, :] for kv in self.cache.layers], self.cache.pos[:-n]
-            )
+            before = [kv[..., : len(self.cache) - n, :] for kv in self.cache.layers]
+            cache = KVCache(before, self.cache.pos[:-n])
             counts = self.since.clamp(max=n)
         elif policy.reads == "all":
             n = self.ids.size(1) - self.cached_from
@@ -239,14 +232,11 @@ class Pair:
             self.student(self.ids[:, -n:], self.cache, last_only=True)
         self.since = self.since * ~rows
         self.counts = self.counts + rows
-        n_rows, read = (
-            int(rows.sum()),
-            int(self.teacher_tokens.sum()) - tokens,
-        )  # int() waits for the device
+        n_rows = int(rows.sum())  # int() waits for the device
+        read, replaced = int(self.teacher_tokens.sum()) - tokens, int(counts.max())
         self.seconds += time.perf_counter() - begun
-        self.refreshes.append(
-            Refresh(self.written, n_rows, read, int(counts.max()), self.seconds - seconds)
-        )
+        took = self.seconds - seconds
+        self.refreshes.append(Refresh(self.written, n_rows, read, replaced, took))
 
 
 @torch.no_grad()
@@ -304,9 +294,8 @@ def teacher_nats(teacher: nn.Module, ids: Tensor, new: Tensor) -> Tensor:
     """Return the nats (B, N) of new tokens (B, N) after ids (B, T) by a teacher; exp of their mean
     is perplexity."""
     text = torch.cat([ids, new], 1)
-    rows = max(
-        1, 40_000_000 // (text.size(1) * teacher.config.vocab_size)
-    )  # logits of so many at once
+    # Logits of so many at once.
+    rows = max(1, 40_000_000 // (text.size(1) * teacher.config.vocab_size))
     nats = []
     for part in text.split(rows):
         logits = teacher(part[:, :-1])[:, ids.size(1) - 1 :].float()
@@ -448,9 +437,8 @@ class MonteCarloDropout(Gate):
     rate: float = 0.1  # the dropout that the student was trained with
 
     def signal(self, pair: Pair) -> Tensor:
-        return logit_variance(
-            dropout_logits(pair.student, pair.ids[:, -1:], pair.cache, self.passes, self.rate)
-        )
+        last, passes = pair.ids[:, -1:], self.passes
+        return logit_variance(dropout_logits(pair.student, last, pair.cache, passes, self.rate))
 
 
 def logit_variance(logits: Tensor) -> Tensor:
@@ -589,9 +577,8 @@ def parse_policy(text: str) -> Policy:
             numbers.append(kind(value))
         except ValueError as error:
             what = "a whole number" if kind is int else "a number"
-            raise ValueError(
-                f"{letter} of the policy {text!r} must be {what}, got {value!r}"
-            ) from error
+            wrong = f"{letter} of the policy {text!r} must be {what}, got {value!r}"
+            raise ValueError(wrong) from error
     return form.make(*numbers)
 
 
@@ -621,11 +608,14 @@ def load_pair(
 
 def dropout_of(name: str) -> float:
     """Return the dropout that a model was trained with, by its config.json; Hugging Face's default
-    is 0.1 for a GPT-2, and 0 for a Llama. Raises ValueError if it is no number."""
+    is 0.1 for a GPT-2, and 0 for a Llama. Raises ValueError if it is no number, or 0."""
     path = find_file(name, "config.json")
     config = read_json(path)
     config.setdefault("resid_pdrop", 0.0 if config.get("model_type") == "llama" else 0.1)
-    return float(check_fields(config, str(path), resid_pdrop=float)["resid_pdrop"])
+    rate = check_fields(config, str(path), resid_pdrop=float)["resid_pdrop"]
+    if not rate:
+        raise ValueError(f"{name} was trained without dropout: passes with it say nothing")
+    return float(rate)
 
 
 def write(
@@ -681,49 +671,36 @@ def demo(
         raise ValueError(f"{width} tokens of the prompt and {n} more exceed the context of {room}")
     ids = torch.tensor(prompts, device=teacher.wte.weight.device)
     generator = torch.Generator(ids.device).manual_seed(seed)
-    new = torch.cat(
-        list(generate(teacher, ids, n, temperature=1.0, generator=generator)), 1
-    )  # (B, n)
-    ways = dict(
-        zip(
-            ["OverFill", *(f"OverFill, {name}" for name in names)],
-            [Policy(), *policies],
-            strict=True,
-        )
-    )
+    sampled = generate(teacher, ids, n, temperature=1.0, generator=generator)
+    new = torch.cat(list(sampled), 1)  # (B, n)
+    text = torch.cat([ids, new], 1)
     models = {"teacher": teacher, "student alone": student}
-    logits = {
-        name: model(torch.cat([ids, new], 1))[:, width:] for name, model in models.items()
-    }  # (B, n, V)
+    ways = {"OverFill": Policy()}
+    for name, policy in zip(names, policies, strict=True):
+        ways[f"OverFill, {name}"] = policy
+    logits = {name: model(text)[:, width:] for name, model in models.items()}  # (B, n, V)
     for name, policy in ways.items():
-        logits[name] = torch.stack(list(read_along(Pair(teacher, student, ids), new, policy)), 1)
-    texts, reads = {}, {"student alone": "0", "teacher": f"{width} + {n - 1}"}
+        along = read_along(Pair(teacher, student, ids), new, policy)
+        logits[name] = torch.stack(list(along), 1)
+    texts, reads = {}, {"teacher": n - 1}
     seconds = dict.fromkeys(logits, math.inf)
-    for name in 2 * [*logits]:  # in turn, and the faster turn counts
+    for name in [*logits, *logits]:  # in turn, and the faster turn counts
         pair = Pair(teacher, student, ids[:1])
         begun = time.perf_counter()
         alone = models.get(name)
         tokens = generate(alone, pair.ids, n) if alone else generate_refreshed(pair, n, ways[name])
         texts[name] = [int(token) for token in tokens]
         seconds[name] = min(seconds[name], time.perf_counter() - begun)
-        reads.setdefault(name, f"{width} + {int(pair.teacher_tokens)}")
+        reads.setdefault(name, int(pair.teacher_tokens))
     rows, same = [], {}
-    for name, text in texts.items():
-        same[name] = next((i for i in range(n) if text[i] != texts["teacher"][i]), n)
-        apart = float(kl(logits["teacher"], logits[name]).mean())
-        rows.append(
-            [
-                name,
-                f"{1e3 * seconds[name]:.0f}",
-                f"{n / seconds[name]:.0f}",
-                reads[name],
-                f"{apart:z.3f}",
-                f"{same[name]} of {n}",
-            ]
-        )
-    print(
-        f"A prompt of {width} tokens, which ends with: {tokenizer.decode(ids[0, -20:].tolist())!r}\n"
-    )
+    for name, written in texts.items():
+        same[name] = common_prefix(written, texts["teacher"])
+        took, apart = seconds[name], float(kl(logits["teacher"], logits[name]).mean())
+        read = "0" if name == "student alone" else f"{width} + {reads[name]}"
+        figures = f"{1e3 * took:.0f}", f"{n / took:.0f}", read, f"{apart:z.3f}"
+        rows.append([name, *figures, f"{same[name]} of {n}"])
+    end = tokenizer.decode(ids[0, -20:].tolist())
+    print(f"A prompt of {width} tokens, which ends with: {end!r}\n")
     print(table(["", "ms", "tokens/s", "teacher reads", "KL to teacher", "same tokens"], rows))
     print(f"""
 ms, tokens/s:   {n} tokens after the prompt, always the likeliest; prefill included; the faster of two turns
@@ -731,11 +708,11 @@ teacher reads:  tokens of the prompt + tokens of the text
 KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
 same tokens:    as in the teacher's text, up to the first difference; each text goes on from there:
 """)
-    for name, text in texts.items():
+    longest = max(map(len, texts))
+    for name, written in texts.items():
         at = same[name] % n
-        print(
-            f"  {name:{max(map(len, texts))}}  {'... ' * (at > 0)}{tokenizer.decode(text[at : at + 20])!r}"
-        )
+        begin = "... " if at else ""
+        print(f"  {name:{longest}}  {begin}{tokenizer.decode(written[at : at + 20])!r}")
     print("""
 Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
 Approximate: every further token, because the student predicts it.
@@ -793,18 +770,12 @@ def main(argv: list[str] | None = None) -> None:
         )
         for i, policy in enumerate(policies):
             if isinstance(policy, MonteCarloDropout):
-                rate = dropout_of(args.student)
-                if not rate:
-                    raise ValueError(
-                        f"{args.student} was trained without dropout: passes with it say nothing"
-                    )
-                policies[i] = replace(policy, rate=rate)
+                policies[i] = replace(policy, rate=dropout_of(args.student))
         if args.what == "demo":
             n = args.max_new_tokens or 96
             return demo(teacher, student, tokenizer, names, policies, args.prompt, n, args.seed)
-        ids = torch.tensor(
-            [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")], device=args.device
-        )
+        ids = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")]
+        ids = torch.tensor(ids, device=args.device)
         write(
             Pair(teacher, student, ids),
             tokenizer,

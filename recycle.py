@@ -199,6 +199,15 @@ def prompt_files(model: str) -> list[Path]:
     return [DATA / f"{own}{kind}_prompts.csv" for kind in ("cache", "test")]
 
 
+def read_prompts(path: Path) -> list[str]:
+    """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
+    prompts = [row["prompt"] for row in read_csv(path, "prompt")]
+    if not prompts or not all(prompts):
+        empty = f"{prompts.count('')} of them empty"
+        raise ValueError(f"{path} has {len(prompts)} prompts, {empty}")
+    return prompts
+
+
 def answer(
     recycler: Recycler, way: str, text: str, ending: str, n: int
 ) -> tuple[int, Iterator[Tensor]]:
@@ -262,9 +271,7 @@ def demo(
 
     store: makes an empty one, given a name. Raises ValueError if a prompt leaves no room for n tokens.
     """
-    cached, tests = [
-        [row["prompt"] for row in read_csv(path, "prompt")] for path in prompt_files(name)
-    ]
+    cached, tests = map(read_prompts, prompt_files(name))
     whole = "\n".join(cached)
     ending = END_OF_TEXT * ("DialoGPT" in name)
     short, long = (Recycler(store(kind), tokenizer, encoder) for kind in ("short", "long"))
@@ -283,11 +290,13 @@ def demo(
     cells = []
     for (_, text), row in zip(texts, rows, strict=True):
         shown = text.partition("\n")[0]
-        cells.append([f"{shown[:30]}...", str(len(short.encode(text + ending)))])
-        cells[-1] += [str(row[way]["reused_tokens"]) for way in ("source", "longest")]
+        line = [f"{shown[:30]}...", str(len(short.encode(text + ending)))]
+        for way in ("source", "longest"):
+            line.append(str(row[way]["reused_tokens"]))
         for way in ("source", "published", "longest"):
             same = f"differs at token {row[way]['same_tokens'] + 1}"
-            cells[-1].append("the same" if row[way]["identical"] else same)
+            line.append("the same" if row[way]["identical"] else same)
+        cells.append(line)
     header = ["prompt", "tokens", "reused: source", "ours", "text: source", "published", "ours"]
     print(
         f"The caches of {len(cached)} prompts are stored, and {len(tests)} other prompts are "

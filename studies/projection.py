@@ -447,15 +447,15 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--pairs",
         metavar="FILE",
-        help="pairs of similar prompts instead, for any model: CSV with the columns source, target "
-        "and, optionally, answer",
+        help="similar prompts of your own, for any model: CSV; columns source, target and, if there "
+        "are, answer",
     )
     cli.add_argument(
         "--encoder",
         default="pairs",
         metavar="NAME",
-        help="the retrieval's embeddings: pairs, a ridge regression of words on the training "
-        "prompts; tokens, the model's own embeddings; or a model of sentence-transformers",
+        help="the retrieval's embeddings: pairs, fitted on the training prompts; tokens, the "
+        "model's own; or a model of sentence-transformers",
     )
     cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:

@@ -12,7 +12,6 @@ import torch
 
 from load_gpt2_weights import NAMES
 from support.cli import CommandLine, whole_number, writable_folder
-from support.files import read_csv
 from support.tables import Table
 
 HERE = Path(__file__).resolve().parent
@@ -108,16 +107,6 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     if questions:
         parts.append(Table(["question of ours", "found here"], questions, left=2))
     return parts
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
-    prompts = [row["prompt"] for row in read_csv(path, "prompt")]
-    if not prompts or not all(prompts):
-        raise ValueError(
-            f"{path} has {len(prompts)} prompts, {sum(not p for p in prompts)} of them empty"
-        )
-    return prompts
 
 
 def conditions_of(record: dict[str, Any], *data: str) -> str:

@@ -37,10 +37,10 @@ import torch
 
 from gpt_kv_cache import generate
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
-from recycle import Recycler, Store, generate_as_published, prompt_files
+from recycle import Recycler, Store, generate_as_published, prompt_files, read_prompts
 from studies.core import Figure, Rows, in_turn, page_of
 from studies.latency import model_of
-from studies.protocol import HERE, StudyLine, conditions_of, read_prompts
+from studies.protocol import HERE, StudyLine, conditions_of
 from support.cli import whole_number
 from support.conditions import SIZES, conditions, is_geometry
 from support.encoders import load_encoder

@@ -45,8 +45,9 @@ from load_gpt2_weights import class_of, find_file, is_llama, load_tokenizer, rea
 from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
 from pocket import corpus
 from pocket.recipes import pruning
+from recycle import read_prompts
 from studies.core import Figure, Rows, draw, in_turn, machine_of, page_of, steady
-from studies.protocol import StudyLine, read_prompts
+from studies.protocol import StudyLine
 from support.chat import as_question
 from support.conditions import conditions, random_model
 from support.geometry import kv_heads

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,43 +28,16 @@ STYLE = {
 
 def figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
     """Draw one pair of axes, with a legend beside them, and write it as PNG."""
-    with canvas(path, 1, 1, (9, 4.8)) as (image, (axes,)):
-        draw_on(axes)
-        axes.set(**labels)
-        if axes.get_legend_handles_labels()[0]:
-            image.legend(loc="outside right upper")
-
-
-def panels(
-    path: Path, data: dict[str, Any], draw_on: Callable[[Any, Any], None], xlabel: str, ylabel: str
-) -> None:
-    """Draw a panel for each entry of data, two in a row, with one legend, and write them as PNG."""
-    rows = (len(data) + 1) // 2
-    size = (9, 3.4 * rows + 0.8)
-    with canvas(path, rows, min(2, len(data)), size, sharey=len(data) > 2) as (image, axes):
-        for one, (name, record) in zip(axes, data.items(), strict=False):
-            draw_on(one, record)
-            one.set(title=name, xlabel=xlabel)
-        for unused in axes[len(data) :]:
-            unused.set_visible(False)
-        image.supylabel(ylabel, fontsize=11)
-        handles, labels = axes[0].get_legend_handles_labels()
-        image.legend(handles, labels, loc="outside lower center", ncols=2)
-
-
-@contextmanager
-def canvas(
-    path: Path, rows: int, columns: int, size: tuple[float, float], **options: Any
-) -> Iterator[tuple]:
-    """Yield a figure in our style and its axes, in a row; then write it."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     with plt.rc_context(STYLE | {"axes.prop_cycle": plt.cycler(color=COLORS)}):
-        options |= {"figsize": size, "squeeze": False, "layout": "constrained"}
-        image, axes = plt.subplots(rows, columns, **options)
-        yield image, axes.ravel()
+        image, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
+        draw_on(axes)
+        axes.set(**labels)
+        if axes.get_legend_handles_labels()[0]:
+            image.legend(loc="outside right upper")
         write_atomically(path, lambda file: image.savefig(file, dpi=120, format="png"))
         plt.close(image)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Table(NamedTuple):
@@ -42,17 +42,4 @@ def page(parts: Sequence[str | Table], markdown: bool = False) -> str:
     """Return paragraphs and tables, one below the other."""
     return "\n\n".join(
         part if isinstance(part, str) else table(*part[:2], markdown, part.left) for part in parts
-    )
-
-
-def of_records(records: Sequence[dict[str, Any]]) -> Table:
-    """Return records as a table, numbers to three digits; a missing field is a dash."""
-    header = [*dict.fromkeys(key for record in records for key in record)]
-    cells = ([record.get(key) for key in header] for record in records)
-    return Table(
-        header,
-        [
-            ["-" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in row]
-            for row in cells
-        ],
     )

@@ -19,12 +19,12 @@ from pocket.recipes import Recipe
 FOLDER = Path(__file__).resolve().parent.parent / "pocket"
 STUDENTS = ["student", *(f"student-{kind}" for kind in recipes.KINDS[1:])]
 OTHERS = ["bct", "rotary", "llama", *STUDENTS]
-CLASSES = {"teacher": GPT, "bct": BCT, "rotary": rope.GPT, "llama": None}
+CLASSES = {"bct": BCT, "rotary": rope.GPT, "llama": None}
 
 
 def made(name: str) -> torch.nn.Module:
     """The shipped model of a folder, in the class of its recipe."""
-    return load_model(str(FOLDER / name), model_class=CLASSES.get(name, gpt_kv_cache.GPT))
+    return load_model(str(FOLDER / name), model_class=CLASSES.get(name, GPT))
 
 
 def figures_of(name: str) -> dict:

@@ -21,7 +21,7 @@ import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import Recycler, generate_as_published, read_all, recycle
-from studies import latency, protocol, recycling, replay
+from studies import latency, recycling, replay
 from studies.core import Rows
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.files import read_csv
@@ -255,7 +255,7 @@ def test_real_sentence_encoder(pocket: GPT) -> None:
     encoder = load_encoder(
         str(Path(package.__file__).parent / "model"), pocket, load_tokenizer("pocket")
     )
-    tests = protocol.read_prompts(ROOT / "data" / "test_prompts.csv")
+    tests = module.read_prompts(ROOT / "data" / "test_prompts.csv")
     assert np.allclose(encoder(tests), recycling.Known()(tests), atol=1e-3)
 
 
@@ -363,7 +363,7 @@ def test_the_recorded_embeddings_are_of_all_prompts_and_of_no_other_text() -> No
     known = recycling.Known()
     for own in ("", "pocket_"):
         files = (ROOT / "data" / f"{own}{kind}_prompts.csv" for kind in ("cache", "test"))
-        stored, tests = map(protocol.read_prompts, files)
+        stored, tests = map(module.read_prompts, files)
         vectors = known([*stored, *tests])
         assert vectors.shape == (16, 384) and np.allclose(
             np.linalg.norm(vectors, axis=1), 1, atol=1e-5
