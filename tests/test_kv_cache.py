@@ -16,6 +16,7 @@ import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_bounded_cache import BCTConfig, BoundedMemory, SlidingWindowCache
 from gpt_kv_cache import GPTConfig, KVCache, generate
+from tests.pretended_device import held
 from tests.test_equivalence import (
     assert_close,
     check_any_feeding,
@@ -79,7 +80,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def allocated(cache: KVCache) -> int:
-    storages = [x.untyped_storage() for x in tensors_of(cache)[1:]]
+    storages = [held(x).untyped_storage() for x in tensors_of(cache)[1:]]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
