@@ -263,7 +263,7 @@ STEPS = {
     "rotary": 2_500,
     "student": 3_000,
     "student-dropout": 600,
-    "llama": 300,
+    "llama": 1_600,
 }
 
 
