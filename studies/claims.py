@@ -23,6 +23,7 @@ SOURCES = {  # its studies, and the minutes that each takes on an undisturbed co
     "KV recycling": {"recycling": "25", "latency": "5"},
     "CP-KVP": {"projection": "-"},
     "OverFill and KV refresh": {"refreshing": "150", "speculation": "5"},
+    "Smaller caches": {"compression": "10"},
 }
 SHARED = {"recall": "bounding", "pretraining": "bounding"}  # commands that add to another's rows
 

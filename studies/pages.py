@@ -108,6 +108,11 @@ def methods() -> str:
         "nats from the exact distribution",
         {},
     )
+    small = Rows("compression").shown(
+        "4 bits: {each: bits:4} bytes a token instead of {each: full}, {bits:4} nats from full attention; "
+        "a window of as many bytes: {window:quarter}",
+        {},
+    )
     rows = [
         [
             "[`recycle.py`](recycle.py)",
@@ -141,6 +146,12 @@ def methods() -> str:
             "A first token from a similar prompt's cache, before the prompt is read",
             "approximate",
             f"GPT-2 124M's size (random weights): {warm}",
+        ],
+        [
+            "[`compress.py`](compress.py)",
+            "All tokens in 8, 4 or 2 bits, or only the older tokens whose keys are shortest",
+            "approximate",
+            f"pocket, {small}",
         ],
     ]
     return table(["file", "what it does", "its text", "one figure"], rows, markdown=True, left=4)
@@ -208,6 +219,7 @@ def row_table(name: str) -> str:
 STUDIES = (
     "article",
     "bounding",
+    "compression",
     "latency",
     "lengths",
     "projection",
@@ -215,7 +227,7 @@ STUDIES = (
     "refreshing",
     "speculation",
 )
-DRAWN = ("bounding", "latency", "lengths", "projection", "refreshing")
+DRAWN = ("bounding", "compression", "latency", "lengths", "projection", "refreshing")
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"papers": papers, "methods": methods},
     ROOT / "pocket" / "README.md": {"generations": generations},
