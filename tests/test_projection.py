@@ -20,6 +20,7 @@ from studies.core import Figure, Rows, claims
 from studies.projection_segments import measure_segments, summarize
 from studies.projection_ways import TRUE, Trial, Way, pocket_families, read_pairs
 from support.encoders import PairEncoder
+from tests.helpers import given
 from tests.test_projector import MODELS
 from tests.test_projector import prompt as ids_of
 
@@ -251,7 +252,7 @@ def test_a_claim_follows_the_rows_of_every_kind(start: str) -> None:
         rows = Rows("projection")
         for kind, value in values.items():
             for way in ways:
-                rows.borrow(way, at | {"kind": kind}, **{metric: [value] * 4})
+                given(rows, way, at | {"kind": kind}, **{metric: [value] * 4})
         return next(claim for claim in claims(rows) if claim["quote"].startswith(start))["verdict"]
 
     one = dict.fromkeys(KINDS, holds) | {"long-quiz": refutes}
