@@ -66,13 +66,15 @@ def tensors_of(cache: KVCache) -> list[Tensor]:
 
 def snapshot(cache: KVCache) -> list[Tensor]:
     """Copies of all that a query, or a truncated cache, can come to see."""
+    if not len(cache):
+        return []
     tensors = tensors_of(cache)
     if isinstance(cache, SlidingWindowCache):
         kept = [p < cache.sinks or p >= len(cache) - cache.window for p in cache.pos.tolist()]
         tensors[1:] = [kv[..., : len(kept), :][..., kept, :] for kv in tensors[1:]]
     elif type(cache) is KVCache:
         tensors[1:] = [kv[..., : len(cache), :] for kv in tensors[1:]]
-    return [x.clone() for x in tensors] if len(cache) else []
+    return [x.clone() for x in tensors]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

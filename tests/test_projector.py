@@ -684,6 +684,7 @@ def test_scores_of_answers_are_those_of_a_reference() -> None:
     assert statistics.rouge_l("a b c d", "a x c y") == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_rouge_l_is_that_of_rouge_score() -> None:
     rouge = pytest.importorskip("rouge_score.rouge_scorer")
     scorer = rouge.RougeScorer(["rougeL"])
