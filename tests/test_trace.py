@@ -165,6 +165,7 @@ def test_scripts_write_a_page_of_what_they_print(
     page = tmp_path / "page.html"
     script, *more = words.replace("STORE", str(tmp_path / "store")).split()
     main = importlib.import_module(script).main
+    monkeypatch.setattr("sys.argv", [f"{script}.py", *more])  # which the page names
     ran = run(main, *more, "--max-new-tokens", 20, "--trace", page)
     assert ran.code == 0 and f"[step by step: {page}]" in ran.out
     data = data_of(page)
