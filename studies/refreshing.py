@@ -180,7 +180,8 @@ def repeated(ids: Sequence[int], n: int = 3) -> float:
 def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
-    for way in tqdm(texts.rows.due(ways, "perplexity", **at), f"{texts.at}, {mode}", leave=False):
+    due = texts.rows.due(ways, "perplexity", **at)
+    for way in tqdm(due, f"quality, {', '.join(map(str, at.values()))}", leave=False):
         tokens, pair = texts.writing(way, ids, mode, seed=0)
         new = torch.cat(list(tokens), 1)
         nats = overfill.teacher_nats(texts.models["teacher"], ids, new).double().mean(1)
