@@ -22,7 +22,6 @@ from overfill import (
     Policy,
     ProbeKL,
     dropout_logits,
-    dropout_of,
     generate_refreshed,
     logit_variance,
     misfit,
@@ -477,13 +476,6 @@ def test_tokens_are_those_of_the_sources_loop_over_transformers(
 
 
 # --- The command line -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rate", ["null", "1" + 400 * "0", '"0.1"'])
-def test_a_dropout_that_is_no_number_gets_one_sentence(rate: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(f'{{"resid_pdrop": {rate}}}')
-    with pytest.raises(ValueError, match="resid_pdrop must be a finite number"):
-        dropout_of(str(tmp_path))
 
 
 def test_a_bare_run_compares_the_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

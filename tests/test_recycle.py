@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -250,25 +249,6 @@ def test_bare_run_shows_every_way_and_names_the_study(tmp_path: Path, monkeypatc
         assert same or way == "published"
     assert all(a <= b for a, b in zip(depth["source"], depth["longest"], strict=True))
     assert sum(depth["longest"]) > sum(depth["source"])
-
-
-def test_ways_are_timed_in_turns(recycler: Recycler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three runs a way each begins with another way, and the medians are shown."""
-    order, seconds = [], iter(range(100))
-    monkeypatch.setattr(recycler.tokenizer, "decode", lambda ids: "ab")
-    monkeypatch.setattr(module, "answer", lambda recycler, way, *_: (0, order.append(way)))
-
-    def timed(generation: Callable) -> module.Run:
-        generation()
-        return module.Run([1], next(seconds), 50.0)
-
-    monkeypatch.setattr(module, "timed", timed)
-    rows, ways = module.compared(recycler, "abc", "", 3), [*module.WAYS]
-    turns = order[len(ways) :]  # after the one that warms up
-    assert turns == [*ways, *ways[1:], ways[0], *ways[2:], *ways[:2]]
-    for way in ways:
-        own = [i for i, other in enumerate(turns) if other == way]
-        assert rows[way]["first_token_s"] == own[1] and rows[way]["latency_s"] == 50.0
 
 
 def tiny_trial(tests: list[str]) -> recycling.Trial:

