@@ -91,11 +91,9 @@ def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
 
 @dataclass
 class Refresh:
-    """One refresh: after how many written tokens, in how many rows, the teacher's tokens, and the
-    time."""
+    """One refresh: after how many written tokens, the teacher's tokens, and the time."""
 
     written: int
-    rows: int
     tokens: int  # that the teacher read, in all rows; 0 if it had already
     replaced: int  # tokens whose entries it replaced, in the row with the most
     seconds: float
@@ -232,11 +230,11 @@ class Pair:
             self.student(self.ids[:, -n:], self.cache, last_only=True)
         self.since = self.since * ~rows
         self.counts = self.counts + rows
-        n_rows = int(rows.sum())  # int() waits for the device
-        read, replaced = int(self.teacher_tokens.sum()) - tokens, int(counts.max())
+        read = int(self.teacher_tokens.sum()) - tokens  # int() waits for the device
+        replaced = int(counts.max())
         self.seconds += time.perf_counter() - begun
         took = self.seconds - seconds
-        self.refreshes.append(Refresh(self.written, n_rows, read, replaced, took))
+        self.refreshes.append(Refresh(self.written, read, replaced, took))
 
 
 @torch.no_grad()

@@ -13,10 +13,9 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
     """Return the text with the content of its blocks replaced. Raises ValueError if one is not there exactly once."""
     for name, content in blocks.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise ValueError(
-                f"a page must hold one block {name}, it holds {len(pattern.findall(text))}"
-            )
+        n = len(pattern.findall(text))
+        if n != 1:
+            raise ValueError(f"a page must hold one block {name}, it holds {n}")
         text = pattern.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text)
     return text
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from support.tracing import Trace
 
 PROMPT = "One morning"
+GEOMETRIES = f"{', '.join(SIZES)} or LAYERSxHEADSxWIDTH"
 # Raschka's experiment with an untrained model.
 ARTICLE = {"prompt": "Hello, I am", "max_new_tokens": 200}
 
@@ -115,7 +116,7 @@ class CommandLine(argparse.ArgumentParser):
             "--random",
             type=geometry,
             metavar="SIZE",
-            help=f"an untrained GPT-2, {', '.join(SIZES)} or LAYERSxHEADSxWIDTH; by default it writes "
+            help=f"an untrained GPT-2, {GEOMETRIES}; by default it writes "
             f"{ARTICLE['max_new_tokens']} tokens after {ARTICLE['prompt']!r}, as in the KV cache article",
         )
 
@@ -301,8 +302,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
 def geometry(text: str) -> str:
     """Argument type: one of GPT-2's sizes, or LAYERSxHEADSxWIDTH."""
     if not is_geometry(text):
-        sizes = f"{', '.join(SIZES)} or LAYERSxHEADSxWIDTH"
-        raise argparse.ArgumentTypeError(f"must be {sizes}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {GEOMETRIES}, got {text!r}")
     return text
 
 
