@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
-from pocket import corpus
 from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
 from support.files import check_fields, read_json
 from support.geometry import kv_heads, rotary
@@ -663,6 +662,8 @@ def demo(
     Without a prompt these are the beginnings of six documents of the corpus. Raises ValueError if
     the prompt and the new tokens exceed the context.
     """
+    from pocket import corpus  # which is all that this file needs of pocket
+
     prompts = [tokenizer.encode(prompt or PROMPT, allowed_special="all")] * 6
     if prompt is None and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
         prompts = corpus.beginnings(tokenizer, "test", 6, 192)
