@@ -45,8 +45,9 @@ TITLE = """# The KV cache in two hours
 |---|---|
 {}
 
-Run the cells from top to bottom. An exercise is a cell to fill in, helpers included; the cell below it tests it. The
-tests write your cells to `results/two_hours/`, and your `exercise.py` files stay as they are. Work in a copy of this
+Run the cells from top to bottom. An exercise is a cell to fill in, helpers included; the cell below it tests it. Of
+exercise 2.1 write the first two stages, for 2 of its 4 points: the others are for home, in `exercise.py`. The tests
+write your cells to `results/two_hours/`, and your `exercise.py` files stay as they are. Work in a copy of this
 notebook."""
 
 
@@ -59,9 +60,10 @@ class Notebook:
         self.cells: list[dict] = []
         self.names: dict[str, object] = {}  # those that the cells define
 
-    def add(self, kind: str, text: str, metadata: dict, **more: object) -> None:
+    def add(self, kind: str, text: str, metadata: dict, **more: object) -> dict:
         cell = {"cell_type": kind, "id": f"cell-{len(self.cells)}", "metadata": metadata}
         self.cells.append(cell | {"source": text.splitlines(True)} | more)
+        return self.cells[-1]
 
     def markdown(self, text: str, folder: Path = CHAPTERS) -> None:
         """Add a text of a folder without its marks, with pictures inside, and with links that lead from here."""
@@ -77,8 +79,14 @@ class Notebook:
 
         text = re.sub(r"\n{3,}", "\n\n", re.sub(r"<!--.*?-->", "", text, flags=re.S)).strip()
         text = re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text)
-        if text:
-            self.add("markdown", text, {}, **({"attachments": pictures} if pictures else {}))
+        if text and self.cells and self.cells[-1]["cell_type"] == "markdown":
+            last = self.cells[-1]  # which goes on
+            last["source"] = "".join([*last["source"], "\n\n", text]).splitlines(True)
+            pictures = last.pop("attachments", {}) | pictures
+        elif text:
+            last = self.add("markdown", text, {})
+        if pictures:
+            last["attachments"] = pictures
 
     def code(self, text: str, recorded: bool = False, printed: str | None = None) -> None:
         """Add a cell of Python and its outputs: recorded ones, those of a run elsewhere, or those of a run here."""
