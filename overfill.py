@@ -682,33 +682,28 @@ def demo(
     for name, policy in ways.items():
         along = read_along(Pair(teacher, student, ids), new, policy)
         logits[name] = torch.stack(list(along), 1)
-    reads, seconds = {"teacher": n - 1}, dict.fromkeys(logits, math.inf)
-    for name in [*logits, *logits]:  # in turn, and the faster turn counts
-        pair = Pair(teacher, student, ids[:1])
-        begun = time.perf_counter()
-        alone = models.get(name)
-        tokens = generate(alone, pair.ids, n) if alone else generate_refreshed(pair, n, ways[name])
-        list(tokens)
-        seconds[name] = min(seconds[name], time.perf_counter() - begun)
-        reads.setdefault(name, int(pair.teacher_tokens))
     rows = []
     for name, own in logits.items():
+        pair, alone = Pair(teacher, student, ids[:1]), models.get(name)
+        begun = time.perf_counter()
+        list(generate(alone, pair.ids, n) if alone else generate_refreshed(pair, n, ways[name]))
+        speed = n / (time.perf_counter() - begun)
         apart = float(kl(logits["teacher"], own).mean())
         nats = F.cross_entropy(own[:, :-1].flatten(0, 1), new[:, 1:].flatten())
-        read = "0" if name == "student alone" else f"{width} + {reads[name]}"
-        figures = [f"{apart:z.3f}", f"{nats.exp():.2f}", read, f"{n / seconds[name]:.0f}"]
+        read = n - 1 if alone is teacher else int(pair.teacher_tokens)
+        reads = "0" if alone is student else f"{width} + {read}"
+        figures = [f"{apart:z.3f}", f"{nats.exp():.2f}", reads, f"{speed:.0f}"]
         rows.append((apart, [name, *figures]))
     rows.sort()
-    end = tokenizer.decode(ids[0, -20:].tolist())
-    print(f"{len(ids)} prompts of {width} tokens; the first ends with: {end!r}\n")
+    print(f"{len(ids)} prompts of {width} tokens\n")
     header = ["", "KL to teacher", "perplexity", "teacher reads", "tokens/s"]
     print(table(header, [cells for _, cells in rows]))
     print(f"""
-KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
+KL to teacher:  of the next token, in nats, mean over texts of {n} tokens that the teacher has sampled
 perplexity:     of the same texts, by each way's predictions
 teacher reads:  tokens of the prompt + tokens of the text
-tokens/s:       {n} tokens after the first prompt, always the likeliest; prefill included; the faster of two turns""")
-    print("""
+tokens/s:       after the first prompt, always the likeliest; prefill included
+
 Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
 Approximate: every further token, because the student predicts it.
 

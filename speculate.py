@@ -186,12 +186,12 @@ LENGTHS = (4, 8, 16)  # of drafts, in the demo
 def pass_seconds(model: torch.nn.Module) -> dict[int, float]:
     """Return the seconds of a pass over 1 token after 200 others, and over each of LENGTHS and one more: medians of 3,
     taken in turns."""
-    cache = KVCache()
-    model(torch.zeros(1, 200, dtype=torch.long), cache, last_only=True)
+    cache, ids = KVCache(), torch.zeros(1, 200, dtype=torch.long, device=model.wte.weight.device)
+    model(ids, cache, last_only=True)
     seconds: dict[int, list[float]] = {k + 1: [] for k in (0, *LENGTHS)}
     for T in [*seconds] * 3:
         begun = time.perf_counter()
-        model(torch.zeros(1, T, dtype=torch.long), cache)
+        int(model(ids[:, :T], cache).argmax())  # waits for the device
         seconds[T].append(time.perf_counter() - begun)
         cache.truncate(200)
     return {T: statistics.median(runs) for T, runs in seconds.items()}
@@ -206,7 +206,7 @@ def demo(
     large: dict[int, float],
     drafting: float,
 ) -> None:
-    """Print what drafts of several lengths save, beside the teacher alone, the fastest first.
+    """Print what drafts of several lengths save, beside the teacher alone.
 
     large: seconds of a pass over so many tokens, of a larger teacher that is assumed to agree as often; drafting:
     seconds for a token of a draft.
@@ -229,10 +229,9 @@ def demo(
         often, stay = 1000 * passes.count / total, passes.agreed / max(1, passes.drafted)
         figures = [f"{total / seconds:.0f}", f"{often:.0f}", f"{stay:.0%}" if k else ""]
         name = f"drafts of {k}" if k else "the teacher alone"
-        rows.append((at_large, [name, *figures, f"{same} of {len(exact)}", f"{at_large:.0f}"]))
-    rows.sort(reverse=True)
+        rows.append([name, *figures, f"{same} of {len(exact)}", f"{at_large:.0f}"])
     header = ["", "tokens/s", "passes in 1,000 tokens", "drafts stay", "the teacher's text"]
-    print(table([*header, "tokens/s at 124M"], [cells for _, cells in rows]))
+    print(table([*header, "tokens/s at 124M"], rows[::-1]))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -282,26 +281,26 @@ def main(argv: list[str] | None = None) -> None:
                 f"{passes.agreed} of {passes.drafted} drafted tokens stayed]"
             )
         n = args.max_new_tokens or 64
-        lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))[:3]
-        prompts = {
-            "text": [tokenizer.encode(before) for before, _ in lists],
-            "student": corpus.beginnings(tokenizer, "test", 3, 192),
-        }
-        drafting = {"text": 0.0, "student": pass_seconds(student)[1]}
-        large = pass_seconds(random_model(GPT, "124M"))
-        for by, about in (
-            ("text", "that say a list again: drafts are copied from the text"),
-            ("student", "of stories and dialogues: the student drafts"),
+        lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))
+        begun = [tokenizer.encode(before) for before, _ in lists[:3]]
+        large = pass_seconds(random_model(GPT, "124M").to(args.device))
+        for by, prompts, drafting, about in (
+            ("text", begun, 0.0, "that say a list again: drafts are copied from the text"),
+            (
+                "student",
+                corpus.beginnings(tokenizer, "test", 3, 192),
+                pass_seconds(student)[1],
+                "of stories and dialogues: the student drafts",
+            ),
         ):
             print(f"3 texts of {n} tokens {about}\n")
-            tensors = [torch.tensor([ids], device=args.device) for ids in prompts[by]]
-            demo((teacher, student), tensors, n, by, large, drafting[by])
+            tensors = [torch.tensor([ids], device=args.device) for ids in prompts]
+            demo((teacher, student), tensors, n, by, large, drafting)
             print()
         print(
-            "Passes: the teacher's, which are counted; every text is greedy. At 124M: as many passes, each as long as "
-            "one of\nGPT-2 124M's size (random weights), measured here: "
-            f"{1000 * large[1]:.0f} ms over 1 token, {1000 * large[9]:.0f} over 9; the time of drafting is\n"
-            "that of these drafts.\nThe full study: python3 -m studies.speculation"
+            "The last column takes for each of the counted passes the time of one of GPT-2 124M's size (random weights),"
+            f"\nmeasured here: {1000 * large[1]:.0f} ms over 1 token, {1000 * large[9]:.0f} over 9; and for drafts the "
+            "time of these.\nThe full study: python3 -m studies.speculation"
         )
 
 

@@ -63,9 +63,8 @@ def check(exercise: str, *work: type | FunctionType) -> None:
         rf"^  {re.escape(exercise)} +(\d+ of \d+) *(.*)$", result.stdout, re.M
     ):
         failure = re.search(r"^=+ (?:FAILURES|ERRORS) =+\n(.*?)^=", result.stdout, re.M | re.S)
-        earned = f"{exercise}: {points[1]} points"
-        stage = f"; {points[2]}" if points[2] else ""  # which comes next, where there are some
-        print(f"{failure[1]}\n" if failure else "", earned, stage, sep="")
+        earned = f"{exercise}: {points[1]} points; {points[2]}".removesuffix("; ")
+        print(f"{failure[1]}\n" if failure else "", earned, sep="")
     else:
         print(result.stdout, result.stderr)
 

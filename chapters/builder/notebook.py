@@ -60,10 +60,9 @@ class Notebook:
         self.cells: list[dict] = []
         self.names: dict[str, object] = {}  # those that the cells define
 
-    def add(self, kind: str, text: str, metadata: dict, **more: object) -> dict:
+    def add(self, kind: str, text: str, metadata: dict, **more: object) -> None:
         cell = {"cell_type": kind, "id": f"cell-{len(self.cells)}", "metadata": metadata}
         self.cells.append(cell | {"source": text.splitlines(True)} | more)
-        return self.cells[-1]
 
     def markdown(self, text: str, folder: Path = CHAPTERS) -> None:
         """Add a text of a folder without its marks, with pictures inside, and with links that lead from here."""
@@ -80,13 +79,11 @@ class Notebook:
         text = re.sub(r"\n{3,}", "\n\n", re.sub(r"<!--.*?-->", "", text, flags=re.S)).strip()
         text = re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text)
         if text and self.cells and self.cells[-1]["cell_type"] == "markdown":
-            last = self.cells[-1]  # which goes on
-            last["source"] = "".join([*last["source"], "\n\n", text]).splitlines(True)
-            pictures = last.pop("attachments", {}) | pictures
-        elif text:
-            last = self.add("markdown", text, {})
-        if pictures:
-            last["attachments"] = pictures
+            last = self.cells.pop()  # which goes on
+            text = "".join([*last["source"], "\n\n", text])
+            pictures = last.get("attachments", {}) | pictures
+        if text:
+            self.add("markdown", text, {}, **({"attachments": pictures} if pictures else {}))
 
     def code(self, text: str, recorded: bool = False, printed: str | None = None) -> None:
         """Add a cell of Python and its outputs: recorded ones, those of a run elsewhere, or those of a run here."""
