@@ -699,10 +699,10 @@ def demo(
     header = ["", "KL to teacher", "perplexity", "teacher reads", "tokens/s"]
     print(table(header, [cells for _, cells in rows]))
     print(f"""
-KL to teacher:  of the next token, in nats, mean over texts of {n} tokens that the teacher has sampled
+KL to teacher:  in nats, mean over texts of {n} tokens that the teacher has sampled
 perplexity:     of the same texts, by each way's predictions
 teacher reads:  tokens of the prompt + tokens of the text
-tokens/s:       after the first prompt, always the likeliest; prefill included
+tokens/s:       greedy, after the first prompt, prefill included
 
 Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
 Approximate: every further token, because the student predicts it.
