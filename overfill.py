@@ -1,8 +1,8 @@
 """OverFill: a teacher reads the prompt, a smaller student continues from its KV cache; and ways to
 refresh it.
 
-`python3 overfill.py` writes one text in five ways and compares them, in seconds; `write` shows one
-way at work. `python3 -m studies.refreshing` measures all of them on long texts, in two hours.
+`python3 overfill.py` compares five ways to continue a text, in seconds; `write` shows one way at
+work. `python3 -m studies.refreshing` measures all of them on long texts, in two hours.
 
 A student's own keys and values differ a little from the teacher's, and the student's next tokens
 are computed from them. At a refresh the teacher reads the new text, and its entries replace the
@@ -33,11 +33,9 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
-from pocket import corpus
 from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
 from support.files import check_fields, read_json
 from support.geometry import kv_heads, rotary
-from support.prefix import common_prefix
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
@@ -655,15 +653,17 @@ def demo(
     n: int,
     seed: int,
 ) -> None:
-    """Print what the teacher, the student and pairs of both write greedily after a prompt, how long
-    it takes, and how far their predictions are from the teacher's on texts that it has sampled.
+    """Print how far the predictions of the student, and of pairs of both, are from the teacher's on
+    texts that it has sampled, the nearest first, and how long each takes to write a text.
 
     Without a prompt these are the beginnings of six documents of the corpus. Raises ValueError if
     the prompt and the new tokens exceed the context.
     """
+    from pocket import corpus  # which is all that this file needs of pocket
+
     prompts = [tokenizer.encode(prompt or PROMPT, allowed_special="all")] * 6
     if prompt is None and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
-        prompts = corpus.beginnings(tokenizer, "test", 6, 192)
+        prompts = corpus.beginnings(tokenizer, "test", 6, 384)
     width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
     if width + n > room:
         raise ValueError(f"{width} tokens of the prompt and {n} more exceed the context of {room}")
@@ -680,38 +680,28 @@ def demo(
     for name, policy in ways.items():
         along = read_along(Pair(teacher, student, ids), new, policy)
         logits[name] = torch.stack(list(along), 1)
-    texts, reads = {}, {"teacher": n - 1}
-    seconds = dict.fromkeys(logits, math.inf)
-    for name in [*logits, *logits]:  # in turn, and the faster turn counts
-        pair = Pair(teacher, student, ids[:1])
+    rows = []
+    for name, own in logits.items():
+        pair, alone = Pair(teacher, student, ids[:1]), models.get(name)
         begun = time.perf_counter()
-        alone = models.get(name)
-        tokens = generate(alone, pair.ids, n) if alone else generate_refreshed(pair, n, ways[name])
-        texts[name] = [int(token) for token in tokens]
-        seconds[name] = min(seconds[name], time.perf_counter() - begun)
-        reads.setdefault(name, int(pair.teacher_tokens))
-    rows, same = [], {}
-    for name, written in texts.items():
-        same[name] = common_prefix(written, texts["teacher"])
-        took, apart = seconds[name], float(kl(logits["teacher"], logits[name]).mean())
-        read = "0" if name == "student alone" else f"{width} + {reads[name]}"
-        figures = f"{1e3 * took:.0f}", f"{n / took:.0f}", read, f"{apart:z.3f}"
-        rows.append([name, *figures, f"{same[name]} of {n}"])
-    end = tokenizer.decode(ids[0, -20:].tolist())
-    print(f"A prompt of {width} tokens, which ends with: {end!r}\n")
-    print(table(["", "ms", "tokens/s", "teacher reads", "KL to teacher", "same tokens"], rows))
+        list(generate(alone, pair.ids, n) if alone else generate_refreshed(pair, n, ways[name]))
+        speed = n / (time.perf_counter() - begun)
+        apart = float(kl(logits["teacher"], own).mean())
+        nats = F.cross_entropy(own[:, :-1].flatten(0, 1), new[:, 1:].flatten())
+        read = n - 1 if alone is teacher else int(pair.teacher_tokens)
+        reads = "0" if alone is student else f"{width} + {read}"
+        figures = [f"{apart:z.3f}", f"{nats.exp():.2f}", reads, f"{speed:.0f}"]
+        rows.append((apart, [name, *figures]))
+    rows.sort()
+    print(f"{len(ids)} prompts of {width} tokens\n")
+    header = ["", "KL to teacher", "perplexity", "teacher reads", "tokens/s"]
+    print(table(header, [cells for _, cells in rows]))
     print(f"""
-ms, tokens/s:   {n} tokens after the prompt, always the likeliest; prefill included; the faster of two turns
+KL to teacher:  in nats, mean over texts of {n} tokens that the teacher has sampled
+perplexity:     of the same texts, by each way's predictions
 teacher reads:  tokens of the prompt + tokens of the text
-KL to teacher:  of the next token, in nats, mean over {len(ids)} texts of {n} tokens that the teacher has sampled
-same tokens:    as in the teacher's text, up to the first difference; each text goes on from there:
-""")
-    longest = max(map(len, texts))
-    for name, written in texts.items():
-        at = same[name] % n
-        begin = "... " if at else ""
-        print(f"  {name:{longest}}  {begin}{tokenizer.decode(written[at : at + 20])!r}")
-    print("""
+tokens/s:       greedy, after the first prompt, prefill included
+
 Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
 Approximate: every further token, because the student predicts it.
 
@@ -755,7 +745,7 @@ def main(argv: list[str] | None = None) -> None:
         "--max-new-tokens",
         type=whole_number(2),
         metavar="N",
-        help="tokens to write; default: write 250, demo 96",
+        help="tokens to write; default: write 250, demo 160",
     )
     cli.only("write", "--temperature", "--top-k", "--trace")
     with cli.parse(argv) as args:
@@ -770,7 +760,7 @@ def main(argv: list[str] | None = None) -> None:
             if isinstance(policy, MonteCarloDropout):
                 policies[i] = replace(policy, rate=dropout_of(args.student))
         if args.what == "demo":
-            n = args.max_new_tokens or 96
+            n = args.max_new_tokens or 160
             return demo(teacher, student, tokenizer, names, policies, args.prompt, n, args.seed)
         ids = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")]
         ids = torch.tensor(ids, device=args.device)

@@ -18,6 +18,7 @@ Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_kv_cache import check_options, context_start, generate, sample
-from overfill import Pair, generate_refreshed, load_pair, speculative
+from gpt_kv_cache import GPT, KVCache, check_options, context_start, generate, sample
+from overfill import Pair, load_pair
 from support.printing import stream
 from support.tables import table
 
@@ -178,47 +179,66 @@ def speculate(
 
 
 DRAFTS = {"student": by_student, "text": from_the_text}
+LENGTHS = (4, 8, 16)  # of drafts, in the demo
 
 
 @torch.no_grad()
-def demo(teacher: torch.nn.Module, student: torch.nn.Module, prompts: list[Tensor], n: int) -> None:
-    """Print the savings and costs of several draft lengths, beside the teacher alone and equally frequent refreshes."""
-    rows = [("teacher alone", 0, "")]
-    for by, words in (("student", "by the student"), ("text", "from the text")):
-        rows += [(f"drafts of {k} {words}", k, by) for k in (4, 8, 16)]
-    rows.append(("(a refresh every 8 tokens", 8, "refresh"))
+def pass_seconds(model: torch.nn.Module) -> dict[int, float]:
+    """Return the seconds of a pass over 1 token after 200 others, and over each of LENGTHS and one more: medians of 3,
+    taken in turns."""
+    cache, ids = KVCache(), torch.zeros(1, 200, dtype=torch.long, device=model.wte.weight.device)
+    model(ids, cache, last_only=True)
+    seconds: dict[int, list[float]] = {k + 1: [] for k in (0, *LENGTHS)}
+    for T in [*seconds] * 3:
+        begun = time.perf_counter()
+        int(model(ids[:, :T], cache).argmax())  # waits for the device
+        seconds[T].append(time.perf_counter() - begun)
+        cache.truncate(200)
+    return {T: statistics.median(runs) for T, runs in seconds.items()}
+
+
+@torch.no_grad()
+def demo(
+    pair: tuple[torch.nn.Module, torch.nn.Module],
+    prompts: list[Tensor],
+    n: int,
+    by: str,
+    large: dict[int, float],
+    drafting: float,
+) -> None:
+    """Print what drafts of several lengths save, beside the teacher alone.
+
+    large: seconds of a pass over so many tokens, of a larger teacher that is assumed to agree as often; drafting:
+    seconds for a token of a draft.
+    """
     for ids in prompts:
-        list(generate(teacher, ids, n))  # a process's first passes are slow
-    cells, exact = [], []
-    for name, k, by in rows:
-        texts, count, passes = [], 0, Passes()
+        list(generate(pair[0], ids, n))  # a process's first passes are slow
+    rows, exact, total = [], [], n * len(prompts)
+    for k in (0, *LENGTHS):
+        texts, passes = [], Passes(0 if k else total - len(prompts))
         begun = time.perf_counter()
         for ids in prompts:
-            pair = Pair(teacher, student, ids)
-            if by in DRAFTS:
-                tokens = speculate(pair, n, k, DRAFTS[by], passes)
-            elif by == "refresh":
-                tokens = generate_refreshed(pair, n, speculative(k))
-            else:
-                tokens = generate(teacher, ids, n)
-                count += n - 1
+            tokens = generate(pair[0], ids, n)
+            if k:
+                tokens = speculate(Pair(*pair, ids), n, k, DRAFTS[by], passes)
             texts.append([int(token) for token in tokens])
-            count += len(pair.refreshes)
-        seconds, total = time.perf_counter() - begun, n * len(prompts)
+        seconds = time.perf_counter() - begun
         exact = exact or texts
         same = sum(text == other for text, other in zip(texts, exact, strict=True))
-        stay = f"{passes.agreed / passes.drafted:.0%}" if passes.drafted else ""
-        often = f"{1000 * (count + passes.count) / total:.0f}"
-        cells.append([name, f"{total / seconds:.0f}", often, stay, f"{same} of {len(exact)}"])
-    cells[-1][-1] += ")"
-    often, stay = "teacher's passes in 1,000 tokens", "of the drafts stay"
-    print(table(["", "tokens/s", often, stay, "the teacher's text"], cells))
+        at_large = total / (passes.count * large[k + 1] + passes.drafted * drafting)
+        often, stay = 1000 * passes.count / total, passes.agreed / max(1, passes.drafted)
+        figures = [f"{total / seconds:.0f}", f"{often:.0f}", f"{stay:.0%}" if k else ""]
+        name = f"drafts of {k}" if k else "the teacher alone"
+        rows.append([name, *figures, f"{same} of {len(exact)}", f"{at_large:.0f}"])
+    header = ["", "tokens/s", "passes in 1,000 tokens", "drafts stay", "the teacher's text"]
+    print(table([*header, "tokens/s at 124M"], rows[::-1]))
 
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES
     from pocket import corpus
     from support.cli import PROMPT, CommandLine, whole_number
+    from support.conditions import random_model
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
     cli.add_actions(demo="drafts of several lengths, compared", write="continue a prompt")
@@ -260,14 +280,27 @@ def main(argv: list[str] | None = None) -> None:
                 f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
                 f"{passes.agreed} of {passes.drafted} drafted tokens stayed]"
             )
-        beginnings = corpus.beginnings(tokenizer, "test", 3, 192)
-        prompts = [torch.tensor([ids], device=args.device) for ids in beginnings]
         n = args.max_new_tokens or 64
-        print(f"{len(prompts)} texts of {n} tokens after prompts of 192, always the likeliest:\n")
-        demo(teacher, student, prompts, n)
+        lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))
+        begun = [tokenizer.encode(before) for before, _ in lists[:3]]
+        large = pass_seconds(random_model(GPT, "124M").to(args.device))
+        for by, prompts, drafting, about in (
+            ("text", begun, 0.0, "that say a list again: drafts are copied from the text"),
+            (
+                "student",
+                corpus.beginnings(tokenizer, "test", 3, 192),
+                pass_seconds(student)[1],
+                "of stories and dialogues: the student drafts",
+            ),
+        ):
+            print(f"3 texts of {n} tokens {about}\n")
+            tensors = [torch.tensor([ids], device=args.device) for ids in prompts]
+            demo((teacher, student), tensors, n, by, large, drafting)
+            print()
         print(
-            "\nA draft saves time if the student is much faster than the teacher, or needs no model at all.\n"
-            "The full study: python3 -m studies.speculation"
+            "The last column takes for each of the counted passes the time of one of GPT-2 124M's size (random weights),"
+            f"\nmeasured here: {1000 * large[1]:.0f} ms over 1 token, {1000 * large[9]:.0f} over 9; and for drafts the "
+            "time of these.\nThe full study: python3 -m studies.speculation"
         )
 
 

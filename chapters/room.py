@@ -59,9 +59,12 @@ def check(exercise: str, *work: type | FunctionType) -> None:
     result = blocks.execute("python3", *command, str(WORK))
     if missing := re.search(r"not written yet: (\S+)", result.stdout):
         print(f"{exercise}: {missing[1]} isn't written yet")
-    elif points := re.search(rf"^  {re.escape(exercise)} +(\d+ of \d+)$", result.stdout, re.M):
+    elif points := re.search(
+        rf"^  {re.escape(exercise)} +(\d+ of \d+) *(.*)$", result.stdout, re.M
+    ):
         failure = re.search(r"^=+ (?:FAILURES|ERRORS) =+\n(.*?)^=", result.stdout, re.M | re.S)
-        print(f"{failure[1]}\n" if failure else "", f"{exercise}: {points[1]} points", sep="")
+        earned = f"{exercise}: {points[1]} points; {points[2]}".removesuffix("; ")
+        print(f"{failure[1]}\n" if failure else "", earned, sep="")
     else:
         print(result.stdout, result.stderr)
 

@@ -116,8 +116,8 @@ def methods() -> str:
     rows = [
         [
             "[`recycle.py`](recycle.py)",
-            "A prompt that begins like an earlier one reuses its cache, which outlives the process. "
-            "An [index of runs of tokens](support/store.py) finds it",
+            "A prompt that begins like an earlier one reuses its cache, which [an index on disk]"
+            "(support/store.py) finds",
             "exact",
             "GPT-2 124M's size (random weights), 900 of 1,000 prompt tokens stored: first token after "
             + stored,

@@ -115,6 +115,13 @@ def test_each_room_keeps_within_its_budget() -> None:
         )
 
 
+def test_no_file_is_over_a_megabyte_but_weights() -> None:
+    for folder in (".", *(f"{room}/**" for room in [*FLOOR, "data", "tests"])):
+        for path in ROOT.glob(f"{folder}/*"):
+            if path.is_file() and path.suffix != ".safetensors":
+                assert path.stat().st_size < 1_000_000, path
+
+
 def test_a_gpt_file_alone_beside_torch_generates_from_random_weights(tmp_path: Path) -> None:
     for name in GPT_FILES:
         (tmp_path / name).mkdir()

@@ -1,6 +1,7 @@
 """overfill.py: identities that hold whatever the models are, policies against what they say, and the real formats."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -478,12 +479,13 @@ def test_tokens_are_those_of_the_sources_loop_over_transformers(
 
 def test_a_bare_run_compares_the_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = helpers.run(overfill.main, "--max-new-tokens", 20, "--policy", "periodic:8")
+    ran = helpers.run(overfill.main, "--max-new-tokens", 48, "--policy", "periodic:8")
     assert ran.code == 0 and ran.err == "" and list(tmp_path.iterdir()) == []
-    rows = [line.split() for line in ran.out.splitlines() if line.endswith(" of 20")]
-    apart = [float(row[-4]) for row in rows]  # teacher, student, OverFill, refreshed
-    assert len(rows) == 4 and apart[0] == 0 < apart[2] < apart[1] and apart[3] > 0
-    assert rows[0][-3] == "20" and "192 + 16" in " ".join(rows[3])
+    found = re.findall(r"^  (\S.*?) {2,}([\d.]+) +[\d.]+ +(0|\d+ \+ \d+) +\d+$", ran.out, re.M)
+    apart = {name: float(nats) for name, nats, _ in found}
+    assert apart["teacher"] == 0 < apart["OverFill"] < apart["student alone"] and len(apart) == 4
+    assert ("teacher", "0.000", "384 + 47") in found and found[-1][2] == "0"
+    assert "384 + 40" in [read for *_, read in found]
 
 
 @pytest.mark.parametrize("name", POLICIES)

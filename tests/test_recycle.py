@@ -419,6 +419,20 @@ def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path, monk
 
 
 @pytest.mark.slow
+def test_the_pages_conversation_is_answered_rightly_and_long_enough(tmp_path, monkeypatch) -> None:
+    text = (ROOT / "data" / "pocket_chat.txt").read_text("utf-8")
+    ran = typed(monkeypatch, text, "chat", "--store", tmp_path)
+    answers = re.findall(r"^(.+)\n\[reused", ran.out, re.M)
+    assert " ".join(answers) == (
+        "Tamble Quentil lichen stone walls golden August paper kites Wychet Wood Neth Sigmar minnows attics"
+    )
+    *_, last = re.findall(r"reused (\d+) of (\d+) tokens", ran.out)
+    assert int(last[0]) > 0.9 * int(last[1]) > 150
+    times = re.findall(r"after ([\d.]+) ms, without reuse ([\d.]+) ms", ran.out)
+    with_reuse, without = (sum(map(float, column)) for column in zip(*times, strict=True))
+    assert with_reuse < without, "too short for reuse to pay"
+
+
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeypatch) -> None:
     towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * (3 * N_CTX // 512)
     questions = [

@@ -45,8 +45,9 @@ TITLE = """# The KV cache in two hours
 |---|---|
 {}
 
-Run the cells from top to bottom. An exercise is a cell to fill in, helpers included; the cell below it tests it. The
-tests write your cells to `results/two_hours/`, and your `exercise.py` files stay as they are. Work in a copy of this
+Run the cells from top to bottom. An exercise is a cell to fill in, helpers included; the cell below it tests it. Of
+exercise 2.1 write the first two stages, for 2 of its 4 points: the others are for home, in `exercise.py`. The tests
+write your cells to `results/two_hours/`, and your `exercise.py` files stay as they are. Work in a copy of this
 notebook."""
 
 
@@ -77,6 +78,10 @@ class Notebook:
 
         text = re.sub(r"\n{3,}", "\n\n", re.sub(r"<!--.*?-->", "", text, flags=re.S)).strip()
         text = re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text)
+        if text and self.cells and self.cells[-1]["cell_type"] == "markdown":
+            last = self.cells.pop()  # which goes on
+            text = "".join([*last["source"], "\n\n", text])
+            pictures = last.get("attachments", {}) | pictures
         if text:
             self.add("markdown", text, {}, **({"attachments": pictures} if pictures else {}))
 

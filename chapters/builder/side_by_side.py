@@ -79,6 +79,8 @@ SCRIPT = """
     if (event.key === "m") margin.click();
   });
   show();
+  const wanted = hunks[location.hash.slice(1) - 1];  // FILE.html#3 begins at hunk 3
+  if (wanted) window.scrollBy(0, top_of(wanted));
 """
 
 
