@@ -366,6 +366,7 @@ def claims(rows: Rows) -> list[Claim]:
                 verdict="" if silent else WORDS[worst(answers) if fair else 0],
                 stated=stated,
                 why=why,
+                command=claim.get("command", rows.study),
             )
         )
     return found

@@ -15,7 +15,20 @@ from support.cli import CommandLine, whole_number, writable_folder
 from support.tables import Table
 
 HERE = Path(__file__).resolve().parent
-NOISE = 0.05  # ours: times that differ by less are equal
+MINUTES = {  # that a command's full run took on an undisturbed core
+    "article": 10,
+    "bounding": 10,
+    "recall": 30,
+    "pretraining": 60,
+    "lengths": 3,
+    "recycling": 1,
+    "recycling --model 355M": 25,
+    "latency": 5,
+    "projection": 120,
+    "refreshing": 150,
+    "speculation": 5,
+    "compression": 20,
+}
 
 
 class StudyLine(CommandLine):
@@ -34,6 +47,7 @@ class StudyLine(CommandLine):
         """quick: the study's reduced form with --quick; model: the option that names the model, "" for none; turns:
         the default of --turns beside --threads, 0 if there are none."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
+        self.study = name
         if model:
             self.add_model_arguments(model)
         if turns:
@@ -53,9 +67,18 @@ class StudyLine(CommandLine):
         )
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Set the threads of a study without a model, too."""
+        """Set the threads of a study without a model, too, and say how long a full run takes."""
         if "threads" in args and "device" not in args:
             torch.set_num_threads(args.threads)
+        command, model = self.study, getattr(args, "model", None)
+        if model != self.get_default("model"):
+            command += f" --model {model}"
+        if command in MINUTES and not args.quick:
+            print(
+                f"The full run takes about {MINUTES[command]} minutes on one core, less what is "
+                "recorded already; --quick takes at most one.\n",
+                flush=True,
+            )
         return super().resolved(args)
 
 
@@ -71,6 +94,7 @@ class Claim(TypedDict):
     verdict: str
     stated: str  # tested as stated: yes, partly, no
     why: str
+    command: str  # python3 -m studies.COMMAND measures it
 
 
 ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions

@@ -140,9 +140,10 @@ class Trial:
             self.recycler.add(text)
 
     def unrelated(self, stored: Sequence[str]) -> list[str]:
-        """Return the prompts that begin with another token than all those to test."""
-        begun = {self.recycler.encode(text)[0] for text in self.tests}
-        return [text for text in stored if self.recycler.encode(text)[0] not in begun]
+        """Return the prompts whose first token, after what begins every text, none to test has."""
+        encode = self.recycler.tokenizer.encode_ordinary
+        begun = {encode(text)[0] for text in self.tests}
+        return [text for text in stored if encode(text)[0] not in begun]
 
 
 def slope(points: np.ndarray) -> np.ndarray:
@@ -225,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{NAMES}; or random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M "
         "is DialoGPT-medium's)"
     )
-    cli = StudyLine(__doc__, "recycling", "once", models=models)
+    cli = StudyLine(__doc__, "recycling", "10 new tokens, once", models=models)
     cli.add_argument(
         "--max-new-tokens", type=whole_number(1), default=NEW, metavar="N", help="tokens to write"
     )
@@ -241,7 +242,8 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
         encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
         store, ending = Store(model, args.out / "cache"), END_OF_TEXT * ("DialoGPT" in args.model)
-        trial = Trial(store, tokenizer, encoder, tests, args.max_new_tokens, ending)
+        n = min(10, args.max_new_tokens) if args.quick else args.max_new_tokens
+        trial = Trial(store, tokenizer, encoder, tests, n, ending)
         rows, at = Rows("recycling", args.out, reduced=different(args)), {"model": args.model}
         claims = rows.paper["claims"]
         if args.model in OWN:
@@ -249,7 +251,7 @@ def main(argv: list[str] | None = None) -> None:
         rows.paper["claims"] = [claim | {"at": at} for claim in claims]
         rows.paper["usual"] |= at
         turns = 1 if args.quick else 5
-        data = f"{len(tests)} prompts, {args.max_new_tokens} new tokens, greedy; turns: {turns}"
+        data = f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}"
         embedded = f"embeddings by {Path(args.encoder or ENCODER).name}"
         rows.begin(conditions_of({"conditions": conditions(name, model)}, data, embedded))
         settings = [("source", "own", stored), ("interleaved", "own", stored)]

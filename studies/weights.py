@@ -168,9 +168,8 @@ def main(argv: list[str] | None = None) -> None:
         pairs = args.out / "pairs.csv"
         write_pairs(pairs)
         print(f"\n=== Recycling, on {args.dialogue}\n", flush=True)
-        few = ["--max-new-tokens", "5"] * args.quick
         out = ["--out", f"{args.out / 'recycling'}"]
-        recycling.main(["--model", args.dialogue, *out, *few, *common])
+        recycling.main(["--model", args.dialogue, *out, *common])
         print(f"\n=== Projection, on {args.model}\n", flush=True)
         out = ["--out", f"{args.out / 'projection'}"]
         projection.main(["--model", args.model, "--pairs", f"{pairs}", *out, *common])
