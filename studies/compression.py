@@ -43,11 +43,10 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
 from studies.bounding import above
-from studies.core import Figure, Rows, draw, in_turn, machine_of, page_of
+from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.conditions import conditions, random_model
 from support.statistics import bootstrap, kl, wilson
-from support.tables import page
 
 TEXTS, FACTS = 12, 75  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
@@ -229,15 +228,17 @@ def measure(rows: Rows, few: int, turns: int) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(
-        __doc__, "compression", "fewer texts, read in pieces of 64 tokens", model="", turns=5
+        __doc__,
+        "compression",
+        "fewer texts, read in pieces of 64 tokens",
+        model="",
+        turns=5,
+        again=True,
     )
-    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:
-        reduced = "reduced run" if args.quick else ""
-        rows = Rows("compression", args.out, args.again, reduced)
+        rows = recorded("compression", args)
         measure(rows, 6 if args.quick else 1, args.turns)
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,10 @@ from tqdm import tqdm
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all, timed
-from studies.core import Rows, draw, in_turn, page_of
-from studies.protocol import StudyLine, conditions_of
+from studies.core import Rows, in_turn, machine_of, recorded, report
+from studies.protocol import StudyLine
 from support.conditions import SIZES, conditions, is_geometry, random_model
 from support.geometry import kv_heads
-from support.tables import page
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
 LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
@@ -164,14 +163,12 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         model, name = model_of(args)
         lengths, turns = (QUICK, 1) if args.quick else (LENGTHS, 5)
-        other = "run of another model" if args.model != "124M" else ""
-        rows = Rows("latency", args.out, reduced="reduced run" if args.quick else other)
+        rows = recorded("latency", args, "run of another model" if args.model != "124M" else "")
         rows.paper["usual"]["model"] = args.model
-        on = {"conditions": conditions(name, model)}
-        rows.begin(conditions_of(on, f"turns: {turns}"))
+        on = conditions(name, model)
+        rows.begin(f"{name}: {on['parameters']:,} parameters", f"turns: {turns}", *machine_of(on))
         measure(rows, model, args.model, lengths, turns)
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

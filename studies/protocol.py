@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
@@ -43,9 +43,11 @@ class StudyLine(CommandLine):
         out: str = "",
         models: str = NAMES,
         turns: int = 0,
+        again: bool = False,
     ) -> None:
         """quick: the study's reduced form with --quick; model: the option that names the model, "" for none; turns:
-        the default of --turns beside --threads, 0 if there are none."""
+        the default of --turns beside --threads, 0 if there are none; again: whether single ways
+        can be measured once more."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         self.study = name
         if model:
@@ -57,6 +59,9 @@ class StudyLine(CommandLine):
             self.add_argument(
                 "--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads"
             )
+        if again:
+            what = "measure these ways once more"
+            self.add_argument("--again", default="", metavar="WAYS", help=what)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
         self.add_argument(
             "--out",
@@ -131,17 +136,3 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     if questions:
         parts.append(Table(["question of ours", "found here"], questions, left=2))
     return parts
-
-
-def conditions_of(record: dict[str, Any], *data: str) -> str:
-    """Return the model, the data and the machine of a record as a line."""
-    c = {"model": record.get("teacher")} | (record.get("conditions") or record)
-    size = (
-        f": {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']:,})"
-        if "parameters" in c
-        else ""
-    )
-    threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else ""
-    return "; ".join(
-        filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")])
-    )

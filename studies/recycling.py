@@ -38,14 +38,13 @@ import torch
 from gpt_kv_cache import generate
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from recycle import Recycler, Store, generate_as_published, prompt_files, read_prompts
-from studies.core import Figure, Rows, in_turn, page_of
+from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
 from studies.latency import model_of
-from studies.protocol import HERE, StudyLine, conditions_of
+from studies.protocol import HERE, StudyLine
 from support.cli import whole_number
 from support.conditions import SIZES, conditions, is_geometry
 from support.encoders import load_encoder
 from support.statistics import bootstrap
-from support.tables import page
 
 WAYS = ("cold", "recycled", "published")
 ENCODER, NEW = "all-MiniLM-L6-v2", 100
@@ -213,7 +212,6 @@ def different(args: argparse.Namespace) -> str:
     """Return how a run differs from the recorded ones, "" if it doesn't."""
     theirs = "DialoGPT-medium" in args.model  # the source's own model
     reasons = {
-        "reduced run": args.quick,
         "run with another encoder": args.encoder and Path(args.encoder).name != ENCODER,
         "run with answers of other lengths": args.max_new_tokens != NEW,
         "run of another model": args.model not in OWN and not theirs,
@@ -244,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         store, ending = Store(model, args.out / "cache"), END_OF_TEXT * ("DialoGPT" in args.model)
         n = min(10, args.max_new_tokens) if args.quick else args.max_new_tokens
         trial = Trial(store, tokenizer, encoder, tests, n, ending)
-        rows, at = Rows("recycling", args.out, reduced=different(args)), {"model": args.model}
+        rows, at = recorded("recycling", args, different(args)), {"model": args.model}
         claims = rows.paper["claims"]
         if args.model in OWN:
             claims = [claim for claim in claims if claim.get("at", {"model": OWN[0]}) == at]
@@ -253,7 +251,8 @@ def main(argv: list[str] | None = None) -> None:
         turns = 1 if args.quick else 5
         data = f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}"
         embedded = f"embeddings by {Path(args.encoder or ENCODER).name}"
-        rows.begin(conditions_of({"conditions": conditions(name, model)}, data, embedded))
+        on = conditions(name, model)
+        rows.begin(f"{name}: {on['parameters']:,} parameters", data, embedded, *machine_of(on))
         settings = [("source", "own", stored), ("interleaved", "own", stored)]
         others = trial.unrelated(stored)
         if others:
@@ -264,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
             where = at | {"order": order, "store": kind}
             if rows.due(["cold"], "latency", **where):
                 add_rows(rows, trial, trial.run(texts, order, turns), where)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

@@ -46,13 +46,12 @@ from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_poli
 from pocket import corpus
 from pocket.recipes import pruning
 from recycle import read_prompts
-from studies.core import Figure, Rows, draw, in_turn, machine_of, page_of, steady
+from studies.core import Figure, Rows, in_turn, machine_of, recorded, report, steady
 from studies.protocol import StudyLine
 from support.chat import as_question
 from support.conditions import conditions, random_model
 from support.geometry import kv_heads
 from support.statistics import area_under_roc, kl
-from support.tables import page
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 TRAINED = {
@@ -527,11 +526,10 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
+    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
     cli.add_argument("--student", default=TRAINED["segments"], metavar="NAME", help="who decodes")
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
     cli.add_chat_argument()
-    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:
         names = [args.model, args.student]
         others = names != ["pocket", TRAINED["segments"]] or args.prompts
@@ -539,8 +537,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("--chat wraps questions of your own: give it --prompts FILE")
         if args.model != "pocket" and not args.prompts:
             raise ValueError(f"{args.model} needs prompts of its own world: give it --prompts FILE")
-        reduced = "reduced run" if args.quick else "run of other models" if others else ""
-        rows = Rows("refreshing", args.out, args.again, reduced)
+        rows = recorded("refreshing", args, "run of other models" if others else "")
         options = {"device": args.device, "dtype": args.dtype}
         measure(rows, names, args.prompts, args.quick, args.chat, **options)
         if not others:
@@ -550,8 +547,7 @@ def main(argv: list[str] | None = None) -> None:
                 70 if args.quick else 260,
                 1 if args.quick else 5,
             )
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":
