@@ -108,7 +108,7 @@ def quality(
     texts are divided."""
     tokenizer = load_tokenizer("pocket")
     texts = torch.tensor(rows_of(tokenizer, "test", 120, T)[: TEXTS // few])
-    long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(2, TEXTS // few // 3)])
+    long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(1, TEXTS // few // 3)])
     questions = corpus.recall_questions("test", FACTS // few)
     questions.sort(key=lambda question: len(question.prompt))  # a batch is of about one length
     draws = torch.Generator().manual_seed(0)
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         rows = recorded("compression", args)
-        measure(rows, 6 if args.quick else 1, args.turns)
+        measure(rows, *((12, 1) if args.quick else (1, args.turns)))
         report(rows)
 
 

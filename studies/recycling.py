@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{NAMES}; or random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M "
         "is DialoGPT-medium's)"
     )
-    cli = StudyLine(__doc__, "recycling", "10 new tokens, once", models=models)
+    cli = StudyLine(__doc__, "recycling", "5 new tokens, once", models=models)
     cli.add_argument(
         "--max-new-tokens", type=whole_number(1), default=NEW, metavar="N", help="tokens to write"
     )
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
         encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
         store, ending = Store(model, args.out / "cache"), END_OF_TEXT * ("DialoGPT" in args.model)
-        n = min(10, args.max_new_tokens) if args.quick else args.max_new_tokens
+        n = min(5, args.max_new_tokens) if args.quick else args.max_new_tokens
         trial = Trial(store, tokenizer, encoder, tests, n, ending)
         rows, at = recorded("recycling", args, different(args)), {"model": args.model}
         claims = rows.paper["claims"]
