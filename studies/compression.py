@@ -15,8 +15,7 @@ long                KL in the last 128 of 1,024 tokens
 facts               share of the questions answered right on facts that were stated early
 list                nats per token of a random list that is read the second time
 each                bytes per token of a text of 512
-time                of a token after 512, in units of the growing cache's of the same turn
-ms                  of that token
+ms                  of a token after 512
 norms               by how much keys of small norm get more attention from later tokens, head by
                     head: minus the correlation of both, with full attention
 
@@ -186,8 +185,7 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the ways' times, in turns."""
     found = in_turn({way: partial(seconds, model, way) for way in CACHES}, turns)
     for way, each in found.items():
-        ratios = [a / b for a, b in zip(each, found["full"], strict=True)]
-        rows.add(way, at, time=ratios, ms=[1000 * x / 16 for x in each])
+        rows.add(way, at, ms=[1000 * x / 16 for x in each])
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ def measure(rows: Rows, few: int, turns: int) -> None:
             quality(rows, at, {way: readers[way] for way in due}, exact, few)
         if rows.due(["full"], "norms", **at):
             rows.add("full", at, norms=correlations(model, few))
-        if rows.due(["full"], "time", **at):
+        if rows.due(["full"], "ms", **at):
             times(rows, at, model, turns)
     bct = load_model("pocket-bct", model_class=bounded.BCT)
     trained = {
@@ -219,7 +217,7 @@ def measure(rows: Rows, few: int, turns: int) -> None:
         exact = readers_of(models["pocket"], piece)["full"]
         rows.begin("pocket, and what was trained to hold less", numbers, *machine_of(on))
         quality(rows, {}, {way: trained[way] for way in due}, exact, few)
-    if few == 1 and rows.due(["full"], "time", model="124M"):
+    if few == 1 and rows.due(["full"], "ms", model="124M"):
         large = random_model(GPT, "124M")
         on = conditions("124M", large)
         rows.begin(f"124M, random weights: {on['parameters']:,} parameters", *machine_of(on))

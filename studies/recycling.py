@@ -13,7 +13,6 @@ saved, slowest              the share of the latency that is saved; the largest 
 alpha, alpha_first          the slope of that share over k/m (k of m tokens reused), to the last
                             and to the first token: S = alpha k / m, section 5.5
 answers                     how many are the cold run's, token for token
-tokens, reused, read        of the prompts, found in the store, and fed to the model
 positions, spared           of the context that prompts and answers take, and fewer than cold
 similarity                  of embeddings to the cold answer's; others: of cold answers to each other
 near                        how far from the answers to others to the same answer, which is 1
@@ -180,10 +179,7 @@ def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
             saved=[1 - x for x in taken],
             slowest=[max(taken)],
             answers=[sum(a.ids == b.ids for a, b in zip(one, cold, strict=True))],
-            tokens=[sum(tokens)],
-            reused=[sum(x.reused for x in one)],
             depth=depth,
-            read=[sum(x.positions - x.reused - len(x.ids) + 1 for x in one)],
             positions=[sum(x.positions for x in one)],
             spared=[sum(a.positions - b.positions for a, b in zip(cold, one, strict=True))],
         )
@@ -224,7 +220,9 @@ def main(argv: list[str] | None = None) -> None:
         f"{NAMES}; or random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M "
         "is DialoGPT-medium's)"
     )
-    cli = StudyLine(__doc__, "recycling", "5 new tokens, once", models=models)
+    cli = StudyLine(
+        __doc__, "recycling", "once, and 5 new tokens of other models than pocket", models=models
+    )
     cli.add_argument(
         "--max-new-tokens", type=whole_number(1), default=NEW, metavar="N", help="tokens to write"
     )
@@ -240,7 +238,11 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
         encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
         store, ending = Store(model, args.out / "cache"), END_OF_TEXT * ("DialoGPT" in args.model)
-        n = min(5, args.max_new_tokens) if args.quick else args.max_new_tokens
+        n = (
+            min(5, args.max_new_tokens)
+            if args.quick and args.model != OWN[0]
+            else args.max_new_tokens
+        )
         trial = Trial(store, tokenizer, encoder, tests, n, ending)
         rows, at = recorded("recycling", args, different(args)), {"model": args.model}
         claims = rows.paper["claims"]

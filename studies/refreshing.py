@@ -11,15 +11,14 @@ Ways: teacher and student write alone; the others are policies of overfill.py, a
 which is OverFill without a refresh; published:64 is the source's code, refreshed every 64 tokens.
 Metrics, where perplexity is the teacher's:
 
-perplexity, repeats         of what is written; the share of its trigrams that occurred before
+perplexity                  of what is written
 refreshes, reads, passes    refreshes a text, tokens that they let the teacher read, and its passes
                             in 1,000 tokens, after the prompt
 time, tps, first_ms         in units of OverFill's of the same turn; tokens/s after the first token
 read_ms                     of the teacher's pass over k new tokens, and the splice
 threshold                   of a gate that fires as often as its name says
 area                        under the ROC curve by which a signal tells where the models differ most
-cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what was written, and
-                            KL(teacher || student) of the next token in nats
+cache_error                 along one text for all: |C_S - C_T| / |C_T| of what was written
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from studies.protocol import StudyLine
 from support.chat import as_question
 from support.conditions import conditions, random_model
 from support.geometry import kv_heads
-from support.statistics import area_under_roc, kl
+from support.statistics import area_under_roc
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 TRAINED = {
@@ -170,12 +169,6 @@ def refresh_as_published(
 # --- What is written --------------------------------------------------------------------------------
 
 
-def repeated(ids: Sequence[int], n: int = 3) -> float:
-    """Return the share of the n-grams of a text that were there before: the source's Repeat@3."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len({*grams}) / len(grams) if grams else 0.0
-
-
 def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
@@ -184,8 +177,7 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
         tokens, pair = texts.writing(way, ids, mode, seed=0)
         new = torch.cat(list(tokens), 1)
         nats = overfill.teacher_nats(texts.models["teacher"], ids, new).double().mean(1)
-        repeats = [repeated(row) for row in new.tolist()]
-        texts.rows.add(way, at, perplexity=nats.tolist(), repeats=repeats)
+        texts.rows.add(way, at, perplexity=nats.tolist())
         if pair:
             counts = {"refreshes": pair.counts.tolist(), "reads": pair.teacher_tokens.tolist()}
             passes = (1000 / texts.n * pair.passes).tolist()
@@ -242,30 +234,29 @@ def areas(texts: Texts) -> None:
 
 @torch.no_grad()
 def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
-    """Append the error of the cache and the divergence of the next token, along a text that
-    OverFill has written: all ways read the same, and differ by their caches alone. The prompt's
-    entries are left out: they are the teacher's own."""
+    """Append the error of the cache along a text that OverFill has written: all ways read the
+    same, and differ by their caches alone. The prompt's entries are left out: they are the
+    teacher's own."""
     ways = texts.rows.due(ways, "cache_error", **texts.at)
     if not ways:
         return
     ids, teacher, truth = texts.prompts["test"][:prompts], texts.models["teacher"], KVCache()
     begin = ids.size(1)
     new = torch.cat([*texts.writing("none", ids, "sampled", seed=0)[0]], 1)  # (B, N)
-    expected = teacher(torch.cat([ids, new], 1), truth)[:, begin:]  # (B, N, V)
+    teacher(torch.cat([ids, new], 1), truth, last_only=True)
     for way in ways:
         room = partial(SlidingWindowCache, begin + texts.n)
         pair = Pair(teacher, texts.models["student"], ids, room)
-        errors, apart = [], []
+        errors = []
         policy = texts.policy(way, "sampled")
-        for t, logits in enumerate(overfill.read_along(pair, new, policy)):
-            apart.append(float(kl(expected[:, t], logits).mean()))
+        for _ in overfill.read_along(pair, new, policy):
             off = norm = torch.zeros(len(ids))
             for mine, its in zip(pair.cache.layers, truth.layers, strict=True):
                 mine, its = (kv[..., begin : len(pair.cache), :] for kv in (mine, its))
                 off = off + (mine - its).square().sum((0, 2, 3, 4)).cpu()  # (B,)
                 norm = norm + its.square().sum((0, 2, 3, 4)).cpu()
             errors.append(float((off / norm).sqrt().mean()))
-        texts.rows.add(way, texts.at, cache_error=errors, kl=apart)
+        texts.rows.add(way, texts.at, cache_error=errors)
 
 
 # --- Time -------------------------------------------------------------------------------------------
