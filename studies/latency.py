@@ -7,6 +7,7 @@ stored: a share of so many percent, or all but the last (100).
 first       milliseconds to the first token, restoring included
 restore     milliseconds to restore the cache
 saved       share of the time to the first token that is saved, turn by turn
+saved_all   the same to the last of 100 tokens, after the longest prompt that leaves room
 cost        time to restore all but the last token, as a share of reading the prompt: over prompts
 pays        stored tokens from which reuse pays if one is left to read, in powers of two
 """
@@ -24,9 +25,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from gpt_kv_cache import GPT
+from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES, load_model
-from recycle import Store, read_all
+from recycle import Store, read_all, timed
 from studies.core import Rows, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.conditions import SIZES, conditions, is_geometry, random_model
@@ -35,6 +36,7 @@ SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: al
 LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
 DEPTHS = tuple(2**i for i in range(9))  # stored, with one more token to read
 STORED = ("memory", "warm-disk", "cold-disk")
+DECODED = 100  # tokens written after a prompt, for times from end to end
 EQUAL = 0.03  # ours: times to a first token that differ by less are equal
 
 
@@ -74,12 +76,25 @@ def first_token(
     return restored, time.perf_counter() - begun
 
 
+def all_tokens(model: GPT, ids: list[int], store: Store | None, turn: int) -> float:
+    """Return the seconds to the last of DECODED tokens after a prompt."""
+    prompt = torch.tensor([ids], device=model.wte.weight.device)
+    cache = (lambda: store.get(ids)) if store else model.new_cache
+    return timed(lambda: generate(model, prompt, DECODED, cache=cache())).total
+
+
+def saved(found: dict[str, Sequence[float]], way: str) -> list[float]:
+    """Return the share of the cold run's time that a way saves, turn by turn."""
+    return [1 - x / cold for x, cold in zip(found[way], found["cold"], strict=True)]
+
+
 def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: int) -> None:
     """Append the times of prompts of these lengths by where and how much of them is stored."""
     n_ctx, generator = model.config.n_ctx, torch.Generator().manual_seed(0)
     lengths = [m for m in lengths if m <= n_ctx] or [n_ctx]
     cells = [(m, share) for m in lengths for share in SHARES]
     cells += [(k + 1, 100) for k in DEPTHS if k < max(lengths)]
+    whole = max((m for m in lengths if m + DECODED <= n_ctx), default=0)
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
         memory, disk = Store(model), Store(model, folder)
         for m, share in tqdm(cells, desc="cells", leave=False):
@@ -102,10 +117,15 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
             for way, several in found.items():
                 restored = [1e3 * restore for restore, _ in several]
                 first = [1e3 * x for x in firsts[way]]
-                saved = [1 - x / cold for x, cold in zip(firsts[way], firsts["cold"], strict=True)]
-                rows.add(way, at, first=first, saved=saved)
+                rows.add(way, at, first=first, saved=saved(firsts, way))
                 if way != "cold":
                     rows.add(way, at, restore=restored)
+            if (m, share) == (whole, 90):
+                runs = {
+                    "cold": partial(all_tokens, model, ids, None),
+                    "warm-disk": partial(all_tokens, model, ids, disk),
+                }
+                rows.add("warm-disk", at, saved_all=saved(in_turn(runs, turns), "warm-disk"))
             memory.clear()
             disk.clear()
     summed_up(rows, name, lengths)

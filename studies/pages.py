@@ -162,6 +162,12 @@ def claims_of(source: str) -> str:
     return page(claim_tables(claims_on(source)), markdown=True)
 
 
+def bct_results() -> str:
+    """The claims of BCT's section of results, for the chapter on it."""
+    found = [claim for claim in claims_on("BCT") if claim["section"].startswith("4.3")]
+    return page(claim_tables(found), markdown=True)
+
+
 def generations() -> str:
     """The figures of the pocket model, and what was to be reached."""
     f = read_json(ROOT / "pocket" / "teacher" / "figures.json")

@@ -13,6 +13,7 @@ saved, slowest              the share of the latency that is saved; the largest 
 alpha, alpha_first          the slope of that share over k/m (k of m tokens reused), to the last
                             and to the first token: S = alpha k / m, section 5.5
 answers                     how many are the cold run's, token for token
+tokens, reused, read        of the prompts, found in the store, and fed to the model
 positions, spared           of the context that prompts and answers take, and fewer than cold
 similarity                  of embeddings to the cold answer's; others: of cold answers to each other
 near                        how far from the answers to others to the same answer, which is 1
@@ -180,6 +181,9 @@ def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
             slowest=[max(taken)],
             answers=[sum(a.ids == b.ids for a, b in zip(one, cold, strict=True))],
             depth=depth,
+            tokens=[sum(tokens)],
+            reused=[sum(x.reused for x in one)],
+            read=[sum(x.positions - x.reused - len(x.ids) + 1 for x in one)],
             positions=[sum(x.positions for x in one)],
             spared=[sum(a.positions - b.positions for a, b in zip(cold, one, strict=True))],
         )

@@ -18,7 +18,8 @@ time, tps, first_ms         in units of OverFill's of the same turn; tokens/s af
 read_ms                     of the teacher's pass over k new tokens, and the splice
 threshold                   of a gate that fires as often as its name says
 area                        under the ROC curve by which a signal tells where the models differ most
-cache_error                 along one text for all: |C_S - C_T| / |C_T| of what was written
+cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what was written, and
+                            KL(teacher || student) of the next token in nats
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from studies.protocol import StudyLine
 from support.chat import as_question
 from support.conditions import conditions, random_model
 from support.geometry import kv_heads
-from support.statistics import area_under_roc
+from support.statistics import area_under_roc, kl
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 TRAINED = {
@@ -234,29 +235,30 @@ def areas(texts: Texts) -> None:
 
 @torch.no_grad()
 def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
-    """Append the error of the cache along a text that OverFill has written: all ways read the
-    same, and differ by their caches alone. The prompt's entries are left out: they are the
-    teacher's own."""
+    """Append the error of the cache and the divergence of the next token, along a text that
+    OverFill has written: all ways read the same, and differ by their caches alone. The prompt's
+    entries are left out: they are the teacher's own."""
     ways = texts.rows.due(ways, "cache_error", **texts.at)
     if not ways:
         return
     ids, teacher, truth = texts.prompts["test"][:prompts], texts.models["teacher"], KVCache()
     begin = ids.size(1)
     new = torch.cat([*texts.writing("none", ids, "sampled", seed=0)[0]], 1)  # (B, N)
-    teacher(torch.cat([ids, new], 1), truth, last_only=True)
+    expected = teacher(torch.cat([ids, new], 1), truth)[:, begin:]  # (B, N, V)
     for way in ways:
         room = partial(SlidingWindowCache, begin + texts.n)
         pair = Pair(teacher, texts.models["student"], ids, room)
-        errors = []
+        errors, apart = [], []
         policy = texts.policy(way, "sampled")
-        for _ in overfill.read_along(pair, new, policy):
+        for t, logits in enumerate(overfill.read_along(pair, new, policy)):
+            apart.append(float(kl(expected[:, t], logits).mean()))
             off = norm = torch.zeros(len(ids))
             for mine, its in zip(pair.cache.layers, truth.layers, strict=True):
                 mine, its = (kv[..., begin : len(pair.cache), :] for kv in (mine, its))
                 off = off + (mine - its).square().sum((0, 2, 3, 4)).cpu()  # (B,)
                 norm = norm + its.square().sum((0, 2, 3, 4)).cpu()
             errors.append(float((off / norm).sqrt().mean()))
-        texts.rows.add(way, texts.at, cache_error=errors)
+        texts.rows.add(way, texts.at, cache_error=errors, kl=apart)
 
 
 # --- Time -------------------------------------------------------------------------------------------
