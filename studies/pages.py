@@ -233,7 +233,6 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "pocket" / "README.md": {"generations": generations},
     ROOT / "studies" / "README.md": {
         "glance": lambda: page(glance(), markdown=True),
-        "replay": replay,
         **{f"claims: {source}": partial(claims_of, source) for source in SOURCES},
         **{name: partial(row_table, name) for name in STUDIES},
     },
