@@ -396,7 +396,7 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
         ("nothing", ["line 2"]),
         ('{"input_length": 512}', ["line 2", "hash_ids"]),
         ('{"input_length": 513, "hash_ids": [1]}', ["line 2", "513 tokens", "1 blocks"]),
-        ('{"input_length": "5", "hash_ids": [1]}', ["line 2", "whole numbers"]),
+        ('{"input_length": "5", "hash_ids": [1]}', ["line 2", "whole number"]),
     ],
 )
 def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[str]) -> None:
