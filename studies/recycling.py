@@ -258,7 +258,8 @@ def main(argv: list[str] | None = None) -> None:
         data = f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}"
         embedded = f"embeddings by {Path(args.encoder or ENCODER).name}"
         on = conditions(name, model)
-        rows.begin(f"{name}: {on['parameters']:,} parameters", data, embedded, *machine_of(on))
+        size = f"{on['parameters']:,} parameters ({on['layers']} layers of width {on['width']:,})"
+        rows.begin(f"{name}: {size}", data, embedded, *machine_of(on))
         settings = [("source", "own", stored), ("interleaved", "own", stored)]
         others = trial.unrelated(stored)
         if others:
