@@ -96,12 +96,7 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
     assert len(count) == len(WAYS) + 2, "a model that had left its rows was trained again"
     one, other = ((tmp_path / name / "rows.jsonl").read_text() for name in ("whole", "parts"))
     assert one == other and {way for way, *_ in count} == {"full", *WAYS}
-    count.clear()
-    recall.measure(Rows("bounding", tmp_path / "parts", again="sum.*"), TINY)
-    assert [way for way, *_ in count] == ["sum", "sum-mk"]
-    assert len(whole.find("sum", "every")["values"]) == 1 and whole.figure(
-        "ours", "right", slots=4, pairs=8
-    )
+    assert len(whole.find("sum", "every")["values"]) == 1
 
 
 # --- Lengths --------------------------------------------------------------------------------------------------------

@@ -49,15 +49,8 @@ def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
     weights.write_pairs(tmp_path / "pairs.csv")
     with (tmp_path / "pairs.csv").open(newline="") as handle:
         rows = [*csv.DictReader(handle)]
-    assert {"source": rows[0]["source"], "answer": " Paris"}.items() <= rows[1].items()
-    assert rows[0]["source"].startswith(weights.HEADER) and rows[0]["source"].endswith(
-        "France?\nA:"
-    )
-    assert (
-        len({row["target"] for row in rows})
-        == len(rows)
-        == 2 * len({row["source"] for row in rows})
-    )
+    assert rows[0]["source"] == rows[1]["source"] and rows[0]["target"] != rows[1]["target"]
+    assert rows[0]["source"].startswith(weights.HEADER) and rows[1]["answer"] == " Paris"
 
 
 @pytest.mark.slow
