@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         others = names != ["pocket", "pocket-student"]
         rows = recorded("speculation", args, "run of other models" if others else "")
         teacher, student, tokenizer = load_pair(*names, device=args.device, dtype=args.dtype)
-        n, count = (64, 4) if args.quick else (256, 20)
+        n, count = (32, 4) if args.quick else (256, 20)
         ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192), device=args.device)
         texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
         sizes = (sum(p.numel() for p in model.parameters()) for model in (teacher, student))
