@@ -33,10 +33,9 @@ import gpt_kv_cache
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import load_tokenizer
-from studies.core import Rows, in_turn, page_of
+from studies.core import Rows, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.conditions import conditions, random_model
-from support.tables import page
 
 PROMPT, NEW = "Hello, I am", 200  # the article's
 LONGER = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each
@@ -103,9 +102,7 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, after: int
     rows.begin(
         f"{size}, random weights: {on['parameters']:,} parameters",
         f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}",
-        f"threads: {on['threads']}",
-        on["machine"],
-        on["date"],
+        *machine_of(on),
     )
     at = {"after": after} if after else {}
     for way, several in found.items():
@@ -204,9 +201,9 @@ def main(argv: list[str] | None = None) -> None:
     quick = "20 tokens, at a small geometry"
     with StudyLine(__doc__, "article", quick, model="", turns=3).parse(argv) as args:
         size, n = (SMALL, 20) if args.quick else ("124M", NEW)
-        rows = Rows("article", args.out, reduced="reduced run" if args.quick else "")
+        rows = recorded("article", args)
         measure(rows, size, n, args.turns)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

@@ -38,12 +38,12 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache
 from load_gpt2_weights import find_file, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
-from studies.core import Figure, Rows, draw, machine_of, page_of
+from studies.core import Figure, Rows, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.conditions import conditions
 from support.files import read_json
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
-from support.tables import page, table
+from support.tables import table
 
 SINKS, SLOTS = (
     4,
@@ -278,14 +278,12 @@ def run(
     argv: list[str] | None,
 ) -> None:
     """Run one of the studies of this source by its command line: they share rows and claims."""
-    cli = StudyLine(doc, name, quick, model="", out="bounding")
-    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
+    cli = StudyLine(doc, name, quick, model="", out="bounding", again=True)
     with cli.parse(argv) as args:
         torch.set_num_threads(1)
-        rows = Rows("bounding", args.out, args.again, "reduced run" if args.quick else "")
+        rows = recorded("bounding", args)
         measured(rows, args.quick)
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,8 +3,7 @@ studies.claims`.
 
 A figure comes from a study's record or from arithmetic in the study. A threshold is the source's
 unless it is called ours. Claims about time are judged at the source's geometry, at 124 million
-parameters or by counting work; claims about quality with a trained model. Each study judges its own
-source: claims() in its file.
+parameters or by counting work; claims about quality with a trained model.
 """
 
 from __future__ import annotations
@@ -13,31 +12,23 @@ import textwrap
 
 from studies.core import Rows
 from studies.core import claims as claims_of
-from studies.protocol import ANSWERS, Claim, claim_tables
+from studies.protocol import ANSWERS, MINUTES, Claim, claim_tables
 from support.cli import CommandLine
 from support.tables import Table, page
 
-SOURCES = {  # its studies, and the minutes that each takes on an undisturbed core
-    "The KV cache": {"article": "10"},
-    "BCT": {"bounding": "10", "recall": "30", "pretraining": "60", "lengths": "3"},
-    "KV recycling": {"recycling": "25", "latency": "5"},
-    "CP-KVP": {"projection": "-"},
-    "OverFill and KV refresh": {"refreshing": "150", "speculation": "5"},
-    "Smaller caches": {"compression": "10"},
+SOURCES = {  # the studies that test its claims
+    "The KV cache": ("article",),
+    "BCT": ("bounding", "lengths"),
+    "KV recycling": ("recycling", "latency"),
+    "CP-KVP": ("projection",),
+    "OverFill and KV refresh": ("refreshing", "speculation"),
+    "Smaller caches": ("compression",),
 }
-SHARED = {"recall": "bounding", "pretraining": "bounding"}  # commands that add to another's rows
-
-
-def claims_by(command: str) -> list[Claim]:
-    """Return the claims that a command tests, by the recorded results."""
-    rows = Rows(SHARED.get(command, command))
-    tests = [claim.get("command", rows.study) for claim in rows.paper["claims"]]
-    return [claim for claim, by in zip(claims_of(rows), tests, strict=True) if by == command]
 
 
 def claims_on(source: str) -> list[Claim]:
     """Return every claim of a source by the recorded results."""
-    return [claim for command in SOURCES[source] for claim in claims_by(command)]
+    return [claim for study in SOURCES[source] for claim in claims_of(Rows(study))]
 
 
 def every_claim() -> dict[str, list[Claim]]:
@@ -48,17 +39,16 @@ def every_claim() -> dict[str, list[Claim]]:
 def glance() -> list[str | Table]:
     """Return all verdicts, a line a claim: its first words, the command that tests it, minutes."""
     parts: list[str | Table] = []
-    for source, commands in SOURCES.items():
+    for source, claims in every_claim().items():
         lines = []
-        for command, minutes in commands.items():
-            for claim in claims_by(command):
-                quote = textwrap.shorten(claim["quote"], 44, placeholder=" …")
-                verdict = claim["verdict"]
-                if claim["source"]:
-                    quote = f'"{quote}"'
-                else:
-                    verdict = ANSWERS.get(verdict, verdict)
-                lines.append([quote, verdict, command, minutes])
+        for claim in claims:
+            quote = textwrap.shorten(claim["quote"], 26, placeholder=" …")
+            verdict, command = claim["verdict"], claim["command"]
+            if claim["source"]:
+                quote = f'"{quote}"'
+            else:
+                verdict = ANSWERS.get(verdict, verdict)
+            lines.append([quote, verdict, command, f"{MINUTES[command]}"])
         header = [source, "verdict", "python3 -m studies.", "minutes"]
         parts.append(Table(header, lines, left=3))
     return parts

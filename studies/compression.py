@@ -1,6 +1,6 @@
 """Smaller caches beside the exact one: what they cost, what they lose, and where each breaks.
 
-`python3 -m studies.compression` takes about ten minutes on one thread. Texts are read token
+`python3 -m studies.compression` takes about 20 minutes on one thread. Texts are read token
 by token, so that every prediction is made from compressed tokens. All of it is measured on pocket, a
 GPT-2, and on pocket-llama.
 
@@ -9,14 +9,13 @@ token, values per channel); small norms from the third layer on; and on pocket t
 trained to hold less: a BCT, which writes to a memory, and grouped heads, which are pocket-llama with
 full attention. Metrics, on held-out texts of 512 tokens unless said:
 
-kl, above           of the predictions to full attention's, in nats; by which share the perplexity is
-                    above full attention's
+kl, above           of the predictions to the same model's with full attention, in nats; by which
+                    share the perplexity is above pocket's, or pocket-llama's, with full attention
 long                KL in the last 128 of 1,024 tokens
 facts               share of the questions answered right on facts that were stated early
 list                nats per token of a random list that is read the second time
 each                bytes per token of a text of 512
-time                of a token after 512, in units of the growing cache's of the same turn
-ms                  of that token
+ms                  of a token after 512
 norms               by how much keys of small norm get more attention from later tokens, head by
                     head: minus the correlation of both, with full attention
 
@@ -43,11 +42,10 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
 from studies.bounding import above
-from studies.core import Figure, Rows, draw, in_turn, machine_of, page_of
+from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.conditions import conditions, random_model
 from support.statistics import bootstrap, kl, wilson
-from support.tables import page
 
 TEXTS, FACTS = 12, 75  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
@@ -109,7 +107,7 @@ def quality(
     texts are divided."""
     tokenizer = load_tokenizer("pocket")
     texts = torch.tensor(rows_of(tokenizer, "test", 120, T)[: TEXTS // few])
-    long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(2, TEXTS // few // 3)])
+    long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(1, TEXTS // few // 3)])
     questions = corpus.recall_questions("test", FACTS // few)
     questions.sort(key=lambda question: len(question.prompt))  # a batch is of about one length
     draws = torch.Generator().manual_seed(0)
@@ -124,6 +122,7 @@ def quality(
         found = bootstrap(sums.transpose(2, 0, 1), above)
         rows.add_figure(way, at, "above", Figure(*found), len(texts))
         after = late if reader is exact else reader(long)[:, -128:]
+        whole, end = (got, after) if way == "grouped" else (expected, late)  # its own attention
         right = round(answers(reader, tokenizer, questions)[1] * len(questions))
         rows.add_figure(way, at, "facts", Figure(*wilson(right, len(questions))), len(questions))
         cache = reader.make(T)
@@ -131,8 +130,8 @@ def quality(
         rows.add(
             way,
             at,
-            kl=kl(expected, got).mean(1).tolist(),
-            long=kl(late, after).mean(1).tolist(),
+            kl=kl(whole, got).mean(1).tolist(),
+            long=kl(end, after).mean(1).tolist(),
             list=nats(reader(lists), lists)[:, LIST:].mean(1).tolist(),
             each=[cache.nbytes / T],
         )
@@ -186,8 +185,7 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the ways' times, in turns."""
     found = in_turn({way: partial(seconds, model, way) for way in CACHES}, turns)
     for way, each in found.items():
-        ratios = [a / b for a, b in zip(each, found["full"], strict=True)]
-        rows.add(way, at, time=ratios, ms=[1000 * x / 16 for x in each])
+        rows.add(way, at, ms=[1000 * x / 16 for x in each])
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
 
 def measure(rows: Rows, few: int, turns: int) -> None:
     """Measure what the rows lack; few: by which the numbers of texts are divided."""
-    piece = 1 if few == 1 else 32
+    piece = 1 if few == 1 else 64
     numbers = f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
     for name, model in models.items():
@@ -208,7 +206,7 @@ def measure(rows: Rows, few: int, turns: int) -> None:
             quality(rows, at, {way: readers[way] for way in due}, exact, few)
         if rows.due(["full"], "norms", **at):
             rows.add("full", at, norms=correlations(model, few))
-        if rows.due(["full"], "time", **at):
+        if rows.due(["full"], "ms", **at):
             times(rows, at, model, turns)
     bct = load_model("pocket-bct", model_class=bounded.BCT)
     trained = {
@@ -219,7 +217,7 @@ def measure(rows: Rows, few: int, turns: int) -> None:
         exact = readers_of(models["pocket"], piece)["full"]
         rows.begin("pocket, and what was trained to hold less", numbers, *machine_of(on))
         quality(rows, {}, {way: trained[way] for way in due}, exact, few)
-    if few == 1 and rows.due(["full"], "time", model="124M"):
+    if few == 1 and rows.due(["full"], "ms", model="124M"):
         large = random_model(GPT, "124M")
         on = conditions("124M", large)
         rows.begin(f"124M, random weights: {on['parameters']:,} parameters", *machine_of(on))
@@ -228,15 +226,17 @@ def measure(rows: Rows, few: int, turns: int) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(
-        __doc__, "compression", "fewer texts, read in pieces of 32 tokens", model="", turns=5
+        __doc__,
+        "compression",
+        "fewer texts, read in pieces of 64 tokens",
+        model="",
+        turns=5,
+        again=True,
     )
-    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:
-        reduced = "reduced run" if args.quick else ""
-        rows = Rows("compression", args.out, args.again, reduced)
-        measure(rows, 6 if args.quick else 1, args.turns)
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        rows = recorded("compression", args)
+        measure(rows, *((12, 1) if args.quick else (1, args.turns)))
+        report(rows)
 
 
 if __name__ == "__main__":

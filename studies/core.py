@@ -12,6 +12,7 @@ each claim, the names of the ways, the columns of the table, the figures.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -26,7 +27,7 @@ from studies.protocol import Claim, claim_tables
 from support.figures import figure as draw_figure
 from support.files import check_fields, parse_json, read_text
 from support.statistics import bootstrap
-from support.tables import Table
+from support.tables import Table, page
 
 HERE = Path(__file__).resolve().parent
 LEAST = 4  # values that an interval needs: of fewer, one can't tell how they vary
@@ -261,6 +262,12 @@ def fields(found: Figure) -> dict[str, float | None]:
 # --- Measuring --------------------------------------------------------------------------------------
 
 
+def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
+    """Return the rows of a run by its command line; different: why it is given no verdict."""
+    different = "reduced run" if args.quick else different
+    return Rows(study, args.out, getattr(args, "again", ""), different)
+
+
 def machine_of(on: dict[str, Any]) -> list[str]:
     """Return the machine and the day of conditions(), for a line above the claims."""
     return [f"{on['threads']} thread{'s' * (on['threads'] > 1)}", on["machine"], on["date"]]
@@ -366,6 +373,7 @@ def claims(rows: Rows) -> list[Claim]:
                 verdict="" if silent else WORDS[worst(answers) if fair else 0],
                 stated=stated,
                 why=why,
+                command=claim.get("command", rows.study),
             )
         )
     return found
@@ -409,6 +417,13 @@ def page_of(rows: Rows) -> list[str | Table]:
     return [*parts, *claim_tables(measured), *table_of(rows)]
 
 
+def report(rows: Rows) -> None:
+    """Draw the figures of a run, and print its claims and its table."""
+    folder = rows.path.parent
+    draw(rows, folder)
+    print(page([*page_of(rows), f"Written to {folder}"]))
+
+
 def points_over(
     rows: Rows, way: str, metric: str, key: str, at: dict[str, Any]
 ) -> list[tuple[float, ...]]:
@@ -429,7 +444,7 @@ def points_over(
 def draw(rows: Rows, folder: Path) -> None:
     """Draw the study's figures: a metric with its interval over another one, joined for ways of one
     kind (periodic:64, periodic:16), or the curve of a series."""
-    for name, wanted in rows.paper["figures"].items():
+    for name, wanted in rows.paper.get("figures", {}).items():
         curves: dict[str, list[tuple[float, ...]]] = {}
         for way, at in ways_of(rows, wanted["ways"]):
             row = rows.find(way, wanted["y"], **at)

@@ -10,7 +10,6 @@ saved       share of the time to the first token that is saved, turn by turn
 saved_all   the same to the last of 100 tokens, after the longest prompt that leaves room
 cost        time to restore all but the last token, as a share of reading the prompt: over prompts
 pays        stored tokens from which reuse pays if one is left to read, in powers of two
-bytes       of a token's keys and values
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ from tqdm import tqdm
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all, timed
-from studies.core import Rows, draw, in_turn, page_of
-from studies.protocol import StudyLine, conditions_of
+from studies.core import Rows, in_turn, machine_of, recorded, report
+from studies.protocol import StudyLine
 from support.conditions import SIZES, conditions, is_geometry, random_model
-from support.geometry import kv_heads
-from support.tables import page
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
 LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
@@ -98,10 +95,6 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
     cells = [(m, share) for m in lengths for share in SHARES]
     cells += [(k + 1, 100) for k in DEPTHS if k < max(lengths)]
     whole = max((m for m in lengths if m + DECODED <= n_ctx), default=0)
-    weight = model.wte.weight
-    c = model.config
-    token_bytes = 2 * c.n_layer * kv_heads(c) * c.head_dim * weight.element_size()
-    rows.add("cold", {"model": name}, bytes=[token_bytes])
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
         memory, disk = Store(model), Store(model, folder)
         for m, share in tqdm(cells, desc="cells", leave=False):
@@ -164,14 +157,12 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         model, name = model_of(args)
         lengths, turns = (QUICK, 1) if args.quick else (LENGTHS, 5)
-        other = "run of another model" if args.model != "124M" else ""
-        rows = Rows("latency", args.out, reduced="reduced run" if args.quick else other)
+        rows = recorded("latency", args, "run of another model" if args.model != "124M" else "")
         rows.paper["usual"]["model"] = args.model
-        on = {"conditions": conditions(name, model)}
-        rows.begin(conditions_of(on, f"turns: {turns}"))
+        on = conditions(name, model)
+        rows.begin(f"{name}: {on['parameters']:,} parameters", f"turns: {turns}", *machine_of(on))
         measure(rows, model, args.model, lengths, turns)
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ from gpt_bounded_cache import (
     KVCache,
     SlidingWindowCache,
 )
-from studies.core import Rows, draw, in_turn, page_of
+from studies.core import Rows, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.conditions import conditions
-from support.tables import page
 
 LENGTHS, SLOTS = (128, 1000, 4000, 8000, 16000), (24, 2048)  # 2,048: the source's capacity
 DECODED = 8  # tokens, of which the median counts; one more before them warms up
@@ -103,9 +102,7 @@ def measure(
         f"{on['model']}: {on['parameters']:,} parameters",
         f"caches filled with random numbers, medians of {DECODED} tokens, turns: {turns}",
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
-        f"threads: {on['threads']}",
-        on["machine"],
-        on["date"],
+        *machine_of(on),
     )
     for n in lengths:
         runs, size = {}, {}
@@ -133,10 +130,9 @@ def main(argv: list[str] | None = None) -> None:
     quick = "a small geometry and short lengths"
     with StudyLine(__doc__, "lengths", quick, model="", turns=5).parse(argv) as args:
         lengths, slots, geometry = ((16, 64), (4,), SMALL) if args.quick else (LENGTHS, SLOTS, {})
-        rows = Rows("lengths", args.out, reduced="reduced run" if args.quick else "")
+        rows = recorded("lengths", args)
         measure(rows, geometry, lengths, slots, args.turns)
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ PAPERS = (  # an idea; what was claimed, by a claim's first words; a study, and 
         "KV recycling reuses the cache of a stored prompt",
         "The same answers where all of the rest is read: {should represent}. 30 to 50% saved: {When}",
         "recycling",
-        "DialoGPT-medium's size, random weights: {published@model=355M@order=source} of the time is "
-        "saved",
+        "DialoGPT-medium's size, random weights: the paper's call saves "
+        "{published@model=355M@order=source ±} of the time, which may be nothing",
     ),
     (
         "CP-KVP takes the first token from a similar prompt's projected cache",
@@ -233,7 +233,6 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "pocket" / "README.md": {"generations": generations},
     ROOT / "studies" / "README.md": {
         "glance": lambda: page(glance(), markdown=True),
-        "replay": replay,
         **{f"claims: {source}": partial(claims_of, source) for source in SOURCES},
         **{name: partial(row_table, name) for name in STUDIES},
     },

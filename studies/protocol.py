@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
@@ -15,7 +15,20 @@ from support.cli import CommandLine, whole_number, writable_folder
 from support.tables import Table
 
 HERE = Path(__file__).resolve().parent
-NOISE = 0.05  # ours: times that differ by less are equal
+MINUTES = {  # that a command's full run took on an undisturbed core
+    "article": 10,
+    "bounding": 10,
+    "recall": 30,
+    "pretraining": 60,
+    "lengths": 3,
+    "recycling": 1,
+    "recycling --model 355M": 25,
+    "latency": 5,
+    "projection": 120,
+    "refreshing": 150,
+    "speculation": 5,
+    "compression": 20,
+}
 
 
 class StudyLine(CommandLine):
@@ -30,10 +43,13 @@ class StudyLine(CommandLine):
         out: str = "",
         models: str = NAMES,
         turns: int = 0,
+        again: bool = False,
     ) -> None:
         """quick: the study's reduced form with --quick; model: the option that names the model, "" for none; turns:
-        the default of --turns beside --threads, 0 if there are none."""
+        the default of --turns beside --threads, 0 if there are none; again: whether single ways
+        can be measured once more."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
+        self.study = name
         if model:
             self.add_model_arguments(model)
         if turns:
@@ -43,6 +59,9 @@ class StudyLine(CommandLine):
             self.add_argument(
                 "--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads"
             )
+        if again:
+            what = "measure these ways once more"
+            self.add_argument("--again", default="", metavar="WAYS", help=what)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
         self.add_argument(
             "--out",
@@ -53,9 +72,18 @@ class StudyLine(CommandLine):
         )
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Set the threads of a study without a model, too."""
+        """Set the threads of a study without a model, too, and say how long a full run takes."""
         if "threads" in args and "device" not in args:
             torch.set_num_threads(args.threads)
+        command, model = self.study, getattr(args, "model", None)
+        if model != self.get_default("model"):
+            command += f" --model {model}"
+        if command in MINUTES and not args.quick:
+            print(
+                f"The full run takes about {MINUTES[command]} minutes on one core, less what is "
+                "recorded already; --quick takes at most one.\n",
+                flush=True,
+            )
         return super().resolved(args)
 
 
@@ -71,6 +99,7 @@ class Claim(TypedDict):
     verdict: str
     stated: str  # tested as stated: yes, partly, no
     why: str
+    command: str  # python3 -m studies.COMMAND measures it
 
 
 ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
@@ -107,17 +136,3 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     if questions:
         parts.append(Table(["question of ours", "found here"], questions, left=2))
     return parts
-
-
-def conditions_of(record: dict[str, Any], *data: str) -> str:
-    """Return the model, the data and the machine of a record as a line."""
-    c = {"model": record.get("teacher")} | (record.get("conditions") or record)
-    size = (
-        f": {c['parameters']:,} parameters ({c['layers']} layers of width {c['width']:,})"
-        if "parameters" in c
-        else ""
-    )
-    threads = f"{c['threads']} thread{'s' * (c['threads'] > 1)}" if "threads" in c else ""
-    return "; ".join(
-        filter(None, [f"{c['model']}{size}", *data, threads, c.get("machine"), c.get("date")])
-    )

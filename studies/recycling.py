@@ -38,14 +38,13 @@ import torch
 from gpt_kv_cache import generate
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from recycle import Recycler, Store, generate_as_published, prompt_files, read_prompts
-from studies.core import Figure, Rows, in_turn, page_of
+from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
 from studies.latency import model_of
-from studies.protocol import HERE, StudyLine, conditions_of
+from studies.protocol import HERE, StudyLine
 from support.cli import whole_number
 from support.conditions import SIZES, conditions, is_geometry
 from support.encoders import load_encoder
 from support.statistics import bootstrap
-from support.tables import page
 
 WAYS = ("cold", "recycled", "published")
 ENCODER, NEW = "all-MiniLM-L6-v2", 100
@@ -140,9 +139,10 @@ class Trial:
             self.recycler.add(text)
 
     def unrelated(self, stored: Sequence[str]) -> list[str]:
-        """Return the prompts that begin with another token than all those to test."""
-        begun = {self.recycler.encode(text)[0] for text in self.tests}
-        return [text for text in stored if self.recycler.encode(text)[0] not in begun]
+        """Return the prompts whose first token, after what begins every text, none to test has."""
+        encode = self.recycler.tokenizer.encode_ordinary
+        begun = {encode(text)[0] for text in self.tests}
+        return [text for text in stored if encode(text)[0] not in begun]
 
 
 def slope(points: np.ndarray) -> np.ndarray:
@@ -180,9 +180,9 @@ def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
             saved=[1 - x for x in taken],
             slowest=[max(taken)],
             answers=[sum(a.ids == b.ids for a, b in zip(one, cold, strict=True))],
+            depth=depth,
             tokens=[sum(tokens)],
             reused=[sum(x.reused for x in one)],
-            depth=depth,
             read=[sum(x.positions - x.reused - len(x.ids) + 1 for x in one)],
             positions=[sum(x.positions for x in one)],
             spared=[sum(a.positions - b.positions for a, b in zip(cold, one, strict=True))],
@@ -212,7 +212,6 @@ def different(args: argparse.Namespace) -> str:
     """Return how a run differs from the recorded ones, "" if it doesn't."""
     theirs = "DialoGPT-medium" in args.model  # the source's own model
     reasons = {
-        "reduced run": args.quick,
         "run with another encoder": args.encoder and Path(args.encoder).name != ENCODER,
         "run with answers of other lengths": args.max_new_tokens != NEW,
         "run of another model": args.model not in OWN and not theirs,
@@ -225,7 +224,9 @@ def main(argv: list[str] | None = None) -> None:
         f"{NAMES}; or random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M "
         "is DialoGPT-medium's)"
     )
-    cli = StudyLine(__doc__, "recycling", "once", models=models)
+    cli = StudyLine(
+        __doc__, "recycling", "once, and 5 new tokens of other models than pocket", models=models
+    )
     cli.add_argument(
         "--max-new-tokens", type=whole_number(1), default=NEW, metavar="N", help="tokens to write"
     )
@@ -241,17 +242,24 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
         encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
         store, ending = Store(model, args.out / "cache"), END_OF_TEXT * ("DialoGPT" in args.model)
-        trial = Trial(store, tokenizer, encoder, tests, args.max_new_tokens, ending)
-        rows, at = Rows("recycling", args.out, reduced=different(args)), {"model": args.model}
+        n = (
+            min(5, args.max_new_tokens)
+            if args.quick and args.model != OWN[0]
+            else args.max_new_tokens
+        )
+        trial = Trial(store, tokenizer, encoder, tests, n, ending)
+        rows, at = recorded("recycling", args, different(args)), {"model": args.model}
         claims = rows.paper["claims"]
         if args.model in OWN:
             claims = [claim for claim in claims if claim.get("at", {"model": OWN[0]}) == at]
         rows.paper["claims"] = [claim | {"at": at} for claim in claims]
         rows.paper["usual"] |= at
         turns = 1 if args.quick else 5
-        data = f"{len(tests)} prompts, {args.max_new_tokens} new tokens, greedy; turns: {turns}"
+        data = f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}"
         embedded = f"embeddings by {Path(args.encoder or ENCODER).name}"
-        rows.begin(conditions_of({"conditions": conditions(name, model)}, data, embedded))
+        on = conditions(name, model)
+        size = f"{on['parameters']:,} parameters ({on['layers']} layers of width {on['width']:,})"
+        rows.begin(f"{name}: {size}", data, embedded, *machine_of(on))
         settings = [("source", "own", stored), ("interleaved", "own", stored)]
         others = trial.unrelated(stored)
         if others:
@@ -262,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
             where = at | {"order": order, "store": kind}
             if rows.due(["cold"], "latency", **where):
                 add_rows(rows, trial, trial.run(texts, order, turns), where)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Ways: teacher and student write alone; the others are policies of overfill.py, a
 which is OverFill without a refresh; published:64 is the source's code, refreshed every 64 tokens.
 Metrics, where perplexity is the teacher's:
 
-perplexity, repeats         of what is written; the share of its trigrams that occurred before
+perplexity                  of what is written
 refreshes, reads, passes    refreshes a text, tokens that they let the teacher read, and its passes
                             in 1,000 tokens, after the prompt
 time, tps, first_ms         in units of OverFill's of the same turn; tokens/s after the first token
@@ -46,13 +46,12 @@ from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_poli
 from pocket import corpus
 from pocket.recipes import pruning
 from recycle import read_prompts
-from studies.core import Figure, Rows, draw, in_turn, machine_of, page_of, steady
+from studies.core import Figure, Rows, in_turn, machine_of, recorded, report, steady
 from studies.protocol import StudyLine
 from support.chat import as_question
 from support.conditions import conditions, random_model
 from support.geometry import kv_heads
 from support.statistics import area_under_roc, kl
-from support.tables import page
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 TRAINED = {
@@ -171,12 +170,6 @@ def refresh_as_published(
 # --- What is written --------------------------------------------------------------------------------
 
 
-def repeated(ids: Sequence[int], n: int = 3) -> float:
-    """Return the share of the n-grams of a text that were there before: the source's Repeat@3."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len({*grams}) / len(grams) if grams else 0.0
-
-
 def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
@@ -185,8 +178,7 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
         tokens, pair = texts.writing(way, ids, mode, seed=0)
         new = torch.cat(list(tokens), 1)
         nats = overfill.teacher_nats(texts.models["teacher"], ids, new).double().mean(1)
-        repeats = [repeated(row) for row in new.tolist()]
-        texts.rows.add(way, at, perplexity=nats.tolist(), repeats=repeats)
+        texts.rows.add(way, at, perplexity=nats.tolist())
         if pair:
             counts = {"refreshes": pair.counts.tolist(), "reads": pair.teacher_tokens.tolist()}
             passes = (1000 / texts.n * pair.passes).tolist()
@@ -527,11 +519,10 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
+    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
     cli.add_argument("--student", default=TRAINED["segments"], metavar="NAME", help="who decodes")
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
     cli.add_chat_argument()
-    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:
         names = [args.model, args.student]
         others = names != ["pocket", TRAINED["segments"]] or args.prompts
@@ -539,8 +530,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("--chat wraps questions of your own: give it --prompts FILE")
         if args.model != "pocket" and not args.prompts:
             raise ValueError(f"{args.model} needs prompts of its own world: give it --prompts FILE")
-        reduced = "reduced run" if args.quick else "run of other models" if others else ""
-        rows = Rows("refreshing", args.out, args.again, reduced)
+        rows = recorded("refreshing", args, "run of other models" if others else "")
         options = {"device": args.device, "dtype": args.dtype}
         measure(rows, names, args.prompts, args.quick, args.chat, **options)
         if not others:
@@ -550,8 +540,7 @@ def main(argv: list[str] | None = None) -> None:
                 70 if args.quick else 260,
                 1 if args.quick else 5,
             )
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

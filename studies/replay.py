@@ -10,7 +10,6 @@ for LLM Serving", whose public traces have this format.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from studies.protocol import StudyLine
 from support.cli import whole_number
 from support.figures import figure
-from support.files import read_csv, regular, write_csv
+from support.files import parse_json, read_csv, read_text, write_csv
 from support.prefix import common_prefix
 from support.tables import table
 
@@ -37,35 +36,23 @@ class Request:
     """A prompt of a trace: how many tokens, and the ids of its blocks; equal ids mean equal text up to there."""
 
     tokens: int
-    blocks: tuple[int, ...]
+    blocks: tuple[str, ...]
 
 
 def read_trace(path: Path) -> list[Request]:
     """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one,
     or if it is no regular file."""
     requests = []
-    with regular(path).open(
-        encoding="utf-8", errors="replace"
-    ) as file:  # what is no text is no JSON either
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-                tokens, blocks = entry["input_length"], tuple(entry["hash_ids"])
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: no input_length and hash_ids ({error})"
-                ) from error
-            if type(tokens) is not int or not all(type(block) is int for block in blocks):
-                raise ValueError(
-                    f"{path}, line {number}: input_length and hash_ids must be whole numbers"
-                )
-            if not 0 < tokens <= BLOCK * len(blocks) < tokens + BLOCK:
-                raise ValueError(
-                    f"{path}, line {number}: {tokens} tokens don't make {len(blocks)} blocks of {BLOCK}"
-                )
-            requests.append(Request(tokens, blocks))
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        entry = parse_json(line, where, input_length=int, hash_ids=list)
+        tokens = entry["input_length"]
+        blocks = tuple(map(str, entry["hash_ids"]))  # whatever names a block
+        if not 0 < tokens <= BLOCK * len(blocks) < tokens + BLOCK:
+            raise ValueError(f"{where}: {tokens} tokens don't make {len(blocks)} blocks of {BLOCK}")
+        requests.append(Request(tokens, blocks))
     if not requests:
         raise ValueError(f"{path} is empty")
     return requests
@@ -76,13 +63,11 @@ class Index:
 
     def __init__(self, capacity: float) -> None:
         self.capacity, self.held, self.last = capacity, 0, 0  # in blocks; the newest run
-        self.places: dict[
-            tuple[int, int, int], int
-        ] = {}  # runs by parent, start in it, and first block
-        self.runs: OrderedDict[int, tuple[tuple[int, int, int], tuple[int, ...]]] = OrderedDict()
+        self.places: dict[tuple, int] = {}  # runs by parent, start in it, and first block
+        self.runs: OrderedDict[int, tuple[tuple, tuple]] = OrderedDict()
         # Oldest first, and each run before that which it continues: the first has none that continues it.
 
-    def match(self, blocks: tuple[int, ...]) -> list[tuple[int, int]]:
+    def match(self, blocks: tuple) -> list[tuple[int, int]]:
         """Return the runs along blocks, and how many blocks of each agree."""
         path, at, run, n = [], 0, 0, 0
         while at < len(blocks) and (run, n, blocks[at]) in self.places:
@@ -92,7 +77,7 @@ class Index:
             at += n
         return path
 
-    def put(self, blocks: tuple[int, ...]) -> int:
+    def put(self, blocks: tuple) -> int:
         """Store blocks, as far as they fit; return how many of them were there."""
         path = self.match(blocks)
         parent, start = path[-1] if path else (0, 0)
@@ -205,15 +190,13 @@ def draw(file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "three capacities only: 500, 4,000, 32,000"
+    quick = "without --blocks, three capacities only: 500, 4,000, 32,000"
     cli = StudyLine(__doc__, "replay TRACE", quick, model="", out="recycling")
     what = "JSON objects, one per line: input_length, hash_ids"
     cli.add_argument("trace", metavar="TRACE", type=Path, help=what)
     what = "capacities, in blocks of 512 tokens; default: 500, doubled repeatedly"
     cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N", help=what)
     with cli.parse(argv) as args:
-        if args.blocks and args.quick:
-            raise ValueError("--blocks and --quick both say which capacities: choose")
         few = [500, 4000, 32000] if args.quick else []
         replay(args.trace, args.blocks or few, args.out)
 

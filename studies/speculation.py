@@ -24,11 +24,10 @@ from gpt_kv_cache import generate
 from overfill import Pair, generate_refreshed, load_pair, parse_policy, teacher_nats
 from pocket import corpus
 from speculate import DRAFTS, Passes, speculate
-from studies.core import Figure, Rows, in_turn, machine_of, page_of
+from studies.core import Figure, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
 from studies.refreshing import MODES, Texts
 from support.conditions import conditions
-from support.tables import page
 
 BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
 WAYS = ["teacher", *(f"{kind}:{k}" for kind in (*BY, "speculative") for k in (4, 8, 16))]
@@ -92,16 +91,16 @@ def measure(texts: Texts, mode: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "speculation", "four prompts and shorter texts", model="--teacher")
+    cli = StudyLine(
+        __doc__, "speculation", "four prompts and shorter texts", model="--teacher", again=True
+    )
     cli.add_argument("--student", default="pocket-student", metavar="NAME", help="who drafts")
-    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
     with cli.parse(argv) as args:
         names = [args.model, args.student]
         others = names != ["pocket", "pocket-student"]
-        reduced = "reduced run" if args.quick else "run of other models" if others else ""
-        rows = Rows("speculation", args.out, args.again, reduced)
+        rows = recorded("speculation", args, "run of other models" if others else "")
         teacher, student, tokenizer = load_pair(*names, device=args.device, dtype=args.dtype)
-        n, count = (64, 4) if args.quick else (256, 20)
+        n, count = (32, 4) if args.quick else (256, 20)
         ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192), device=args.device)
         texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
         sizes = (sum(p.numel() for p in model.parameters()) for model in (teacher, student))
@@ -112,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         for mode in MODES:
             measure(texts, mode)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

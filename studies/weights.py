@@ -1,8 +1,8 @@
 """Real weights: `python3 -m studies.weights` shows that the lecture files agree on them, and repeats two studies.
 
 GPT-2 (0.5 GB) and DialoGPT-medium (0.9 GB) are downloaded on first use. Published continuations are reproduced; then
-the recycling paper's experiment runs on its own model, and the projection study on questions about capitals. The two
-studies that need trained models follow as commands. Everything goes into one folder: a record that can be contributed.
+the recycling paper's experiment runs on its own model, and the projection study on questions about capitals. All of it
+goes into one folder.
 """
 
 from __future__ import annotations
@@ -37,18 +37,6 @@ WORDINGS = (
     "Which city is the capital of {}?",
 )
 PROMPT = "Explain machine learning in simple terms."  # the first that the recycling paper stores
-OTHERS = """
-=== The other two studies
-
-They need trained models, a BCT and a student, whose training reads a text of yours:
-python3 pocket/train.py bct --init {model} --text FILE --out {out}/bct
-python3 gpt_bounded_cache.py --model {out}/bct  (its bytes and times)
-python3 pocket/train.py student --init {model} --text FILE --out {out}/student
-python3 -m studies.refreshing --teacher {model} --student {out}/student --prompts PROMPTS.csv
-
-Everything is in {out}. To contribute it, copy its JSON, CSV and PNG files to studies/weights/ and
-open a pull request: each record holds the model, the machine and the date."""
-
 
 # By file, or way: the model, whose generate() writes, and what makes a cache for a context.
 RING = gpt_bounded_cache.SlidingWindowCache
@@ -168,15 +156,12 @@ def main(argv: list[str] | None = None) -> None:
         pairs = args.out / "pairs.csv"
         write_pairs(pairs)
         print(f"\n=== Recycling, on {args.dialogue}\n", flush=True)
-        few = ["--max-new-tokens", "5"] * args.quick
         out = ["--out", f"{args.out / 'recycling'}"]
-        recycling.main(["--model", args.dialogue, *out, *few, *common])
+        recycling.main(["--model", args.dialogue, *out, *common])
         print(f"\n=== Projection, on {args.model}\n", flush=True)
         out = ["--out", f"{args.out / 'projection'}"]
         projection.main(["--model", args.model, "--pairs", f"{pairs}", *out, *common])
-        if read_json(find_file(args.model, "config.json")).get("model_type") == "llama":
-            return print("The other two studies train models of GPT-2's kind: run this with one.")
-        print(OTHERS.format(model=args.model, out=args.out))
+        print(f"Everything is in {args.out}.")
 
 
 if __name__ == "__main__":

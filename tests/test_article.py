@@ -51,14 +51,10 @@ def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(
     ("claim", "way", "after", "times", "expected"),
     [
-        ("we already get", "all-logits", None, [4.8, 5, 5.2], "HOLDS"),
         ("we already get", "all-logits", None, [4.3, 4.5, 4.7], "NOT SHOWN"),
         ("we already get", "all-logits", None, [5.0], "NOT SHOWN"),  # of one turn
         ("we already get", "all-logits", None, [2.8, 3, 3.2], "DOES NOT HOLD"),
-        ("This ensures", "preallocated", 1000, [0.8, 0.9, 0.9], "HOLDS"),
         ("This ensures", "preallocated", 1000, [0.8, 0.9, 1.0], "NOT SHOWN"),
-        ("This ensures", "preallocated", 1000, [1.1, 1.2, 1.3], "DOES NOT HOLD"),
-        ("the longer the", "no-cache", 512, [9.0, 9.0, 9.0], "HOLDS"),
         ("the longer the", "no-cache", 512, [9.0, 9.0, 5.0], "NOT SHOWN"),
         ("the longer the", "no-cache", 512, [5.0, 5.0, 5.0], "DOES NOT HOLD"),
     ],

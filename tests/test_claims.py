@@ -4,12 +4,10 @@ from collections import Counter
 
 import pytest
 
-from gpt_kv_cache import GPT
 from studies.claims import every_claim
 from studies.core import Rows
 from studies.core import claims as claims_of
-from studies.protocol import Claim, claim_tables, conditions_of
-from support.conditions import conditions, is_geometry, random_model
+from studies.protocol import Claim, claim_tables
 from support.statistics import wilson
 from support.tables import page
 from tests.helpers import given
@@ -101,34 +99,7 @@ def test_loading_is_inexpensive_if_it_is_for_every_prompt() -> None:
     assert found == ["HOLDS", "DOES NOT HOLD", "NOT SHOWN"]
 
 
-# --- Arithmetic -----------------------------------------------------------------------------------------------------
-
-
 def test_wilson_has_a_width_where_nothing_is_right() -> None:
     assert wilson(0, 32) == pytest.approx((0.0, 0.0, 0.1072), abs=1e-3)
     assert wilson(32, 32)[1:] == pytest.approx((0.8928, 1.0), abs=1e-3)
     assert wilson(5, 10) == pytest.approx((0.5, 0.2366, 0.7634), abs=1e-3)
-
-
-# --- What is measured for them --------------------------------------------------------------------------------------
-
-
-def test_a_record_names_its_conditions() -> None:
-    model = random_model(GPT, "2x2x8")
-    made = conditions("2x2x8, random weights", model)
-    assert (
-        (made["layers"], made["heads"], made["width"]) == (2, 2, 8)
-        and made["machine"]
-        and made["date"]
-    )
-    assert made["parameters"] == sum(p.numel() for p in model.parameters())
-    assert f"{made['parameters']:,} parameters (2 layers of width 8)" in conditions_of(
-        {"conditions": made}, "data"
-    )
-    assert conditions_of({"conditions": {"model": "x"}}, "data") == "x; data"
-    assert (
-        is_geometry("355M")
-        and is_geometry("24x16x1024")
-        and not is_geometry("pocket")
-        and not is_geometry("0x1x2")
-    )

@@ -272,11 +272,9 @@ def test_the_study_answers_as_a_cold_run_and_in_the_sources_order_all_cold_runs_
     rows, at = Rows("recycling", tmp_path, reduced="trial"), {"model": "x"}
     recycling.add_rows(rows, trial, found, at)
     figure = lambda *names: rows.figure(*names, **at).value  # noqa: E731
-    assert figure("recycled", "answers") == 2 and figure("recycled", "reused") > 4
-    assert figure("published", "reused") > 4
-    positions = figure("cold", "positions")
-    assert figure("recycled", "positions") == positions == figure("cold", "tokens") + 2
-    assert figure("cold", "read") == figure("cold", "tokens")
+    assert figure("recycled", "answers") == 2
+    assert 0.4 < figure("published", "depth") <= figure("recycled", "depth") < 1
+    assert figure("recycled", "positions") == figure("cold", "positions")
     assert tiny_trial(["Question: what?"]).unrelated(texts) == texts[:1]
     with pytest.raises(ValueError, match="exceed the context"):
         tiny_trial(["goat " * 200])
@@ -318,7 +316,11 @@ def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
     recorded, again = Rows("recycling"), Rows("recycling", tmp_path)
     for line in (tmp_path / "reduced.jsonl").read_text().splitlines():
         again.take(json.loads(line))
-    for way, metric in (("published", "answers"), ("published", "read"), ("recycled", "reused")):
+    for way, metric in (
+        ("published", "answers"),
+        ("published", "positions"),
+        ("recycled", "depth"),
+    ):
         assert again.figure(way, metric) == recorded.figure(way, metric)
     assert again.figure("published", "similarity").value == pytest.approx(
         recorded.figure("published", "similarity").value, abs=1e-3
@@ -374,7 +376,7 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
         ("nothing", ["line 2"]),
         ('{"input_length": 512}', ["line 2", "hash_ids"]),
         ('{"input_length": 513, "hash_ids": [1]}', ["line 2", "513 tokens", "1 blocks"]),
-        ('{"input_length": "5", "hash_ids": [1]}', ["line 2", "whole numbers"]),
+        ('{"input_length": "5", "hash_ids": [1]}', ["line 2", "whole number"]),
     ],
 )
 def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[str]) -> None:

@@ -191,7 +191,6 @@ BAD = {  # a command, and what its sentence must hold
     "paged --top-k 3": "run has no --top-k",
     "speculate write --draft 0": "--draft at least 1 '0'",
     "speculate --draft 4": "demo has no --draft",
-    "studies.replay requests.jsonl --blocks 500 --quick": "--blocks --quick",
     "studies.projection --pairs pairs.csv --kinds quiz": "--pairs --kinds",
 }
 

@@ -49,15 +49,8 @@ def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
     weights.write_pairs(tmp_path / "pairs.csv")
     with (tmp_path / "pairs.csv").open(newline="") as handle:
         rows = [*csv.DictReader(handle)]
-    assert {"source": rows[0]["source"], "answer": " Paris"}.items() <= rows[1].items()
-    assert rows[0]["source"].startswith(weights.HEADER) and rows[0]["source"].endswith(
-        "France?\nA:"
-    )
-    assert (
-        len({row["target"] for row in rows})
-        == len(rows)
-        == 2 * len({row["source"] for row in rows})
-    )
+    assert rows[0]["source"] == rows[1]["source"] and rows[0]["target"] != rows[1]["target"]
+    assert rows[0]["source"].startswith(weights.HEADER) and rows[1]["answer"] == " Paris"
 
 
 @pytest.mark.slow
@@ -67,8 +60,7 @@ def test_the_whole_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert list(read_json(out / "agreement.json")) == names
     assert "3 layers" in (out / "recycling" / "reduced.jsonl").read_text(encoding="utf-8")
     assert '{"kind": "pairs"' in (out / "projection" / "reduced.jsonl").read_text(encoding="utf-8")
-    printed = capsys.readouterr().out
-    assert " NO " not in printed and f"--init {names[0]} --text FILE" in printed
+    assert " NO " not in capsys.readouterr().out
 
 
 def test_files_that_disagree_end_the_run(
