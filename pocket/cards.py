@@ -67,8 +67,6 @@ def figures_table(recipe: Recipe, figures: dict) -> str:
             f"`{recipe.init}`": read_json(find_file(recipe.init, "figures.json")),
             "llama": figures,
         }
-    elif recipe.kind == "rotary":
-        columns = {f"`{recipe.init}`": figures["learned"], "rotary": figures["rotary"]}
     elif recipe.kind == "student":
         columns = {"this model": figures["student"]}
     elif recipe.kind == "bct":

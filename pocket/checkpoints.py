@@ -15,7 +15,6 @@ import gpt_bounded_cache as bounded
 from gpt_baseline import GPT, GPTConfig
 from llama_kv_cache import Llama
 from load_gpt2_weights import LLAMA_SIZES, find_file, parts_of, turned
-from pocket import rope
 from pocket.cards import card
 from pocket.evaluation import failed_gates, measure
 from pocket.recipes import Recipe
@@ -61,8 +60,6 @@ def gpt2_format(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if isinstance(c, bounded.BCTConfig):
         config |= {name: value for name, value in vars(c).items() if name not in vars(GPTConfig())}
         config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
-    if isinstance(c, rope.GPTConfig):
-        config |= {"model_type": "rotary", "rotary": True}
     return config, {f"transformer.{name}": p for name, p in model.named_parameters()}
 
 

@@ -206,8 +206,6 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
         teacher = load_model(recipe.init, model_class=gpt_kv_cache.GPT)
         return {"kl": divergences(teacher, model, tokenizer), "student": figures}
     plain = load_model(recipe.init, model_class=bounded.GPT)
-    if recipe.kind == "rotary":
-        return {"learned": evaluate(plain, tokenizer), "rotary": figures}
     window = window_of_equal_bytes(recipe.config)
     return {
         "bct": figures,
@@ -233,10 +231,11 @@ def failed_gates(recipe: Recipe, figures: dict) -> list[str]:
         gates = {"it is better than a sliding window of equal bytes": all(better)}
     elif recipe.kind == "bct":  # the paper's rule is there to be looked at, whatever it can do
         gates = {}
-    elif recipe.kind in ("rotary", "llama"):
-        found = figures.get("rotary", figures)
+    elif recipe.kind == "llama":
         known = read_json(find_file(recipe.init, "figures.json"))
-        near = [found[name] >= known[name] - 0.15 for name in ("closed_book_share", "recall_share")]
+        near = [
+            figures[name] >= known[name] - 0.15 for name in ("closed_book_share", "recall_share")
+        ]
         gates = {"its answers are worse by 15 points at most": all(near)}
     else:
         least = min(figures["kl"].values())

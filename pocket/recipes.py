@@ -16,7 +16,6 @@ import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_tokenizer, read_tokenizer
-from pocket import rope
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from support.statistics import kl
 
@@ -137,13 +136,13 @@ def streams(model: nn.Module, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 @dataclass(frozen=True)
 class Distillation(Recipe):
-    """Fine-tuning of a trained model with a bounded memory, or with rotary positions, on what it predicted itself
-    before it was changed.
+    """Fine-tuning of a trained model with a bounded memory on what it predicted itself before it was changed.
 
-    config is that of the new model. With a memory every second step reads on after another text, so that the memory
+    config is that of the new model. Every second step reads on after another text, so that the memory
     isn't empty and the positions are those of a long text.
     """
 
+    kind = "bct"
     init: str = "pocket"  # the model that it begins as and learns from
     text: str | None = None  # a file to train on instead of the corpus
     clusters: bool = True  # W_wq begins as W_k, and the write addresses as k-means of keys; else both are small noise
@@ -156,12 +155,7 @@ class Distillation(Recipe):
 
     @property
     def model_class(self) -> type[nn.Module]:
-        classes = (rope.GPT, bounded.BCT, bounded.GPT)
-        return {model.config_class: model for model in classes}[type(self.config)]
-
-    @property
-    def kind(self) -> str:
-        return "rotary" if isinstance(self.config, rope.GPTConfig) else "bct"
+        return bounded.BCT if self.slots else bounded.GPT
 
     @property
     def name(self) -> str:
@@ -260,7 +254,6 @@ PAPER = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
 STEPS = {
     "bct": 4_000,
     "ablation": 110,
-    "rotary": 2_500,
     "student": 3_000,
     "student-dropout": 600,
     "llama": 1_600,
@@ -306,14 +299,6 @@ def distillation(init: str, config: GPTConfig, steps: int, **options: object) ->
         bounded.BCTConfig(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
     )
     return Distillation(new, phases, documents=60_000, weight_decay=0.0, init=init, **options)
-
-
-def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
-    """The recipe that gives a trained model of this geometry rotary instead of learned positions."""
-    phases = phases_of(config, steps, 1e-3, 8.0, lists=1)
-    return Distillation(
-        rope.GPTConfig(**vars(config)), phases, documents=60_000, weight_decay=0.0, init=init
-    )
 
 
 def uptraining(config: GPTConfig, steps: int) -> Uptraining:

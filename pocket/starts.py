@@ -1,4 +1,4 @@
-"""The model as training begins: an induction circuit, a look back, addresses near the keys."""
+"""The model as training begins: an induction circuit, addresses near the keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import gpt_bounded_cache as bounded
 import gpt_kv_cache
 from gpt_baseline import GPT, GPTConfig
 from load_gpt2_weights import load_model
-from pocket import rope
 from pocket.batches import Corpus
 from pocket.conversion import as_llama
 from pocket.pruning import pruned
@@ -102,19 +101,6 @@ def start_as_copier(model: GPT) -> None:
 
 
 @torch.no_grad()
-def start_looking_back(model: rope.GPT) -> None:
-    """Let heads 0 and 1 of layer 0 look one and two positions back, which they did by learned positions before: their
-    keys are all the same, and their queries are the same vector, turned back by as much."""
-    D = model.config.head_dim
-    bias = model.h[0].attn.c_attn.bias.view(3, -1, D)
-    towards = torch.where(torch.arange(D, device=bias.device) % (D // 2) < D // 4, 6.0, 0.0)
-    for head in (0, 1):  # the fast planes alone: they tell neighbours apart
-        heads(model, 0)[:, :2, head] = 0
-        bias[0, head] = rope.rotate(towards[None], torch.tensor([-1 - head], device=bias.device))[0]
-        bias[1, head] = towards
-
-
-@torch.no_grad()
 def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
     """Return k centres (k, D) of points (N, D) by Lloyd's algorithm; a centre that loses its points becomes another."""
     centres = points[torch.randperm(len(points), generator=generator)[:k]]
@@ -180,11 +166,7 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         model = as_llama(teacher.cpu(), recipe.config, sample.cpu())
         return model.to(device).train(), teacher.to(device)
     model = recipe.model_class(recipe.config).to(device)
-    if recipe.kind == "rotary":
-        model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})
-        start_looking_back(model)
-    else:
-        model.load_state_dict(teacher.state_dict(), strict=False)
-        if recipe.slots and recipe.clusters:
-            start_memory(model, sample, generator)
+    model.load_state_dict(teacher.state_dict(), strict=False)
+    if recipe.slots and recipe.clusters:
+        start_memory(model, sample, generator)
     return model.train(), teacher

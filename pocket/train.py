@@ -7,7 +7,6 @@
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   python pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE --out FOLDER
-  python pocket/train.py rotary                              the teacher with rotary positions, fine-tuned
   python pocket/train.py student                             a narrower model that decodes on the teacher's cache
   python pocket/train.py student --kind prompt               the same, trained otherwise: also alone, dropout
   torchrun --nproc-per-node 8 pocket/train.py student --init gpt2-medium --text FILE --out FOLDER
@@ -47,7 +46,6 @@ from pocket.recipes import (
     Recipe,
     distillation,
     pruning,
-    rotary_recipe,
     uptraining,
 )
 from pocket.tokenizer import train_tokenizer
@@ -55,7 +53,7 @@ from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
 
 HERE = Path(__file__).resolve().parent
-MADE = ("tokenizer", "teacher", "llama", "bct", "rotary", "student", "ablation")
+MADE = ("tokenizer", "teacher", "llama", "bct", "student", "ablation")
 TAKERS = {  # of the options that not all take
     "state": MADE[1:],
     "init": ("bct", "student"),
@@ -73,8 +71,6 @@ def recipe_of(what: str, init: str, steps: int, kind: str, rule: str, text: str 
     config = load_model(init, model_class=GPT).config
     if what == "llama":
         return uptraining(config, steps)
-    if what == "rotary":
-        return rotary_recipe(init, config, steps)
     if what == "student":
         return pruning(init, config, steps, kind, text)
     memory = PAPER if rule == "sum" else MEMORY

@@ -12,14 +12,14 @@ import gpt_kv_cache
 from gpt_baseline import GPT
 from gpt_bounded_cache import BCT
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import cards, corpus, evaluation, recipes, rope
+from pocket import cards, corpus, evaluation, recipes
 from pocket.pruning import Student
 from pocket.recipes import Recipe
 
 FOLDER = Path(__file__).resolve().parent.parent / "pocket"
 STUDENTS = ["student", *(f"student-{kind}" for kind in recipes.KINDS[1:])]
-OTHERS = ["bct", "rotary", "llama", *STUDENTS]
-CLASSES = {"bct": BCT, "rotary": rope.GPT, "llama": None}
+OTHERS = ["bct", "llama", *STUDENTS]
+CLASSES = {"bct": BCT, "llama": None}
 
 
 def made(name: str) -> torch.nn.Module:
@@ -42,8 +42,6 @@ def recipe_of(name: str) -> Recipe:
         return recipes.pruning("pocket", plain, steps, kind or recipes.KINDS[0])
     if what == "llama":
         return recipes.uptraining(plain, steps)
-    if what == "rotary":
-        return recipes.rotary_recipe("pocket", plain, steps)
     return recipes.distillation("pocket", plain, steps, **recipes.MEMORY)
 
 
@@ -123,10 +121,9 @@ def test_the_last_third_of_a_fine_tuning_reads_long_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["teacher", "rotary", "llama"])
+@pytest.mark.parametrize("name", ["teacher", "llama"])
 def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None:
     model, figures = made(name), figures_of(name)
-    figures = figures.get(name, figures)
     documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 300)]
     nats, _ = evaluation.continuation_loss(model, tokenizer, documents)
     assert math.exp(nats) == pytest.approx(figures["perplexity"], rel=1e-3)

@@ -24,7 +24,6 @@ from pocket import (
     evaluation,
     pruning,
     recipes,
-    rope,
     starts,
     train,
     training,
@@ -65,8 +64,6 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
     """A recipe that makes something of the small teacher."""
     if what == "bct":
         recipe = recipes.distillation(teacher, PLAIN, steps, **options)
-    elif what == "rotary":
-        recipe = recipes.rotary_recipe(teacher, PLAIN, steps)
     elif what == "llama":
         recipe = replace(recipes.uptraining(PLAIN, steps), init=teacher)
     else:
@@ -209,7 +206,7 @@ def one_sentence(argv: list[str], capsys: pytest.CaptureFixture) -> str:
         ("teacher --init gpt2", "--init"),
         ("llama --init gpt2", "--init"),
         ("teacher --steps 5", "--steps"),
-        ("rotary --text x", "--text"),
+        ("llama --text x", "--text"),
         ("tokenizer --state x", "--state"),
         ("student --rule sum", "--rule is an option of bct, not of student"),
     ],
@@ -437,15 +434,6 @@ def assert_looks_back(q: Tensor, k: Tensor, n: int) -> None:
     """q and k (T, D): each query's best key is n tokens before it, whatever the tokens are."""
     best = (q @ k.T).tril()[n:].argmax(dim=1)
     assert best.tolist() == list(range(len(q) - n))
-
-
-def test_rotary_heads_begin_by_looking_one_and_two_positions_back(teacher: str) -> None:
-    model, _ = begun(recipe_of("rotary", teacher))
-    q, k, _ = model.h[0].attn.project(torch.randn(1, 20, 24))
-    q, k = (rope.rotate(x, torch.arange(20)) for x in (q, k))
-    for head in (0, 1):
-        assert_looks_back(q[0, head], k[0, head], head + 1)
-    assert not model.wpe.weight.any() and not model.wpe.weight.requires_grad
 
 
 @pytest.fixture(scope="module")
