@@ -167,6 +167,6 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         return model.to(device).train(), teacher.to(device)
     model = recipe.model_class(recipe.config).to(device)
     model.load_state_dict(teacher.state_dict(), strict=False)
-    if recipe.slots and recipe.clusters:
+    if recipe.clusters:
         start_memory(model, sample, generator)
     return model.train(), teacher

@@ -37,12 +37,11 @@ def recipe_of(name: str) -> Recipe:
     plain = recipes.TEACHER.config
     if name == "teacher":
         return recipes.TEACHER
-    steps = recipes.STEPS.get(name, recipes.STEPS[what])
     if what == "student":
-        return recipes.pruning("pocket", plain, steps, kind or recipes.KINDS[0])
+        return recipes.pruning("pocket", plain, None, kind or recipes.KINDS[0])
     if what == "llama":
-        return recipes.uptraining(plain, steps)
-    return recipes.distillation("pocket", plain, steps, **recipes.MEMORY)
+        return recipes.uptraining(plain)
+    return recipes.distillation("pocket", plain, **recipes.MEMORY)
 
 
 @pytest.fixture(scope="module")
