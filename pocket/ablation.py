@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-from gpt_baseline import GPT
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from pocket.evaluation import Windowed, answers, continuation_loss
+from pocket.evaluation import Windowed, answers, perplexity
 from pocket.recipes import MEMORY, Batch, Distillation, mixed_precision, phases_of
 from pocket.training import train
 from support.files import write_json
@@ -128,13 +127,11 @@ def ablation(run: Path, path: Path) -> None:
     """Train every row of ABLATION for a few steps from the teacher and write their figures on the split "valid"."""
     tokenizer = load_tokenizer("pocket")
     plain = load_model("pocket", model_class=bounded.GPT)
-    documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("valid", 300)]
     results = []
 
     def measure(name: str, steps: int, model: nn.Module) -> None:
         nats, share = answers(model, tokenizer, corpus.recall_questions("valid", 300))
-        perplexity = math.exp(continuation_loss(model, tokenizer, documents)[0])
-        row = {"name": name, "steps": steps, "perplexity": perplexity}
+        row = {"name": name, "steps": steps, "perplexity": perplexity(model, tokenizer, "valid")}
         results.append(row | {"recall_nats": nats, "recall_share": share})
         print(json.dumps(results[-1]))
 

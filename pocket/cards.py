@@ -8,7 +8,7 @@ import jinja2
 import torch
 from torch import nn
 
-from gpt_baseline import GPT, generate
+from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import find_file
 from pocket import coherence, corpus
 from pocket.recipes import TEACHER, Recipe, size_of

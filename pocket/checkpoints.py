@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gpt_bounded_cache as bounded
-from gpt_baseline import GPT, GPTConfig
+from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
 from load_gpt2_weights import LLAMA_SIZES, find_file, parts_of, turned
 from pocket.cards import card

@@ -25,7 +25,7 @@ from functools import cache
 import tiktoken
 import torch
 
-import gpt_kv_cache
+from gpt_kv_cache import GPT, generate
 from pocket import corpus
 from pocket.sentences.stories import CREATURE_ASIDE, ENDINGS, INCIDENTS, OPENINGS, PAYS, STATES
 
@@ -180,7 +180,7 @@ def openings(split: str, n: int, seed: int = 0) -> list[str]:
 
 
 def write(
-    model: gpt_kv_cache.GPT,
+    model: GPT,
     tokenizer: tiktoken.Encoding,
     prompts: list[str],
     temperature: float = 0.0,
@@ -192,7 +192,7 @@ def write(
     stories = {}
     for length in sorted({len(ids) for ids in encoded}):  # those of the same length together
         batch = sorted({ids for ids in encoded if len(ids) == length})
-        new = gpt_kv_cache.generate(
+        new = generate(
             model,
             torch.tensor(batch),
             400,

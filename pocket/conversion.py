@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_baseline import GPT
+from gpt_kv_cache import GPT
 from llama_kv_cache import Llama, LlamaConfig, rotate, rotation
 from pocket.recipes import centred
 

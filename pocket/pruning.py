@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import gpt_kv_cache
-from gpt_baseline import GPTConfig
+from gpt_kv_cache import GPT, GPTConfig, KVCache
 
 
-class Student(gpt_kv_cache.GPT):
+class Student(GPT):
     """A narrower model in training, on its own cache or a teacher's."""
 
     def forward(
         self,
         ids: Tensor,
-        cache: gpt_kv_cache.KVCache | None = None,
+        cache: KVCache | None = None,
         last_only: bool = False,
         start: Tensor | None = None,
     ) -> Tensor:
@@ -40,7 +39,7 @@ class Student(gpt_kv_cache.GPT):
 
 
 @torch.no_grad()
-def pruned(teacher: gpt_kv_cache.GPT, config: GPTConfig, ids: Tensor) -> Student:
+def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> Student:
     """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
     active (mean absolute value) on texts ids (B, T)."""
     hidden: list[Tensor] = []

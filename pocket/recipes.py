@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-import gpt_kv_cache
-from gpt_baseline import GPT, GPTConfig
+from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_tokenizer
 from pocket.tokenizer import VOCABULARY
@@ -190,9 +189,9 @@ class Pruning(Change):
         kind = "dropout" if self.config.dropout else self.mode
         return self.kind if kind == KINDS[0] else f"{self.kind}-{kind}"
 
-    def losses(self, model: nn.Module, teacher: gpt_kv_cache.GPT, batch: Batch) -> Tensor:
+    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
-        cache, rows = gpt_kv_cache.KVCache(), batch.rows[:, :-1]
+        cache, rows = KVCache(), batch.rows[:, :-1]
         with mixed_precision(rows.device):
             expected = teacher(rows, cache)
             got = model(rows, cache, start=batch.segments)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-import gpt_kv_cache
-from gpt_baseline import GPT, GPTConfig
+from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus
 from pocket.conversion import as_llama
@@ -151,8 +150,7 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         if recipe.kind == "teacher":
             start_as_copier(model)
         return model.to(device).train(), None
-    kind = gpt_kv_cache.GPT if isinstance(recipe, Pruning) else GPT
-    teacher = load_model(recipe.init, model_class=kind, device=device).requires_grad_(False)
+    teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
     generator = torch.Generator().manual_seed(recipe.seed)
     sample = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)[0][
         :, :-1
@@ -160,7 +158,7 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
     if isinstance(recipe, Pruning):
         model = pruned(teacher, recipe.config, sample)
         if recipe.begin:
-            model.load_state_dict(load_model(recipe.begin, model_class=kind).state_dict())
+            model.load_state_dict(load_model(recipe.begin, model_class=GPT).state_dict())
         return model.train(), teacher
     if recipe.kind == "llama":
         model = as_llama(teacher.cpu(), recipe.config, sample.cpu())

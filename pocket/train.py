@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gpt_baseline import GPT
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.ablation import ablation
 from pocket.batches import rank

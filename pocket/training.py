@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt_baseline import GPT
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus, batch_at, rank, text_of, world_size
 from pocket.recipes import Recipe, learning_rate, phase_at, size_of

@@ -1,16 +1,14 @@
 """The models that come along: small, readable by others, and able to do what their cards say."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-import gpt_kv_cache
-from gpt_baseline import GPT
 from gpt_bounded_cache import BCT
+from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import cards, corpus, evaluation, recipes
 from pocket.pruning import Student
@@ -60,7 +58,7 @@ def test_transformers_computes_the_same(name: str, tokenizer) -> None:
         torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-3, rtol=1e-4)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     new = theirs.generate(ids[:, :20], max_new_tokens=60, **options)
-    ours = gpt_kv_cache.generate(model, ids[:, :20], 60)
+    ours = generate(model, ids[:, :20], 60)
     assert [int(token) for token in ours] == new[0, 20:].tolist()
 
 
@@ -80,7 +78,7 @@ def test_names_come_from_the_prompt(name: str, tokenizer) -> None:
     texts = []
     for person in ("Halek", "Zanav"):
         ids = torch.tensor([tokenizer.encode_ordinary(prompt.replace("Halek", person))])
-        new = gpt_kv_cache.generate(load_model(name), ids, 120, stop_id=tokenizer.eot_token)
+        new = generate(load_model(name), ids, 120, stop_id=tokenizer.eot_token)
         texts.append(tokenizer.decode([int(t) for t in new]))
     assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
 
@@ -122,12 +120,11 @@ def test_the_last_third_of_a_fine_tuning_reads_long_rows() -> None:
 @pytest.mark.parametrize("name", ["teacher", "llama"])
 def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None:
     model, figures = made(name), figures_of(name)
-    documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("test", 300)]
-    nats, _ = evaluation.continuation_loss(model, tokenizer, documents)
-    assert math.exp(nats) == pytest.approx(figures["perplexity"], rel=1e-3)
-    nats, share = evaluation.answers(model, tokenizer, corpus.recall_questions("test", 300))
+    found = evaluation.perplexity(model, tokenizer, "test")
+    assert found == pytest.approx(figures["perplexity"], rel=1e-3)
+    _, share = evaluation.answers(model, tokenizer, corpus.recall_questions("test", 300))
     assert share == pytest.approx(figures["recall_share"], abs=0.01)
-    lists = evaluation.continuation_loss(model, tokenizer, corpus.repeated_lists("test", 100))
+    lists = evaluation.list_losses(model, tokenizer, "test")
     expected = (figures["list_first_nats"], figures["list_second_nats"])
     assert lists == pytest.approx(expected, rel=1e-2)
 

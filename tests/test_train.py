@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache
-import gpt_kv_cache
-from gpt_baseline import GPT, GPTConfig
 from gpt_bounded_cache import BCT
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer, read_tokenizer
 from pocket import (
@@ -463,7 +462,7 @@ def test_shared_factors_lose_nothing_if_there_are_enough() -> None:
 def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str) -> None:
     c = recipe_of("segments", teacher).config
     assert (c.n_layer, c.n_head, c.head_dim, c.n_ctx, c.n_embd, c.n_inner) == (2, 3, 8, 32, 16, 56)
-    plain = load_model(teacher, model_class=gpt_kv_cache.GPT)
+    plain = load_model(teacher, model_class=GPT)
     loud, quiet = list(range(3, 19)), [0, 1, 2, *range(19, 24)]
     with torch.no_grad():  # of the hidden dimensions 8 hardly show, of layer 1's neurons 40
         for block in plain.h:
@@ -490,7 +489,7 @@ def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> N
     model.eval()
     ids = ids_of(2, 32)
     start = torch.stack([torch.arange(32) // 8 * 8, torch.arange(32) * 0])
-    cache = gpt_kv_cache.KVCache()
+    cache = KVCache()
     close = {"atol": 1e-4, "rtol": 1e-4}
     with torch.no_grad():
         plain(ids, cache)
@@ -525,7 +524,7 @@ def test_answers_agrees_with_greedy_decoding() -> None:
     right = 0
     for question in questions:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-        new = gpt_kv_cache.generate(model, ids, 20, stop_id=tokenizer.eot_token)
+        new = generate(model, ids, 20, stop_id=tokenizer.eot_token)
         line = tokenizer.decode([t.item() for t in new]).split("\n")[0]
         right += line.removesuffix("<|endoftext|>") == f" {question.answer}"
     share = evaluation.answers(model, tokenizer, questions)[1]
@@ -533,8 +532,8 @@ def test_answers_agrees_with_greedy_decoding() -> None:
 
 
 def test_export_writes_what_load_model_reads(converted: tuple, tmp_path: Path) -> None:
-    config = gpt_kv_cache.GPTConfig(**vars(PLAIN) | {"n_embd": 20, "n_inner": 24})
-    for model in (gpt_kv_cache.GPT(config), converted[1]):
+    config = GPTConfig(**vars(PLAIN) | {"n_embd": 20, "n_inner": 24})
+    for model in (GPT(config), converted[1]):
         checkpoints.export(model, tmp_path)
         loaded = load_model(str(tmp_path))
         assert loaded.config == model.config
