@@ -60,7 +60,7 @@ class Corpus:
     """The tokens of the training documents, <|endoftext|> after each; where each document starts; what is an answer."""
 
     def __init__(
-        self, documents: int, seed: int, tokenizer: tiktoken.Encoding, file: str | None = None
+        self, documents: int, tokenizer: tiktoken.Encoding, file: str | None = None
     ) -> None:
         self.vocabulary = tokenizer.n_vocab
         tokens: list[int] = []
@@ -71,7 +71,7 @@ class Corpus:
             tokens.extend(ids)
             is_answer.extend([answer] * len(ids))
 
-        texts: Iterable[str] = (doc.text for doc in corpus.documents("train", documents, seed))
+        texts: Iterable[str] = (doc.text for doc in corpus.documents("train", documents))
         if file is not None:
             parts = read_text(Path(file)).split("<|endoftext|>")
             texts = [text for text in parts if text.strip()]
@@ -115,7 +115,7 @@ class Corpus:
 
 def text_of(recipe: Recipe) -> Corpus:
     """Return the text that a recipe trains on, in the tokens of its model."""
-    return Corpus(recipe.documents, recipe.seed, recipe.tokenizer, recipe.text)
+    return Corpus(recipe.documents, recipe.tokenizer, recipe.text)
 
 
 def segment_starts(
@@ -140,7 +140,7 @@ def segment_starts(
 def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
     """Return the batch of a step, all processes together."""
     phase, progress = phase_at(recipe, step)
-    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed(step)
     longest = 1.0 if phase.documents else progress
     rows, weights = lists_batch(phase, recipe.config.vocab_size, longest, generator)
     if phase.documents:

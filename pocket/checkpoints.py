@@ -21,6 +21,8 @@ from pocket.recipes import Recipe
 from support.figures import figure
 from support.files import write_atomically, write_json
 
+SIZES = ("n_ctx", "n_embd", "n_layer", "n_head", "n_inner")
+
 
 def export(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16) -> None:
     """Write config.json and model.safetensors in Hugging Face format."""
@@ -46,15 +48,9 @@ def gpt2_format(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "layer_norm_epsilon": 1e-5,
         "vocab_size": c.vocab_size,
         "n_positions": c.n_ctx,
-        "n_ctx": c.n_ctx,
-        "n_embd": c.n_embd,
-        "n_layer": c.n_layer,
-        "n_head": c.n_head,
-        "n_inner": c.n_inner,
-        "attn_pdrop": c.dropout,
-        "embd_pdrop": c.dropout,
-        "resid_pdrop": c.dropout,
     }
+    config |= {name: getattr(c, name) for name in SIZES}
+    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
     if isinstance(c, bounded.BCTConfig):

@@ -1,6 +1,6 @@
 """An invented world and the documents about it: the text on which pocket is trained and measured.
 
-Every document is a pure function of (seed, split, index), so that a run can be resumed, or cut
+Every document is a pure function of (split, index), so that a run can be resumed, or cut
 among workers, by index alone. Two kinds of knowledge are kept apart on purpose:
 
 closed book  facts of the world (towns, creatures), the same in every split: learned in training
@@ -467,12 +467,12 @@ KINDS = {
 # --- What the rest of the project uses ------------------------------------------------------------------
 
 
-def document(split: str, index: int, seed: int = 0) -> Document:
-    """The document at (seed, split, index), 350 to 1900 characters long.
+def document(split: str, index: int) -> Document:
+    """The document at (split, index), 350 to 1900 characters long.
 
     Raises ValueError for an unknown split or a negative index.
     """
-    pen = Pen(split, f"{seed}/{split}/{index}")
+    pen = Pen(split, f"0/{split}/{index}")
     if index < 0:
         raise ValueError(f"index must be 0 or more, got {index}")
     kind = pen.rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
@@ -482,10 +482,10 @@ def document(split: str, index: int, seed: int = 0) -> Document:
     return Document(kind, text)
 
 
-def documents(split: str, n: int, seed: int = 0) -> Iterator[Document]:
+def documents(split: str, n: int) -> Iterator[Document]:
     """The first n documents of a split."""
     Pen(split, "")  # an unknown split is refused here, not at the first next()
-    return (document(split, i, seed) for i in range(n))
+    return (document(split, i) for i in range(n))
 
 
 def beginnings(tokenizer: Any, split: str, n: int, tokens: int) -> list[list[int]]:
@@ -519,7 +519,7 @@ def closed_book_questions(split: str) -> list[Question]:
     return found
 
 
-def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
+def recall_questions(split: str, n: int) -> list[Question]:
     """n questions on early facts of stories and dialogues; three in a row are paraphrases on the same text.
 
     The text states the asked fact once and never comes back to it. Prompts are 350 to 1300 characters long.
@@ -527,7 +527,7 @@ def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
     questions: list[Question] = []
     index = 0
     while len(questions) < n:
-        pen = Pen(split, f"{seed}/{split}/recall/{index}")
+        pen = Pen(split, f"0/{split}/recall/{index}")
         text, key = "", ""
         while not 270 <= len(text) <= 1200:
             if index % 3 == 2:
@@ -539,7 +539,7 @@ def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
         for i in sorted(pen.rng.sample(range(len(asks[pen.side])), 3)):
             prompt = asked(english(asks[pen.side][i].format(**v)), text)
-            questions.append(Question(f"recall:{split}:{seed}:{index}:{key}", i, prompt, answer))
+            questions.append(Question(f"recall:{split}:{index}:{key}", i, prompt, answer))
         index += 1
     return questions[:n]
 

@@ -72,7 +72,6 @@ class Recipe:
     config: GPTConfig
     phases: tuple[Phase, ...]
     documents: int
-    seed: int = 0
     weight_decay: float = 0.1
     warmup: int = 100
 

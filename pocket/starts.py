@@ -144,14 +144,14 @@ def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) ->
 
 def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
     """Return the model as training begins, and the teacher that it learns from, if any."""
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(0)
     if recipe.init is None:
         model = recipe.model_class(recipe.config)
         if recipe.kind == "teacher":
             start_as_copier(model)
         return model.to(device).train(), None
     teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
-    generator = torch.Generator().manual_seed(recipe.seed)
+    generator = torch.Generator().manual_seed(0)
     sample = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)[0][
         :, :-1
     ].to(device)

@@ -120,7 +120,7 @@ def test_a_run_of_another_recipe_or_from_other_weights_is_refused(
     recipe = recipe_of("bct", teacher, **MEMORY)
     training.train(recipe, tmp_path, stop_at=1)
     with pytest.raises(ValueError, match="another recipe"):
-        training.train(replace(recipe, seed=1), tmp_path)
+        training.train(replace(recipe, documents=59), tmp_path)
     model = load_model(teacher, model_class=GPT)
     model.wte.weight.data[0, 0] += 1
     checkpoints.export(model, Path(teacher))
@@ -231,7 +231,7 @@ def test_a_damaged_state_is_noticed_first(
 
 def test_answers_weigh_what_the_phase_says() -> None:
     tokenizer = read_tokenizer(TOKENIZER)
-    text = batches.Corpus(20, 0, tokenizer)
+    text = batches.Corpus(20, tokenizer)
     phase = Phase(steps=1, documents=5, lists=0, context=64, lr=0, answers=10.0)
     rows, weights = text.batch(phase, torch.Generator().manual_seed(0))
     assert weights.unique().tolist() == [1.0, 10.0]
@@ -245,7 +245,7 @@ def test_answers_weigh_what_the_phase_says() -> None:
 
 
 def test_shuffled_rows_keep_nothing_but_which_tokens_are_the_same() -> None:
-    text = batches.Corpus(20, 0, recipes.TEACHER.tokenizer)
+    text = batches.Corpus(20, recipes.TEACHER.tokenizer)
     plain = Phase(steps=1, documents=4, lists=0, context=64, lr=0, answers=5.0)
     rows, _ = text.batch(plain, torch.Generator().manual_seed(0))
     half = replace(plain, documents=1, shuffled=3)
@@ -358,7 +358,7 @@ def converted() -> tuple[GPT, nn.Module, Tensor]:
     model = load_model("pocket", model_class=GPT)
     config = recipes.uptraining(model.config, 300).config
     phase = Phase(steps=1, documents=4, lists=0, context=256, lr=0)
-    text = batches.Corpus(100, 0, recipes.TEACHER.tokenizer)
+    text = batches.Corpus(100, recipes.TEACHER.tokenizer)
     rows, others = (text.batch(phase, torch.Generator().manual_seed(i))[0] for i in range(2))
     return model, conversion.as_llama(model, config, rows[:, :-1]).eval(), others[:, :-1]
 
