@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -118,13 +120,18 @@ class Uptraining(Change):
         are not in a Llama's stream, and the mean of a stream is of no account to a GPT-2."""
         rows = batch.rows[:, :-1]
         with mixed_precision(rows.device):
-            expected, theirs = streams(teacher, rows)
-            got, ours = streams(model, rows)
-        positions = teacher.wpe.weight[: rows.size(1)] - teacher.wpe.weight.mean(0)
+            with recorded(teacher.h) as theirs:
+                expected = teacher(rows)
+            with recorded(
+                getattr(model, "module", model).h
+            ) as ours:  # under torchrun it is wrapped
+                got = model(rows)
         apart = []
         for target, stream in zip(theirs[:-1], ours[:-1], strict=True):
-            target, stream = centred(target.float() - positions), centred(stream.float())
-            apart.append((target - stream).square().mean(-1) / target.square().mean())
+            target, stream = target.float() - positions(teacher, rows.size(1)), stream.float()
+            apart.append(
+                centred(target - stream).square().mean(-1) / centred(target).square().mean()
+            )
         return kl(expected, got) + torch.stack(apart).mean(0)
 
 
@@ -133,15 +140,23 @@ def centred(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
-def streams(model: nn.Module, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the logits of rows, and what each block has added up to."""
+def positions(model: GPT, n: int) -> Tensor:
+    """Return by how much the embeddings (n, C) of the first positions differ from their mean."""
+    return model.wpe.weight[:n] - model.wpe.weight.mean(0)
+
+
+@contextmanager
+def recorded(modules: Iterable[nn.Module], inputs: bool = False) -> Iterator[list[Tensor]]:
+    """Yield what modules return, or are given, in the order in which they are called within."""
     found: list[Tensor] = []
-    blocks = getattr(model, "module", model).h  # under torchrun it is wrapped
-    hooks = [block.register_forward_hook(lambda *call: found.append(call[-1])) for block in blocks]
-    logits = model(rows)
+
+    def record(module: nn.Module, given: tuple, returned: Tensor) -> None:
+        found.append(given[0] if inputs else returned)
+
+    hooks = [module.register_forward_hook(record) for module in modules]
+    yield found
     for hook in hooks:
         hook.remove()
-    return logits, found
 
 
 @dataclass(frozen=True)

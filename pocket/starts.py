@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-from gpt_kv_cache import GPT, GPTConfig
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus
 from pocket.conversion import as_llama
 from pocket.pruning import pruned
-from pocket.recipes import Pruning, Recipe
+from pocket.recipes import Pruning, Recipe, recorded
 
 MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
 
@@ -113,22 +113,14 @@ def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15
 
 
 @torch.no_grad()
-def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) -> None:
+def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.Generator) -> None:
     """Let writing begin with sense: a token is written to the slots whose address is nearest to its key.
 
     W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
     of the texts ids (B, T). Small random addresses would make all slots the same mean.
     """
-    plain = (
-        GPT(GPTConfig(**{name: getattr(model.config, name) for name in vars(GPTConfig())}))
-        .to(ids.device)
-        .eval()
-    )
-    plain.load_state_dict(model.state_dict(), strict=False)
-    inputs: list[Tensor] = []
-    for block in plain.h:
-        block.ln_1.register_forward_hook(lambda module, args, output: inputs.append(output))
-    plain(ids)
+    with recorded(block.ln_1 for block in plain.h) as inputs:
+        plain(ids)
     width = model.config.n_head * model.config.head_dim
     for block, x in zip(model.h, inputs, strict=True):
         block.memory.c_query.weight.copy_(block.attn.c_attn.weight[:, width : 2 * width])
@@ -166,5 +158,5 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
     model = recipe.model_class(recipe.config).to(device)
     model.load_state_dict(teacher.state_dict(), strict=False)
     if recipe.clusters:
-        start_memory(model, sample, generator)
+        start_memory(model, teacher, sample, generator)
     return model.train(), teacher
