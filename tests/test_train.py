@@ -128,6 +128,14 @@ def test_a_run_of_another_recipe_or_from_other_weights_is_refused(
         training.train(recipe, tmp_path)
 
 
+def test_more_processes_than_rows_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(training, "world_size", lambda: 3)
+    with pytest.raises(ValueError, match="3 processes .* 2 rows"):
+        training.train(TINY, tmp_path)
+
+
 COMMANDS = {"bct": [], "bct-sum": ["--rule", "sum"], "student": []}
 
 
