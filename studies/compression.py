@@ -1,11 +1,13 @@
 """Smaller caches beside the exact one: what they cost, what they lose, and where each breaks.
 
 `python3 -m studies.compression` takes about ten minutes on one thread. Texts are read token
-by token, so that every prediction is made from compressed tokens.
+by token, so that every prediction is made from compressed tokens. All of it is measured on pocket, a
+GPT-2, and on pocket-llama.
 
 Ways: those of compress.py, each sized for the text at hand; 2 bits the other way round (keys per
-token, values per channel); small norms from the third layer on; a BCT, which has learned to write to
-a memory. Metrics, on held-out texts of 512 tokens unless said:
+token, values per channel); small norms from the third layer on; and on pocket two models that were
+trained to hold less: a BCT, which writes to a memory, and grouped heads, which are pocket-llama with
+full attention. Metrics, on held-out texts of 512 tokens unless said:
 
 kl, above           of the predictions to full attention's, in nats; by which share the perplexity is
                     above full attention's
@@ -193,23 +195,30 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
 
 def measure(rows: Rows, few: int, turns: int) -> None:
     """Measure what the rows lack; few: by which the numbers of texts are divided."""
-    model = load_model("pocket")
-    on = conditions("pocket", model)
-    named = f"pocket: {on['parameters']:,} parameters"
     piece = 1 if few == 1 else 32
-    readers = readers_of(model, piece)
-    exact = readers["full"]
     numbers = f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
-    rows.begin(named, numbers, *machine_of(on))
-    if due := rows.due(readers, "kl"):
-        quality(rows, {}, {way: readers[way] for way in due}, exact, few)
-    if rows.due(["bct"], "kl"):
-        bct = load_model("pocket-bct", model_class=bounded.BCT)
-        quality(rows, {}, {"bct": Reader(bct, lambda _: bct.new_cache(), piece)}, exact, few)
-    if rows.due(["full"], "norms"):
-        rows.add("full", {}, norms=correlations(model, few))
-    if rows.due(["full"], "time"):
-        times(rows, {}, model, turns)
+    models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
+    for name, model in models.items():
+        at = {} if name == "pocket" else {"model": name}
+        on = conditions(name, model)
+        rows.begin(f"{name}: {on['parameters']:,} parameters", numbers, *machine_of(on))
+        readers = readers_of(model, piece)
+        exact = readers["full"]
+        if due := rows.due(readers, "kl", **at):
+            quality(rows, at, {way: readers[way] for way in due}, exact, few)
+        if rows.due(["full"], "norms", **at):
+            rows.add("full", at, norms=correlations(model, few))
+        if rows.due(["full"], "time", **at):
+            times(rows, at, model, turns)
+    bct = load_model("pocket-bct", model_class=bounded.BCT)
+    trained = {
+        "bct": Reader(bct, lambda _: bct.new_cache(), piece),
+        "grouped": Reader(models["pocket-llama"], lambda _: KVCache(), piece),
+    }
+    if due := rows.due(trained, "kl"):
+        exact = readers_of(models["pocket"], piece)["full"]
+        rows.begin("pocket, and what was trained to hold less", numbers, *machine_of(on))
+        quality(rows, {}, {way: trained[way] for way in due}, exact, few)
     if few == 1 and rows.due(["full"], "time", model="124M"):
         large = random_model(GPT, "124M")
         on = conditions("124M", large)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import random
-import re
 import struct
 import subprocess
 import sys
@@ -173,12 +172,6 @@ def test_full_gpt2_geometry_equals_transformers(full_size) -> None:
     print(f"largest logit difference to transformers at 124M: {difference:.1e}")
 
 
-def test_all_model_files_take_the_same_weights(tmp_path: Path) -> None:
-    folder = write(tmp_path, tensors := random_tensors())
-    assert_loaded(loader.load_model(folder, model_class=BaselineGPT), tensors)
-    assert_loaded(loader.load_model(folder, model_class=GPT), tensors)
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "distilgpt2", "DialoGPT", "DialoGPT, before PyTorch 1.6"])
 def test_public_layouts_equal_transformers(tmp_path: Path, kind: str) -> None:
     """gpt2's file has bare names, distilgpt2's prefixed ones, DialoGPT's also its head, in fp16; all hold masks."""
@@ -193,17 +186,6 @@ def test_public_layouts_equal_transformers(tmp_path: Path, kind: str) -> None:
     folder = write(tmp_path, tensors | masks(2, 32, prefix), **options)
     model = loader.load_model(folder, model_class=GPT)
     assert_same_model(model, reference.float(), tolerance=1e-4, n_tokens=32)
-
-
-def test_sharded_safetensors_equal_transformers(tmp_path: Path) -> None:
-    reference = transformers_model(std=0.2, **TINY)
-    reference.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file() and not (
-        tmp_path / "model.safetensors"
-    ).exists()
-    assert_same_model(
-        loader.load_model(str(tmp_path), model_class=GPT), reference, tolerance=1e-4, n_tokens=32
-    )
 
 
 def test_sharded_bin(tmp_path: Path) -> None:
@@ -221,9 +203,11 @@ def test_sharded_bin(tmp_path: Path) -> None:
 def test_narrow_model_with_wide_heads(tmp_path: Path) -> None:
     config = config_of(head_dim=8, n_inner=24)  # 4 heads of 8, width 16
     folder = write(tmp_path, tensors := random_tensors(config), config)
-    model = loader.load_model(folder, model_class=GPT)
-    assert_loaded(model, tensors)
-    assert (model.config.head_dim, model.config.n_inner, model.config.n_embd) == (8, 24, 16)
+    for model_class in (BaselineGPT, GPT):
+        model = loader.load_model(folder, model_class=model_class)
+        assert_loaded(model, tensors)
+        c = model.config
+        assert (c.head_dim, c.n_inner, c.n_embd) == (8, 24, 16)
 
 
 # --- dtype, memory, parameters of our own ----------------------------------------------------------------------------
@@ -315,13 +299,6 @@ def test_peak_memory_is_one_copy(full_size) -> None:
 
 
 # --- names and the Hugging Face cache --------------------------------------------------------------------------------
-
-
-def test_names() -> None:
-    for name, checkpoint in loader.PUBLIC.items():
-        assert checkpoint.repo.rpartition("/")[2] == name.rpartition("/")[2]
-        assert re.fullmatch("[0-9a-f]{40}|main", checkpoint.revision)
-        assert name in loader.NAMES
 
 
 @pytest.fixture
@@ -728,10 +705,10 @@ def test_own_tokenizer(own_tokenizer: tiktoken.Encoding, tmp_path: Path) -> None
     assert own_tokenizer.encode("a the é") == [97, 258, 101, 32, 259]
     assert own_tokenizer.encode("x<|endoftext|>", allowed_special="all") == [120, 261]
     assert (own_tokenizer.eot_token, own_tokenizer.n_vocab) == (261, 262)
-    write(tmp_path, None, config_of(vocab_size=write_tokenizer(tmp_path)))
-    assert loader.load_tokenizer(str(tmp_path)).n_vocab == 257
-    write(tmp_path, None, config_of(vocab_size=write_tokenizer(tmp_path, (b"th",))))
-    assert loader.load_tokenizer(str(tmp_path)).n_vocab == 258  # the new content, not a cached one
+    for merges in ((), (b"th",)):  # the second content, not a cached one
+        config = config_of(vocab_size=write_tokenizer(tmp_path, merges))
+        folder = write(tmp_path, None, config)
+        assert loader.load_tokenizer(folder).n_vocab == 257 + len(merges)
 
 
 @pytest.mark.parametrize(
@@ -862,44 +839,36 @@ def test_bad_input_is_one_sentence(words: list[str], culprits: list[str]) -> Non
     refused(run(loader.main, *words), *culprits)
 
 
-def test_verify_against_greedy_text_of_transformers(
-    hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole of --verify, on a byte-level model: what transformers writes stands for the published text."""
-    reference = transformers_model(std=0.2, **{**TINY, "vocab_size": 257})
-    # It prefers ASCII, so that the text has no broken characters.
-    reference.transformer.wte.weight.data[128:256] = 0.0
-    tensors = {name: tensor.clone() for name, tensor in reference.transformer.state_dict().items()}
-    cache_snapshot(hub_cache, "gpt2", tensors, config_of(vocab_size=257))
-    write_tokenizer(tmp_path)
-    encoding = loader.read_tokenizer(tmp_path / "tokenizer.tiktoken")
+def test_verify_tells_same_from_different(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of --verify, on a byte-level model: its own text stands for the published one."""
+    tensors = random_tensors(config := config_of(vocab_size=257))
+    tensors["wte.weight"][128:] = 0  # it writes ASCII, so that the text has no broken characters
+    cache_snapshot(hub_cache, "gpt2", tensors, config)
+    write_tokenizer(hub_cache)
+    encoding = loader.read_tokenizer(hub_cache / "tokenizer.tiktoken")
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
-    entries = []
+    monkeypatch.setattr(loader, "EXPECTED_OUTPUTS", hub_cache / "expected.json")
+    model, entries = loader.load_model("gpt2", model_class=GPT), []
     for prompt in ("The dog", "Hi<|endoftext|>"):
         ids = torch.tensor([encoding.encode(prompt, allowed_special="all")])
-        mask = torch.ones_like(ids)
-        out = reference.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-        text = encoding.decode(out[0, ids.size(1) :].tolist())
-        assert "\ufffd" not in text
-        entries.append({"model": "gpt2", "prompt": prompt, "continuation": text, "source": "them"})
-    table = tmp_path / "expected.json"
-    monkeypatch.setattr(loader, "EXPECTED_OUTPUTS", table)
+        text = encoding.decode([int(token) for token in generate(model, ids, 12)])
+        entries.append({"model": "gpt2", "prompt": prompt, "continuation": text, "source": "us"})
     for right, said in ((2, "2 of 2 published continuations reproduced"), (1, "1 of 2")):
-        table.write_text(json.dumps({"continuations": entries}))
+        loader.EXPECTED_OUTPUTS.write_text(json.dumps({"continuations": entries}))
         ran = run(loader.main, "gpt2", "--verify", "--device", "cpu")
         assert ran.code == 2 - right and said in ran.out, ran.err
         entries[1]["continuation"] = "x" + entries[1]["continuation"][1:]
-    assert "DIFFERENT: 'Hi<|endoftext|>'" in ran.out and "by: them" in ran.out
+    assert "DIFFERENT: 'Hi<|endoftext|>'" in ran.out and "by: us" in ran.out
 
 
 def test_published_continuations_are_well_formed() -> None:
     published = read_json(loader.EXPECTED_OUTPUTS)["continuations"]
     assert len(published) == 16 and {entry["model"] for entry in published} <= set(loader.PUBLIC)
     for entry in published:
-        assert set(entry) == {"model", "prompt", "continuation", "source"} and all(entry.values())
-        if "DialoGPT" in entry["model"]:
-            for name in ("prompt", "continuation"):
-                assert entry[name].endswith("<|endoftext|>")
+        ends = entry["prompt"].endswith(loader.END_OF_TEXT) and entry["continuation"].endswith(
+            loader.END_OF_TEXT
+        )
+        assert entry["source"] and ends == ("DialoGPT" in entry["model"])
 
 
 def test_sample_of_a_folder(tmp_path: Path) -> None:

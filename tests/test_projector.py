@@ -35,7 +35,6 @@ from projector import (
 )
 from studies.projection_segments import (
     SegmentMap,
-    Segments,
     measure_segments,
     readout_error,
     summarize,
@@ -198,29 +197,14 @@ def test_by_the_rule_of_the_proposal_rotary_summary_tokens_directly_precede_the_
             torch.testing.assert_close(pooled[:, :, j], expected, rtol=1e-3, atol=1e-3)
 
 
-def test_what_the_bank_weighs() -> None:
-    """All its queries together weigh `bank` times what the prompt's own do: an infinite weight forgets these."""
+def test_a_bank_of_no_weight_changes_nothing_and_another_does() -> None:
     model, layout = MODELS["learned"], Layout(3, tail=2)
     exact = prefill(model, prompt(50))
-    read = [prefill(model, prompt(40 + i, seed=i)) for i in range(9)]
-    others = torch.cat([own_queries(model, one, layout.tail) for one in read], 2)
-    alone = measure_segments(model, exact, layout)
+    others = own_queries(model, prefill(model, prompt(60, seed=1)), 40)
+    alone = summarize(measure_segments(model, exact, layout))
     with_bank = measure_segments(model, exact, layout, others)
-    torch.testing.assert_close(summarize(with_bank, bank=0.0), summarize(alone))
-    twice = measure_segments(model, exact, layout, torch.cat([others, others], 2))
-    a, b = (summarize(one, bank=0.3) for one in (with_bank, twice))
-    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    # As many as its own, of the same weight: a plain fit of four.
-    four = measure_segments(model, exact, layout, others[:, :, :2])
-    plain = Segments(four.pooled, four.q, four.mass, four.out, tail=4)
-    torch.testing.assert_close(summarize(four, bank=1.0), summarize(plain))
-
-
-@pytest.mark.parametrize("T", [5, 6])
-def test_a_prompt_shorter_than_its_summary_tokens_is_refused(T: int) -> None:
-    model, layout = MODELS["learned"], Layout(4, tail=2, prefix=1)
-    with pytest.raises(ValueError, match=rf"{T} tokens leaves {T - 3} for 4"):
-        measure_segments(model, prefill(model, prompt(T)), layout)
+    torch.testing.assert_close(summarize(with_bank, bank=0.0), alone)
+    assert (summarize(with_bank) - alone).abs().max() > 0.1
 
 
 def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts() -> None:
@@ -635,13 +619,6 @@ def test_rotation_is_that_of_transformers() -> None:
     angle = torch.cat([pos[:, None] * frequency] * 2, dim=-1)[None]
     expected = llama.apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())
     torch.testing.assert_close((rope.rotate(q, pos), rope.rotate(k, pos)), expected)
-
-
-def test_equivalence_of_the_rotary_model_with_and_without_a_cache() -> None:
-    model, ids, cache = MODELS["rotary"], torch.tensor([prompt(30), prompt(30, 1)]), KVCache()
-    with torch.no_grad():
-        parts = [model(part, cache) for part in ids.split([3, 1, 20, 6], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), model(ids), rtol=1e-4, atol=1e-4)
 
 
 def test_the_shipped_rotary_model_answers_and_no_other_class_reads_it() -> None:

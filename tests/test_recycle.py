@@ -4,13 +4,9 @@ import io
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +23,7 @@ from support.encoders import TokenEncoder, load_encoder, nearest
 from support.files import read_csv
 from support.prefix import common_prefix
 from support.store import Store
-from tests.helpers import N_CTX
+from tests.helpers import N_CTX, Ran, refused, run
 from tests.test_store import found, put, texts, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,22 +54,14 @@ def test_recycled_identity_with_cold(tmp_path: Path, seed: int, place: str, kind
     assert store.nbytes > 0
 
 
-def test_recycled_equivalence_of_logits_at_full_and_at_partial_reuse(
-    pocket: GPT, tmp_path: Path
-) -> None:
-    tokenizer, store = load_tokenizer("pocket"), Store(pocket, tmp_path)
-    ids = tokenizer.encode(
-        "Everyone in Tolben knew Halek and his sister Belessa. They left home together in June."
-    )
+def test_recycled_equivalence_of_logits_at_full_and_at_partial_reuse(pocket: GPT) -> None:
+    store, ids = Store(pocket), list(range(300, 320))
     store.put(ids, read_all(pocket, ids))
     for other in (ids, ids[:9], [*ids[:7], 5, 6, 7], [*ids, 8]):
         cache, row = store.get(other), torch.tensor([other])
         assert len(cache) == min(common_prefix(ids, other), len(other) - 1)
         with torch.no_grad():
-            fed, cold = (
-                pocket(row[:, len(cache) :], cache),
-                pocket(row)[:, -(len(other) - cache.pos[0]) :],
-            )
+            fed, cold = pocket(row[:, len(cache) :], cache), pocket(row)
         torch.testing.assert_close(fed[:, -1], cold[:, -1], atol=1e-4, rtol=1e-4)
 
 
@@ -190,43 +178,15 @@ def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> No
     assert {case["k"] < len(case["ids"]) / 2 for case in golden["cases"]} == {True, False}
     different = 0
     for case in golden["cases"]:
-        cache, new = (
-            read_all(pocket, case["ids"][: case["k"]]),
-            torch.tensor([case["ids"][case["k"] :]]),
-        )
-        ours = written(generate_as_published(pocket, new, cache, len(case["published"])))
+        k, ids = case["k"], case["ids"]
+        new = torch.tensor([ids[k:]])
+        n = len(case["published"])
+        ours = written(generate_as_published(pocket, new, read_all(pocket, ids[:k]), n))
         assert ours == case["published"]
-        cold = written(generate(pocket, torch.tensor([case["ids"]]), len(case["cold"])))
+        cold = written(generate(pocket, torch.tensor([ids]), len(case["cold"])))
         assert cold == case["cold"]
         different += cold != ours
     assert different > len(golden["cases"]) / 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("T", "k"), [(4, 9), (9, 9), (12, 5)])
-def test_published_call_feeds_what_is_said_of_it(pocket: GPT, T: int, k: int) -> None:
-    """Against transformers' own GPT-2, told the tokens and positions."""
-    transformers = pytest.importorskip("transformers")
-    c = pocket.config
-    theirs = transformers.GPT2Model(
-        transformers.GPT2Config(
-            vocab_size=c.vocab_size,
-            n_positions=c.n_ctx,
-            n_embd=c.n_embd,
-            n_layer=c.n_layer,
-            n_head=c.n_head,
-        )
-    ).eval()
-    theirs.load_state_dict({name: p for name, p in pocket.state_dict().items()}, strict=False)
-    ids = torch.arange(300, 300 + k + T)[None]
-    with torch.no_grad():
-        past = theirs(ids[:, :k], use_cache=True).past_key_values
-        fed = ids[:, 2 * k :] if k < T else ids[:, -1:]
-        position = torch.arange(T - fed.size(1), T)[None]
-        hidden = theirs(fed, past_key_values=past, position_ids=position).last_hidden_state[:, -1]
-        expected = int((hidden @ pocket.wte.weight.T).argmax())
-    cache = read_all(pocket, ids[0, :k].tolist())
-    assert int(next(generate_as_published(pocket, ids[:, k:], cache, 1))) == expected
 
 
 # --- Encoders -------------------------------------------------------------------------------------------------------
@@ -239,12 +199,6 @@ def test_token_encoder_gives_unit_vectors_of_centred_means(pocket: GPT) -> None:
     mean = table[ids].mean(0) - table.mean(0)
     np.testing.assert_allclose(vectors[0], (mean / mean.norm()).numpy(), atol=1e-5)
     assert np.allclose(np.linalg.norm(vectors[:2], axis=1), 1, atol=1e-5) and not vectors[2].any()
-
-
-def test_nearest_is_the_largest_dot_product_also_by_faiss() -> None:
-    rng = np.random.default_rng(0)
-    stored, queries = (rng.standard_normal((n, 8)).astype(np.float32) for n in (50, 9))
-    assert nearest(stored, queries) == (queries @ stored.T).argmax(1).tolist()
 
 
 @pytest.mark.slow
@@ -268,56 +222,53 @@ def test_encoder_that_is_not_installed_is_one_sentence(pocket: GPT, monkeypatch)
 # --- The scripts ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Result:
-    status: int
-    out: str
-    err: str
-
-
-def run(main: Callable, *words: str, text: str = "") -> Result:
-    """Call main() in this process, with text as what is typed."""
-    out, err, stdin, status = io.StringIO(), io.StringIO(), sys.stdin, 0
-    with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
-        sys.stdin = io.StringIO(text)
-        try:
-            main(list(words))
-        except SystemExit as end:
-            status = end.code
-        finally:
-            sys.stdin = stdin
-    return Result(status, out.getvalue(), err.getvalue())
+def typed(monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> Ran:
+    """Call recycle.py with text as what is typed."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return run(module.main, *words)
 
 
 def test_bare_run_shows_every_way_and_names_the_study(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run(module.main, "--max-new-tokens", "12")
-    assert result.status == 0, result.err
-    for way, same in (("cold", 7), ("source: the nearest", 7), ("ours", 7)):
-        assert re.search(rf"^  {way}.* {same} of 7$", result.out, re.MULTILINE)
-    assert int(re.search(r"published call.* (\d) of 7", result.out).group(1)) < 4
-    assert result.out.splitlines()[-1] == "The full study: python3 -m studies.recycling"
-    folder = tmp_path / "results" / "recycle"
+    ran = run(module.main, "--max-new-tokens", "12")
+    assert ran.code == 0, ran.err
+    for way in ("cold", "source: the nearest", "ours"):
+        assert re.search(rf"^  {way}.* 7 of 7$", ran.out, re.MULTILINE)
+    assert int(re.search(r"published call.* (\d) of 7", ran.out).group(1)) < 4
+    assert ran.out.splitlines()[-1] == "The full study: python3 -m studies.recycling"
+    folder, depth = tmp_path / "results" / "recycle", {"source": [], "published": [], "longest": []}
     cold = read_csv(folder / "baseline.csv", "prompt", "output")
     recycled = read_csv(folder / "recycled.csv", "way", "reused_tokens")
-    assert (
-        len(cold) == 7
-        and [row["way"] for row in recycled] == ["source", "published", "longest"] * 7
-    )
+    assert [row["way"] for row in recycled] == [*depth] * 7
     for i, row in enumerate(recycled):
-        before = cold[i // 3]
-        assert row["prompt"] == before["prompt"] and float(row["first_token_s"]) > 0
-        assert (row["cache_similarity"] > "0.3") == (row["way"] != "longest")
-        assert row["way"] == "published" or (
-            row["output"] == before["output"] and float(row["similarity"]) > 0.999
-        )
-    depth = {
-        way: [int(r["reused_tokens"]) for r in recycled if r["way"] == way]
-        for way in ("source", "longest")
-    }
-    assert all(a <= b for a, b in zip(*depth.values(), strict=True)) and sum(
-        depth["longest"]
-    ) > sum(depth["source"])
+        before, way = cold[i // 3], row["way"]
+        depth[way].append(int(row["reused_tokens"]))
+        assert row["prompt"] == before["prompt"]
+        assert 0 < float(row["first_token_s"]) < float(row["latency_s"])
+        assert (row["cache_similarity"] > "0.3") == (way != "longest")
+        same = row["output"] == before["output"] and float(row["similarity"]) > 0.999
+        assert same or way == "published"
+    assert all(a <= b for a, b in zip(depth["source"], depth["longest"], strict=True))
+    assert sum(depth["longest"]) > sum(depth["source"])
+
+
+def test_ways_are_timed_in_turns(recycler: Recycler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three runs a way each begins with another way, and the medians are shown."""
+    order, seconds = [], iter(range(100))
+    monkeypatch.setattr(recycler.tokenizer, "decode", lambda ids: "ab")
+    monkeypatch.setattr(module, "answer", lambda recycler, way, *_: (0, order.append(way)))
+
+    def timed(generation: Callable) -> module.Run:
+        generation()
+        return module.Run([1], next(seconds), 50.0)
+
+    monkeypatch.setattr(module, "timed", timed)
+    rows, ways = module.compared(recycler, "abc", "", 3), [*module.WAYS]
+    turns = order[len(ways) :]  # after the one that warms up
+    assert turns == [*ways, *ways[1:], ways[0], *ways[2:], *ways[:2]]
+    for way in ways:
+        own = [i for i, other in enumerate(turns) if other == way]
+        assert rows[way]["first_token_s"] == own[1] and rows[way]["latency_s"] == 50.0
 
 
 def tiny_trial(tests: list[str]) -> recycling.Trial:
@@ -338,22 +289,14 @@ def test_the_study_answers_as_a_cold_run_and_in_the_sources_order_all_cold_runs_
     monkeypatch.setattr(trial, "add", lambda texts: events.append("store") or add(texts))
     found = trial.run(texts, "source", 3)
     assert events == ["cold"] * 2 + ["store"] + ["published"] * 2 + ["recycled"] * 2
-    for way in ("published", "recycled"):
-        assert all(found[way, text][0].reused > 2 for text in tests)
     rows, at = Rows("recycling", tmp_path, reduced="trial"), {"model": "x"}
     recycling.add_rows(rows, trial, found, at)
-    names = (
-        "recycled answers",
-        "recycled positions",
-        "recycled reused",
-        "cold positions",
-        "cold read",
-        "cold tokens",
-    )
-    figure = {name: rows.figure(*name.split(), **at).value for name in names}
-    assert figure["recycled answers"] == 2 and figure["recycled reused"] > 4
-    assert figure["recycled positions"] == figure["cold positions"] == figure["cold tokens"] + 2
-    assert figure["cold read"] == figure["cold tokens"]
+    figure = lambda *names: rows.figure(*names, **at).value  # noqa: E731
+    assert figure("recycled", "answers") == 2 and figure("recycled", "reused") > 4
+    assert figure("published", "reused") > 4
+    positions = figure("cold", "positions")
+    assert figure("recycled", "positions") == positions == figure("cold", "tokens") + 2
+    assert figure("cold", "read") == figure("cold", "tokens")
     assert tiny_trial(["Question: what?"]).unrelated(texts) == texts[:1]
     with pytest.raises(ValueError, match="exceed the context"):
         tiny_trial(["goat " * 200])
@@ -365,13 +308,10 @@ def test_the_recorded_embeddings_are_of_all_prompts_and_of_no_other_text() -> No
         files = (ROOT / "data" / f"{own}{kind}_prompts.csv" for kind in ("cache", "test"))
         stored, tests = map(module.read_prompts, files)
         vectors = known([*stored, *tests])
-        assert vectors.shape == (16, 384) and np.allclose(
-            np.linalg.norm(vectors, axis=1), 1, atol=1e-5
-        )
-        found = [stored[i] for i in nearest(vectors[:10], vectors[10:])]
-        assert all(test.startswith(prompt) for test, prompt in zip(tests, found, strict=True)), (
-            "6 of 6"
-        )
+        assert vectors.shape == (16, 384)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+        for test, i in zip(tests, nearest(vectors[:10], vectors[10:]), strict=True):
+            assert test.startswith(stored[i])
     assert np.isnan(known(["another text"])).all()
 
 
@@ -384,17 +324,17 @@ def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
     prompts = iter((list("xy"), list("abcd")))
     monkeypatch.setattr(recycling, "read_prompts", lambda path: next(prompts))
     monkeypatch.setattr(recycling.Trial, "run", lambda *given: found)
-    result = run(recycling.main, "--out", str(tmp_path), *words)
-    assert result.status == 0, result.err
-    assert ("and no verdict" in result.out) == bool(words) == ("HOLDS" not in result.out)
+    ran = run(recycling.main, "--out", str(tmp_path), *words)
+    assert ran.code == 0, ran.err
+    assert ("and no verdict" in ran.out) == bool(words) == ("HOLDS" not in ran.out)
     assert (tmp_path / "rows.jsonl").exists() != bool(words)
 
 
 @pytest.mark.slow
 def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
-    result = run(recycling.main, "--quick", "--out", str(tmp_path))
-    assert result.status == 0, result.err
-    assert "6 of 6 answers are the cold run's" in result.out and "no verdict" in result.out
+    ran = run(recycling.main, "--quick", "--out", str(tmp_path))
+    assert ran.code == 0, ran.err
+    assert "6 of 6 answers are the cold run's" in ran.out and "no verdict" in ran.out
     recorded, again = Rows("recycling"), Rows("recycling", tmp_path)
     for line in (tmp_path / "reduced.jsonl").read_text().splitlines():
         again.take(json.loads(line))
@@ -429,41 +369,22 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
         chain = [*rng.choice(chains), *range(1000 * i, 1000 * i + rng.randint(1, 6))]
         chains.append(chain)
         requests.append(replay.Request(512 * len(chain) - rng.randrange(512), tuple(chain)))
-
-    class Bar:
-        update = staticmethod(lambda: None)
-
-    seen, blocks, tokens, n, total = set(), 0, 0, 0, 0
+    lines = [{"input_length": r.tokens, "hash_ids": r.blocks} for r in requests]
+    trace, out = tmp_path / "small.jsonl", tmp_path / "out"
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    seen, tokens = set(), 0
     for r in requests:
         known = next((i for i, b in enumerate(r.blocks) if b not in seen), len(r.blocks))
-        blocks, n = blocks + known, n + len(r.blocks)
-        tokens, total = tokens + min(512 * known, r.tokens - 1), total + r.tokens
+        tokens += min(512 * known, r.tokens - 1)
         seen |= set(r.blocks)
-    unlimited = replay.hit_rates(requests, float("inf"), Bar)
-    assert unlimited["blocks"] == pytest.approx(blocks / n) and unlimited[
-        "tokens"
-    ] == pytest.approx(tokens / total)
-    rates = [replay.hit_rates(requests, size, Bar)["tokens"] for size in (1, 20, 80, 300, 10**6)]
-    assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited["tokens"]
-
-
-def test_replay_prints_writes_and_draws(tmp_path: Path) -> None:
-    trace = tmp_path / "small.jsonl"
-    chains = [[0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 4]]
-    lines = [
-        {"timestamp": i, "input_length": 512 * len(c) - 12, "hash_ids": c}
-        for i, c in enumerate(chains)
-    ]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    result = run(replay.main, str(trace), "--blocks", "2", "5", "--out", str(tmp_path / "out"))
-    assert result.status == 0, result.err
-    assert "4 requests" in result.out and "no limit" in result.out
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "replay_small.csv",
-        "replay_small.png",
-    }
-    last = (tmp_path / "out" / "replay_small.csv").read_text().splitlines()[-1].split(",")
-    assert last[0] == "no limit" and float(last[3]) == pytest.approx(6 / 11)
+    sizes = [1, 20, 80, 300, 10**6]
+    ran = run(replay.main, trace, "--blocks", *sizes, "--out", out)
+    assert ran.code == 0 and "300 requests" in ran.out, ran.err
+    assert {path.name for path in out.iterdir()} == {"replay_small.csv", "replay_small.png"}
+    rows = [line.split(",") for line in (out / "replay_small.csv").read_text().splitlines()]
+    *rates, unlimited = [float(row[4]) for row in rows[1:]]
+    assert unlimited == pytest.approx(tokens / sum(r.tokens for r in requests), rel=1e-3)
+    assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited
 
 
 @pytest.mark.parametrize(
@@ -479,9 +400,7 @@ def test_replay_prints_writes_and_draws(tmp_path: Path) -> None:
 def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[str]) -> None:
     trace = tmp_path / "bad.jsonl"
     trace.write_text('{"input_length": 512, "hash_ids": [1]}\n' + line if line else "")
-    result = run(replay.main, str(trace), "--out", str(tmp_path / "out"))
-    assert result.status == 2 and len(result.err.strip().splitlines()) == 1
-    assert all(culprit in result.err for culprit in culprits), result.err
+    refused(run(replay.main, trace, "--out", tmp_path / "out"), *culprits)
     assert not (tmp_path / "out").exists()
 
 
@@ -499,35 +418,23 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_status_2(
-    words: list[str], culprits: list[str], tmp_path: Path, monkeypatch
+    words: list[str], culprits: list[str]
 ) -> None:
-    shutil.copy(ROOT / "README.md", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    result = run(module.main, *words)
-    assert (
-        result.status == 2
-        and result.out == ""
-        and all(culprit in result.err for culprit in culprits)
-    ), result.err
+    refused(run(module.main, *words), *culprits)
 
 
 def reused(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"reused (\d+) of", text)]
 
 
-def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> None:
+def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path, monkeypatch) -> None:
     words = ["chat", "--store", str(tmp_path), "--max-new-tokens", "30"]
     questions = "What does the yaffin like to eat?\n\nWhich river does Tolben stand on?\n"
-    first = subprocess.run(
-        [sys.executable, str(ROOT / "recycle.py"), *words],
-        input=questions,
-        text=True,
-        capture_output=True,
-        cwd=tmp_path,
-    )
+    script = [sys.executable, str(ROOT / "recycle.py"), *words]
+    first = subprocess.run(script, input=questions, text=True, capture_output=True)
     assert first.returncode == 0 and first.stderr == ""
-    again = run(module.main, *words, text=questions)
-    assert again.status == 0 and again.err == ""
+    again = typed(monkeypatch, questions, *words)
+    assert again.code == 0 and again.err == ""
     for out in (first.stdout, again.out):
         assert "lichen" in out and "Tamble" in out
     a, b = reused(first.stdout), reused(again.out)
@@ -535,24 +442,17 @@ def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path) -> None:
+def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeypatch) -> None:
     towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * (3 * N_CTX // 512)
-    questions = "".join(
-        f"{i}: which river does {town} stand on? {'Say which. ' * 10}\n"
+    questions = [
+        f"{i}: which river does {town} stand on? {'Say which. ' * 10}"
         for i, town in enumerate(towns)
-    )
-    result = run(
-        module.main,
-        "chat",
-        "--store",
-        str(tmp_path),
-        "--max-new-tokens",
-        "8",
-        text=questions + "word " * N_CTX + "\n",
-    )
-    assert result.status == 0, result.err
-    assert f"context of {N_CTX} tokens is full" in result.out and "don't fit" in result.out
-    counts = reused(result.out)
+    ]
+    text = "\n".join([*questions, "word " * N_CTX, ""])
+    ran = typed(monkeypatch, text, "chat", "--store", tmp_path, "--max-new-tokens", 8)
+    assert ran.code == 0, ran.err
+    assert f"context of {N_CTX} tokens is full" in ran.out and "don't fit" in ran.out
+    counts = reused(ran.out)
     assert len(counts) == len(towns) and max(counts) > 2 * N_CTX // 3
     assert min(counts[5:]) < 20, "what moves to other positions is read again"
 
@@ -578,17 +478,9 @@ def dialogue_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_papers_prompts_on_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
-    result = run(
-        recycling.main,
-        "--model",
-        str(dialogue_model),
-        "--max-new-tokens",
-        "12",
-        "--quick",
-        "--out",
-        str(tmp_path),
-    )
-    assert result.status == 0, result.err
+    words = ("--model", dialogue_model, "--max-new-tokens", 12, "--quick", "--out", tmp_path)
+    ran = run(recycling.main, *words)
+    assert ran.code == 0, ran.err
     lines = [json.loads(line) for line in (tmp_path / "reduced.jsonl").read_text().splitlines()]
     rows = {(row["way"], row["metric"]): row for row in lines if "way" in row}
     assert sum(rows["recycled", "reused"]["values"]) == 40, "as many as the paper has"
@@ -599,17 +491,9 @@ def test_papers_prompts_on_a_dialogue_model(dialogue_model: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_chat_with_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
-    words = (
-        "chat",
-        "--model",
-        str(dialogue_model),
-        "--store",
-        str(tmp_path),
-        "--max-new-tokens",
-        "5",
-    )
-    result = run(module.main, *words, text="Hello!\nHow are you?\n")
-    assert result.status == 0, result.err
-    counts = reused(result.out)
-    assert counts[0] == 0 and counts[1] >= 3 and "Question" not in result.out
+def test_chat_with_a_dialogue_model(dialogue_model: Path, tmp_path: Path, monkeypatch) -> None:
+    words = ("chat", "--model", dialogue_model, "--store", tmp_path, "--max-new-tokens", 5)
+    ran = typed(monkeypatch, "Hello!\nHow are you?\n", *words)
+    assert ran.code == 0, ran.err
+    counts = reused(ran.out)
+    assert counts[0] == 0 and counts[1] >= 3 and "Question" not in ran.out

@@ -30,13 +30,16 @@ RUNS = [
     "llama_kv_cache --dtype bfloat16 --model LLAMA",
     "paged serve FILE --model LLAMA",
     "speculate write --draft 4 --teacher LLAMA --student STUDENT",
-    "recycle --model LLAMA",
     "overfill write --policy periodic:4 --teacher LLAMA --student STUDENT",
     "overfill write --policy probe:4:0.01 --teacher LLAMA --student STUDENT",
     "load_gpt2_weights LLAMA",
     *(
         pytest.param(command, marks=pytest.mark.slow)
-        for command in ("recycle", "projector ask 'Name the river that Hexley stands on.'")
+        for command in (
+            "recycle",
+            "recycle --model LLAMA",
+            "projector ask 'Name the river that Hexley stands on.'",
+        )
     ),
 ]
 

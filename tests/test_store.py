@@ -212,16 +212,15 @@ def replace(weight: torch.nn.Parameter) -> None:
     [add, replace, lambda w: setattr(w, "data", w.data[:-1])],
     ids=["in place", "replaced", "fewer"],
 )
-def test_weights_that_changed_are_noticed(tiny: GPT, change: Callable) -> None:
-    model = GPT(TINY).eval()
-    model.load_state_dict(tiny.state_dict())
+def test_weights_that_changed_are_noticed(change: Callable) -> None:
     for name in ("wte.weight", "h.1.mlp.c_fc.bias"):
+        model = GPT(TINY).eval()
         store, cache = Store(model), read_all(model, [1, 2, 3])
         change(model.get_parameter(name))
-        for call in (lambda: store.get([1, 2, 3]), lambda: store.put([1, 2, 3], cache)):  # noqa: B023
-            with pytest.raises(ValueError, match="weights have changed"):
-                call()
-        model = GPT(TINY).eval()
+        with pytest.raises(ValueError, match="weights have changed"):
+            store.get([1, 2, 3])
+        with pytest.raises(ValueError, match="weights have changed"):
+            store.put([1, 2, 3], cache)
 
 
 def test_caches_of_a_model_in_training_are_refused() -> None:

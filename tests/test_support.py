@@ -2,13 +2,13 @@
 
 import errno
 import io
-import itertools
 import math
 import os
 import signal
 import stat
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,29 +39,32 @@ def test_defaults_of_the_command_line() -> None:
         assert args.dtype == torch.bfloat16 and torch.equal(first, torch.rand(1))
 
 
+HUGE = [2**32, 2**63, 2**64, -(2**63), 10**30, "9" * 5000, "1e3", "nan"]  # for C's integers
+COLD = ["warm", "nan", "inf", "-inf", "1e-320", "1e400", "-0.5", "1e-7", ""]  # nothing to divide by
+
+
 @pytest.mark.parametrize(
-    "argv",
+    ("option", "value"),
     [
-        ["--max-new-tokens", "0"],
-        ["--max-new-tokens", "1.5"],
-        ["--top-k", "0"],
-        ["--seed", "-1"],
-        ["--prompt", ""],
-        ["--seed", str(2**32)],
-        ["--temperature", "warm"],
-        ["--dtype", "int8"],
-        ["--device", "tpu"],
-        ["--nonsense"],
+        *product(["--max-new-tokens", "--top-k", "--threads", "--seed"], HUGE),
+        *product(["--temperature"], COLD),
+        *product(["--max-new-tokens", "--top-k"], ["0", "1.5"]),
+        ("--seed", "-1"),
+        ("--prompt", ""),
+        ("--prompt", os.fsdecode(b"caf\xe9")),  # no text
+        ("--dtype", "int8"),
+        ("--device", "tpu"),
+        ("--nonsense", ""),
     ],
 )
 def test_bad_arguments_are_one_sentence(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+    option: str, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, command_line().parse(argv):
+    with pytest.raises(SystemExit) as ended, command_line().parse([f"{option}={value}"]):
         pass
-    assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert message.count("\n") == 1 and argv[0] in message and "usage" not in message
+    assert ended.value.code == 2 and message.count("\n") == 1
+    assert option in message and "usage" not in message
 
 
 @pytest.mark.parametrize(
@@ -79,37 +82,6 @@ def test_errors_in_the_body(
         raise error
     assert ended.value.code == code
     assert printed in (message := capsys.readouterr().err) and message.count("\n") == 1
-
-
-def test_a_number_that_no_c_integer_holds_is_refused_everywhere(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = ["--max-new-tokens", "--top-k", "--threads", "--seed"]
-    for option, value in itertools.product(
-        options, [2**32, 2**63, 2**64, -(2**63), 10**30, "9" * 5000, "1e3", "nan"]
-    ):
-        with pytest.raises(SystemExit) as ended, command_line().parse([f"{option}={value}"]):
-            pass
-        message = capsys.readouterr().err
-        assert ended.value.code == 2 and message.count("\n") == 1 and option in message
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e-320", "1e400", "-0.5", "1e-7", ""])
-def test_a_temperature_that_nothing_can_be_divided_by(
-    value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended, command_line().parse([f"--temperature={value}"]):
-        pass
-    assert ended.value.code == 2 and "--temperature" in capsys.readouterr().err
-
-
-def test_a_prompt_of_bytes_that_are_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with (
-        pytest.raises(SystemExit) as ended,
-        command_line().parse(["--prompt", os.fsdecode(b"caf\xe9")]),
-    ):
-        pass
-    assert ended.value.code == 2 and "--prompt: is not valid UTF-8" in capsys.readouterr().err
 
 
 def test_a_standard_output_of_ascii_shows_other_characters_by_number(
@@ -193,13 +165,6 @@ def test_csv_files_by_column(tmp_path: Path, content: str, words: str | None) ->
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_json_that_is_refused_leaves_the_old_file(tmp_path: Path, number: float) -> None:
-    write_json(path := tmp_path / "x.json", {"figure": None})
-    with pytest.raises(ValueError):
-        write_json(path, {"figure": [1.0, number]})
-    assert read_json(path) == {"figure": None} and [*tmp_path.iterdir()] == [path]
-
-
 # --- Files ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,16 +176,13 @@ def text(content: str):
 def test_what_is_no_regular_file_is_neither_read_nor_written(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")  # whoever opens it waits
     (link := tmp_path / "link").symlink_to(pipe)
-    for path in (pipe, link, Path(os.devnull), tmp_path):
-        for use in (
-            read_text,
-            read_trace,
-            read_json,
-            read_csv,
-            lambda path: write_atomically(path, text("new")),
-        ):
-            with pytest.raises(ValueError, match="is not a regular file"):
-                use(path)
+    write = lambda path: write_atomically(path, text("new"))  # noqa: E731
+    for path, use in product(
+        (pipe, link, Path(os.devnull), tmp_path),
+        (read_text, read_trace, read_json, read_csv, write),
+    ):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            use(path)
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link"}
     with pytest.raises(FileNotFoundError):
         read_text(tmp_path / "nothing")
@@ -308,6 +270,13 @@ def test_names_that_cannot_be_written_raise_and_leave_nothing(tmp_path: Path, mo
     assert (tmp_path / "new" / "er" / long).read_text() == "new"
 
 
+def test_json_that_is_refused_leaves_the_old_file(tmp_path: Path) -> None:
+    write_json(path := tmp_path / "x.json", {"figure": None})
+    with pytest.raises(ValueError):
+        write_json(path, {"figure": [1.0, math.nan]})
+    assert read_json(path) == {"figure": None} and [*tmp_path.iterdir()] == [path]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(errno.ENOSPC, "full")])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, error) -> None:
     def fail(file: Path) -> None:
@@ -329,17 +298,11 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path,
 def test_compare_tells_same_from_different_and_shows_medians(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slow, fast = (
-        [50.0] + [8.0] * 33 + [30.0],
-        [9.0] + [2.0] * 33 + [3.0],
-    )  # a prefill, then 34 tokens
+    slow = [50.0] + [8.0] * 33 + [30.0]  # a prefill, then 34 tokens
+    fast = [9.0] + [2.0] * 33 + [3.0]
     compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([1] * 35, fast)})
     printed = capsys.readouterr().out
-    assert "Same tokens: yes (no cache: 35, KV cache: 35)" in printed
-    assert (
-        "In all, prefill included: no cache 0.34 s, KV cache 0.08 s, 4.4 times as fast" in printed
-    )
-    assert "decoding time above is a mean" in printed
+    assert "Same tokens: yes" in printed and "KV cache 0.08 s, 4.4 times as fast" in printed
     rows = [line.split() for line in printed.splitlines()[4:-4]]
     assert rows == [["45", "8.00", "2.00", "4.0"], ["all", "8.00", "2.00", "4.0"]]
     compare(10, {"a": ([1, 2], [1.0, 1.0]), "b": ([1, 3], [1.0, 1.0])})
