@@ -144,9 +144,8 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         return model.to(device).train(), None
     teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
-    sample = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)[0][
-        :, :-1
-    ].to(device)
+    rows, _ = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)
+    sample = rows[:, :-1].to(device)
     if isinstance(recipe, Pruning):
         model = pruned(teacher, recipe.config, sample)
         if recipe.begin:

@@ -34,11 +34,8 @@ def test_requests_are_the_same_every_time_and_of_different_lengths() -> None:
     few, many = requests_of(4, 300, 1024), requests_of(64, 300, 1024)
     assert many[:4] == few and all(max(r["ids"]) < 300 for r in many)
     prompts, new = [len(r["ids"]) for r in many], [r["new"] for r in many]
-    assert (
-        32 <= min(prompts) < 64
-        and 256 < max(prompts) <= 512
-        and 32 <= min(new) < 64 < max(new) <= 128
-    )
+    assert 32 <= min(prompts) < 64 and 256 < max(prompts) <= 512
+    assert 32 <= min(new) < 64 < max(new) <= 128
 
 
 @torch.no_grad()
