@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-from load_gpt2_weights import load_model, read_tokenizer
+from gpt_kv_cache import GPT
+from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from pocket.evaluation import Windowed, answers, continuation_loss
-from pocket.recipes import MEMORY, Distillation, distillation
-from pocket.tokenizer import TOKENIZER
+from pocket.evaluation import Windowed, answers, perplexity
+from pocket.recipes import MEMORY, Batch, Distillation, mixed_precision, phases_of
 from pocket.training import train
 from support.files import write_json
+from support.statistics import kl
 
 
 @dataclass(frozen=True)
@@ -37,30 +38,27 @@ class AblatedMemory(bounded.WriteMemory):
     def __init__(self, config: AblationConfig) -> None:
         super().__init__(config)
         H, M, D = config.n_head, config.slots, config.head_dim
-        self.c_gate = bounded.Conv1D(config.n_embd, 2 * H) if config.step or config.forget else None
-        self.start = (
-            nn.Parameter(torch.empty(H, M, 2 * D + 1)) if config.learned_start else None
-        )  # MV_0, log mass
+        self.c_gate = None
+        if config.step or config.forget:
+            self.c_gate = bounded.Conv1D(config.n_embd, 2 * H)
+        if config.learned_start:
+            self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1))  # MV_0, log mass
 
     def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         w, log_keep = super().writes(x)
-        return w if self.config.step else w / w.sum(
-            dim=-1, keepdim=True
-        ), log_keep * self.config.forget
+        if not self.config.step:
+            w = w / w.sum(dim=-1, keepdim=True)
+        return w, log_keep * self.config.forget
 
     def empty(self, x: Tensor) -> list[Tensor]:
         state = super().empty(x)
-        if self.start is None:
-            return state
-        D = self.config.head_dim
-        k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
-        keys, values, mass, *recent = state
-        return [
-            keys + k * log_mass.exp(),
-            values + v * log_mass.exp(),
-            mass + log_mass.exp(),
-            *recent,
-        ]
+        if self.config.learned_start:
+            D = self.config.head_dim
+            k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
+            mass = log_mass.exp()
+            for part, begins in zip(state[:3], (k * mass, v * mass, mass), strict=True):
+                part += begins
+        return state
 
 
 class AblatedBlock(bounded.MemoryBlock):
@@ -77,69 +75,70 @@ class AblatedBCT(bounded.BCT):
     config_class, block_class = AblationConfig, AblatedBlock
 
 
+@dataclass(frozen=True)
 class Ablation(Distillation):
     """Fine-tuning of a model with the bounded memory of an AblationConfig."""
 
     model_class = AblatedBCT
+    clusters: bool = True
 
 
+class WindowTuning(Distillation):
+    """Fine-tuning of a model that sees a sliding window of its text."""
+
+    model_class, clusters = bounded.GPT, False
+
+    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
+        rows = batch.rows[:, :-1]
+        with mixed_precision(rows.device):
+            return kl(teacher(rows), Windowed(model, WINDOW)(rows))
+
+
+STEPS = 110
+WINDOW = 36  # tokens that take as many bytes as the slots
 SLOTS = {"slots": 32, "recent": 0}
-ABLATION = (
-    # what it is, options of distillation(); longer: times the steps
-    ("the paper's rule", SLOTS | {"rule": "sum", "clusters": False}),
-    ("+ a step size for each token", SLOTS | {"rule": "sum", "forget": False, "clusters": False}),
-    ("a slot is the mean, and counts by its mass", SLOTS | {"forget": False, "clusters": False}),
-    ("+ addresses by k-means of keys", SLOTS | {"forget": False}),
-    ("+ forgetting", SLOTS),
-    ("+ the last 8 tokens kept exactly, 24 slots", MEMORY),
-    ("+ learned start of the slots", MEMORY | {"learned_start": True}),
-    ("sliding window of equal bytes, fine-tuned the same", {"window": 36}),
-    ("24 slots and the last 8 tokens, four times as long", MEMORY | {"longer": 4}),
-    ("sliding window of equal bytes, four times as long", {"window": 36, "longer": 4}),
-)
+SUM = SLOTS | {"rule": "sum", "forget": False, "clusters": False}
+ABLATION: list[tuple[str, int, dict[str, Any]]] = [  # name, times as many steps, options of a BCT
+    ("the paper's rule", 1, SUM | {"step": False}),
+    ("+ a step size for each token", 1, SUM),
+    ("a slot is the mean, and counts by its mass", 1, SUM | {"rule": "mean"}),
+    ("+ addresses by k-means of keys", 1, SLOTS | {"forget": False}),
+    ("+ forgetting", 1, SLOTS),
+    ("+ the last 8 tokens kept exactly, 24 slots", 1, MEMORY),
+    ("+ learned start of the slots", 1, MEMORY | {"learned_start": True}),
+    ("sliding window of equal bytes, fine-tuned the same", 1, {}),
+    ("24 slots and the last 8 tokens, four times as long", 4, MEMORY),
+    ("sliding window of equal bytes, four times as long", 4, {}),
+]
 
 
-def ablation(steps: int, run: Path, path: Path) -> None:
+def trained(config: bounded.GPTConfig, steps: int, run: Path, **memory: Any) -> nn.Module:
+    """Return the teacher, whose geometry is config, trained on with a memory, or with a window if there is none."""
+    phases = phases_of(config, steps, 6e-4, 8.0)
+    if not memory:
+        model, _ = train(WindowTuning(config, phases), run)
+        return Windowed(model, WINDOW)
+    clusters = memory.pop("clusters", True)
+    config = AblationConfig(**vars(config), **memory)
+    return train(Ablation(config, phases, clusters=clusters), run)[0]
+
+
+def ablation(run: Path, path: Path) -> None:
     """Train every row of ABLATION for a few steps from the teacher and write their figures on the split "valid"."""
-    tokenizer = read_tokenizer(TOKENIZER)
+    tokenizer = load_tokenizer("pocket")
     plain = load_model("pocket", model_class=bounded.GPT)
-    rows = [
-        ("full attention", 0, plain),
-        ("sliding window of 36 tokens, as it is", 0, Windowed(plain, 36)),
-        ("4 sinks + 32 tokens, as it is", 0, Windowed(plain, 32, 4)),
-    ]
-    documents = [(d.text + "<|endoftext|>", "") for d in corpus.documents("valid", 300)]
     results = []
-    for name, row_steps, model in [
-        *rows,
-        *((name, steps * o.get("longer", 1), o) for name, o in ABLATION),
-    ]:
-        if isinstance(model, dict):
-            ablated = {
-                key: value
-                for key, value in model.items()
-                if key in ("step", "forget", "learned_start")
-            }
-            options = {
-                key: value for key, value in model.items() if key not in {*ablated, "longer"}
-            }
-            recipe = distillation("pocket", plain.config, row_steps, **options)
-            if ablated:
-                recipe = Ablation(
-                    **vars(recipe) | {"config": AblationConfig(**vars(recipe.config) | ablated)}
-                )
-            model, _ = train(recipe, run / re.sub(r"\W+", "-", name).strip("-"))
-            model = Windowed(model, recipe.window) if recipe.window else model
+
+    def measure(name: str, steps: int, model: nn.Module) -> None:
         nats, share = answers(model, tokenizer, corpus.recall_questions("valid", 300))
-        perplexity = math.exp(continuation_loss(model, tokenizer, documents)[0])
-        results.append(
-            {
-                "name": name,
-                "steps": row_steps,
-                "perplexity": perplexity,
-                "recall_nats": nats,
-                "recall_share": share,
-            }
-        )
+        row = {"name": name, "steps": steps, "perplexity": perplexity(model, tokenizer, "valid")}
+        results.append(row | {"recall_nats": nats, "recall_share": share})
         print(json.dumps(results[-1]))
+
+    measure("full attention", 0, plain)
+    measure("sliding window of 36 tokens, as it is", 0, Windowed(plain, WINDOW))
+    measure("4 sinks + 32 tokens, as it is", 0, Windowed(plain, WINDOW - 4, 4))
+    for name, times, memory in ABLATION:
+        folder = run / re.sub(r"\W+", "-", name).strip("-")
+        measure(name, times * STEPS, trained(plain.config, times * STEPS, folder, **memory))
     write_json(path, results)

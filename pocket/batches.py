@@ -38,8 +38,9 @@ def lists_batch(
     def draw(high: int, n: int = 1) -> list[int]:
         return torch.randint(high, (n,), generator=generator).tolist()
 
-    rows, masks = [], []
-    for _ in range(phase.lists):
+    tokens = torch.empty(phase.lists, phase.context + 1, dtype=torch.long)
+    mask = torch.empty(tokens.shape)
+    for i in range(phase.lists):
         row, known = [], []
         while len(row) < phase.context + 1:
             words = draw(vocabulary, 2 + draw(longest - 1)[0])
@@ -50,25 +51,27 @@ def lists_batch(
                     words, plain = words + plain[:size] + separator, plain[size:]
             row += words + words
             known += [False] * (len(words) + 1) + [True] * (len(words) - 1)
-        rows.append(row[: phase.context + 1])
-        masks.append(known[1 : phase.context + 1])
-    tokens = torch.tensor(rows, dtype=torch.long).view(phase.lists, phase.context + 1)
-    return tokens, torch.tensor(masks, dtype=torch.float).view(phase.lists, phase.context)
+        tokens[i] = torch.tensor(row[: phase.context + 1])
+        mask[i] = torch.tensor(known[: phase.context + 1])
+    return tokens, mask[:, 1:]
 
 
 class Corpus:
     """The tokens of the training documents, <|endoftext|> after each; where each document starts; what is an answer."""
 
     def __init__(
-        self, documents: int, seed: int, tokenizer: tiktoken.Encoding, file: str | None = None
+        self, documents: int, tokenizer: tiktoken.Encoding, file: str | None = None
     ) -> None:
         self.vocabulary = tokenizer.n_vocab
         tokens: list[int] = []
         starts: list[int] = []
         is_answer: list[bool] = []
-        texts: Iterable[str] = (
-            document.text for document in corpus.documents("train", documents, seed)
-        )
+
+        def add(ids: list[int], answer: bool) -> None:
+            tokens.extend(ids)
+            is_answer.extend([answer] * len(ids))
+
+        texts: Iterable[str] = (doc.text for doc in corpus.documents("train", documents))
         if file is not None:
             parts = read_text(Path(file)).split("<|endoftext|>")
             texts = [text for text in parts if text.strip()]
@@ -76,20 +79,13 @@ class Corpus:
         for text in tqdm(texts, total=documents, desc="corpus", disable=rank() > 0):
             starts.append(len(tokens))
             for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
-                question, answer, rest = line.partition("Answer:")
-                head, tail = (
-                    tokenizer.encode_ordinary(question + answer),
-                    tokenizer.encode_ordinary(rest),
-                )
-                tokens += head + tail
-                is_answer += [False] * len(head) + [bool(answer)] * len(tail)
-            tokens.append(tokenizer.eot_token)
-            is_answer.append(False)
-        self.tokens, self.starts, self.is_answer = (
-            torch.tensor(tokens),
-            torch.tensor(starts),
-            torch.tensor(is_answer),
-        )
+                question, mark, answer = line.partition("Answer:")
+                add(tokenizer.encode_ordinary(question + mark), False)
+                add(tokenizer.encode_ordinary(answer), bool(mark))
+            add([tokenizer.eot_token], False)
+        self.tokens = torch.tensor(tokens)
+        self.starts = torch.tensor(starts)
+        self.is_answer = torch.tensor(is_answer)
 
     def batch(self, phase: Phase, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return rows (documents + shuffled, context + 1), each beginning with a document, as prompts do, and what
@@ -103,14 +99,11 @@ class Corpus:
             raise ValueError(
                 f"the text has {len(self.tokens)} tokens, and a row of {phase.context} doesn't fit in it"
             )
-        start = first[
-            torch.randint(len(first), (phase.documents + phase.shuffled,), generator=generator)
-        ]
+        n = phase.documents + phase.shuffled
+        start = first[torch.randint(len(first), (n,), generator=generator)]
         places = start[:, None] + torch.arange(phase.context + 1)
-        rows, weights = (
-            self.tokens[places],
-            torch.where(self.is_answer[places[:, 1:]], phase.answers, 1.0),
-        )
+        rows = self.tokens[places]
+        weights = torch.where(self.is_answer[places[:, 1:]], phase.answers, 1.0)
         weights[phase.documents :] = 1.0
         for row in rows[phase.documents :]:
             moved = torch.rand(self.vocabulary, generator=generator).lt(0.5).nonzero()[:, 0]
@@ -122,7 +115,7 @@ class Corpus:
 
 def text_of(recipe: Recipe) -> Corpus:
     """Return the text that a recipe trains on, in the tokens of its model."""
-    return Corpus(recipe.documents, recipe.seed, recipe.tokenizer, recipe.text)
+    return Corpus(recipe.documents, recipe.tokenizer, recipe.text)
 
 
 def segment_starts(
@@ -147,14 +140,12 @@ def segment_starts(
 def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
     """Return the batch of a step, all processes together."""
     phase, progress = phase_at(recipe, step)
-    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed(step)
     longest = 1.0 if phase.documents else progress
     rows, weights = lists_batch(phase, recipe.config.vocab_size, longest, generator)
     if phase.documents:
-        rows, weights = (
-            torch.cat(pair)
-            for pair in zip(text.batch(phase, generator), (rows, weights), strict=True)
-        )
+        texts, counts = text.batch(phase, generator)
+        rows, weights = torch.cat([texts, rows]), torch.cat([counts, weights])
     segments, length = torch.zeros_like(weights, dtype=torch.long), 0
     if isinstance(recipe, Pruning):
         segments, counts = segment_starts(recipe.mode, *weights.shape, generator)

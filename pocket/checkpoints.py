@@ -12,15 +12,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gpt_bounded_cache as bounded
-from gpt_baseline import GPT, GPTConfig
+from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
 from load_gpt2_weights import LLAMA_SIZES, find_file, parts_of, turned
-from pocket import rope
 from pocket.cards import card
 from pocket.evaluation import failed_gates, measure
 from pocket.recipes import Recipe
 from support.figures import figure
 from support.files import write_atomically, write_json
+
+SIZES = ("n_ctx", "n_embd", "n_layer", "n_head", "n_inner")
 
 
 def export(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16) -> None:
@@ -47,22 +48,14 @@ def gpt2_format(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "layer_norm_epsilon": 1e-5,
         "vocab_size": c.vocab_size,
         "n_positions": c.n_ctx,
-        "n_ctx": c.n_ctx,
-        "n_embd": c.n_embd,
-        "n_layer": c.n_layer,
-        "n_head": c.n_head,
-        "n_inner": c.n_inner,
-        "attn_pdrop": c.dropout,
-        "embd_pdrop": c.dropout,
-        "resid_pdrop": c.dropout,
     }
+    config |= {name: getattr(c, name) for name in SIZES}
+    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
     if isinstance(c, bounded.BCTConfig):
         config |= {name: value for name, value in vars(c).items() if name not in vars(GPTConfig())}
         config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
-    if isinstance(c, rope.GPTConfig):
-        config |= {"model_type": "rotary", "rotary": True}
     return config, {f"transformer.{name}": p for name, p in model.named_parameters()}
 
 

@@ -18,37 +18,30 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 import tiktoken
 import torch
 
-import gpt_kv_cache
+from gpt_kv_cache import GPT, generate
 from pocket import corpus
 from pocket.sentences.stories import CREATURE_ASIDE, ENDINGS, INCIDENTS, OPENINGS, PAYS, STATES
 
 NAME = r"(?-i:(?!(?:They|She|He|It|The)\b)[A-Z][a-z]+)"
 PRONOUNS = {"they": "she|he", "them": "her|him", "their": "her|his"}
-FIELDS = {name: NAME for name in ("a", "b", "c", "d", "town", "place")}
-FIELDS |= {name: "[a-z]+" for name in ("n1", "n2", "goods", "word", "colour", "rel")}
-FIELDS |= {
-    "obj": "[a-z]+ [a-z]+",
-    "obj2": "[a-z]+ [a-z]+",
+FIELDS = {
+    **dict.fromkeys(("a", "b", "c", "d", "town", "place"), NAME),
+    **dict.fromkeys(("n1", "n2", "goods", "word", "colour", "rel"), "[a-z]+"),
+    **dict.fromkeys(("obj", "obj2"), "[a-z]+ [a-z]+"),
+    **dict.fromkeys(("when", "epithet", "epithet2", "fact"), r"[^.\n\"]+?"),
     "cargo": "[a-z]+ of [a-z]+",
     "creature_a": "an? [a-z]+",
 }
-FIELDS |= {name: r"[^.\n\"]+?" for name in ("when", "epithet", "epithet2", "fact")}
 ANY = r"[a-z' ]+?"  # all other fields, in whatever words: what is no door's colour or no place must disagree, not hide
 START = r"(?:^|(?<=[.!?\"] ))"  # of a sentence
-FREE = {
-    "meet": "ab",
-    "word": "ab",
-    "door": "ab",
-    "errand": "ab",
-    "count": "ab",
-}  # either traveller may do this
+# Either traveller may do this.
+FREE = dict.fromkeys(("meet", "word", "door", "errand", "count"), "ab") | {"": "ab"}
 
 
 @dataclass(frozen=True)
@@ -60,15 +53,9 @@ class Statement:
     span: tuple[int, int]
     values: dict[str, list[str]]  # by field, one value for each time that the template names it
 
-    @property
-    def people(self) -> Iterator[tuple[str, str]]:
-        """The people who are named, with each pronoun that the template has for them."""
-        for field, found in self.values.items():
-            person, _, pronoun = field.partition("_")
-            if pronoun in PRONOUNS:
-                yield from (
-                    (name, said) for name in self.values.get(person, [])[:1] for said in found
-                )
+    def said(self, *fields: str) -> set[str]:
+        """Return all that stands in these fields."""
+        return {value for field in fields for value in self.values.get(field, [])}
 
 
 def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
@@ -76,16 +63,14 @@ def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
     fields: list[str] = []
 
     def piece(match: re.Match[str]) -> str:
-        mark, article, field = match[0], match["article"], match["field"]
-        if field is not None:
-            fields.append(field.replace(".", "_").lower())
+        if field := match["field"]:
             name, _, pronoun = field.lower().partition(".")
-            return (
-                "an? " if article else ""
-            ) + f"({PRONOUNS[pronoun] if pronoun else FIELDS.get(name, ANY)})"
-        return {"[": "(?:", "]": ")", "|": "|"}.get(mark) or re.escape(mark) + "?" * bool(
-            match["loose"]
-        )
+            fields.append(f"{name}_{pronoun}" if pronoun else name)
+            words = PRONOUNS[pronoun] if pronoun else FIELDS.get(name, ANY)
+            return f"{'an? ' if match['article'] else ''}({words})"
+        if match["loose"]:
+            return " ?"
+        return {"[": "(?:", "]": ")", "|": "|"}.get(match[0]) or re.escape(match[0])
 
     template = template.replace("{they_said}", f"[{'|'.join(CREATURE_ASIDE[0])}]")
     text = re.sub(
@@ -100,9 +85,10 @@ def patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
     banks = [("opening", "", OPENINGS), ("other", "", INCIDENTS), ("other", "", ENDINGS)]
     banks += [("state", thread, bank) for thread, bank in STATES.items()]
     banks += [("pay", thread, bank) for thread, bank in PAYS.items()]
-    return [
-        (kind, thread, *pattern(template)) for kind, thread, (bank, _) in banks for template in bank
-    ]
+    found = []
+    for kind, thread, (templates, _) in banks:
+        found += [(kind, thread, *pattern(template)) for template in templates]
+    return found
 
 
 def statements(story: str) -> list[Statement]:
@@ -131,68 +117,66 @@ def judge(story: str) -> Verdict:
     """Read a story's prose back, and compare what its sentences say."""
     found = statements(story)
     sexes = {p.name.lower(): p.female for people in corpus.PEOPLE.values() for p in people}
-    opening = [reading.values for reading in found if reading.kind == "opening"]
-    travellers = {name for values in opening for field in "ab" for name in values.get(field, [])}
-    towns = {name for values in opening for name in values.get("town", [])}
+    opening = [reading for reading in found if reading.kind == "opening"]
+    travellers = {name for reading in opening for name in reading.said("a", "b")}
+    towns = {name for reading in opening for name in reading.said("town")}
     told: dict[str, dict[str, str]] = {}  # by thread and field
     faults, unread, paid = set(), list(story), []
     for reading in found:
-        values, thread = reading.values, reading.thread
-        unread[slice(*reading.span)] = [""] * (reading.span[1] - reading.span[0])
-        free = "ab" if reading.kind == "other" else FREE.get(thread, "")
-        if {name for field in free for name in values.get(field, [])} - travellers:
+        values, thread, kind = reading.values, reading.thread, reading.kind
+        begin, end = reading.span
+        unread[begin:end] = " " * (end - begin)
+        free = "" if kind == "opening" else FREE.get(thread, "")
+        if reading.said(*free) - travellers or (kind == "other" and reading.said("town") - towns):
             faults.add("stranger")
-        if reading.kind == "other" and set(values.get("town", [])) - towns:
-            faults.add("stranger")
-        if {name for field in "cd" for name in values.get(field, [])} & travellers:
+        if reading.said("c", "d") & travellers:
             faults.add("two roles")
-        for name, said in reading.people:
-            if sexes.setdefault(name, said in ("she", "her")) != (said in ("she", "her")):
-                faults.add("he or she")
+        for field, pronouns in values.items():
+            person, _, pronoun = field.partition("_")
+            if pronoun in PRONOUNS and person in values:
+                for said in pronouns:
+                    female = said in ("she", "her")
+                    if sexes.setdefault(values[person][0], female) != female:
+                        faults.add("he or she")
         if not thread:
             continue
-        before, known = set(told), told.setdefault(thread, {})
-        wrong = [
-            field
-            for field, stated in values.items()
-            if "_" not in field
-            and field not in free
-            and {*stated} != {known.setdefault(field, stated[0])}
-        ]
-        if reading.kind == "pay":
-            paid.append(thread in before and not wrong)
-            if thread not in before:
-                faults.add("from nowhere")
+        before, known, wrong = thread in told, told.setdefault(thread, {}), False
+        for field, stated in values.items():
+            if "_" not in field and field not in free:
+                wrong |= {*stated} != {known.setdefault(field, stated[0])}
         if wrong:
             faults.add(thread)
-    stated = {reading.thread for reading in found if reading.kind == "state"}
-    if len(stated - {reading.thread for reading in found if reading.kind == "pay"}) > 1:
+        if kind == "pay":
+            paid.append(before and not wrong)
+            if not before:
+                faults.add("from nowhere")
+    threads = {kind: {r.thread for r in found if r.kind == kind} for kind in ("state", "pay")}
+    if len(threads["state"] - threads["pay"]) > 1:
         faults.add("left open")
     if "".join(unread).strip():
         faults.add("unread")
     return Verdict(sorted(faults), len(paid), sum(paid))
 
 
-def openings(split: str, n: int, seed: int = 0) -> list[str]:
+def openings(split: str, n: int) -> list[str]:
     """Return the first sentences of n stories of a split: who sets out, and from where."""
-    pens = (corpus.Pen(split, f"{seed}/{split}/told/{i}") for i in range(n))
+    pens = (corpus.Pen(split, f"0/{split}/told/{i}") for i in range(n))
     return [pen.say(OPENINGS, **corpus.scene(pen)[0]) for pen in pens]
 
 
 def write(
-    model: gpt_kv_cache.GPT,
+    model: GPT,
     tokenizer: tiktoken.Encoding,
     prompts: list[str],
     temperature: float = 0.0,
-    seed: int = 0,
 ) -> list[str]:
     """Return the prompts, each with the rest of a story's prose as the model goes on."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     encoded = [tuple(tokenizer.encode_ordinary(prompt)) for prompt in prompts]
     stories = {}
     for length in sorted({len(ids) for ids in encoded}):  # those of the same length together
         batch = sorted({ids for ids in encoded if len(ids) == length})
-        new = gpt_kv_cache.generate(
+        new = generate(
             model,
             torch.tensor(batch),
             400,

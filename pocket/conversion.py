@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_baseline import GPT
+from gpt_kv_cache import GPT
 from llama_kv_cache import Llama, LlamaConfig, rotate, rotation
-from pocket.recipes import centred
+from pocket.recipes import centred, positions, recorded
 
 STEEP = 1.702  # gelu(x) is nearly x * sigmoid(STEEP * x)
 CONSTANT = 5.0  # what a stream's mean holds, in units of the embeddings' root mean square
@@ -54,17 +54,11 @@ class Reading:
 
 def read(model: GPT, ids: Tensor, constant: float) -> list[Reading]:
     """Return what stands at each norm, in their order, as a GPT-2 reads texts ids (B, T)."""
-    inputs: list[tuple[nn.LayerNorm, Tensor]] = []
     norms = [norm for norm in model.modules() if isinstance(norm, nn.LayerNorm)]
-    hooks = [
-        norm.register_forward_pre_hook(lambda norm, args: inputs.append((norm, args[0])))
-        for norm in norms
-    ]
-    model(ids)
-    for hook in hooks:
-        hook.remove()
+    with recorded(norms, inputs=True) as inputs:
+        model(ids)
     readings = []
-    for norm, x in inputs:
+    for norm, x in zip(norms, inputs, strict=True):
         x = centred(x - positions(model, ids.size(1)))
         rms = x.square().mean(-1, keepdim=True).sqrt()
         share = constant / (rms**2 + constant**2).sqrt()
@@ -72,11 +66,6 @@ def read(model: GPT, ids: Tensor, constant: float) -> list[Reading]:
         moments = x.T @ x / len(x)
         readings.append(Reading(norm, rms.mean().item(), moments, share.mean().item()))
     return readings
-
-
-def positions(model: GPT, n: int) -> Tensor:
-    """Return by how much the embeddings (n, C) of the first positions differ from their mean."""
-    return model.wpe.weight[:n] - model.wpe.weight.mean(0)
 
 
 def shared(

@@ -1,6 +1,6 @@
 """An invented world and the documents about it: the text on which pocket is trained and measured.
 
-Every document is a pure function of (seed, split, index), so that a run can be resumed, or cut
+Every document is a pure function of (split, index), so that a run can be resumed, or cut
 among workers, by index alone. Two kinds of knowledge are kept apart on purpose:
 
 closed book  facts of the world (towns, creatures), the same in every split: learned in training
@@ -13,14 +13,11 @@ that training also uses. Their prose is worded as in training, so that perplexit
 makes of new names and things rather than how it likes a new phrase.
 """
 
-import sys
-
-if __name__ == "__main__":
-    sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
+from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -28,13 +25,10 @@ from pocket.sentences import articles, dialogues, explanations, lists, stories
 from pocket.sentences.nouns import EPITHET, THINGS, WHEN, WORDS
 from pocket.sentences.templates import Bank
 from pocket.sentences.world import ASKS, CREATURE_FACTS, CREATURES, FOLLOWS, SAYS, TOWN_FACTS, TOWNS
-from support.cli import CommandLine, whole_number
 
 SPLITS = ("train", "valid", "test")
-WORLD, FACTS = (
-    {"town": TOWNS, "creature": CREATURES},
-    {"town": TOWN_FACTS, "creature": CREATURE_FACTS},
-)
+WORLD = {"town": TOWNS, "creature": CREATURES}
+FACTS = {"town": TOWN_FACTS, "creature": CREATURE_FACTS}
 
 
 @dataclass(frozen=True)
@@ -89,20 +83,21 @@ def qa(question: str, answer: str) -> str:
     return f"{asked(question)} {answer}"
 
 
+def below(text: str, questions: list[str]) -> str:
+    """A text and the questions about it, if there are any."""
+    return "\n\n".join([text, "\n".join(questions)]).rstrip("\n")
+
+
 def _people() -> dict[str, list[Person]]:
     """Cut one fixed shuffle of all syllable names into the casts of the three splits."""
-    taken = {
-        *TOWNS,
-        *WORDS["petname"],
-        *(town[key] for town in TOWNS.values() for key in ("river", "founder")),
-    }
-    people = [
-        Person(start + end, sex == "woman")
-        for start in WORDS["start"]
-        for sex in ("woman", "man")
-        for end in WORDS[sex]
-        if start + end not in taken
-    ]
+    taken = {*TOWNS, *WORDS["petname"]}
+    for town in TOWNS.values():
+        taken |= {town["river"], town["founder"]}
+    people = []
+    for start in WORDS["start"]:
+        people += [Person(start + end, True) for end in WORDS["woman"]]
+        people += [Person(start + end, False) for end in WORDS["man"]]
+    people = [person for person in people if person.name not in taken]
     Random("people").shuffle(people)
     return {"train": people[:-220], "valid": people[-220:-110], "test": people[-110:]}
 
@@ -153,9 +148,9 @@ class Pen:
         people: list[Person] = []
         while len(people) < n:
             new = self.pick(PEOPLE[self.split])
-            if new.name[0] not in [p.name[0] for p in people] and (
-                len(people) != 1 or new.female != people[0].female
-            ):
+            same_initial = new.name[0] in [person.name[0] for person in people]
+            same_sex = len(people) == 1 and new.female == people[0].female
+            if not same_initial and not same_sex:
                 people.append(new)
         return people
 
@@ -178,9 +173,17 @@ class Pen:
         kind = "town" if self.chance(0.75) else "creature"
         return kind, self.pick(list(WORLD[kind]))
 
-    def fact(self, kind: str, name: str, key: str, subject: str, again: str | None = None) -> str:
+    def fact(
+        self, kind: str, name: str, key: str, subject: str = "", again: str | None = None
+    ) -> str:
         """A statement of one fact, as a part; `again` is how templates name the town or animal inside a sentence."""
-        return self.part(SAYS[key], **{**world(kind, name), kind: again or name, "s": subject})
+        values = world(kind, name) | {kind: again or name, "s": subject or named(kind, name)}
+        return self.part(SAYS[key], **values)
+
+    def question(self, kind: str, name: str, key: str) -> str:
+        """A question about one fact, and its answer."""
+        values = world(kind, name)
+        return qa(self.say(ASKS[key], **values), values[key])
 
 
 def world(kind: str, name: str) -> dict[str, str]:
@@ -197,34 +200,19 @@ def named(kind: str, name: str) -> str:
 
 def scene(pen: Pen) -> tuple[dict, list[str]]:
     """What happens in a story: its template values and its threads."""
-    a, b, c, d = pen.cast(4)
-    obj, obj2 = pen.things(2)
-    n1, n2 = pen.rng.sample(WORDS["number"], 2)
-    town, place = pen.towns(2)
-    v = dict(
-        a=a,
-        b=b,
-        c=c,
-        d=d,
-        obj=obj,
-        obj2=obj2,
-        n1=n1,
-        n2=n2,
-        town=town,
-        place=place,
-        when=pen.part(WHEN, any_month=pen.pick([t["month"] for t in TOWNS.values()])),
-        rel=pen.pick(["sister" if b.female else "brother", *WORDS["rel"]]),
-    )
+    v: dict[str, Any] = dict(zip("abcd", pen.cast(4), strict=True))
+    v["obj"], v["obj2"] = pen.things(2)
+    v["n1"], v["n2"] = pen.rng.sample(WORDS["number"], 2)
+    v["town"], v["place"] = pen.towns(2)
+    v["when"] = pen.part(WHEN, any_month=pen.pick([town["month"] for town in TOWNS.values()]))
+    v["rel"] = pen.pick(["sister" if v["b"].female else "brother", *WORDS["rel"]])
     v |= pen.fill("job goods cargo spot word colour landmark hour errand")
-    v |= dict(epithet=pen.epithet(town), epithet2=pen.epithet(place))
-    v["Word"], v["Hour"] = v["word"].capitalize(), v["hour"].capitalize()
+    v |= {"epithet": pen.epithet(v["town"]), "epithet2": pen.epithet(v["place"])}
+    v |= {"Word": v["word"].capitalize(), "Hour": v["hour"].capitalize()}
     creature = pen.pick(list(CREATURES))
-    fact = pen.fact("creature", creature, pen.pick(CREATURE_FACTS), f"the {creature}")
-    v["creature_a"], v["they_said"] = (
-        f"a {creature}",
-        pen.part(stories.CREATURE_ASIDE, fact=fact, **v),
-    )
-
+    fact = pen.fact("creature", creature, pen.pick(CREATURE_FACTS))
+    v["creature_a"] = f"a {creature}"
+    v["they_said"] = pen.part(stories.CREATURE_ASIDE, fact=fact, **v)
     return v, pen.rng.sample(list(stories.THREADS), pen.pick([2, 3, 3, 4]))
 
 
@@ -236,14 +224,11 @@ def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
         incident = pen.say(stories.INCIDENTS, **v)
         if not any(incident[:12] == other[:12] for other in middle):
             middle.append(incident)
-    late = [
-        pen.say(stories.PAYS[t], **v)
-        for t in stories.THREADS
-        if t in threads and not (mute and t == threads[0])
-    ]
+    paid = threads[1:] if mute else threads
+    late = [pen.say(stories.PAYS[t], **v) for t in stories.THREADS if t in paid]
     late.append(pen.say(stories.ENDINGS, **v))
-    paragraphs = [[pen.say(stories.OPENINGS, **v), *early], middle, late]
-    return "\n".join(" ".join(p) for p in paragraphs)
+    early.insert(0, pen.say(stories.OPENINGS, **v))
+    return "\n".join(" ".join(paragraph) for paragraph in (early, middle, late))
 
 
 def tell(pen: Pen, mute: bool) -> tuple[str, dict, list[str]]:
@@ -256,51 +241,47 @@ def story(pen: Pen) -> str:
     """A journey on which early facts (who, where, how many) are needed at the end."""
     n = pen.pick([0, 1, 1, 2, 3])
     prose, v, threads = tell(pen, mute=n > 0 and pen.chance(0.5))
-    questions = [
-        qa(pen.say(stories.RECALLS[t], **v), stories.THREADS[t].format(**v)) for t in threads[:n]
-    ]
-    return prose + "\n\n" * bool(questions) + "\n".join(questions)
+    questions = []
+    for thread in threads[:n]:
+        asks, answer = stories.RECALLS[thread], stories.THREADS[thread]
+        questions.append(qa(pen.say(asks, **v), answer.format(**v)))
+    return below(prose, questions)
 
 
 def article(pen: Pen) -> str:
     """What is known of a town or a creature, with an anecdote that is taken up again at the end."""
     kind, name = pen.topic()
     the, (a,), (obj,) = named(kind, name), pen.cast(1), pen.things(1)
-    n1, n2, n3 = pen.rng.sample(WORDS["number"], 3)
-    v = dict(a=a, obj=obj, n1=n1, n2=n2, n3=n3, **pen.fill("job"), **world(kind, name))
-    keys = FACTS[kind]
-    keys = pen.rng.sample(keys, pen.pick([3, 4, 5]) if kind == "town" else 3)
-    again = ["the town", name, name] if kind == "town" else ["animal", name, name]
+    v: dict[str, Any] = {"a": a, "obj": obj}
+    v["n1"], v["n2"], v["n3"] = pen.rng.sample(WORDS["number"], 3)
+    v |= pen.fill("job") | world(kind, name)
+    n_facts = pen.pick([3, 4, 5]) if kind == "town" else 3
+    keys = pen.rng.sample(FACTS[kind], n_facts)
+    animal, this = ("the town", "the town") if kind == "town" else ("animal", "this animal")
     aside = pen.rng.randrange(1, len(keys))
     lines: list[str] = []
     for i, key in enumerate(keys):
         if i == aside:
             lines.append(pen.say(articles.COLOUR[kind], **v))
         # "it" only right after a sentence that is about the subject as a whole
-        subject = (
-            the
-            if i in (0, aside)
-            else pen.pick([the, "it", "the town" if kind == "town" else "this animal"])
-        )
-        lines.append(
-            english(pen.fact(kind, name, key, subject, pen.pick(again) if i else None) + ".")
-        )
+        subject = the if i in (0, aside) else pen.pick([the, "it", this])
+        again = pen.pick([animal, name, name]) if i else None
+        lines.append(english(pen.fact(kind, name, key, subject, again) + "."))
     questions = []
     if pen.chance(0.6):
-        visit = pen.part(articles.VISITS, **v).split("|")
-        lines.insert(aside, english(visit[0]))
-        lines.append(english(visit[1]))
-        questions.append(qa(english(visit[2]), visit[3]))
+        early, late, question, answer = pen.part(articles.VISITS, **v).split("|")
+        lines.insert(aside, english(early))
+        lines.append(english(late))
+        questions.append(qa(english(question), answer))
     if pen.chance(0.5):
         other = pen.pick([n for n in WORLD[kind] if n != name])
         key = pen.pick(keys)
-        fact = english(pen.fact(kind, other, key, named(kind, other)) + ".")
+        fact = english(pen.fact(kind, other, key) + ".")
         lines.append(pen.say(articles.COMPARES[kind], other=other, fact=fact, **v))
-        questions.append(qa(pen.say(ASKS[key], **world(kind, other)), world(kind, other)[key]))
-    key = pen.pick(keys)
-    questions.append(qa(pen.say(ASKS[key], **v), v[key]))
+        questions.append(pen.question(kind, other, key))
+    questions.append(pen.question(kind, name, pen.pick(keys)))
     pen.rng.shuffle(questions)
-    return "\n\n".join([" ".join(lines), "\n".join(questions[: pen.pick([1, 1, 2, 3])])])
+    return below(" ".join(lines), questions[: pen.pick([1, 1, 2, 3])])
 
 
 def quiz(pen: Pen) -> str:
@@ -309,10 +290,9 @@ def quiz(pen: Pen) -> str:
     for _ in range(pen.rng.randint(4, 9)):
         kind, name = pen.topic()
         first, second = pen.rng.sample(FACTS[kind], 2)
-        values = world(kind, name)
-        lines.append(qa(pen.say(ASKS[first], **values), values[first]))
+        lines.append(pen.question(kind, name, first))
         if pen.chance(0.25):
-            lines.append(qa(pen.say(FOLLOWS[second]), values[second]))
+            lines.append(qa(pen.say(FOLLOWS[second]), WORLD[kind][name][second]))
     return "\n".join(lines)
 
 
@@ -323,59 +303,49 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
     lines = pen.part(dialogues.GREETINGS, a=a, b=b, town=here).split("|")
     told: list[tuple[str, dict]] = []
 
-    def tells(who: Person, topic: str, values: dict) -> None:
-        lines.append(f"{who}: {pen.say(dialogues.TOPICS[topic][1], **values)}")
+    def says(speaker: Person, bank: Bank, **values: object) -> None:
+        lines.append(f"{speaker}: {pen.say(bank, **values)}")
+
+    def tells(who: Person, topic: str) -> None:
+        values = facts[who]
+        says(who, dialogues.TOPICS[topic][1], **values)
         short = dialogues.SHORT[topic].format(**values)
         spoken = f"a {short}" if topic in ("job", "thing") else short
-        told.append(
-            (
-                topic,
-                {**values, "who": who, "short": short, "spoken": spoken, "Spoken": english(spoken)},
-            )
-        )
+        told.append((topic, values | {"short": short, "spoken": spoken, "Spoken": english(spoken)}))
 
-    facts = {}
+    facts: dict[Person, dict[str, Any]] = {}
     for who, thing in zip((a, b), pen.things(2), strict=True):
         home = pen.pick(list(TOWNS))
-        facts[who] = dict(
-            home=home,
-            epithet=pen.epithet(home),
-            **pen.fill("job pet petname food"),
-            obj=thing,
-            age=str(pen.pick(range(16, 80))),
-            kin=pen.pick(WORDS["number"][:8]),
-        )
+        facts[who] = {"who": who, "home": home, "epithet": pen.epithet(home), "obj": thing}
+        facts[who] |= pen.fill("job pet petname food")
+        facts[who] |= {"age": pen.pick(range(16, 80)), "kin": pen.pick(WORDS["number"][:8])}
     for topic in pen.rng.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
         asker, other = (a, b) if pen.chance(0.5) else (b, a)
-        lines.append(f"{asker}: {pen.say(dialogues.TOPICS[topic][0])}")
-        tells(other, topic, facts[other])
+        says(asker, dialogues.TOPICS[topic][0])
+        tells(other, topic)
         if pen.chance(0.5):
             lines[-1] += " " + pen.say(dialogues.BACKS)
-            tells(asker, topic, facts[asker])
+            tells(asker, topic)
         elif pen.chance(0.6):
-            lines.append(f"{asker}: {pen.say(dialogues.REACTIONS)}")
+            says(asker, dialogues.REACTIONS)
     for _ in range(pen.pick([0, 1, 1, 2])):
         kind, name = pen.topic()
         key = pen.pick(FACTS[kind])
-        lines.append(
-            f"{a}: {pen.say(dialogues.WORLD_TALK, question=pen.part(ASKS[key], **world(kind, name)))}"
-        )
-        lines.append(f"{b}: {english(pen.fact(kind, name, key, named(kind, name)) + '.')}")
+        question = pen.part(ASKS[key], **world(kind, name))
+        says(a, dialogues.WORLD_TALK, question=question)
+        lines.append(f"{b}: {english(pen.fact(kind, name, key) + '.')}")
     if recall:
         for topic, values in pen.rng.sample(told, pen.pick([0, 1, 1, 2])):
             who = values["who"]
-            asker = b if who is a else a
-            lines.append(
-                f"{asker}: {pen.say(dialogues.REMINDS, b=who, again=pen.part(dialogues.TOPICS[topic][2], **values))}"
-            )
-            lines.append(f"{who}: {pen.say(dialogues.REPLIES, **values)}")
+            again = pen.part(dialogues.TOPICS[topic][2], **values)
+            says(b if who is a else a, dialogues.REMINDS, b=who, again=again)
+            says(who, dialogues.REPLIES, **values)
         if pen.chance(0.4):
             topic, values = pen.pick(told)
             other = b if values["who"] is a else a
-            lines.append(
-                f"{c}: {pen.say(dialogues.THIRD, b=other, question=pen.part(dialogues.TOPICS[topic][3], **values))}"
-            )
-            lines.append(f"{other}: {pen.say(dialogues.THIRD_REPLIES, **values)}")
+            question = pen.part(dialogues.TOPICS[topic][3], **values)
+            says(c, dialogues.THIRD, b=other, question=question)
+            says(other, dialogues.THIRD_REPLIES, **values)
         lines += pen.part(dialogues.FAREWELLS, a=a, b=b).split("|")
     return "\n".join(lines), told
 
@@ -383,132 +353,105 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
 def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
     text, told = talk(pen, recall=True)
-    chosen = pen.rng.sample(told, pen.pick([0, 1, 2]))
-    questions = [
-        qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"])
-        for topic, values in chosen
-    ]
-    return text + "\n\n" * bool(questions) + "\n".join(questions)
+    questions = []
+    for topic, values in pen.rng.sample(told, pen.pick([0, 1, 2])):
+        questions.append(qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"]))
+    return below(text, questions)
 
 
 def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tuple[str, ...]) -> str:
     """Join clauses as numbered lines, or as a paragraph that says First and Finally."""
     if pen.chance(0.4):
-        return "\n".join(
-            [opening, *(f"{i}. {english(s)}." for i, s in enumerate(steps, 1)), closing]
-        )
-    starts = [
-        "First, ",
-        *(words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)),
-        "Finally, ",
-    ]
-    return " ".join(
-        [
-            opening,
-            *(english(start + s) + "." for start, s in zip(starts, steps, strict=True)),
-            closing,
-        ]
-    )
+        lines = [f"{i}. {english(step)}." for i, step in enumerate(steps, 1)]
+        return "\n".join([opening, *lines, closing])
+    between = [words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)]
+    starts = ["First, ", *between, "Finally, "]
+    lines = [english(start + step) + "." for start, step in zip(starts, steps, strict=True)]
+    return " ".join([opening, *lines, closing])
 
 
 def project(pen: Pen) -> tuple[str, dict, list[int]]:
     """What a device, a dish or a journey is made of: its kind, its template values and the numbers of its points."""
     kind = pen.pick(list(explanations.PLANS))
     needed, points = explanations.NEEDED[kind], explanations.PLANS[kind][-1]
-    (a, c, d), (obj,), (town, town2) = pen.cast(3), pen.things(1), pen.towns(2)
-    v = {f"n{i}": n for i, n in enumerate(pen.rng.sample(WORDS["number"], 5), 1)}
+    v: dict[str, Any] = dict(zip("acd", pen.cast(3), strict=True))
+    (v["obj"],), (v["town"], v["town2"]) = pen.things(1), pen.towns(2)
+    v |= {f"n{i}": n for i, n in enumerate(pen.rng.sample(WORDS["number"], 5), 1)}
     v |= pen.fill(explanations.PLAN_FIELDS)
-    v |= dict(a=a, c=c, d=d, obj=obj, town=town, town2=town2)
     v["m1"], v["m2"] = pen.rng.sample(WORDS["minutes"], 2)
-
     others = [i for i in range(len(points)) if i not in needed]
     kept = needed | set(pen.rng.sample(others, pen.pick([5, 6, 7]) - len(needed)))
     return kind, v, sorted(kept)
 
 
-def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str, str]:
-    """Notes on a project, the question to explain it, and the long answer that the notes imply."""
+def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str]:
+    """Notes on a project with the question to explain it, and the long answer that the notes imply."""
     head, ask, opening, closing, points = explanations.PLANS[kind]
-    a, chosen = v["a"], [points[i] for i in kept]
     heads = pen.part(head, **v).split("|")
-    notes = [pen.part((p[:2], p[:2]), **v) for p in chosen]
+    notes = [pen.part((points[i][:2],) * 2, **v) for i in kept]
     split_at = pen.rng.randint(1, len(heads))
     notes = [*heads[:split_at], *notes, *heads[split_at:]]
     if pen.chance(0.3):
         pen.rng.shuffle(notes)
-    steps = [
-        pen.part((p[2:], p[2:]), x=a if i in (0, len(chosen) // 2 + 1) else a.they, **v)
-        for i, p in enumerate(chosen)
-    ]
-    answer = in_steps(
-        pen, pen.say(opening, **v), steps, pen.say(closing, **v), pen.pick(explanations.ORDER_WORDS)
-    )
-    return "Notes:\n" + "\n".join("- " + english(note) for note in notes), pen.say(ask, **v), answer
-
-
-def plan(pen: Pen) -> tuple[str, str, str]:
-    """Notes on a device, a dish or a journey, the question to explain it, and the long answer that the notes imply."""
-    return notes_of(pen, *project(pen))
+    steps = []
+    for n, i in enumerate(kept):
+        who = v["a"] if n in (0, len(kept) // 2 + 1) else v["a"].they
+        steps.append(pen.part((points[i][2:],) * 2, x=who, **v))
+    begin, end = pen.say(opening, **v), pen.say(closing, **v)
+    answer = in_steps(pen, begin, steps, end, pen.pick(explanations.ORDER_WORDS))
+    lines = ["Notes:", *("- " + english(note) for note in notes)]
+    return asked(pen.say(ask, **v), "\n".join(lines)), answer
 
 
 def explain(pen: Pen) -> str:
     """A long, ordered answer, from notes or (one time in four) from knowledge of the world."""
     if pen.chance(0.75):
-        notes, question, answer = plan(pen)
-        return f"{asked(question, notes)} {answer}"
+        return " ".join(notes_of(pen, *project(pen)))
     kind, name = pen.topic()
     v, keys = world(kind, name), list(FACTS[kind])
     ask, opening, closing = explanations.WORLD_EXPLAINS[kind]
     pen.rng.shuffle(keys)
     steps = [pen.fact(kind, name, key, pen.pick([named(kind, name), "it"])) for key in keys]
-    answer = in_steps(
-        pen, pen.say(opening, **v), steps, pen.say(closing, **v), ("Second, ", "Also, ", "And ")
-    )
+    begin, end = pen.say(opening, **v), pen.say(closing, **v)
+    answer = in_steps(pen, begin, steps, end, ("Second, ", "Also, ", "And "))
     text = qa(pen.say(ask, **v), answer)
-    key = pen.pick(keys)
-    return text + "\n" + qa(pen.say(ASKS[key], **v), v[key])
+    return text + "\n" + pen.question(kind, name, pen.pick(keys))
 
 
 def recite(pen: Pen) -> tuple[str, str, str]:
     """A list with its story up to the copy, the copy, and what comes after it."""
     a, b = pen.cast(2)
-    what, least, most, draw = pen.pick(
-        [
-            ("things", 8, 13, pen.things),
-            ("names", 12, 20, lambda n: [p.name for p in pen.rng.sample(PEOPLE[pen.split], n)]),
-            ("towns", 10, 18, pen.towns),
-            ("numbers", 18, 25, lambda n: [str(i) for i in pen.rng.sample(range(10, 1000), n)]),
-            (
-                "goods",
-                10,
-                16,
-                lambda n: list(
-                    map(
-                        " ".join,
-                        zip(
-                            pen.rng.sample(WORDS["number"], n),
-                            pen.rng.sample(WORDS["goods"] * 2, n),
-                            strict=True,
-                        ),
-                    )
-                ),
-            ),
-        ]
-    )
-    n = pen.rng.randint(least, most)
-    items = draw(n)
-    v = dict(a=a, b=b, town=pen.pick(list(TOWNS)), what=what, many=n)
+    sizes = {
+        "things": (8, 13),
+        "names": (12, 20),
+        "towns": (10, 18),
+        "numbers": (18, 25),
+        "goods": (10, 16),
+    }
+    what = pen.pick(list(sizes))
+    n, sample = pen.rng.randint(*sizes[what]), pen.rng.sample
+    if what == "things":
+        items = pen.things(n)
+    elif what == "names":
+        items = [person.name for person in sample(PEOPLE[pen.split], n)]
+    elif what == "towns":
+        items = pen.towns(n)
+    elif what == "numbers":
+        items = [str(number) for number in sample(range(10, 1000), n)]
+    else:
+        pairs = zip(sample(WORDS["number"], n), sample(WORDS["goods"] * 2, n), strict=True)
+        items = [f"{number} {goods}" for number, goods in pairs]
+    v = {"a": a, "b": b, "town": pen.pick(list(TOWNS)), "what": what, "many": n}
     written = ("\n" if n <= 14 and pen.chance(0.4) else ", ").join(items)
     head = f"{pen.say(lists.LIST_OPENINGS, **v)}\n{written}\n{pen.say(lists.LIST_MIDDLES, **v)}\n"
-    tail = "\n" + pen.say(lists.LIST_CLOSINGS, **v)
+    tail, questions = "\n" + pen.say(lists.LIST_CLOSINGS, **v), []
     i = pen.rng.randrange(n - 1)
+    nth = i % len(lists.NTH)
     if pen.chance(0.5):
-        tail += "\n\n" + qa(pen.say(lists.AFTER_ASKS, item=items[i]), items[i + 1])
+        questions.append(qa(pen.say(lists.AFTER_ASKS, item=items[i]), items[i + 1]))
     elif pen.chance(0.5):
-        tail += "\n\n" + qa(
-            pen.say(lists.NTH_ASKS, nth=lists.NTH[i % len(lists.NTH)]), items[i % len(lists.NTH)]
-        )
-    return head, written, tail
+        questions.append(qa(pen.say(lists.NTH_ASKS, nth=lists.NTH[nth]), items[nth]))
+    return head, written, below(tail, questions)
 
 
 KINDS = {
@@ -524,12 +467,12 @@ KINDS = {
 # --- What the rest of the project uses ------------------------------------------------------------------
 
 
-def document(split: str, index: int, seed: int = 0) -> Document:
-    """The document at (seed, split, index), 350 to 1900 characters long.
+def document(split: str, index: int) -> Document:
+    """The document at (split, index), 350 to 1900 characters long.
 
     Raises ValueError for an unknown split or a negative index.
     """
-    pen = Pen(split, f"{seed}/{split}/{index}")
+    pen = Pen(split, f"0/{split}/{index}")
     if index < 0:
         raise ValueError(f"index must be 0 or more, got {index}")
     kind = pen.rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
@@ -539,25 +482,22 @@ def document(split: str, index: int, seed: int = 0) -> Document:
     return Document(kind, text)
 
 
-def documents(split: str, n: int, seed: int = 0) -> Iterator[Document]:
+def documents(split: str, n: int) -> Iterator[Document]:
     """The first n documents of a split."""
     Pen(split, "")  # an unknown split is refused here, not at the first next()
-    return (document(split, i, seed) for i in range(n))
+    return (document(split, i) for i in range(n))
 
 
-def beginnings(tokenizer: Any, split: str, n: int, tokens: int, own: int = 256) -> list[list[int]]:
-    """The beginnings of n stories, dialogues or explanations, `tokens` ids each: at most the last `own` are of the
+def beginnings(tokenizer: Any, split: str, n: int, tokens: int) -> list[list[int]]:
+    """The beginnings of n stories, dialogues or explanations, `tokens` ids each: at most the last 256 are of the
     document that goes on, and earlier documents precede them. Raises ValueError if too few are long enough."""
-    own = min(tokens, own)
+    own = min(tokens, 256)
     found: list[list[int]] = []
     earlier: list[int] = []
     for doc in documents(split, 40 * n):
         ids = tokenizer.encode_ordinary(doc.text)
-        if (
-            doc.kind in ("story", "dialogue", "explain")
-            and len(ids) > own
-            and len(earlier) >= tokens - own
-        ):
+        long = len(ids) > own and len(earlier) >= tokens - own
+        if long and doc.kind in ("story", "dialogue", "explain"):
             found.append(earlier[len(earlier) - tokens + own :] + ids[:own])
         if len(found) == n:
             return found
@@ -569,19 +509,17 @@ def beginnings(tokenizer: Any, split: str, n: int, tokens: int, own: int = 256) 
 
 def closed_book_questions(split: str) -> list[Question]:
     """Every fact of the world in every paraphrase of the split; the family is like "town:Tolben:river"."""
-    side = Pen(split, "").side
-    return [
-        Question(
-            f"{kind}:{name}:{key}", i, asked(english(ask.format(**{kind: name}))), table[name][key]
-        )
-        for kind, table in WORLD.items()
-        for name in table
-        for key in FACTS[kind]
-        for i, ask in enumerate(ASKS[key][side])
-    ]
+    side, found = Pen(split, "").side, []
+    for kind, table in WORLD.items():
+        for name, facts in table.items():
+            for key in FACTS[kind]:
+                for i, ask in enumerate(ASKS[key][side]):
+                    prompt = asked(english(ask.format(**{kind: name})))
+                    found.append(Question(f"{kind}:{name}:{key}", i, prompt, facts[key]))
+    return found
 
 
-def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
+def recall_questions(split: str, n: int) -> list[Question]:
     """n questions on early facts of stories and dialogues; three in a row are paraphrases on the same text.
 
     The text states the asked fact once and never comes back to it. Prompts are 350 to 1300 characters long.
@@ -589,7 +527,7 @@ def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
     questions: list[Question] = []
     index = 0
     while len(questions) < n:
-        pen = Pen(split, f"{seed}/{split}/recall/{index}")
+        pen = Pen(split, f"0/{split}/recall/{index}")
         text, key = "", ""
         while not 270 <= len(text) <= 1200:
             if index % 3 == 2:
@@ -601,18 +539,18 @@ def recall_questions(split: str, n: int, seed: int = 0) -> list[Question]:
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
         for i in sorted(pen.rng.sample(range(len(asks[pen.side])), 3)):
             prompt = asked(english(asks[pen.side][i].format(**v)), text)
-            questions.append(Question(f"recall:{split}:{seed}:{index}:{key}", i, prompt, answer))
+            questions.append(Question(f"recall:{split}:{index}:{key}", i, prompt, answer))
         index += 1
     return questions[:n]
 
 
-def explain_questions(split: str, n: int, seed: int = 0) -> list[Question]:
+def explain_questions(split: str, n: int) -> list[Question]:
     """n sets of notes, each with the question to explain them and the long reference answer."""
-    plans = (plan(Pen(split, f"{seed}/{split}/explain/{i}")) for i in range(n))
-    return [
-        Question(f"explain:{split}:{seed}:{i}", 0, asked(question, notes), answer)
-        for i, (notes, question, answer) in enumerate(plans)
-    ]
+    found = []
+    for i in range(n):
+        pen = Pen(split, f"0/{split}/explain/{i}")
+        found.append(Question(f"explain:{split}:{i}", 0, *notes_of(pen, *project(pen))))
+    return found
 
 
 def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
@@ -620,84 +558,53 @@ def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
 
     Facts are shared out among the splits: what is asked in one isn't asked in another.
     """
-    questions = closed_book_questions(split)
-    names = sorted({q.family for q in closed_book_questions("train")})
-    Random("families").shuffle(names)
     first = {q.family: q for q in reversed(closed_book_questions("train"))}
-    head = "\n".join(f"{first[name].prompt} {first[name].answer}" for name in names[:header])
+    names = sorted(first)
+    Random("families").shuffle(names)
+    head = [f"{first[name].prompt} {first[name].answer}" for name in names[:header]]
     rest = names[header:]
     parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}[split]
-    return [
-        [
-            Question(f"quiz:{name}", q.paraphrase, f"{head}\n{q.prompt}", q.answer)
-            for q in questions
-            if q.family == name
-        ]
-        for name in parts
-    ]
+    families: dict[str, list[Question]] = {name: [] for name in parts}
+    for q in closed_book_questions(split):
+        if q.family in families:
+            prompt = "\n".join([*head, q.prompt])
+            families[q.family].append(replace(q, family=f"quiz:{q.family}", prompt=prompt))
+    return list(families.values())
 
 
-def story_families(split: str, n: int, tellings: int, seed: int = 0) -> list[list[Question]]:
+def story_families(split: str, n: int, tellings: int) -> list[list[Question]]:
     """n stories, each told in several ways and each time with a question on the same early fact, in other words."""
     families: list[list[Question]] = []
     index = 0
     while len(families) < n:
-        name = f"{seed}/{split}/retold/{index}"
+        name = f"0/{split}/retold/{index}"
         v, threads = scene(Pen(split, name))
         key, family = threads[0], []
+        answer = stories.THREADS[key].format(**v)
         for i in range(tellings):
             pen = Pen(split, f"{name}/{i}")
             text, asks = prose_of(pen, v, threads, mute=True), stories.RECALLS[key][pen.side]
             prompt = asked(english(asks[i % len(asks)].format(**v)), text)
-            family.append(
-                Question(
-                    f"story:{split}:{seed}:{index}:{key}",
-                    i,
-                    prompt,
-                    stories.THREADS[key].format(**v),
-                )
-            )
+            family.append(Question(f"story:{split}:{index}:{key}", i, prompt, answer))
         if all(350 <= len(q.prompt) <= 1300 for q in family):
             families.append(family)
         index += 1
     return families
 
 
-def notes_families(split: str, n: int, tellings: int, seed: int = 0) -> list[list[Question]]:
+def notes_families(split: str, n: int, tellings: int) -> list[list[Question]]:
     """n projects, each with several sets of notes, in other words and another order, and the question to explain it."""
     families = []
     for index in range(n):
-        name = f"{seed}/{split}/noted/{index}"
+        name, family = f"0/{split}/noted/{index}", []
         made = project(Pen(split, name))
-        told = (notes_of(Pen(split, f"{name}/{i}"), *made) for i in range(tellings))
-        families.append(
-            [
-                Question(f"notes:{split}:{seed}:{index}", i, asked(question, notes), answer)
-                for i, (notes, question, answer) in enumerate(told)
-            ]
-        )
+        for i in range(tellings):
+            told = notes_of(Pen(split, f"{name}/{i}"), *made)
+            family.append(Question(f"notes:{split}:{index}", i, *told))
+        families.append(family)
     return families
 
 
-def repeated_lists(split: str, n: int, seed: int = 0) -> list[tuple[str, str]]:
+def repeated_lists(split: str, n: int) -> list[tuple[str, str]]:
     """n pairs (text up to where the copy of its list begins, the copy)."""
-    return [recite(Pen(split, f"{seed}/{split}/list/{i}"))[:2] for i in range(n)]
-
-
-def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(
-        "Print documents of the corpus with their kinds.",
-        example="python3 pocket/corpus.py --split valid --n 3",
-    )
-    cli.add_argument("--split", default="train", choices=SPLITS, help="training or held-out text")
-    cli.add_argument(
-        "--n", type=whole_number(1), default=3, metavar="N", help="number of documents"
-    )
-    with cli.parse(argv) as args:
-        for i, doc in enumerate(documents(args.split, args.n)):
-            head = f"--- {args.split} {i}: {doc.kind}, {len(doc.text)} characters"
-            print(f"{head}\n{doc.text}\n", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return [recite(Pen(split, f"0/{split}/list/{i}"))[:2] for i in range(n)]

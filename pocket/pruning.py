@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import gpt_kv_cache
-from gpt_baseline import GPTConfig
+from gpt_kv_cache import GPT, GPTConfig, KVCache
+from pocket.recipes import recorded
 
 
-class Student(gpt_kv_cache.GPT):
+class Student(GPT):
     """A narrower model in training, on its own cache or a teacher's."""
 
     def forward(
         self,
         ids: Tensor,
-        cache: gpt_kv_cache.KVCache | None = None,
+        cache: KVCache | None = None,
         last_only: bool = False,
         start: Tensor | None = None,
     ) -> Tensor:
@@ -39,28 +39,20 @@ class Student(gpt_kv_cache.GPT):
         return self.head(x)
 
 
+def most_active(activity: Tensor, n: int) -> Tensor:
+    """Return the n dimensions (n,) that are most active, in their order."""
+    return activity.topk(n).indices.sort().values
+
+
 @torch.no_grad()
-def pruned(teacher: gpt_kv_cache.GPT, config: GPTConfig, ids: Tensor) -> Student:
+def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> Student:
     """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
     active (mean absolute value) on texts ids (B, T)."""
-    hidden: list[Tensor] = []
-    neurons: list[Tensor] = []
-    hooks = [
-        norm.register_forward_hook(lambda _, args, output: hidden.append(output.abs().mean((0, 1))))
-        for block in teacher.h
-        for norm in (block.ln_1, block.ln_2)
-    ]
-    hooks += [
-        block.mlp.c_proj.register_forward_pre_hook(
-            lambda _, args: neurons.append(args[0].abs().mean((0, 1)))
-        )
-        for block in teacher.h
-    ]
-    teacher(ids)
-    for hook in hooks:
-        hook.remove()
-    wide = sum(hidden).topk(config.n_embd).indices.sort().values
-    inner = [active.topk(config.n_inner).indices.sort().values for active in neurons]
+    norms = [norm for block in teacher.h for norm in (block.ln_1, block.ln_2)]
+    with recorded(norms) as hidden, recorded([b.mlp.c_proj for b in teacher.h], True) as neurons:
+        teacher(ids)
+    wide = most_active(sum(x.abs().mean((0, 1)) for x in hidden), config.n_embd)
+    inner = [most_active(x.abs().mean((0, 1)), config.n_inner) for x in neurons]
     kept = {}
     for name, p in teacher.named_parameters():
         if name.endswith(("c_attn.weight", "c_fc.weight")):  # read the residual stream

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import tiktoken
 import torch
@@ -12,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-import gpt_kv_cache
-from gpt_baseline import GPT, GPTConfig
+from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
-from load_gpt2_weights import load_tokenizer, read_tokenizer
-from pocket import rope
-from pocket.tokenizer import TOKENIZER, VOCABULARY
+from load_gpt2_weights import load_tokenizer
+from pocket.tokenizer import VOCABULARY
 from support.statistics import kl
 
 
@@ -73,7 +74,6 @@ class Recipe:
     config: GPTConfig
     phases: tuple[Phase, ...]
     documents: int
-    seed: int = 0
     weight_decay: float = 0.1
     warmup: int = 100
 
@@ -83,7 +83,7 @@ class Recipe:
 
     @property
     def tokenizer(self) -> tiktoken.Encoding:
-        return load_tokenizer(self.init) if self.init else read_tokenizer(TOKENIZER)
+        return load_tokenizer(self.init or "pocket")
 
     def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
         """Return the loss (B, T) in nats of every next token."""
@@ -96,12 +96,23 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Uptraining(Recipe):
+class Change(Recipe):
+    """Training of a model that begins as another, `init`, and learns what that predicts."""
+
+    documents: int = 60_000
+    weight_decay: float = 0.0
+    init: str = "pocket"
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Uptraining(Change):
     """A trained GPT-2 goes on as a Llama: it learns what it predicted before, and to get there by
     the same way, block by block."""
 
     kind, model_class = "llama", Llama
-    init: str = "pocket"
+    documents: int = 20_000
+    warmup: int = 50
 
     def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || model) (B, T) in nats, and the mean over all blocks but the last of
@@ -109,13 +120,18 @@ class Uptraining(Recipe):
         are not in a Llama's stream, and the mean of a stream is of no account to a GPT-2."""
         rows = batch.rows[:, :-1]
         with mixed_precision(rows.device):
-            expected, theirs = streams(teacher, rows)
-            got, ours = streams(model, rows)
-        positions = teacher.wpe.weight[: rows.size(1)] - teacher.wpe.weight.mean(0)
+            with recorded(teacher.h) as theirs:
+                expected = teacher(rows)
+            with recorded(
+                getattr(model, "module", model).h
+            ) as ours:  # under torchrun it is wrapped
+                got = model(rows)
         apart = []
         for target, stream in zip(theirs[:-1], ours[:-1], strict=True):
-            target, stream = centred(target.float() - positions), centred(stream.float())
-            apart.append((target - stream).square().mean(-1) / target.square().mean())
+            target, stream = target.float() - positions(teacher, rows.size(1)), stream.float()
+            apart.append(
+                centred(target - stream).square().mean(-1) / centred(target).square().mean()
+            )
         return kl(expected, got) + torch.stack(apart).mean(0)
 
 
@@ -124,60 +140,45 @@ def centred(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
-def streams(model: nn.Module, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the logits of rows, and what each block has added up to."""
+def positions(model: GPT, n: int) -> Tensor:
+    """Return by how much the embeddings (n, C) of the first positions differ from their mean."""
+    return model.wpe.weight[:n] - model.wpe.weight.mean(0)
+
+
+@contextmanager
+def recorded(modules: Iterable[nn.Module], inputs: bool = False) -> Iterator[list[Tensor]]:
+    """Yield what modules return, or are given, in the order in which they are called within."""
     found: list[Tensor] = []
-    blocks = getattr(model, "module", model).h  # under torchrun it is wrapped
-    hooks = [block.register_forward_hook(lambda *call: found.append(call[-1])) for block in blocks]
-    logits = model(rows)
+
+    def record(module: nn.Module, given: tuple, returned: Tensor) -> None:
+        found.append(given[0] if inputs else returned)
+
+    hooks = [module.register_forward_hook(record) for module in modules]
+    yield found
     for hook in hooks:
         hook.remove()
-    return logits, found
 
 
 @dataclass(frozen=True)
-class Distillation(Recipe):
-    """Fine-tuning of a trained model with a bounded memory, or with rotary positions, on what it predicted itself
-    before it was changed.
+class Distillation(Change):
+    """Fine-tuning of a trained model with a bounded memory. Every second step reads on after another text, so that the
+    memory isn't empty and the positions are those of a long text."""
 
-    config is that of the new model. With a memory every second step reads on after another text, so that the memory
-    isn't empty and the positions are those of a long text.
-    """
-
-    init: str = "pocket"  # the model that it begins as and learns from
-    text: str | None = None  # a file to train on instead of the corpus
-    clusters: bool = True  # W_wq begins as W_k, and the write addresses as k-means of keys; else both are small noise
-    window: int = 0  # instead of slots: a sliding window of so many tokens
-    new_rate: float = 5.0  # what the learning rate of the memory's own parameters is multiplied by
-
-    @property
-    def slots(self) -> int:
-        return self.config.slots if isinstance(self.config, bounded.BCTConfig) else 0
-
-    @property
-    def model_class(self) -> type[nn.Module]:
-        classes = (rope.GPT, bounded.BCT, bounded.GPT)
-        return {model.config_class: model for model in classes}[type(self.config)]
-
-    @property
-    def kind(self) -> str:
-        return "rotary" if isinstance(self.config, rope.GPTConfig) else "bct"
+    kind, model_class = "bct", bounded.BCT
+    new_rate = 5.0  # what the learning rate of the memory's own parameters is multiplied by
+    clusters = True  # write addresses begin as k-means of keys, and W_wq as W_k
 
     @property
     def name(self) -> str:
-        return "bct-sum" if getattr(self.config, "rule", None) == "sum" else self.kind
+        return "bct-sum" if self.config.rule == "sum" else "bct"
 
     def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
-        """Return KL(teacher || model) (B, T) in nats. A model with slots has first read the texts before the rows,
-        without a gradient; the teacher never has."""
-        cache, rows = None, batch.rows[:, :-1]
-        if self.slots:
-            cache = bounded.BoundedMemory()
-        elif self.window:
-            cache = bounded.SlidingWindowCache(self.window)
+        """Return KL(teacher || model) (B, T) in nats. The model has first read the texts before the rows, without a
+        gradient; the teacher never has."""
+        cache, rows = bounded.BoundedMemory(), batch.rows[:, :-1]
         with mixed_precision(rows.device):
             expected = teacher(rows)
-            if self.slots and batch.before.size(1):
+            if batch.before.size(1):
                 with torch.no_grad():
                     model(batch.before, cache)
             got = model(rows, cache)
@@ -185,7 +186,7 @@ class Distillation(Recipe):
 
 
 @dataclass(frozen=True)
-class Pruning(Recipe):
+class Pruning(Change):
     """Distillation into a narrower model of the same layers, heads and head size, so that the teacher's cache fits it.
 
     What the model reads of its own text and what of the teacher's cache: "alone", its own; "prompt", the teacher's of
@@ -194,9 +195,7 @@ class Pruning(Recipe):
     """
 
     kind = "student"
-    init: str = "pocket"
     mode: str = "segments"
-    text: str | None = None
     begin: str | None = None  # the student that it goes on from, instead of the pruned teacher
 
     @property
@@ -204,9 +203,9 @@ class Pruning(Recipe):
         kind = "dropout" if self.config.dropout else self.mode
         return self.kind if kind == KINDS[0] else f"{self.kind}-{kind}"
 
-    def losses(self, model: nn.Module, teacher: gpt_kv_cache.GPT, batch: Batch) -> Tensor:
+    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
-        cache, rows = gpt_kv_cache.KVCache(), batch.rows[:, :-1]
+        cache, rows = KVCache(), batch.rows[:, :-1]
         with mixed_precision(rows.device):
             expected = teacher(rows, cache)
             got = model(rows, cache, start=batch.segments)
@@ -217,56 +216,20 @@ STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
 KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read
 TEACHER = Recipe(
-    config=GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
-    phases=(  # three courses, each of which ends at a low learning rate, with a model that can be used
-        Phase(steps=500, documents=0, lists=8, context=128, lr=5e-4),
-        Phase(steps=2400, documents=9, lists=1, context=256, lr=1e-3),
-        Phase(
-            steps=7600,
-            documents=3,
-            lists=1,
-            context=512,
-            lr=1e-3,
-            shuffled=1,
-            answers=8.0,
-            long=(1, 0, 1),
-        ),
-        Phase(
-            steps=6000,
-            documents=6,
-            lists=1,
-            context=512,
-            lr=9e-4,
-            shuffled=3,
-            answers=8.0,
-            long=(2, 1, 1),
-        ),
-        Phase(
-            steps=5000,
-            documents=7,
-            lists=2,
-            context=512,
-            lr=7e-4,
-            shuffled=2,
-            answers=8.0,
-            long=(2, 1, 1),
-        ),
-        Phase(steps=2800, documents=4, lists=1, context=1280, lr=7e-4, shuffled=1, answers=8.0),
+    GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
+    # Three courses, each of which ends at a low learning rate, with a model that can be used.
+    (  # steps, documents, lists, context, lr
+        Phase(500, 0, 8, 128, 5e-4),
+        Phase(2400, 9, 1, 256, 1e-3),
+        Phase(7600, 3, 1, 512, 1e-3, shuffled=1, answers=8.0, long=(1, 0, 1)),
+        Phase(6000, 6, 1, 512, 9e-4, shuffled=3, answers=8.0, long=(2, 1, 1)),
+        Phase(5000, 7, 2, 512, 7e-4, shuffled=2, answers=8.0, long=(2, 1, 1)),
+        Phase(2800, 4, 1, 1280, 7e-4, shuffled=1, answers=8.0),
     ),
     documents=120_000,
 )
 MEMORY = {"slots": 24, "recent": 8}
 PAPER = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
-STEPS = {
-    "bct": 4_000,
-    "ablation": 110,
-    "rotary": 2_500,
-    "student": 3_000,
-    "student-dropout": 600,
-    "llama": 1_600,
-}
-
-
 SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 
 
@@ -279,75 +242,51 @@ def phases_of(
     lists: int = 0,
 ) -> tuple[Phase, ...]:
     """The phases of a model that begins as another: of a text; or of documents, two thirds of the steps in short rows,
-    the last third in long ones of unshuffled documents."""
-    if (
-        text
-    ):  # has no answers; and what other models predict of shuffled vocabulary is nothing to learn
-        return (Phase(steps=steps, documents=8, lists=0, context=config.n_ctx, lr=lr),)
+    the last third in long ones of unshuffled documents. A text has no answers; and what other models predict of
+    shuffled vocabulary is nothing to learn."""
+    if text:
+        return (Phase(steps, 8, 0, config.n_ctx, lr),)
     long = steps // 3 if config.n_ctx > SHORT else 0
-    first = Phase(
-        steps=steps - long,
-        documents=3,
-        lists=lists,
-        context=min(SHORT, config.n_ctx),
-        lr=lr,
-        shuffled=1,
-        answers=answers,
-    )
-    last = replace(first, steps=long, documents=2, shuffled=0, context=config.n_ctx)
+    short = min(SHORT, config.n_ctx)
+    first = Phase(steps - long, 3, lists, short, lr, shuffled=1, answers=answers)
+    last = Phase(long, 2, lists, config.n_ctx, lr, answers=answers)
     return (first, last) if long else (first,)
 
 
-def distillation(init: str, config: GPTConfig, steps: int, **options: object) -> Distillation:
+def distillation(
+    init: str, config: GPTConfig, steps: int | None = None, text: str | None = None, **memory: Any
+) -> Distillation:
     """The recipe that gives a trained model of this geometry a bounded memory."""
-    memory = {name: options.pop(name) for name in ("slots", "recent", "rule") if name in options}
-    phases = phases_of(config, steps, 6e-4, 8.0, options.get("text"))
-    new = (
-        bounded.BCTConfig(**vars(config) | memory) if memory else bounded.GPTConfig(**vars(config))
-    )
-    return Distillation(new, phases, documents=60_000, weight_decay=0.0, init=init, **options)
+    phases = phases_of(config, steps or 4_000, 6e-4, 8.0, text)
+    return Distillation(bounded.BCTConfig(**vars(config), **memory), phases, init=init, text=text)
 
 
-def rotary_recipe(init: str, config: GPTConfig, steps: int) -> Distillation:
-    """The recipe that gives a trained model of this geometry rotary instead of learned positions."""
-    phases = phases_of(config, steps, 1e-3, 8.0, lists=1)
-    return Distillation(
-        rope.GPTConfig(**vars(config)), phases, documents=60_000, weight_decay=0.0, init=init
-    )
-
-
-def uptraining(config: GPTConfig, steps: int) -> Uptraining:
+def uptraining(config: GPTConfig, steps: int = 1_600) -> Uptraining:
     """The recipe that makes a Llama of the teacher, whose geometry is this: of as many parameters
     but for a few hundred, with a third of the heads of keys and values."""
     sizes = {name: value for name, value in vars(config).items() if name != "dropout"}
     sizes |= {"n_kv_head": max(1, config.n_head // 3), "n_inner": 7 * config.n_inner // 8}
-    phases = phases_of(config, steps, 1e-3, 8.0, lists=1)
-    return Uptraining(LlamaConfig(**sizes), phases, documents=20_000, weight_decay=0.0, warmup=50)
+    return Uptraining(LlamaConfig(**sizes), phases_of(config, steps, 1e-3, 8.0, lists=1))
 
 
 def pruning(
-    init: str, config: GPTConfig, steps: int, kind: str, text: str | None = None
+    init: str, config: GPTConfig, steps: int | None, kind: str, text: str | None = None
 ) -> Pruning:
     """The recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout goes on
     from the one without, since on a CPU dropout takes four times as long."""
-    begin = "pocket-student" if (init, kind) == ("pocket", "dropout") else None
-    phases = phases_of(config, steps, 4e-4 if begin else 1e-3, 4.0, text)
-    n_embd = max(8, 8 * round(STUDENT_WIDTH * config.n_embd / 8))
-    n_inner = max(8, 8 * round(STUDENT_WIDTH * config.n_inner / 8))
-    mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
+    begin, lr, usual = None, 1e-3, 3_000
+    if (init, kind) == ("pocket", "dropout"):
+        begin, lr, usual = "pocket-student", 4e-4, 600
     narrow = replace(
-        config, n_embd=n_embd, n_inner=n_inner, head_dim=config.head_dim, dropout=dropout
+        config,
+        n_embd=max(8, 8 * round(STUDENT_WIDTH * config.n_embd / 8)),
+        n_inner=max(8, 8 * round(STUDENT_WIDTH * config.n_inner / 8)),
+        head_dim=config.head_dim,
+        dropout=DROPOUT if kind == "dropout" else 0.0,
     )
-    return Pruning(
-        narrow,
-        phases,
-        documents=60_000,
-        weight_decay=0.0,
-        init=init,
-        mode=mode,
-        text=text,
-        begin=begin,
-    )
+    phases = phases_of(config, steps or usual, lr, 4.0, text)
+    mode = "segments" if kind == "dropout" else kind
+    return Pruning(narrow, phases, init=init, text=text, mode=mode, begin=begin)
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -357,9 +296,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         left = sum(phase.steps for phase in recipe.phases) - step
         last = recipe.phases[-1]
         return last.lr * min(1.0, (step + 1) / recipe.warmup, left / last.steps)
-    for (lr, reads), phases in groupby(
-        recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0)
-    ):
+    courses = groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0))
+    for (lr, reads), phases in courses:
         steps = sum(phase.steps for phase in phases)
         if step < steps:
             fall = 0.55 + 0.45 * math.cos(math.pi * step / steps) if reads else 1.0
@@ -374,14 +312,8 @@ def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
         if step < phase.steps:
             progress = step / phase.steps
             if any(phase.long) and step % 5 == 4:
-                documents, lists, shuffled = phase.long
-                phase = replace(
-                    phase,
-                    documents=documents,
-                    lists=lists,
-                    shuffled=shuffled,
-                    context=recipe.config.n_ctx,
-                )
+                rows = dict(zip(("documents", "lists", "shuffled"), phase.long, strict=True))
+                phase = replace(phase, **rows, context=recipe.config.n_ctx)
             return phase, progress
         step -= phase.steps
     raise ValueError(f"step {step} is past the recipe's end")

@@ -1,4 +1,4 @@
-"""The model as training begins: an induction circuit, a look back, addresses near the keys."""
+"""The model as training begins: an induction circuit, addresses near the keys."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-import gpt_kv_cache
-from gpt_baseline import GPT, GPTConfig
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
-from pocket import rope
 from pocket.batches import Corpus
 from pocket.conversion import as_llama
 from pocket.pruning import pruned
-from pocket.recipes import Pruning, Recipe
+from pocket.recipes import Pruning, Recipe, recorded
 
 MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
 
@@ -102,19 +100,6 @@ def start_as_copier(model: GPT) -> None:
 
 
 @torch.no_grad()
-def start_looking_back(model: rope.GPT) -> None:
-    """Let heads 0 and 1 of layer 0 look one and two positions back, which they did by learned positions before: their
-    keys are all the same, and their queries are the same vector, turned back by as much."""
-    D = model.config.head_dim
-    bias = model.h[0].attn.c_attn.bias.view(3, -1, D)
-    towards = torch.where(torch.arange(D, device=bias.device) % (D // 2) < D // 4, 6.0, 0.0)
-    for head in (0, 1):  # the fast planes alone: they tell neighbours apart
-        heads(model, 0)[:, :2, head] = 0
-        bias[0, head] = rope.rotate(towards[None], torch.tensor([-1 - head], device=bias.device))[0]
-        bias[1, head] = towards
-
-
-@torch.no_grad()
 def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
     """Return k centres (k, D) of points (N, D) by Lloyd's algorithm; a centre that loses its points becomes another."""
     centres = points[torch.randperm(len(points), generator=generator)[:k]]
@@ -128,22 +113,14 @@ def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15
 
 
 @torch.no_grad()
-def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) -> None:
+def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.Generator) -> None:
     """Let writing begin with sense: a token is written to the slots whose address is nearest to its key.
 
     W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
     of the texts ids (B, T). Small random addresses would make all slots the same mean.
     """
-    plain = (
-        GPT(GPTConfig(**{name: getattr(model.config, name) for name in vars(GPTConfig())}))
-        .to(ids.device)
-        .eval()
-    )
-    plain.load_state_dict(model.state_dict(), strict=False)
-    inputs: list[Tensor] = []
-    for block in plain.h:
-        block.ln_1.register_forward_hook(lambda module, args, output: inputs.append(output))
-    plain(ids)
+    with recorded(block.ln_1 for block in plain.h) as inputs:
+        plain(ids)
     width = model.config.n_head * model.config.head_dim
     for block, x in zip(model.h, inputs, strict=True):
         block.memory.c_query.weight.copy_(block.attn.c_attn.weight[:, width : 2 * width])
@@ -159,32 +136,26 @@ def start_memory(model: bounded.BCT, ids: Tensor, generator: torch.Generator) ->
 
 def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
     """Return the model as training begins, and the teacher that it learns from, if any."""
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(0)
     if recipe.init is None:
         model = recipe.model_class(recipe.config)
         if recipe.kind == "teacher":
             start_as_copier(model)
         return model.to(device).train(), None
-    kind = gpt_kv_cache.GPT if isinstance(recipe, Pruning) else GPT
-    teacher = load_model(recipe.init, model_class=kind, device=device).requires_grad_(False)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    sample = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)[0][
-        :, :-1
-    ].to(device)
+    teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    rows, _ = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)
+    sample = rows[:, :-1].to(device)
     if isinstance(recipe, Pruning):
         model = pruned(teacher, recipe.config, sample)
         if recipe.begin:
-            model.load_state_dict(load_model(recipe.begin, model_class=kind).state_dict())
+            model.load_state_dict(load_model(recipe.begin, model_class=GPT).state_dict())
         return model.train(), teacher
     if recipe.kind == "llama":
         model = as_llama(teacher.cpu(), recipe.config, sample.cpu())
         return model.to(device).train(), teacher.to(device)
     model = recipe.model_class(recipe.config).to(device)
-    if recipe.kind == "rotary":
-        model.load_state_dict({**teacher.state_dict(), "wpe.weight": model.wpe.weight})
-        start_looking_back(model)
-    else:
-        model.load_state_dict(teacher.state_dict(), strict=False)
-        if recipe.slots and recipe.clusters:
-            start_memory(model, sample, generator)
+    model.load_state_dict(teacher.state_dict(), strict=False)
+    if recipe.clusters:
+        start_memory(model, teacher, sample, generator)
     return model.train(), teacher

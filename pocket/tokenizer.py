@@ -14,8 +14,8 @@ TOKENIZER = Path(__file__).resolve().parent / "teacher" / "tokenizer.tiktoken"
 VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
 
 
-def train_tokenizer(path: Path, documents: int) -> None:
-    """Train a byte-level BPE on the corpus and write it as tiktoken ranks: base64 of the bytes, rank.
+def train_tokenizer(path: Path) -> None:
+    """Train a byte-level BPE on documents of the corpus and write it as tiktoken ranks: base64 of the bytes, rank.
 
     Needs the package tokenizers, which comes with transformers. The 256 bytes come first, so any UTF-8 text
     has an encoding.
@@ -29,7 +29,8 @@ def train_tokenizer(path: Path, documents: int) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - 1, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator((d.text for d in corpus.documents("train", documents)), trainer)
+    texts = (document.text for document in corpus.documents("train", 20_000))
+    tokenizer.train_from_iterator(texts, trainer)
 
     ranks = {bytes([b]): b for b in range(256)}
     byte_of = {char: byte for byte, char in enumerate(byte_characters())}

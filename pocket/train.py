@@ -7,7 +7,6 @@
   python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   python pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE --out FOLDER
-  python pocket/train.py rotary                              the teacher with rotary positions, fine-tuned
   python pocket/train.py student                             a narrower model that decodes on the teacher's cache
   python pocket/train.py student --kind prompt               the same, trained otherwise: also alone, dropout
   torchrun --nproc-per-node 8 pocket/train.py student --init gpt2-medium --text FILE --out FOLDER
@@ -28,11 +27,12 @@ import sys
 if __name__ == "__main__":
     sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
 
+import argparse
 from pathlib import Path
 
 import torch.distributed as dist
 
-from gpt_baseline import GPT
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.ablation import ablation
 from pocket.batches import rank
@@ -42,55 +42,43 @@ from pocket.recipes import (
     KINDS,
     MEMORY,
     PAPER,
-    STEPS,
     TEACHER,
     Recipe,
     distillation,
     pruning,
-    rotary_recipe,
     uptraining,
 )
-from pocket.tokenizer import train_tokenizer
+from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
 
 HERE = Path(__file__).resolve().parent
-MADE = ("tokenizer", "teacher", "llama", "bct", "rotary", "student", "ablation")
-TAKERS = {  # of the options that not all take
-    "state": MADE[1:],
-    "init": ("bct", "student"),
-    "text": ("bct", "student"),
-    "steps": MADE[2:],
-    "kind": ("student",),
-    "rule": ("bct",),
-}
 
 
-def recipe_of(what: str, init: str, steps: int, kind: str, rule: str, text: str | None) -> Recipe:
-    """Return the recipe of a model that begins as another, or of the teacher."""
-    if what == "teacher":
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return the recipe of what is to be trained."""
+    if args.what == "teacher":
         return TEACHER
+    init = args.init or "pocket"
     config = load_model(init, model_class=GPT).config
-    if what == "llama":
-        return uptraining(config, steps)
-    if what == "rotary":
-        return rotary_recipe(init, config, steps)
-    if what == "student":
-        return pruning(init, config, steps, kind, text)
-    memory = PAPER if rule == "sum" else MEMORY
-    return distillation(init, config, steps, text=text, **memory)
+    if args.what == "llama":
+        return uptraining(config)
+    if args.what == "student":
+        return pruning(init, config, args.steps, args.kind or KINDS[0], args.text)
+    memory = PAPER if args.rule == "sum" else MEMORY
+    return distillation(init, config, args.steps, args.text, **memory)
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    folder = {"type": writable_folder, "metavar": "FOLDER"}
-    steps = ", ".join(f"{name} {n:,}" for name, n in STEPS.items())
-    cli.add_argument("what", choices=MADE, help="what to train")
-    cli.add_argument("--out", help="where the result goes; default: its folder in pocket", **folder)
+    made = ("tokenizer", "teacher", "llama", "bct", "student", "ablation")
+    cli.add_argument("what", choices=made, help="what to train")
     cli.add_argument(
-        "--state",
-        help="where an interrupted run's state is kept, to go on from; default: runs/WHAT",
-        **folder,
+        "--out",
+        type=writable_folder,
+        metavar="FOLDER",
+        help="where the result goes, and in run/ an interrupted run's state; default: its folder in "
+        "pocket, and runs/",
     )
     cli.add_argument(
         "--init", metavar="NAME", help="bct, student: the model to change; default: pocket"
@@ -102,7 +90,10 @@ def main(argv: list[str] | None = None) -> None:
         "texts; default: the pocket corpus",
     )
     cli.add_argument(
-        "--steps", type=whole_number(1), metavar="N", help=f"steps of training; default: {steps}"
+        "--steps",
+        type=whole_number(1),
+        metavar="N",
+        help="bct, student: steps of training; default: as many as pocket's took",
     )
     cli.add_argument(
         "--kind",
@@ -117,36 +108,34 @@ def main(argv: list[str] | None = None) -> None:
         help="bct: how a slot reads its writes: mean, ours, with gates; or sum, the paper's own rule and "
         "nothing else; default: mean",
     )
+    cli.only("student", "--kind")
+    cli.only("bct", "--rule")
     with cli.parse(argv) as args:
-        what, init, kind = args.what, args.init or "pocket", args.kind or KINDS[0]
-        for option, takers in TAKERS.items():
-            if getattr(args, option) is not None and what not in takers:
-                raise ValueError(f"--{option} is an option of {', '.join(takers)}, not of {what}")
-        name = what
-        if kind != KINDS[0]:
-            name = f"{what}-{kind}"
-        elif args.rule == "sum":
-            name = "bct-sum"
-        if args.out is None and (args.init or args.text or args.steps):
-            raise ValueError(
-                "--out FOLDER is needed: only a run with the defaults may replace what is in pocket"
-            )
-        out = args.out or HERE / {"tokenizer": "teacher", "ablation": "bct"}.get(what, name)
-        run = args.state or HERE.parent / "runs" / name
-        steps = args.steps or STEPS.get(what)
-        if args.steps is None and name in STEPS and init == "pocket":
-            steps = STEPS[name]
-        if what == "tokenizer":
-            train_tokenizer(out / "tokenizer.tiktoken", documents=20_000)
-        elif what == "ablation":
-            ablation(steps, run, out / "ablation.json")
+        if args.init or args.text or args.steps:
+            if args.what not in ("bct", "student"):
+                raise ValueError(f"{args.what} has no --init, --text, --steps: bct, student have")
+            if args.out is None:
+                raise ValueError(
+                    "--out FOLDER is needed: only a run with the defaults may replace what is in pocket"
+                )
+        if args.what == "tokenizer":
+            train_tokenizer((args.out or TOKENIZER.parent) / TOKENIZER.name)
+        elif args.what == "ablation":
+            out, run = folders(args.out, "bct")
+            ablation(run, out / "ablation.json")
         else:
-            recipe = recipe_of(what, init, steps, kind, args.rule, args.text)
+            recipe = recipe_of(args)
+            out, run = folders(args.out, recipe.name)
             model, losses = train(recipe, run)
             if rank() == 0:
                 finish(recipe, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def folders(out: Path | None, name: str) -> tuple[Path, Path]:
+    """Return where the result goes, and the state of a run."""
+    return (out, out / "run") if out else (HERE / name, HERE.parent / "runs" / name)
 
 
 if __name__ == "__main__":

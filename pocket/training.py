@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt_baseline import GPT
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus, batch_at, rank, text_of, world_size
 from pocket.recipes import Recipe, learning_rate, phase_at, size_of
@@ -37,10 +37,8 @@ def loss_at(
 
 def identity_of(recipe: Recipe) -> str:
     """Return what a state belongs to: the recipe, and the weights of the models that it begins from."""
-    names = filter(None, (recipe.init, recipe.begin))
-    return "; ".join(
-        [repr(recipe), *(fingerprint(load_model(name, model_class=GPT)) for name in names)]
-    )
+    models = [load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name]
+    return "; ".join([repr(recipe), *map(fingerprint, models)])
 
 
 def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
@@ -52,37 +50,27 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     steps, _ = size_of(recipe)
-    if (rows := min(phase_at(recipe, step)[0].rows for step in range(steps))) < world_size():
+    rows = min(phase_at(recipe, step)[0].rows for step in range(steps))
+    if rows < world_size():
         raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
     identity, path, state = identity_of(recipe), run / "last.pt", None
     if path.exists():
         state = read_state(path)
         if state["recipe"] != identity:
             raise ValueError(
-                f"{path} belongs to another recipe, or begins from other weights; move it away to start "
-                "anew"
+                f"{path} is of another recipe, or of other weights; move it away to start anew"
             )
-        with torch.device("meta"):  # shapes without memory
-            expected = recipe.model_class(recipe.config).state_dict()
-        if {name: x.shape for name, x in expected.items()} != {
-            n: x.shape for n, x in state["model"].items()
-        }:
-            raise ValueError(
-                f"{path} holds other parameters than its recipe; move it away to start anew"
-            )
-    device = torch.device(
-        f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     text = text_of(recipe)
     model, teacher = start(recipe, text, device)
-    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and ".memory." not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() == 1 and ".memory." not in name]
-    groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    if new := [p for name, p in model.named_parameters() if ".memory." in name]:
-        groups.append({"params": new, "weight_decay": 0.0, "factor": recipe.new_rate})
+    groups = []
+    for name, parameter in model.named_parameters():
+        new = ".memory." in name
+        decay = recipe.weight_decay if parameter.dim() > 1 and not new else 0.0
+        factor = recipe.new_rate if new else 1.0
+        groups.append({"params": [parameter], "weight_decay": decay, "factor": factor})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
     losses: list[float] = []
@@ -103,7 +91,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
         while (step := len(losses)) < steps:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(recipe, step) * group.get("factor", 1.0)
+                group["lr"] = learning_rate(recipe, step) * group["factor"]
             loss = loss_at(recipe, step, parallel, text, device, teacher)
             optimizer.zero_grad()
             loss.backward()
@@ -130,12 +118,7 @@ def read_state(path: Path) -> dict[str, Any]:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception:  # what torch.load raises on a damaged file is of ten kinds
             state = None
-    kinds = {"recipe": str, "losses": list, "model": dict, "optimizer": dict}
-    if (
-        not isinstance(state, dict)
-        or not all(isinstance(state.get(name), kind) for name, kind in kinds.items())
-        or not all(isinstance(x, Tensor) for x in state["model"].values())
-    ):
+    if not isinstance(state, dict) or {*state} != {"recipe", "losses", "model", "optimizer"}:
         raise ValueError(
             f"{path} is damaged, or not the state of a run; move it away to start anew"
         )

@@ -1,9 +1,7 @@
 """`python -m benchmarks --requests`: the same requests and tokens for all, and figures that are what they say."""
 
 import importlib.util
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import benchmarks.__main__ as bench
 from benchmarks import batches
 from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of
-from benchmarks.processes import serve
 from gpt_kv_cache import GPT, GPTConfig
 from pocket.checkpoints import export
 
@@ -37,11 +34,8 @@ def test_requests_are_the_same_every_time_and_of_different_lengths() -> None:
     few, many = requests_of(4, 300, 1024), requests_of(64, 300, 1024)
     assert many[:4] == few and all(max(r["ids"]) < 300 for r in many)
     prompts, new = [len(r["ids"]) for r in many], [r["new"] for r in many]
-    assert (
-        32 <= min(prompts) < 64
-        and 256 < max(prompts) <= 512
-        and 32 <= min(new) < 64 < max(new) <= 128
-    )
+    assert 32 <= min(prompts) < 64 and 256 < max(prompts) <= 512
+    assert 32 <= min(new) < 64 < max(new) <= 128
 
 
 @torch.no_grad()
@@ -121,25 +115,6 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(
         measure(Path("."), GEOMETRY, [2], 1, "cpu", 1)
 
 
-def test_a_process_answers_requests(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    requests = requests_of(2, CONFIG.vocab_size, CONFIG.n_ctx)
-    monkeypatch.setattr(sys, "argv", ["batches", PAGED, str(folder), "cpu", "1"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(2 * (json.dumps({"requests": requests}) + "\n")))
-    serve(batches.answers)
-    ready, *answers = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (
-        ready == {"ready": PAGED}
-        and len(answers) == 2
-        and answers[0]["tokens"] == answers[1]["tokens"]
-    )
-    assert all(
-        [len(t) for t in a["tokens"]] == [r["new"] for r in requests] and a["seconds"] > 0
-        for a in answers
-    )
-
-
 @pytest.mark.slow
 def test_one_command_gives_tables_and_a_record(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -159,34 +134,15 @@ def test_one_command_gives_tables_and_a_record(
 def test_a_record_keeps_what_it_has_of_other_numbers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = {
-        "bytes_per_ms": 1e6,
-        "products_ms": {"32": 3.2},
-        "tokens": [],
-        "held": 1,
-        "wasted": 0,
-        "seconds": 1.0,
-    }
+    answer = {"bytes_per_ms": 1e6, "products_ms": {"32": 3.2}}
+    answer |= {"tokens": [], "held": 1, "wasted": 0, "seconds": 1.0}
     monkeypatch.setattr(batches, "ask", lambda *where, **request: answer)
-    for counts, turns in ((["1", "4"], "2"), (["16", "4"], "1")):
-        bench.main(
-            [
-                "--requests",
-                *counts,
-                "--turns",
-                turns,
-                "--model",
-                str(folder),
-                "--out",
-                str(tmp_path),
-            ]
-        )
+    for words in ("1 4 --turns 2", "16 4 --turns 1"):
+        where = ["--model", str(folder), "--out", str(tmp_path)]
+        bench.main(["--requests", *words.split(), *where])
     record = json.loads((tmp_path / "requests.json").read_text())
-    assert {count: found["turns"] for count, found in record["counts"].items()} == {
-        "1": 2,
-        "4": 1,
-        "16": 1,
-    }
+    turns = {count: found["turns"] for count, found in record["counts"].items()}
+    assert turns == {"1": 2, "4": 1, "16": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """The judge of stories: the corpus's own hold together, and each kind of fault is found."""
 
-import re
-
 import pytest
 import torch
 
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import read_tokenizer
 from pocket import coherence, corpus
-from pocket.sentences.stories import THREADS
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 
 STORY = """\
@@ -59,24 +56,6 @@ def test_the_corpus_itself_holds_together(split: str) -> None:
 def test_a_fault_is_found(kind: str, old: str, new: str) -> None:
     assert coherence.judge(STORY) == coherence.Verdict([], 4, 4) and old in STORY
     assert coherence.judge(STORY.replace(old, new)).faults == [kind]
-
-
-def test_every_value_that_is_changed_where_a_thread_is_paid_back_is_a_fault() -> None:
-    changed = 0
-    for i in range(40):
-        prose, v, threads = corpus.tell(corpus.Pen("test", f"told {i}"), mute=False)
-        early, late = prose.rsplit("\n", 1)
-        for thread in threads:
-            value = THREADS[thread].format(**v)
-            wrong = {"promise": "forty", "count": "forty", "owner": "Quirin"}.get(thread, "unheard")
-            told = re.sub(rf"\b{value}\b", wrong, late, flags=re.IGNORECASE)
-            if told != late:
-                changed += 1
-                verdict = coherence.judge(f"{early}\n{told}")
-                assert thread in verdict.faults and verdict.right < verdict.paid == len(threads), (
-                    told
-                )
-    assert changed > 80
 
 
 def test_a_model_goes_on_from_openings_each_by_itself() -> None:

@@ -18,7 +18,6 @@ SCRIPTS = [
     "projector",
     "overfill",
     "load_gpt2_weights",
-    "pocket.corpus",
     "pocket.train",
     "benchmarks.__main__",
     "studies.bounding",

@@ -49,7 +49,7 @@ def shell(command: str, **environment: str) -> Ran:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["gpt_kv_cache.py", "pocket/corpus.py", "-m studies.replay"])
+@pytest.mark.parametrize("script", ["gpt_kv_cache.py", "-m studies.replay"])
 def test_streams_that_take_nothing(script: str) -> None:
     python = f"{sys.executable} {script}"
     if script == "gpt_kv_cache.py":

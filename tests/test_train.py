@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache
-import gpt_kv_cache
-from gpt_baseline import GPT, GPTConfig
 from gpt_bounded_cache import BCT
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer, read_tokenizer
 from pocket import (
@@ -24,12 +23,11 @@ from pocket import (
     evaluation,
     pruning,
     recipes,
-    rope,
     starts,
     train,
     training,
 )
-from pocket.recipes import Batch, Phase, Recipe
+from pocket.recipes import Phase, Recipe
 from pocket.tokenizer import TOKENIZER, VOCABULARY, train_tokenizer
 from support.statistics import kl
 from tests.test_equivalence import randomize
@@ -65,8 +63,6 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
     """A recipe that makes something of the small teacher."""
     if what == "bct":
         recipe = recipes.distillation(teacher, PLAIN, steps, **options)
-    elif what == "rotary":
-        recipe = recipes.rotary_recipe(teacher, PLAIN, steps)
     elif what == "llama":
         recipe = replace(recipes.uptraining(PLAIN, steps), init=teacher)
     else:
@@ -81,12 +77,6 @@ def begun(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
 
 def ids_of(B: int, T: int) -> Tensor:
     return torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
-
-
-def batch_of(rows: Tensor, before: Tensor) -> Batch:
-    """A batch in which all tokens count the same; the last token of a row is only predicted."""
-    weights = torch.ones(len(rows), rows.size(1) - 1)
-    return Batch(rows, weights / weights.sum(), before, torch.zeros_like(weights, dtype=torch.long))
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:
@@ -130,7 +120,7 @@ def test_a_run_of_another_recipe_or_from_other_weights_is_refused(
     recipe = recipe_of("bct", teacher, **MEMORY)
     training.train(recipe, tmp_path, stop_at=1)
     with pytest.raises(ValueError, match="another recipe"):
-        training.train(replace(recipe, seed=1), tmp_path)
+        training.train(replace(recipe, documents=59), tmp_path)
     model = load_model(teacher, model_class=GPT)
     model.wte.weight.data[0, 0] += 1
     checkpoints.export(model, Path(teacher))
@@ -154,8 +144,7 @@ def command_of(what: str, teacher: str, folder: Path, out: str) -> list[str]:
     texts = [d.text for d in corpus.documents("train", 20)]
     (folder / "text.txt").write_text("<|endoftext|>".join(texts))
     command = [what.removesuffix("-sum"), *COMMANDS[what], "--init", teacher, "--steps", "5"]
-    folders = ["--out", str(folder / out), "--state", str(folder / f"run-{out}")]
-    return [*command, "--text", str(folder / "text.txt"), *folders]
+    return [*command, "--text", str(folder / "text.txt"), "--out", str(folder / out)]
 
 
 @pytest.mark.parametrize("what", COMMANDS)
@@ -164,7 +153,7 @@ def test_the_command_changes_any_model_on_any_text(
 ) -> None:
     train.main(command_of(what, teacher, tmp_path, "one"))
     made = tmp_path / "one"
-    files = ["config.json", "loss.png", "model.safetensors", "tokenizer.tiktoken"]
+    files = ["config.json", "loss.png", "model.safetensors", "run", "tokenizer.tiktoken"]
     assert sorted(path.name for path in made.iterdir()) == files
     assert load_tokenizer(str(made)).n_vocab == VOCABULARY
     config = load_model(str(made), model_class=GPT if what == "student" else BCT).config
@@ -187,7 +176,8 @@ def test_the_command_runs_under_torchrun_too(what: str, teacher: str, tmp_path: 
     command = [sys.executable, *torchrun, script, *command_of(what, teacher, tmp_path, "two")]
     subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=tmp_path)
     train.main(command_of(what, teacher, tmp_path, "one"))
-    one, two = (torch.load(tmp_path / f"run-{n}" / "last.pt")["losses"] for n in ("one", "two"))
+    runs = [torch.load(tmp_path / name / "run" / "last.pt") for name in ("one", "two")]
+    one, two = (run["losses"] for run in runs)
     assert one == pytest.approx(two, rel=1e-2)  # bf16; after a step the gradients of both count
 
 
@@ -203,15 +193,9 @@ def one_sentence(argv: list[str], capsys: pytest.CaptureFixture) -> str:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("nonsense", "nonsense"),
         ("bct --kind alone", "--kind"),
-        ("bct --steps 5", "--out"),
-        ("teacher --init gpt2", "--init"),
+        ("bct --steps 5", "--out FOLDER is needed"),
         ("llama --init gpt2", "--init"),
-        ("teacher --steps 5", "--steps"),
-        ("rotary --text x", "--text"),
-        ("tokenizer --state x", "--state"),
-        ("student --rule sum", "--rule is an option of bct, not of student"),
     ],
 )
 def test_command_line_refuses_what_makes_no_sense(
@@ -224,8 +208,8 @@ def test_a_text_that_is_too_short_is_refused(
     teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "text.txt").write_text("Too short.")
-    folders = ["--out", str(tmp_path / "x"), "--state", str(tmp_path / "y")]
-    argv = ["bct", "--init", teacher, "--text", str(tmp_path / "text.txt"), *folders]
+    out = ["--out", str(tmp_path / "x")]
+    argv = ["bct", "--init", teacher, "--text", str(tmp_path / "text.txt"), *out]
     assert "a row of 32 doesn't fit" in one_sentence(argv, capsys)
     assert not (tmp_path / "x").exists()
 
@@ -236,49 +220,18 @@ def no_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("the corpus was read"))
 
 
-@pytest.mark.parametrize("option", ["--out", "--state"])
-@pytest.mark.parametrize("place", ["file", "file/below", "/dev/null/x"])
-def test_a_folder_that_can_not_be_is_noticed_first(
-    option: str, place: str, tmp_path: Path, no_corpus: None, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    message = one_sentence(["teacher", option, str(tmp_path / place)], capsys)
-    place = place.removesuffix("/below").removesuffix("/x")
-    assert option in message and str(tmp_path / place) in message
-
-
-STATES = {
-    "text": b"not a state",
-    "cut": None,
-    "a list": [1],
-    "kinds": {"recipe": 1, "model": [], "optimizer": {}, "losses": 3},
-    "code": {"recipe": Path},
-}
-
-
-@pytest.mark.parametrize("damage", STATES)
+@pytest.mark.parametrize("damage", ["text", "cut", "code", "list"])
 def test_a_damaged_state_is_noticed_first(
     damage: str, tmp_path: Path, no_corpus: None, capsys: pytest.CaptureFixture
 ) -> None:
-    content, file = STATES[damage], tmp_path / "last.pt"
-    if not isinstance(content, bytes):
-        torch.save({"losses": [0.5] * 1000} if content is None else content, file)
-        content = file.read_bytes()[: -300 if content is None else None]
+    file = tmp_path / "run" / "last.pt"
+    file.parent.mkdir()
+    torch.save({"code": {"recipe": Path}, "list": [1]}.get(damage, {"losses": [0.5] * 1000}), file)
+    content = file.read_bytes()
+    content = {"text": b"not a state", "cut": content[:-300]}.get(damage, content)
     file.write_bytes(content)
-    assert str(file) in one_sentence(["teacher", "--state", str(tmp_path)], capsys)
-    assert file.read_bytes() == content and [*tmp_path.iterdir()] == [file]
-
-
-def test_a_state_of_other_shapes_is_noticed_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training.train(TINY, tmp_path, stop_at=1)
-    state = torch.load(tmp_path / "last.pt")
-    state["model"]["ln_f.bias"] = torch.ones(3)
-    torch.save(state, tmp_path / "last.pt")
-    monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("the corpus was read"))
-    with pytest.raises(ValueError, match=r"last\.pt"):
-        training.train(TINY, tmp_path)
+    assert str(file) in one_sentence(["teacher", "--out", str(tmp_path)], capsys)
+    assert file.read_bytes() == content and [*tmp_path.rglob("*.pt")] == [file]
 
 
 # --- Batches and phases
@@ -286,7 +239,7 @@ def test_a_state_of_other_shapes_is_noticed_first(
 
 def test_answers_weigh_what_the_phase_says() -> None:
     tokenizer = read_tokenizer(TOKENIZER)
-    text = batches.Corpus(20, 0, tokenizer)
+    text = batches.Corpus(20, tokenizer)
     phase = Phase(steps=1, documents=5, lists=0, context=64, lr=0, answers=10.0)
     rows, weights = text.batch(phase, torch.Generator().manual_seed(0))
     assert weights.unique().tolist() == [1.0, 10.0]
@@ -300,7 +253,7 @@ def test_answers_weigh_what_the_phase_says() -> None:
 
 
 def test_shuffled_rows_keep_nothing_but_which_tokens_are_the_same() -> None:
-    text = batches.Corpus(20, 0, recipes.TEACHER.tokenizer)
+    text = batches.Corpus(20, recipes.TEACHER.tokenizer)
     plain = Phase(steps=1, documents=4, lists=0, context=64, lr=0, answers=5.0)
     rows, _ = text.batch(plain, torch.Generator().manual_seed(0))
     half = replace(plain, documents=1, shuffled=3)
@@ -341,9 +294,7 @@ def test_segments_are_those_between_two_refreshes() -> None:
     assert not start.any() and counts.all()
 
 
-def test_every_second_step_reads_on_after_another_text(
-    teacher: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
     recipe = recipe_of("bct", teacher, **MEMORY)
     model, plain = begun(recipe)
     text = batches.text_of(recipe)
@@ -357,39 +308,19 @@ def test_every_second_step_reads_on_after_another_text(
     assert first_grad and rows_grad and not before_grad
     assert rows.shape == (4, 32) and 1 <= before.size(1) < 32
     assert torch.equal(before, rows.roll(1, dims=0)[:, -before.size(1) :])
-    for rank in range(2):  # each process reads what one alone would
-        monkeypatch.setattr(training, "world_size", lambda: 2)
-        monkeypatch.setattr(training, "rank", lambda rank=rank: rank)
-        read.clear()
-        training.loss_at(recipe, 1, model, text, CPU, plain)
-        assert torch.equal(read[0][0], before[rank::2]) and torch.equal(read[1][0], rows[rank::2])
 
 
 def test_learning_rate_rises_and_falls_in_every_course() -> None:
-    lists = Phase(steps=4, documents=0, lists=1, context=8, lr=3.0)
     course = Phase(steps=6, documents=1, lists=0, context=8, lr=2.0)
-    phases = (lists, course, replace(course, context=16), replace(course, steps=5, lr=1.0))
+    phases = (course, replace(course, context=16), replace(course, steps=5, lr=1.0))
     courses = replace(TINY, phases=phases)
-    rates = [recipes.learning_rate(courses, step) for step in range(21)]
-    assert rates[:4] == [1.5, 3.0, 3.0, 3.0] and rates[4] == 1.0
-    assert rates[5] == max(rates[4:16]) and rates[5:16] == sorted(rates[5:16], reverse=True)
-    assert 0.2 < rates[15] < 0.25 and rates[16] == 0.5 and rates[17] == max(rates[16:])
-    for lookup in (recipes.phase_at, recipes.learning_rate):
-        with pytest.raises(ValueError, match="past the recipe's end"):
-            lookup(courses, 21)
+    rates = [recipes.learning_rate(courses, step) for step in range(17)]
+    assert rates[0] == 1.0 and rates[1] == max(rates)
+    assert rates[1:12] == sorted(rates[1:12], reverse=True) and 0.2 < rates[11] < 0.25
+    assert rates[12] == 0.5 and rates[13] == max(rates[12:])
     uptraining = replace(recipes.uptraining(recipes.TEACHER.config, 9), warmup=2)
     rates = [1e3 * recipes.learning_rate(uptraining, step) for step in range(9)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 2 / 3, 1 / 3])
-
-
-def test_every_fifth_step_of_a_phase_reads_long_rows() -> None:
-    first = TINY.phases[0]
-    mixed = replace(first, steps=10, documents=3, lists=1, context=16, shuffled=1, long=(2, 0, 1))
-    recipe = replace(TINY, phases=(first, mixed))
-    read = [recipes.phase_at(recipe, step)[0] for step in range(3, 13)]
-    long = replace(mixed, documents=2, lists=0, shuffled=1, context=TINY.config.n_ctx)
-    assert read == [*[mixed] * 4, long] * 2
-    assert recipes.size_of(recipe) == (13, 3 * 4 * 32 + 8 * 5 * 16 + 2 * 3 * 64)
 
 
 # --- Models as they begin
@@ -423,29 +354,10 @@ def test_a_distillation_starts_as_its_teacher_with_addresses_near_its_keys(teach
         assert len(block.memory.addresses.flatten(0, 1).unique(dim=0)) == 15
 
 
-def test_what_a_distillation_loses_is_the_divergence_from_the_teacher(teacher: str) -> None:
-    recipe = recipe_of("bct", teacher, window=32)
-    model, plain = begun(recipe)
-    rows = ids_of(2, 33)
-    same = recipe.losses(model, plain, batch_of(rows, rows[:, :0]))
-    assert same.shape == (2, 32) and same.abs().max() < 1e-2  # the window sees everything; bf16
-    other = replace(recipe, window=2).losses(model, plain, batch_of(rows, rows))
-    assert other[:, :2].abs().max() < 1e-2 < other[:, 2:].mean()
-
-
 def assert_looks_back(q: Tensor, k: Tensor, n: int) -> None:
     """q and k (T, D): each query's best key is n tokens before it, whatever the tokens are."""
     best = (q @ k.T).tril()[n:].argmax(dim=1)
     assert best.tolist() == list(range(len(q) - n))
-
-
-def test_rotary_heads_begin_by_looking_one_and_two_positions_back(teacher: str) -> None:
-    model, _ = begun(recipe_of("rotary", teacher))
-    q, k, _ = model.h[0].attn.project(torch.randn(1, 20, 24))
-    q, k = (rope.rotate(x, torch.arange(20)) for x in (q, k))
-    for head in (0, 1):
-        assert_looks_back(q[0, head], k[0, head], head + 1)
-    assert not model.wpe.weight.any() and not model.wpe.weight.requires_grad
 
 
 @pytest.fixture(scope="module")
@@ -454,7 +366,7 @@ def converted() -> tuple[GPT, nn.Module, Tensor]:
     model = load_model("pocket", model_class=GPT)
     config = recipes.uptraining(model.config, 300).config
     phase = Phase(steps=1, documents=4, lists=0, context=256, lr=0)
-    text = batches.Corpus(100, 0, recipes.TEACHER.tokenizer)
+    text = batches.Corpus(100, recipes.TEACHER.tokenizer)
     rows, others = (text.batch(phase, torch.Generator().manual_seed(i))[0] for i in range(2))
     return model, conversion.as_llama(model, config, rows[:, :-1]).eval(), others[:, :-1]
 
@@ -479,6 +391,7 @@ def test_a_llama_begins_near_the_gpt2_that_it_is_made_of(converted: tuple) -> No
 def test_what_a_llama_reads_of_its_stream_is_what_a_gpt2_reads(converted: tuple) -> None:
     """Matrices, biases and LayerNorm, on a stream whose norm is the mean one."""
     model, _, ids = converted
+    torch.manual_seed(0)
     for reading in conversion.read(model, ids, 0.3):
         x = conversion.centred(torch.randn(5, 192))
         x *= reading.rms / x.square().mean(1, keepdim=True).sqrt()
@@ -486,7 +399,7 @@ def test_what_a_llama_reads_of_its_stream_is_what_a_gpt2_reads(converted: tuple)
         weight, bias = torch.randn(192, 7), torch.randn(7)
         normed = nn.functional.rms_norm(x + constant, (192,))
         got = normed @ reading.matrix(reading.joined(weight, bias))
-        torch.testing.assert_close(got, reading.norm(x) @ weight + bias, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(got, reading.norm(x) @ weight + bias, atol=1e-2, rtol=1e-2)
 
 
 def test_shared_factors_lose_nothing_if_there_are_enough() -> None:
@@ -497,18 +410,12 @@ def test_shared_factors_lose_nothing_if_there_are_enough() -> None:
     one, others = conversion.shared(products, left, right, 6)
     for product, other in zip(products, others, strict=True):
         torch.testing.assert_close(one @ other, product, atol=1e-3, rtol=1e-3)
-    errors = []
-    for n in (1, 3, 5):
-        one, others = conversion.shared(products, left, right, n)
-        missing = [x @ (one @ b - a) @ y.T for a, b in zip(products, others, strict=True)]
-        errors.append(torch.stack(missing).square().mean().item())
-    assert errors == sorted(errors, reverse=True)
 
 
 def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str) -> None:
     c = recipe_of("segments", teacher).config
     assert (c.n_layer, c.n_head, c.head_dim, c.n_ctx, c.n_embd, c.n_inner) == (2, 3, 8, 32, 16, 56)
-    plain = load_model(teacher, model_class=gpt_kv_cache.GPT)
+    plain = load_model(teacher, model_class=GPT)
     loud, quiet = list(range(3, 19)), [0, 1, 2, *range(19, 24)]
     with torch.no_grad():  # of the hidden dimensions 8 hardly show, of layer 1's neurons 40
         for block in plain.h:
@@ -517,14 +424,11 @@ def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str)
         plain.h[1].mlp.c_fc.weight[:, :40], plain.h[1].mlp.c_fc.bias[:40] = 0.0, -20.0
     model = pruning.pruned(plain, c, ids_of(4, 32))
     kept, whole = dict(model.named_parameters()), dict(plain.named_parameters())
-    mlp = "h.1.mlp."
     for name, expected in {
         "wte.weight": whole["wte.weight"][:, loud],
         "h.0.attn.c_attn.weight": whole["h.0.attn.c_attn.weight"][loud],
-        "h.1.attn.c_proj.weight": whole["h.1.attn.c_proj.weight"][:, loud],
-        mlp + "c_fc.weight": whole[mlp + "c_fc.weight"][loud][:, 40:],
-        mlp + "c_fc.bias": whole[mlp + "c_fc.bias"][40:],
-        mlp + "c_proj.weight": whole[mlp + "c_proj.weight"][40:][:, loud],
+        "h.1.mlp.c_fc.weight": whole["h.1.mlp.c_fc.weight"][loud][:, 40:],
+        "h.1.mlp.c_proj.weight": whole["h.1.mlp.c_proj.weight"][40:][:, loud],
     }.items():
         assert torch.equal(kept[name], expected), name
     assert_same(pruning.pruned(plain, PLAIN, ids_of(4, 32)), plain)  # nothing is cut
@@ -535,7 +439,7 @@ def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> N
     model.eval()
     ids = ids_of(2, 32)
     start = torch.stack([torch.arange(32) // 8 * 8, torch.arange(32) * 0])
-    cache = gpt_kv_cache.KVCache()
+    cache = KVCache()
     close = {"atol": 1e-4, "rtol": 1e-4}
     with torch.no_grad():
         plain(ids, cache)
@@ -553,14 +457,9 @@ def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> N
 
 
 def test_a_model_that_can_not_copy_fails_the_gates() -> None:
-    torch.manual_seed(0)
-    model = GPT(recipes.TEACHER.config).eval()
-    questions = corpus.recall_questions("valid", 4)
-    nats, share = evaluation.answers(model, read_tokenizer(TOKENIZER), questions)
-    assert share == 0 and nats > 5
-    bad = {"name_nats": nats, "closed_book_share": share}
-    bad |= {"list_first_nats": 7.0, "list_second_nats": 7.0}
-    assert len(evaluation.failed_gates(recipes.TEACHER, bad)) == 3
+    figures = {"name_nats": 7.0, "closed_book_share": 0.0}
+    figures |= {"list_first_nats": 7.0, "list_second_nats": 7.0}
+    assert len(evaluation.failed_gates(recipes.TEACHER, figures)) == 3
 
 
 @pytest.mark.slow
@@ -570,7 +469,7 @@ def test_answers_agrees_with_greedy_decoding() -> None:
     right = 0
     for question in questions:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-        new = gpt_kv_cache.generate(model, ids, 20, stop_id=tokenizer.eot_token)
+        new = generate(model, ids, 20, stop_id=tokenizer.eot_token)
         line = tokenizer.decode([t.item() for t in new]).split("\n")[0]
         right += line.removesuffix("<|endoftext|>") == f" {question.answer}"
     share = evaluation.answers(model, tokenizer, questions)[1]
@@ -578,8 +477,8 @@ def test_answers_agrees_with_greedy_decoding() -> None:
 
 
 def test_export_writes_what_load_model_reads(converted: tuple, tmp_path: Path) -> None:
-    config = gpt_kv_cache.GPTConfig(**vars(PLAIN) | {"n_embd": 20, "n_inner": 24})
-    for model in (gpt_kv_cache.GPT(config), converted[1]):
+    config = GPTConfig(**vars(PLAIN) | {"n_embd": 20, "n_inner": 24})
+    for model in (GPT(config), converted[1]):
         checkpoints.export(model, tmp_path)
         loaded = load_model(str(tmp_path))
         assert loaded.config == model.config
@@ -590,5 +489,5 @@ def test_export_writes_what_load_model_reads(converted: tuple, tmp_path: Path) -
 @pytest.mark.slow
 def test_the_shipped_tokenizer_is_the_one_that_the_corpus_gives(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    train_tokenizer(tmp_path / "tokenizer.tiktoken", documents=20_000)
+    train_tokenizer(tmp_path / "tokenizer.tiktoken")
     assert (tmp_path / "tokenizer.tiktoken").read_bytes() == TOKENIZER.read_bytes()
