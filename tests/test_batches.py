@@ -13,24 +13,12 @@ import benchmarks.__main__ as bench
 from benchmarks import batches
 from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of
 from benchmarks.processes import serve
-from gpt_kv_cache import GPT, GPTConfig
-from pocket.checkpoints import export
+from tests import test_benchmarks
+from tests.test_benchmarks import CONFIG
 
-CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
+folder = test_benchmarks.folder  # the fixture
 TOKEN = 2 * CONFIG.n_layer * CONFIG.n_embd * 4  # bytes of a token's keys and values
 GEOMETRY = {"vocab_size": 300, "n_ctx": 64, "weights": 10**6}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    model = GPT(CONFIG)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    path = tmp_path_factory.mktemp("weights")
-    export(model, path)
-    return path
 
 
 def test_requests_are_the_same_every_time_and_of_different_lengths() -> None:
@@ -169,38 +157,11 @@ def test_a_record_keeps_what_it_has_of_other_numbers(
     }
     monkeypatch.setattr(batches, "ask", lambda *where, **request: answer)
     for counts, turns in ((["1", "4"], "2"), (["16", "4"], "1")):
-        bench.main(
-            [
-                "--requests",
-                *counts,
-                "--turns",
-                turns,
-                "--model",
-                str(folder),
-                "--out",
-                str(tmp_path),
-            ]
-        )
+        options = ["--turns", turns, "--model", str(folder), "--out", str(tmp_path)]
+        bench.main(["--requests", *counts, *options])
     record = json.loads((tmp_path / "requests.json").read_text())
     assert {count: found["turns"] for count, found in record["counts"].items()} == {
         "1": 2,
         "4": 1,
         "16": 1,
     }
-
-
-@pytest.mark.parametrize(
-    ("words", "culprits"),
-    [
-        (["--requests", "0"], ["0", "1"]),
-        (["--requests", "--ablate"], ["--requests has no --ablate"]),
-        (["--requests", "2", "--batches", "3"], ["--requests has no --batches"]),
-    ],
-)
-def test_bad_input_gets_one_sentence(
-    words: list[str], culprits: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench.main(words)
-    printed = capsys.readouterr().err
-    assert ended.value.code == 2 and all(culprit in printed for culprit in culprits)
