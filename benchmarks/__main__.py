@@ -136,11 +136,9 @@ def measure(
             if name == "floor":
                 floor.append(worker(geometry=geometry, rows=sorted({B * T for B, T in cells})))
                 return
-            decode = FEW if name in UNCACHED else decoded
+            decode = FEW if name == UNCACHED else decoded
             for ids in prompts.values():
-                worker(
-                    ids=ids, decode=0 if name in UNCACHED else 3, cached=0
-                )  # warms up: memory, kernels, compilers
+                worker(ids=ids, decode=0 if name == UNCACHED else 3, cached=0)  # warms up
             for (B, T), ids in prompts.items():
                 raw[name][f"{B} x {T}"].append(worker(ids=ids, decode=decode, cached=0))
             done = worker(ids=prompts[batch, longest][:1], decode=0, cached=longest * 9 // 10)
@@ -209,18 +207,14 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
         with torch.profiler.profile() as profile:
             model(ids, gpt_kv_cache.KVCache(), last_only=True)
     shares: dict[str, float] = {}
-    events = [
-        e for e in profile.key_averages() if e.key.startswith("aten::")
-    ]  # what a GPU's kernels take is theirs
-    times = {
-        e.key: e.self_device_time_total if device == "cuda" else e.self_cpu_time_total
-        for e in events
-    }
-    for key, took in times.items():
-        kind = (
-            "attention" if "attention" in key else kinds.get(key.removeprefix("aten::"), "all else")
-        )
-        shares[kind] = shares.get(kind, 0.0) + took / sum(times.values())
+    clock = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    for event in profile.key_averages():
+        namespace, _, key = event.key.partition("::")
+        if namespace == "aten":  # what a GPU's kernels take is theirs
+            kind = "attention" if "attention" in key else kinds.get(key, "all else")
+            shares[kind] = shares.get(kind, 0.0) + getattr(event, clock)
+    total = sum(shares.values())
+    shares = {kind: took / total for kind, took in shares.items()}
     return dict(sorted(shares.items(), key=lambda item: (item[0] == "all else", -item[1])))
 
 
@@ -234,7 +228,8 @@ def main(argv: list[str] | None = None) -> None:
         metavar="NAME",
         help=f"random weights of the size of {', '.join(SIZES)}, or a model's name or folder",
     )
-    cli.add_argument(
+    task = cli.add_mutually_exclusive_group()
+    task.add_argument(
         "--only",
         nargs="+",
         choices=names,
@@ -259,7 +254,8 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         type=whole_number(1, 4096),
         metavar="N",
-        help="texts at once: the fewest of all lengths, more of the shortest only; default: 1 8",
+        help="texts at once: the fewest of all lengths, more of the shortest only; default: 1 8; "
+        "without --ablate",
     )
     cli.add_argument(
         "--turns",
@@ -272,8 +268,8 @@ def main(argv: list[str] | None = None) -> None:
         "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
     )
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
-    cli.add_argument("--ablate", action="store_true", help="measure our own choices instead")
-    cli.add_argument(
+    task.add_argument("--ablate", action="store_true", help="measure our own choices instead")
+    task.add_argument(
         "--requests",
         nargs="*",
         type=whole_number(1),
@@ -281,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
         help="measure N requests of different lengths at once instead, and keep the record of other N in "
         f"the folder; default: {' '.join(map(str, together.COUNTS))}",
     )
-    cli.add_argument(
+    task.add_argument(
         "--scale",
         metavar="FILE",
         type=Path,
@@ -301,9 +297,10 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
         if args.peer_path and not args.peer_path.is_dir():
             raise ValueError(f"--peer-path {args.peer_path} is not a folder")
-        for option in ("only", "peer_path", "batches"):
-            if args.ablate and getattr(args, option):
-                raise ValueError(f"--ablate has no --{option.replace('_', '-')}: see --help")
+        task = "ablate" if args.ablate else "requests" if args.requests is not None else ""
+        for option in {"ablate": ["batches"], "requests": ["lengths", "batches"]}.get(task, []):
+            if getattr(args, option):
+                raise ValueError(f"--{task} has no --{option}: see --help")
         out = args.out or ROOT / "results" / "benchmarks"
         if args.requests is not None:
             return measure_requests(args, out)
@@ -315,7 +312,7 @@ def main(argv: list[str] | None = None) -> None:
             most = geometry["n_ctx"] - DECODED
             shorter = (max(2, most // 8), max(2, most // 2), most)
             lengths = sorted({*(args.lengths or ((128, 512, 1000) if most >= 1000 else shorter))})
-            batches = sorted({*(args.batches or ([1] if args.ablate else [1, 8]))})
+            batches = [1] if args.ablate else sorted({*(args.batches or (1, 8))})
             if lengths[-1] > most:
                 raise ValueError(
                     f"{lengths[-1]} tokens and {DECODED} more exceed the context of {args.model}, "
@@ -351,11 +348,8 @@ def main(argv: list[str] | None = None) -> None:
         record["disturbed"] = disturbed(record)
         if args.ablate:
             without = ablation(record.pop("rows"), lengths)
-            write_json(
-                out / "ablation.json",
-                {**record, "without": without, "first_token": shares},
-                indent=1,
-            )
+            record |= {"without": without, "first_token": shares}
+            write_json(out / "ablation.json", record, indent=1)
             goes = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
             print(f"{BASE}: how many times as long without each of its choices (least to most)\n")
             print(page([ablation_table(without, lengths), f"first token of {lengths[-1]}: {goes}"]))
@@ -394,9 +388,6 @@ def about(args: argparse.Namespace, geometry: dict[str, int]) -> dict[str, Any]:
 def measure_requests(args: argparse.Namespace, out: Path) -> None:
     """Measure requests of different lengths at once, print the tables and write requests.json, which keeps what it has
     of other numbers of requests."""
-    for option in ("only", "peer_path", "lengths", "batches", "ablate"):
-        if getattr(args, option):
-            raise ValueError(f"--requests has no --{option.replace('_', '-')}: see --help")
     out.mkdir(parents=True, exist_ok=True)
     path = out / "requests.json"
     kept = read_json(path, counts=dict)["counts"] if path.exists() else {}

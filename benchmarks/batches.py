@@ -19,6 +19,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.processes import Worker, serve
+from benchmarks.runners import Transformers
+from benchmarks.scale import threads_of
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from paged import PagedCache, Server
@@ -83,31 +85,23 @@ def paged(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
     return run
 
 
-def padded(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
-    import transformers
+def theirs(folder: Path, device: str) -> Any:
+    """Return the model of transformers."""
+    return Transformers(folder, device).model
 
-    model = (
-        transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-    )
-    model.generation_config.eos_token_id = None
+
+def padded(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]]:
+    model = theirs(folder, device)
+    model.generation_config.update(eos_token_id=None, pad_token_id=0, return_dict_in_generate=True)
 
     def run(requests: Requests) -> dict[str, Any]:
         width, new = max(len(r["ids"]) for r in requests), max(r["new"] for r in requests)
-        ids = torch.tensor(
-            [[0] * (width - len(r["ids"])) + r["ids"] for r in requests], device=device
-        )
-        mask = torch.tensor(
-            [[0] * (width - len(r["ids"])) + [1] * len(r["ids"]) for r in requests], device=device
-        )
-        done = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-            use_cache=True,
-            return_dict_in_generate=True,
-        )
+        padding = [[0] * (width - len(r["ids"])) for r in requests]
+        rows = zip(padding, requests, strict=True)
+        ids = torch.tensor([zeros + r["ids"] for zeros, r in rows], device=device)
+        seen = [[0] * len(zeros) + [1] * (width - len(zeros)) for zeros in padding]
+        mask = torch.tensor(seen, device=device)
+        done = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
         rows = done.sequences[:, width:].tolist()
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in done.past_key_values.layers)
         real = sum(len(r["ids"]) + r["new"] - 1 for r in requests)
@@ -124,9 +118,7 @@ def continuous(folder: Path, device: str) -> Callable[[Requests], dict[str, Any]
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model = (
-        transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-    )
+    model = theirs(folder, device)
     generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(requests: Requests) -> dict[str, Any]:
@@ -199,8 +191,8 @@ def measure(
     """
     failed = {}
     if not importlib.util.find_spec("transformers"):
-        theirs = [name for name in CONTENDERS if "transformers" in name]
-        failed = dict.fromkeys(theirs, "not installed: python3 -m pip install transformers")
+        names = [name for name in CONTENDERS if "transformers" in name]
+        failed = dict.fromkeys(names, "not installed: python3 -m pip install transformers")
     raw: dict[int, dict[str, list[dict[str, Any]]]] = {
         count: {name: [] for name in CONTENDERS} for count in counts
     }
@@ -244,9 +236,6 @@ def measure(
             if name in failed:
                 continue
             seconds = [t["seconds"] for t in turns_of]
-            middle = turns_of[
-                seconds.index(sorted(seconds)[(len(seconds) - 1) // 2])
-            ]  # a turn's figures fit together
             found["rows"][name] = {
                 "seconds": seconds,
                 "tokens_per_s": sum(new) / median(seconds),
@@ -256,7 +245,8 @@ def measure(
                 "same_tokens": all(
                     t["tokens"] == b["tokens"] for t, b in zip(turns_of, base, strict=True)
                 ),
-                **{key: value for key, value in middle.items() if key not in ("seconds", "tokens")},
+                "held": turns_of[0]["held"],  # of all turns: their requests are the same
+                "wasted": turns_of[0]["wasted"],
             }
         result[str(count)] = found
     return result
@@ -267,7 +257,7 @@ def summary(counts: dict[str, dict[str, Any]]) -> list[str | Table]:
     parts: list[str | Table] = []
     conditions = ""
     for count, found in sorted(counts.items(), key=lambda item: int(item[0])):
-        threads = f"{found['threads']} thread{'s' * (found['threads'] > 1)}"
+        threads = threads_of(found)
         turns = f"medians of {found['turns']} turns" if found["turns"] > 1 else "one turn"
         now = (
             f"{found['model']}, {found['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
@@ -295,20 +285,8 @@ def summary(counts: dict[str, dict[str, Any]]) -> list[str | Table]:
                 ]
             )
         rows.append(["bound", f"{found['bound_tokens_per_s']:,.1f}", "-", "1.00", "-", "-", "-"])
-        parts.append(
-            Table(
-                [
-                    "",
-                    "tokens/s",
-                    "times as fast",
-                    "of the bound",
-                    "bytes held",
-                    "wasted",
-                    "same tokens",
-                ],
-                rows,
-            )
-        )
+        header = ["", "tokens/s", "times as fast", "of the bound"]
+        parts.append(Table([*header, "bytes held", "wasted", "same tokens"], rows))
         parts += [f"Not measured: {name} ({why})." for name, why in found["failed"].items()]
     return parts
 

@@ -69,7 +69,6 @@ CONTENDERS = (
     Contender(
         "CTranslate2, int8", CTranslate2, {"compute_type": "int8"}, CT2, device="cpu", exact=False
     ),
-    Contender("LLMs-from-scratch, PyPI, no cache", FromScratch, package="llms_from_scratch"),
     Contender("LLMs-from-scratch, concat cache", FromScratch, file="gpt_with_kv_cache.py"),
     Contender("LLMs-from-scratch, optimized", FromScratch, file="gpt_with_kv_cache_optimized.py"),
 )

@@ -8,11 +8,12 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.contenders import CONTENDERS
+from benchmarks.scale import threads_of
 from support.figures import figure
 from support.tables import Table
 
 BASE = "gpt_kv_cache.py"  # what ratios are to
-UNCACHED = ("gpt_baseline.py", "LLMs-from-scratch, PyPI, no cache")
+UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
 BUSY = (
     0.10  # a larger share of the time without a processor, or change of bandwidth, is a disturbance
 )
@@ -118,7 +119,7 @@ def disturbance(record: Record) -> str:
 
 def conditions(record: Record) -> str:
     """Return what was measured, on what, when."""
-    threads = "1 thread" if record["threads"] == 1 else f"{record['threads']} threads"
+    threads = threads_of(record)
     turns = "one turn" if record["turns"] == 1 else f"medians of {record['turns']} turns"
     return f"{record['model']}, {record['machine']}, {threads}, {record['date']}; {turns}"
 
@@ -134,7 +135,8 @@ def decoding(record: Record, cells: Sequence[str]) -> Table:
     header = ["tokens/s of decoding"]
     for cell in cells:
         B, T = cell.split(" x ")
-        header.append(f"after {int(T):,}" if B == "1" else f"{B} texts, after {int(T):,}")
+        texts = "" if B == "1" else f"{B} texts, "
+        header.append(f"{texts}after {int(T):,}")
     longest = cells_of(record["rows"], BASE)[len(record["lengths"]) - 1]
     header.append(f"first token of {record['lengths'][-1]:,}")
     rows = []
@@ -149,12 +151,8 @@ def memory(record: Record) -> Table:
     """Return what isn't decoding: a prefix used again, bytes of the cache, overhead."""
     total, cached = record["reuse_lengths"]
     at = f"{record['batches'][0]} x {total}"
-    header = [
-        "",
-        f"first token, {cached:,} of {total:,} cached",
-        f"bytes of cache for {total:,}",
-        "overhead",
-    ]
+    reused = f"first token, {cached:,} of {total:,} cached"
+    header = ["", reused, f"bytes of cache for {total:,}", "overhead"]
     rows = []
     for name, row in shown(record).items():
         reuse = f"{row['reuse_ms']:,.0f} ms" if "reuse_ms" in row else "-"
@@ -206,10 +204,8 @@ def ablation(rows: Record, lengths: Sequence[int]) -> dict[str, dict[str, dict[s
         without[name] = {}
         for T in lengths:
             cell = row[f"1 x {T}"]
-            without[name][str(T)] = {
-                "decode": spread(cell["ratios"]),
-                "first": spread(cell["first_ratios"]),
-            }
+            spreads = {"decode": spread(cell["ratios"]), "first": spread(cell["first_ratios"])}
+            without[name][str(T)] = spreads
     return without
 
 
@@ -246,7 +242,7 @@ def draw(record: Record, out: Path) -> None:
         axes.set(xlim=(0, None), ylim=(0, None))
 
     rows = shown(record)
-    cached = {name: row for name, row in rows.items() if name not in UNCACHED}
+    cached = {name: row for name, row in rows.items() if name != UNCACHED}
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
     products = [record["products_ms"][str(B * T)] for T in lengths]
     figure(

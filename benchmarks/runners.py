@@ -127,13 +127,11 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
         model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
 
     def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the mask (T, S) that None stands for."""
+        """Return the mask (T, S), also where None stands for it."""
+        if mask is not None:
+            return mask
         T, S = q.size(2), k.size(2)
-        return (
-            torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-            if mask is None
-            else mask
-        )
+        return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
 
     def explicit_softmax(model: gpt_kv_cache.GPT) -> None:
         def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -195,17 +193,18 @@ class Transformers(Runner):
         self.model = model.eval().to(device)
         self.static, self.transformers, self.cache = static, transformers, None
 
+    def new_cache(self) -> Any:
+        if not self.static:
+            return self.transformers.DynamicCache()
+        config = self.model.config
+        longest = config.max_position_embeddings
+        return self.transformers.StaticCache(config=config, max_cache_len=longest)
+
     @torch.inference_mode()
     def start(self, ids: Tensor, cache: Any = None) -> Iterator[Tensor]:
-        config = self.model.config
-        if cache is None and self.static:
-            longest = config.max_position_embeddings
-            cache = self.transformers.StaticCache(config=config, max_cache_len=longest)
-        self.cache = self.transformers.DynamicCache() if cache is None else cache
+        self.cache = self.new_cache() if cache is None else cache
         while True:
-            read = self.model(
-                input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            )
+            read = self.model(ids, past_key_values=self.cache, logits_to_keep=1)
             ids = read.logits[:, -1].argmax(-1, keepdim=True)
             yield ids
 
@@ -220,37 +219,18 @@ class Transformers(Runner):
 
 
 class FromScratch(Runner):
-    """A GPTModel of LLMs-from-scratch: its PyPI package's, which reads the whole text for each token, or one of a file
-    of the article's, which has a cache of its own."""
+    """The GPTModel of a file of LLMs-from-scratch, which has a cache of its own."""
 
-    def __init__(self, folder: Path, device: str, file: Path | None = None) -> None:
-        if file is None:
-            from llms_from_scratch.kv_cache import gpt2 as module
-        else:
-            module = import_file(file)
-        config = json.loads((folder / "config.json").read_text())
-        sizes = {
-            "vocab_size": config["vocab_size"],
-            "context_length": config["n_positions"],
-            "emb_dim": config["n_embd"],
-            "n_heads": config["n_head"],
-            "n_layers": config["n_layer"],
-            "drop_rate": 0.0,
-            "qkv_bias": True,
-        }
-        self.cached = file is not None
-        self.model = module.GPTModel(sizes).eval().to(device)
+    def __init__(self, folder: Path, device: str, file: Path) -> None:
+        self.model = import_file(file).GPTModel(sizes(folder)).eval().to(device)
         fill(self.model, read_tensors(str(folder)))
 
     @torch.inference_mode()
     def start(self, ids: Tensor) -> Iterator[Tensor]:
-        if self.cached:
-            self.model.reset_kv_cache()
+        self.model.reset_kv_cache()
         while True:
-            logits = self.model(ids, use_cache=True) if self.cached else self.model(ids)
-            new = logits[:, -1].argmax(-1, keepdim=True)
-            yield new
-            ids = new if self.cached else torch.cat([ids, new], dim=1)
+            ids = self.model(ids, use_cache=True)[:, -1].argmax(-1, keepdim=True)
+            yield ids
 
     @property
     def nbytes(self) -> int:
@@ -271,6 +251,20 @@ NAMES = {
     "ff.layers.0": "mlp.c_fc",
     "ff.layers.2": "mlp.c_proj",
 }
+
+
+def sizes(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a GPTModel of LLMs-from-scratch."""
+    config = json.loads((folder / "config.json").read_text())
+    return {
+        "vocab_size": config["vocab_size"],
+        "context_length": config["n_positions"],
+        "emb_dim": config["n_embd"],
+        "n_heads": config["n_head"],
+        "n_layers": config["n_layer"],
+        "drop_rate": 0.0,
+        "qkv_bias": True,
+    }
 
 
 @torch.no_grad()
@@ -297,13 +291,10 @@ class CTranslate2(Runner):
         from ctranslate2.converters import TransformersConverter
 
         config = json.loads((folder / "config.json").read_text())
-        self.n_ctx, self.token_bytes = (
-            config["n_positions"],
-            2 * config["n_layer"] * config["n_embd"] * 4,
-        )
-        names = {
-            str(i): i for i in range(config["vocab_size"])
-        }  # the engine is fed names of tokens
+        self.n_ctx = config["n_positions"]
+        self.token_bytes = 2 * config["n_layer"] * config["n_embd"] * 4
+        # the engine is fed names of tokens
+        names = {str(i): i for i in range(config["vocab_size"])}
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
         converter = TransformersConverter(str(folder))
         converter.load_tokenizer = lambda *args, **options: SimpleNamespace(

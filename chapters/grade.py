@@ -13,8 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from chapters.builder.__main__ import folders
-from chapters.builder.blocks import execute
+from chapters.builder.blocks import execute, folders
 from support.cli import CommandLine, whole_number
 from support.files import write_csv
 

@@ -10,24 +10,13 @@ import torch
 import benchmarks.__main__ as bench
 from benchmarks import batches
 from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of
-from gpt_kv_cache import GPT, GPTConfig
-from pocket.checkpoints import export
+from benchmarks.processes import serve
+from tests import test_benchmarks
+from tests.test_benchmarks import CONFIG
 
-CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
+folder = test_benchmarks.folder  # the fixture
 TOKEN = 2 * CONFIG.n_layer * CONFIG.n_embd * 4  # bytes of a token's keys and values
 GEOMETRY = {"vocab_size": 300, "n_ctx": 64, "weights": 10**6}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    model = GPT(CONFIG)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    path = tmp_path_factory.mktemp("weights")
-    export(model, path)
-    return path
 
 
 def test_requests_are_the_same_every_time_and_of_different_lengths() -> None:
@@ -149,7 +138,7 @@ def test_a_record_keeps_what_it_has_of_other_numbers(
     ("words", "culprits"),
     [
         (["--requests", "0"], ["0", "1"]),
-        (["--requests", "--ablate"], ["--requests has no --ablate"]),
+        (["--requests", "--ablate"], ["not allowed with argument --requests"]),
         (["--requests", "2", "--batches", "3"], ["--requests has no --batches"]),
     ],
 )

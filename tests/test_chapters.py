@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
 import chapters.builder.__main__ as build
+from chapters import conftest
 from chapters.builder import blocks, pages, side_by_side
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
@@ -34,18 +36,10 @@ def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
-def outcomes(root: Path, report: Path, *words: str) -> tuple[dict[str, str], str]:
+def outcomes(root: Path, report: Path) -> tuple[dict[str, str], str]:
     """Run the chapters' tests of a tree; return what became of each, and what was printed."""
-    result = run(
-        "-m",
-        "pytest",
-        "chapters",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-        *words,
-        cwd=root,
-    )
+    options = ["-p", "no:cacheprovider", f"--junitxml={report}"]
+    result = run("-m", "pytest", "chapters", *options, cwd=root)
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
@@ -118,18 +112,13 @@ def test_the_points_of_a_class(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     head, *rows = (line.split(",") for line in table.read_text().splitlines())
     assert head == ["student", "2.1", "2.2", "2.3", "2.4", "2.5", "total", "note"]
-    assert [row[0] for row in rows] == ["anna", "ben", "cara"] and [row[-2] for row in rows] == [
-        "10",
-        "0",
-        "0",
-    ]
-    assert [row[-1] for row in rows] == ["", "", f"{name}: no exercise.py"]
+    ends = [["anna", "10", ""], ["ben", "0", ""], ["cara", "0", f"{name}: no exercise.py"]]
+    assert [[row[0], *row[-2:]] for row in rows] == ends
 
 
 LOADS_WITH = {
     "def f(:": "SyntaxError: invalid syntax",
     "thread = None + 1": "TypeError: unsupported operand",
-    "nowhere": "NameError: name 'nowhere' is not defined",
     "@dataclasses.dataclass\nclass A:\n    x: list = []": "ValueError: mutable default",
     "raise SystemExit(3)": "SystemExit: 3",
 }
@@ -155,31 +144,6 @@ def test_an_error_while_a_file_loads_costs_its_own_exercises_only(
     assert "INTERNALERROR" not in printed and "conftest.py" not in printed
 
 
-@pytest.mark.slow
-def test_tracebacks_leave_out_frames_without_a_file(tmp_path: Path) -> None:
-    (tmp_path / "01_gpt2").mkdir()
-    lines = [
-        "import dataclasses, torch",
-        "@dataclasses.dataclass",
-        "class A:",
-        "    x: int",
-        "    def __post_init__(self):",
-        "        torch.nn.Linear(2, 3)(torch.ones(5))",
-        "def causal_mask(pos, k_pos):",
-        "    return A(3)",
-    ]
-    (tmp_path / "01_gpt2/exercise.py").write_text("\n".join(lines))
-    printed = run("-m", "pytest", "chapters/01_gpt2", "-m", "ex1_1", f"--from={tmp_path}").stdout
-    assert (
-        "exercise.py:8: in causal_mask" in printed and "exercise.py:6: in __post_init__" in printed
-    )
-    assert (
-        "<string>" not in printed
-        and "site-packages" not in printed
-        and "INTERNALERROR" not in printed
-    )
-
-
 def test_pictures_show_real_tokens() -> None:
     tokenizer, shown = load_tokenizer("pocket"), 0
     for path in sorted(CHAPTERS.glob("*/pictures.py")):
@@ -196,17 +160,13 @@ def test_exercises_markers_and_points_agree(folder: Path) -> None:
     number = int(folder.name.partition("_")[0])
     readme = (folder / "README.md").read_text()
     (test,) = folder.glob("test_*.py")
+    points = {k: v for k, v in conftest.points().items() if k.startswith(f"ex{number}_")}
     tree = ast.parse(test.read_text())
-    points = next(
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "POINTS"
-    )
     listed = {
         f"ex{m[1]}_{m[2]}": int(m[3])
         for m in re.finditer(r"^\| (\d+)\.(\d+) \|.*\| (\d+) \|$", readme, re.M)
     }
-    assert points == listed and all(name.startswith(f"ex{number}_") for name in points)
+    assert points == listed
     marked = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
@@ -248,49 +208,30 @@ def test_every_hunk_has_words() -> None:
         {folder / "README.md": (folder / "README.md").read_text() for folder in FOLDERS}
     )
     for pair in side_by_side.PAIRS:
-        mentioned = set()
-        for folder in FOLDERS:
-            for m in re.finditer(
-                rf"^<!-- (?:about|diff) {pair[0]} {pair[1]} (\d+)(?: (\d+))? -->",
-                (folder / "README.md").read_text(),
-                re.M,
-            ):
-                if int(m[1]) in said[pair]:
-                    mentioned |= set(range(int(m[1]), int(m[2] or m[1]) + 1))
-        assert mentioned == set(range(1, len(blocks.hunks(*pair)) + 1))
+        found = {*said[pair]}
+        for words in chain.from_iterable(said[pair].values()):
+            if several := re.match(r"hunks (\d+) to (\d+): ", words):
+                found |= {*range(int(several[1]), int(several[2]) + 1)}
+        assert found == {*range(1, len(blocks.hunks(*pair)) + 1)}, pair
 
 
-def test_transformers_reads_the_folder_that_engines_are_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     export = blocks.import_file(CHAPTERS / "10_beyond" / "export.py")
     export.main([str(tmp_path / "served")])
-    with pytest.raises(SystemExit, match="2"):
-        export.main([str(tmp_path / "served")])
-    said = capsys.readouterr().err
-    assert "served is there already" in said and said.count("\n") == 1
     ours, model = load_tokenizer("pocket"), load_model("pocket", model_class=GPT)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "served")
-    texts = [
-        *(f"{document.text}<|endoftext|>" for document in corpus.documents("test", 20)),
-        " été 你好\n\n x 12 it's",
-    ]
-    for text in texts:
+    for text in (
+        next(iter(corpus.documents("test", 1))).text,
+        " été 你好\n\n x 12 it's<|endoftext|>",
+    ):
         assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
-    assert (
-        theirs.decode(theirs(texts[-1])["input_ids"]) == texts[-1]
-        and theirs.eos_token_id == ours.eot_token
-    )
+    assert theirs.eos_token_id == ours.eot_token
     ids = torch.tensor([ours.encode("Halek lives in")])
     expected = torch.cat([ids, *generate(model, ids, 20)], dim=1)
     for folder in (tmp_path / "served", ROOT / "pocket" / "teacher"):
         reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         assert torch.equal(reference.generate(ids, max_new_tokens=20, do_sample=False), expected)
-    empty = transformers.AutoTokenizer.from_pretrained(ROOT / "pocket" / "teacher")
-    assert empty("Halek lives in")["input_ids"] != ids[0].tolist(), (
-        "the chapter says that this folder isn't enough"
-    )
 
 
 def test_stubs_lose_what_is_the_solutions_own() -> None:
@@ -326,13 +267,10 @@ def _own(x: int) -> int:
     ("mark", "culprit"),
     [
         ("<!-- code gpt_baseline.py Nothing -->\n<!-- end -->", "Nothing"),
-        ("<!-- code gpt_baseline.py GPT.forward nowhere -->\n<!-- end -->", "nowhere"),
         ("<!-- code gpt_kv_cache.py KVCache -->\n<!-- end -->", "show a part"),
         ("<!-- diff gpt_baseline.py gpt_kv_cache.py 11 -->\n<!-- end -->", "11"),
         ("<!-- output python3 nowhere.py -->\n<!-- end -->", "can't open file"),
-        ("<!-- code nothing.py GPT -->\n<!-- end -->", "nothing.py"),
         ("<!-- picture nothing -->\n<!-- end -->", "nothing"),
-        ("<!-- code gpt_baseline.py -->\n<!-- end -->", "code gpt_baseline.py"),
     ],
 )
 def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
@@ -386,14 +324,3 @@ def test_commands_of_chapters_exist() -> None:
                         helps[script] = done.stdout
                     for option in re.findall(r"(?<=\s)(--[a-z-]+)", rest):
                         assert option in helps[script] or option == "--help", line
-
-
-def test_the_table_of_rounding_has_a_gross_mistake_in_its_last_column(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    blocks.import_file(CHAPTERS / "08_measuring" / "rounding.py").main()
-    rows = [
-        [float(x) for x in line.split()[1:]] for line in capsys.readouterr().out.splitlines()[1:]
-    ]
-    assert len(rows) == 3
-    assert all(pieces < mask / 10 for _, pieces, _, mask in rows) and rows[0][2] > 100 * rows[0][1]

@@ -92,8 +92,8 @@ def test_a_failure_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     wrong = "import torch\ndef causal_mask(pos, k_pos):\n    return k_pos < pos[:, None]"
     assert notebook.execute(wrong, names, 1) == []
     (output,) = notebook.execute('check("1.1", causal_mask)', names, 2)
-    assert "the first difference is at index 0" in "".join(output["text"])
-    assert output["text"][-1] == "1.1: 0 of 1 points\n"
+    assert "the first difference is at index 0" in output.text
+    assert output.text.endswith("\n1.1: 0 of 1 points\n")
     assert (tmp_path / "01_gpt2" / "exercise.py").read_text() == wrong
     notebook.execute("class Cache:\n    def __len__(self):\n        return 0", names, 3)
     (output,) = notebook.execute('check("2.1", Cache)', names, 4)

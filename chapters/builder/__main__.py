@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from chapters.builder import front, notebook, pages, side_by_side
-from chapters.builder.blocks import BLOCK, CHAPTERS, ROOT, import_file, run, text_of
+from chapters.builder.blocks import BLOCK, CHAPTERS, ROOT, folders, import_file, run, text_of
 from support.cli import CommandLine, whole_number
 from support.files import write_atomically
 
@@ -98,14 +98,6 @@ def links(path: Path) -> list[tuple[str, str]]:
     found = [(f"../{before.parent.name}/index.html", f"← {title(before)}")] if before else []
     found += [("../index.html", "All chapters")]
     return found + ([(f"../{after.parent.name}/index.html", f"{title(after)} →")] if after else [])
-
-
-def folders(numbers: list[int]) -> list[Path]:
-    """Return the folders of these chapters, or of all. Raises ValueError if there is none of a number."""
-    found = {int(path.name.partition("_")[0]): path for path in sorted(CHAPTERS.glob("[0-9]*_*"))}
-    if missing := [number for number in numbers if number not in found]:
-        raise ValueError(f"there is no chapter {missing[0]}: they are {', '.join(map(str, found))}")
-    return [found[number] for number in sorted(numbers or found)]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -44,6 +44,14 @@ NUMBER = re.compile(r"<!--= (\S+) (.*?) -->(.*?)<!--/-->", re.S)
 LINES = 40  # of code or diff that a chapter shows at once: more is not read
 
 
+def folders(numbers: list[int]) -> list[Path]:
+    """Return the folders of these chapters, or of all. Raises ValueError if there is none of a number."""
+    found = {int(path.name.partition("_")[0]): path for path in sorted(CHAPTERS.glob("[0-9]*_*"))}
+    if missing := [number for number in numbers if number not in found]:
+        raise ValueError(f"there is no chapter {missing[0]}: they are {', '.join(map(str, found))}")
+    return [found[number] for number in sorted(numbers or found)]
+
+
 @cache
 def read(name: str) -> str:
     """Return the text of a file of the project, or of the last that a name with wildcards matches."""

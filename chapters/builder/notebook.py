@@ -22,6 +22,9 @@ from collections.abc import Callable
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
 from chapters.builder.blocks import CHAPTERS, ROOT, run, source
 
 FILE = CHAPTERS / "two_hours.ipynb"
@@ -60,10 +63,6 @@ class Notebook:
         self.cells: list[dict] = []
         self.names: dict[str, object] = {}  # those that the cells define
 
-    def add(self, kind: str, text: str, metadata: dict, **more: object) -> None:
-        cell = {"cell_type": kind, "id": f"cell-{len(self.cells)}", "metadata": metadata}
-        self.cells.append(cell | {"source": text.splitlines(True)} | more)
-
     def markdown(self, text: str, folder: Path = CHAPTERS) -> None:
         """Add a text of a folder without its marks, with pictures inside, and with links that lead from here."""
         pictures = {}
@@ -83,7 +82,10 @@ class Notebook:
             text = "".join([*last["source"], "\n\n", text])
             pictures = last.get("attachments", {}) | pictures
         if text:
-            self.add("markdown", text, {}, **({"attachments": pictures} if pictures else {}))
+            cell = new_markdown_cell(text, id=f"cell-{len(self.cells)}")
+            if pictures:
+                cell["attachments"] = pictures
+            self.cells.append(cell)
 
     def code(self, text: str, recorded: bool = False, printed: str | None = None) -> None:
         """Add a cell of Python and its outputs: recorded ones, those of a run elsewhere, or those of a run here."""
@@ -92,13 +94,9 @@ class Notebook:
         if outputs is None:
             outputs = execute(text, self.names, number) if printed is None else stream(printed)
         self.kept[text] = outputs  # of a command that comes twice, too
-        self.add(
-            "code",
-            text,
-            {"tags": ["recorded"]} if recorded else {},
-            execution_count=number,
-            outputs=outputs,
-        )
+        made = {"id": f"cell-{len(self.cells)}", "execution_count": number, "outputs": outputs}
+        metadata = {"tags": ["recorded"]} if recorded else {}
+        self.cells.append(new_code_cell(text, metadata=metadata, **made))
 
     def part(self, text: str, folder: Path) -> None:
         """Add a part of a chapter."""
@@ -170,25 +168,22 @@ def execute(text: str, names: dict[str, object], number: int) -> list[dict]:
             exec(compile(ast.Interactive(ast.parse(text).body), name, "single"), names)
     finally:
         sys.displayhook = hook
-    data = [
-        {"text/markdown": value.splitlines(True), "text/plain": value.splitlines(True)}
-        for value in shown
-    ]
-    result = {"output_type": "execute_result", "execution_count": number, "metadata": {}}
-    return stream(printed.getvalue()) + [result | {"data": each} for each in data]
+    found = stream(printed.getvalue())
+    for value in shown:
+        data = {"text/markdown": str(value), "text/plain": str(value)}
+        found.append(new_output("execute_result", data, execution_count=number))
+    return found
 
 
 def stream(printed: str) -> list[dict]:
-    lines = printed.splitlines(True)
-    return [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
+    return [new_output("stream", text=printed)] if printed else []
 
 
 def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
     """Return the notebook, as JSON; `files` are the chapters' texts and pictures."""
-    old = json.loads(FILE.read_text(encoding="utf-8"))["cells"] if FILE.exists() else []
-    notebook = Notebook(
-        files, {"".join(cell["source"]): cell["outputs"] for cell in old if "outputs" in cell}
-    )
+    old = nbformat.read(FILE, as_version=4).cells if FILE.exists() else []
+    kept = {cell.source: cell.outputs for cell in old if cell.cell_type == "code"}
+    notebook = Notebook(files, kept)
     plan = {
         path: list(PART.finditer(text)) for path, text in files.items() if path.name == "README.md"
     }
@@ -222,8 +217,7 @@ def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
             heading = part["heading"] or heading
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    whole = {"cells": notebook.cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+    return nbformat.writes(new_notebook(cells=notebook.cells, metadata=metadata)) + "\n"
 
 
 def begun(new: str) -> bool:

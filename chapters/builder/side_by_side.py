@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read
-from chapters.builder.pages import coloured, inline
+from chapters.builder.pages import MARKDOWN, TEMPLATES, coloured
 
 PAIRS = (
     ("gpt_baseline.py", "gpt_kv_cache.py"),
@@ -22,66 +22,6 @@ ALIKE = 0.5  # lines are versions of each other from here on
 WORDS = re.compile(
     r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S
 )
-COLUMNS = '<col class="n"><col class="code">' * 2 + '<col class="words">'
-STYLE = """
-  body { margin: 0; font: 15px/1.45 system-ui, sans-serif; color: #111; background: #fff; }
-  header { position: sticky; top: 0; white-space: nowrap; background: #fff; border-bottom: 2px solid #111;
-           padding: .4em 1em; z-index: 1; display: flex; flex-wrap: wrap; gap: .3em 1.5em; align-items: baseline; }
-  h1 { font-size: 1.1em; margin: 0; }
-  table { border-collapse: collapse; table-layout: fixed; width: 100%; font: 12.5px/1.45 monospace; }
-  td { vertical-align: top; padding: 0 .5em; white-space: pre-wrap; overflow-wrap: anywhere; }
-  td.left, td.right { --wrapped: calc((var(--indent, 0) + 4) * 1ch); padding-left: calc(.5em + var(--wrapped));
-                      text-indent: calc(-1 * var(--wrapped)); }
-  td.n { text-align: right; color: #666; white-space: pre; user-select: none; padding: 0 .3em; }
-  col.n { width: 3.6em; } col.code { width: calc(101ch + 1em); } body.folded col { width: auto; }
-  @media (max-width: 1880px) { table { font-size: 11.5px; } col.code { width: auto; } col.words { width: 16%; } }
-  body.folded col.n { width: 3.6em; } body.folded col.words { width: 0; }
-  body.folded :is(td, th).words { display: none; }
-  tr.old > td.left { background: #ffeeeb; } tr.new > td.right { background: #ebf7ee; }
-  tr.old > td.left ins { background: #ffbdb3; } tr.new > td.right ins { background: #a9e0b6; }
-  .mark ins { all: unset !important; }
-  td.n::after { content: " \\a0"; } tr.old > td.a::after { content: " -"; } tr.new > td.b::after { content: " +"; }
-  tr { height: 1px; } tr.rest { height: auto; } tr.rest > td { padding: 1px; }  /* longer words stretch this row only */
-  tr.first > td { border-top: 2px solid #111; }
-  th { position: sticky; top: var(--top); background: #fff; border-right: 1px solid #fff; padding: .2em .5em .2em 4em;
-       text-align: left; box-shadow: 0 2px #111; }
-  td.words { font: 13.5px/1.4 system-ui, sans-serif; white-space: normal; border-left: 2px solid #111; }
-  td.words > div { position: sticky; top: calc(var(--top) + 2em); } td.words p { margin: .4em 0; }
-  tr.gap { cursor: pointer; } tr.gap > td { background: #eee; text-align: center; color: #444; }
-  .keyword { font-weight: bold; } .string { color: #6a3500; } .comment { color: #555; font-style: italic; }
-  .mark { background: #111; color: #fff; white-space: pre; box-shadow: -.15em 0 #111, .15em 0 #111; }
-  .name { color: #00408a; font-weight: bold; } .number { color: #00408a; } code { font-size: .92em; background: #eee; }
-  body.brief tr.same, body:not(.brief) tr.gap { display: none; } body.brief tr.near { display: table-row; }
-"""
-SCRIPT = """
-  const brief = document.getElementById("brief");
-  const show = () => document.body.classList.toggle("brief", brief.checked);
-  const hunks = [...document.querySelectorAll("tr.first")];
-  const header = document.querySelector("header"), names = document.querySelector("thead");
-  new ResizeObserver(() => document.body.style.setProperty("--top", header.offsetHeight + "px")).observe(header);
-  const top_of = row => row.getBoundingClientRect().top - header.offsetHeight - names.offsetHeight;
-  const jump = way => {
-    const next = way > 0 ? hunks.find(row => top_of(row) > 5) : hunks.findLast(row => top_of(row) < -5);
-    if (next) window.scrollBy(0, top_of(next));
-  };
-  const margin = document.getElementById("margin");
-  margin.onchange = () => document.body.classList.toggle("folded", !margin.checked);
-  brief.onchange = show;
-  for (const row of document.querySelectorAll("tr.gap")) row.onclick = () => {
-    brief.checked = false;
-    show();
-    row.nextElementSibling.scrollIntoView({ block: "center" });
-  };
-  document.addEventListener("keydown", event => {
-    if (event.target.tagName === "INPUT" && event.key === " ") return;
-    if (event.key === "n" || event.key === "j") jump(1);
-    if (event.key === "p" || event.key === "k") jump(-1);
-    if (event.key === "m") margin.click();
-  });
-  show();
-  const wanted = hunks[location.hash.slice(1) - 1];  // FILE.html#3 begins at hunk 3
-  if (wanted) window.scrollBy(0, top_of(wanted));
-"""
 
 
 def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str]]]:
@@ -106,7 +46,7 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
                 r"\[([^\]]+)\]\([^)]+\)", r"\1", NUMBER.sub(r"\3", said)
             )  # links by their words
             found[old, new].setdefault(int(first), []).append(
-                f"{which}{inline(' '.join(said.split()))} ({link})"
+                f"{which}{MARKDOWN.renderInline(' '.join(said.split()))} ({link})"
             )
     return found
 
@@ -215,22 +155,14 @@ def pages(chapters: dict[Path, str]) -> dict[Path, str]:
     """Return the pages, named after the newer file, from the chapters' texts."""
     said, result = words(chapters), {}
     for old, new in PAIRS:
-        count = len(hunks(old, new))
-        others = " ".join(
-            f'<a href="{Path(b).stem}.html">{a} and {b}</a>'
-            for a, b in PAIRS
-            if (a, b) != (old, new)
-        )
         body = "\n".join(rows(old, new, said[old, new]))
-        result[CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"] = (
-            f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{old} and {new}</title>\n'
-            f"<style>{STYLE}</style>\n<header><h1>{old} and {new}: {count} hunks</h1>\n"
-            '<label><input type="checkbox" id="brief" checked> only what differs</label>\n'
-            '<label><input type="checkbox" id="margin" checked> the chapters\' words</label>\n'
-            f"<span>keys n, p: next, previous hunk; m: words</span> <span>{others}</span>\n"
-            '<a href="../index.html">All chapters</a></header>\n'
-            f"<table><colgroup>{COLUMNS}</colgroup>\n"
-            f'<thead><tr><th colspan="2">{old}</th><th colspan="2">{new}</th><th class="words"></th></tr></thead>\n'
-            f"{body}\n</table>\n<script>{SCRIPT}</script>\n</html>\n"
+        result[CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"] = TEMPLATES.get_template(
+            "side_by_side.html"
+        ).render(
+            old=old,
+            new=new,
+            count=len(hunks(old, new)),
+            others=[pair for pair in PAIRS if pair != (old, new)],
+            body=body,
         )
     return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+
+from chapters.builder.pages import TEMPLATES
 
 KINDS = {  # fill, border, colour of the text
     "new": ("#222222", "#222222", "#ffffff"),  # computed now
@@ -39,51 +40,15 @@ def cells(
         left + max(len(row) for _, row in rows) * (width + GAP) + 8,
         8 + sum(34 + 8 * len(words) for words in (legend or {}).values()),
     )
-    height = len(rows) * (HEIGHT + GAP) + (LINE + 12 if legend else 0) + 8
-    body = []
-    for y, (label, row) in enumerate(rows):
-        top = 8 + y * (HEIGHT + GAP)
-        if label:
-            body.append(text(8, top + HEIGHT / 2 + 5, label, "#000000", "start"))
-        for x, (word, kind) in enumerate(row):
-            body += cell(left + x * (width + GAP), top, width, HEIGHT, word, kind)
-    x = 8
-    for kind, words in (legend or {}).items():
-        top = height - LINE - 4
-        body += [*cell(x, top, 18, 18, "", kind), text(x + 24, top + 14, words, "#000000", "start")]
-        x += 34 + 8 * len(words)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height}" width="{total}" role="img">\n'
-        f"<desc>{escape(alt)}</desc>\n"
-        '<defs><pattern id="stripes" width="7" height="7" patternTransform="rotate(45)" '
-        'patternUnits="userSpaceOnUse"><rect width="7" height="7" fill="#ffffff"/>'
-        '<rect width="2" height="7" fill="#777777"/></pattern></defs>\n'
-        f'<rect width="{total}" height="{height}" fill="#ffffff"/>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
-
-
-def cell(x: float, y: float, width: float, height: float, word: str, kind: str) -> list[str]:
-    fill, border, colour = KINDS[kind]
-    dashed = ' stroke-dasharray="4 3"' if kind in ("gone", "free") else ""
-    at = f'x="{x}" y="{y}" width="{width}" height="{height}"'
-    parts = [f'<rect {at} rx="3" fill="{fill}" stroke="{border}"{dashed}/>']
-    if kind == "gone":
-        parts.append(f'<path d="M{x} {y}L{x + width} {y + height}" stroke="{border}"/>')
-    if word and kind == "reused":  # on stripes letters need a ground
-        w = 8 * len(word) + 4
-        parts.append(
-            f'<rect x="{x + (width - w) / 2}" y="{y + 7}" width="{w}" height="{height - 14}" fill="#ffffff"/>'
-        )
-    return [
-        *parts,
-        *([text(x + width / 2, y + height / 2 + 5, word, colour, "middle")] if word else []),
-    ]
-
-
-def text(x: float, y: float, words: str, colour: str, anchor: str) -> str:
-    return (
-        f'<text x="{x}" y="{y}" font-family="monospace" font-size="13" fill="{colour}" '
-        f'text-anchor="{anchor}" xml:space="preserve">{escape(words)}</text>'
+    return TEMPLATES.get_template("cells.svg").render(
+        alt=alt,
+        rows=rows,
+        legend=legend or {},
+        kinds=KINDS,
+        left=left,
+        total=total,
+        width=width,
+        height=HEIGHT,
+        gap=GAP,
+        line=LINE,
     )
