@@ -47,7 +47,7 @@ from tqdm import tqdm
 from gpt_kv_cache import KVCache, generate
 from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import END_OF_TEXT
-from pocket import corpus, rope
+from pocket import corpus
 from recycle import read_all
 from support.encoders import PairEncoder, load_encoder
 from support.files import read_json, regular, write_atomically, write_json
@@ -119,10 +119,8 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
 
 
 def reposition(model: nn.Module, x: Tensor, by: Tensor) -> Tensor:
-    """Move keys or queries x (..., S, D) by positions (S,): rotary ones only, a GPT-2's don't
+    """Move keys or queries x (..., S, D) by positions (S,): a Llama's, since a GPT-2's don't
     change."""
-    if isinstance(model, rope.GPT):
-        return rope.rotate(x, by)
     return rotate(x, rotation(by, model.config)) if rotary(model.config) else x
 
 
@@ -777,11 +775,6 @@ front page's KL is of a smaller stage 1, from segment means; this is the map tha
 The whole test takes about an hour: python3 -m studies.projection"""
 
 
-def class_of(model: str) -> type[nn.Module] | None:
-    """Return the class of a model by its name, None if the loader knows it."""
-    return rope.GPT if model == "pocket-rotary" else None
-
-
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine, nonempty, whole_number
@@ -822,9 +815,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"the questions that come along are pocket's, not {args.model}'s: make a library "
                 "by `python3 -m studies.projection --pairs FILE`, and give it by `ask --library FOLDER`"
             )
-        model = load_model(
-            args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype
-        )
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         libraries = load_libraries(model, tokenizer, Path(args.library or LIBRARIES))
         if args.what == "demo":
