@@ -66,18 +66,16 @@ LEAST_SCALE = 1e-2  # of a feature, in units of the mean: what hardly varies isn
 
 @dataclass(frozen=True)
 class Layout:
-    """How a prompt is divided: `prefix` tokens whose cache is kept as it is, then tokens that m
-    summary tokens stand for, then `tail` tokens that are fed, at their true positions or, as
-    proposed, right after the summary tokens."""
+    """How a prompt is divided: tokens that m summary tokens stand for, then `tail` tokens that are
+    fed, at their true positions or, as proposed, right after the summary tokens."""
 
     m: int
     tail: int = 1
-    prefix: int = 0
     true_positions: bool = True
 
     def tail_position(self, T: int) -> int:
         """Position of the tail's first token in a prompt of T tokens."""
-        return T - self.tail if self.true_positions else self.prefix + self.m
+        return T - self.tail if self.true_positions else self.m
 
 
 @dataclass
@@ -337,21 +335,16 @@ def per_head(summaries: Tensor) -> Tensor:
 class Projector:
     """A linear map a head from the summary tokens of a stored prompt to those of a similar one,
     fitted on pairs. It knows nothing of the new prompt, so that summary tokens can be mapped when
-    they are stored.
-
-    As proposed, a large penalty pulls towards the mean of all targets; with `change`, the
-    difference of the two is fitted, and a large penalty pulls towards the source.
+    they are stored. A large penalty pulls towards the mean of all targets.
     """
 
-    TENSORS = ("mean", "scale", "offset", "weight")  # (L, H, 1, F) three times, (L, H, F, F)
+    TENSORS = ("mean", "scale", "offset", "weight", "penalty")
 
-    def __init__(
-        self, sources: Tensor, targets: Tensor, penalty: float, change: bool = False
-    ) -> None:
+    def __init__(self, sources: Tensor, targets: Tensor, penalty: float) -> None:
         """sources, targets: summary tokens (N, L, 2, H, m, D) of N pairs of similar prompts."""
-        self.change, self.penalty = change, penalty
+        self.penalty = penalty
         x = per_head(sources.double())  # (L, H, N, F)
-        y = per_head((targets - sources * change).double())
+        y = per_head(targets.double())
         mean, scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         offset = y.mean(-2, keepdim=True)
         x, y = (x - mean) / scale, y - offset
@@ -359,46 +352,39 @@ class Projector:
             [ridge(x[layer], y[layer], penalty).float() for layer in range(len(x))]
         )
         self.mean, self.scale, self.offset = mean.float(), scale.float(), offset.float()
+        # (L, H, 1, F) each; the weight is (L, H, F, F)
 
     def __call__(self, summaries: Tensor) -> Tensor:
         """Return the projected summary tokens (N, L, 2, H, m, D) of summary tokens of that
         shape."""
         N, L, _, H, m, D = summaries.shape
         y = (per_head(summaries) - self.mean) / self.scale @ self.weight + self.offset
-        y = y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
-        return y + summaries * self.change
+        return y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
 
     @classmethod
-    def fit(
-        cls, sources: Tensor, targets: Tensor, families: Sequence[str], change: bool = False
-    ) -> Projector:
+    def fit(cls, sources: Tensor, targets: Tensor, families: Sequence[str]) -> Projector:
         """Fit on pairs of some families, with the penalty that predicts held-out families best."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            projected = cls(sources[train], targets[train], penalty, change)(sources[test])
+            projected = cls(sources[train], targets[train], penalty)(sources[test])
             return float((projected - targets[test]).square().mean() * len(test))
 
-        return cls(sources, targets, cross_validate(error, families), change)
+        return cls(sources, targets, cross_validate(error, families))
 
     def save(self, path: Path) -> None:
         """Write the map to a file of safetensors."""
-        maps = {name: tensor for name, tensor in vars(self).items() if name in self.TENSORS}
-        settings = {
-            "penalty": torch.tensor(self.penalty, dtype=torch.float64),
-            "change": torch.tensor(self.change),
-        }
-        write_atomically(path, lambda file: save_file(maps | settings, file))
+        maps = {name: torch.as_tensor(getattr(self, name)) for name in self.TENSORS}
+        write_atomically(path, lambda file: save_file(maps, file))
 
     @classmethod
     def load(cls, path: Path) -> Projector:
         """Return the map in a file that save() wrote. Raises FileNotFoundError if there is none,
         ValueError if it holds something else."""
         tensors = read_tensors(path)
-        if {*tensors} != {*cls.TENSORS, "penalty", "change"}:
+        if {*tensors} != {*cls.TENSORS}:
             raise ValueError(f"{path} is no projector: it holds {', '.join(sorted(tensors))}")
         projector = cls.__new__(cls)
-        settings = {name: tensors[name].item() for name in ("penalty", "change")}
-        vars(projector).update(tensors | settings)
+        vars(projector).update(tensors)
         return projector
 
 
@@ -429,22 +415,18 @@ class Library:
         texts: Sequence[str],
         summaries: Tensor,
         *,
-        prefix: Prefill | None = None,
         threshold: float = -1.0,
         guard: bool = False,
         skip: int = 0,
     ) -> None:
-        """summaries (N, L, 2, H, m, D) of the N texts, mapped by the projector or not; prefix:
-        the layout's shared prefix, if it has one; threshold: tau, the least similarity, which
-        the study's choose_tau picks; guard: names have to agree, too; skip: the number of
-        characters that all texts begin with, which don't count for similarity."""
-        if len(texts) != len(summaries) or layout.prefix != (len(prefix.ids) if prefix else 0):
-            raise ValueError(
-                f"{len(texts)} texts, {len(summaries)} summaries, a prefix of {layout.prefix}: "
-                "no match"
-            )
+        """summaries (N, L, 2, H, m, D) of the N texts, mapped by the projector or not; threshold:
+        tau, the least similarity, which the study's choose_tau picks; guard: names have to agree,
+        too; skip: the number of characters that all texts begin with, which don't count for
+        similarity."""
+        if len(texts) != len(summaries):
+            raise ValueError(f"{len(texts)} texts, {len(summaries)} summaries: no match")
         self.model, self.layout, self.encoder, self.texts = model, layout, encoder, list(texts)
-        self.summaries, self.prefix, self.threshold = summaries, prefix, threshold
+        self.summaries, self.threshold = summaries, threshold
         self.guard, self.skip = guard, skip
         texts = [text[skip:] for text in self.texts]
         self.embeddings = encoder(texts) if texts else np.zeros((0, 1))
@@ -476,14 +458,11 @@ class Library:
     def warm_start(self, text: str, ids: Sequence[int]) -> KVCache | None:
         """Return a cache in place of all but the last `tail` tokens of ids, which are those of
         text, or None."""
-        layout, P = self.layout, self.layout.prefix
+        layout = self.layout
         found, similarity = self.find(text)
-        if found < 0 or similarity < self.threshold or len(ids) - P - layout.tail < layout.m:
+        if found < 0 or similarity < self.threshold or len(ids) - layout.tail < layout.m:
             return None
-        if self.prefix and list(ids[:P]) != self.prefix.ids:
-            return None
-        summary = self.summaries[found]
-        return cache_of(self.model, summary, layout.tail_position(len(ids)), self.prefix)
+        return cache_of(self.model, self.summaries[found], layout.tail_position(len(ids)))
 
     def save(self, folder: Path, encoder: str) -> None:
         """Write library.safetensors and library.json to a folder; encoder: its name, "pairs" for a
@@ -494,8 +473,6 @@ class Library:
             tensors["encoder.mean"] = self.encoder.mean.contiguous()
             tensors["encoder.weight"] = self.encoder.weight.contiguous()
             tokens = list(self.encoder.column)
-        if self.prefix:
-            tensors["prefix"] = self.prefix.kv.contiguous()
         about = {
             "fingerprint": fingerprint(self.model),
             "layout": asdict(self.layout),
@@ -504,7 +481,6 @@ class Library:
             "skip": self.skip,
             "encoder": encoder,
             "tokens": tokens,
-            "prefix": self.prefix.ids if self.prefix else [],
             "texts": self.texts,
         }
         about["checksum"] = checksum(about, tensors)
@@ -529,15 +505,9 @@ class Library:
             encoder = PairEncoder(tokenizer, about["tokens"], mean, weight)
         else:
             encoder = load_encoder(about["encoder"], model, tokenizer)
-        prefix = None
-        if about["prefix"]:
-            nothing = torch.empty(0)
-            prefix = Prefill(about["prefix"], tensors["prefix"], nothing, nothing, nothing)
         settings = {name: about[name] for name in ("threshold", "guard", "skip")}
         layout = Layout(**about["layout"])
-        return cls(
-            model, layout, encoder, about["texts"], tensors["summaries"], prefix=prefix, **settings
-        )
+        return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)
 
 
 FIELDS = {
@@ -548,7 +518,6 @@ FIELDS = {
     "skip": int,
     "encoder": str,
     "tokens": list,
-    "prefix": list,
     "texts": list,
     "checksum": int,
 }  # of library.json
@@ -562,18 +531,12 @@ def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     return value
 
 
-def cache_of(
-    model: nn.Module, summary: Tensor, next_pos: int, prefix: Prefill | None = None
-) -> KVCache:
-    """Return a cache of summary tokens (L, 2, H, m, D), behind an exact prefix, if any, for text at
-    next_pos."""
+def cache_of(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
+    """Return a cache of summary tokens (L, 2, H, m, D) for text at next_pos."""
     m, device = summary.size(-2), model.wte.weight.device
     k, v = summary.to(device, model.wte.weight.dtype).unbind(1)
     layers = torch.stack([reposition(model, k, torch.full((m,), next_pos, device=device)), v], 1)
     pos = torch.arange(next_pos - m, next_pos, device=device)
-    if prefix:
-        layers = torch.cat([prefix.kv.to(layers), layers], -2)
-        pos = torch.cat([torch.arange(len(prefix.ids), device=device), pos])
     return KVCache([layer[:, None] for layer in layers], pos)
 
 

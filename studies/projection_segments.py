@@ -34,13 +34,13 @@ class Segments:
 def bounds_of(layout: Layout, T: int) -> list[int]:
     """Return the bounds of m nearly equal segments, one a summary token. Raises ValueError if tokens are
     fewer than those."""
-    n = T - layout.prefix - layout.tail
+    n = T - layout.tail
     if n < layout.m:
         raise ValueError(
-            f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a prefix of "
-            f"{layout.prefix} and a tail of {layout.tail}"
+            f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a tail of "
+            f"{layout.tail}"
         )
-    return [layout.prefix + i * n // layout.m for i in range(layout.m + 1)]
+    return [i * n // layout.m for i in range(layout.m + 1)]
 
 
 def measure_segments(
@@ -50,9 +50,9 @@ def measure_segments(
     own_queries() returns. Raises ValueError if the prompt is too short."""
     T = len(exact.ids)
     bounds = torch.tensor(bounds_of(layout, T))  # (m + 1,)
-    at = torch.arange(layout.prefix, T - layout.tail)  # (n,)
+    at = torch.arange(T - layout.tail)  # (n,)
     segment = torch.bucketize(at, bounds[1:], right=True)  # (n,), the segment of each token
-    k, v = exact.kv[:, :, :, layout.prefix : T - layout.tail].unbind(1)  # (L, H, n, D)
+    k, v = exact.kv[:, :, :, : T - layout.tail].unbind(1)  # (L, H, n, D)
     own = own_queries(model, exact, layout.tail)
     q = own if bank is None else torch.cat([own, bank], 2)  # (L, H, R, D)
     scores = (
@@ -65,7 +65,7 @@ def measure_segments(
     outside = (
         tokens >= bounds[1:, None]
     )  # the last column, for segments that are shorter than others
-    mass = scores[..., tokens - layout.prefix].masked_fill(outside, -math.inf).logsumexp(-1)
+    mass = scores[..., tokens].masked_fill(outside, -math.inf).logsumexp(-1)
     # By the proposal's rule the segments follow one another, and the tail follows them.
     seen_at = at - (T - layout.tail) if layout.true_positions else segment - layout.m
     kv = torch.stack([reposition(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
