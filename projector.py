@@ -29,7 +29,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -547,49 +547,25 @@ def inner_names(text: str) -> set[str]:
 
 
 def generate_warm(
-    model: nn.Module,
-    ids: Tensor,
-    warm: KVCache,
-    tail: int,
-    max_new_tokens: int,
-    *,
-    emit: int = 1,
-    stop_id: int | None = None,
-    **options: object,
+    model: nn.Module, ids: Tensor, warm: KVCache, tail: int, max_new_tokens: int
 ) -> Iterator[Tensor]:
-    """Yield the tokens of generate() after ids (1, T), but the first ones, at most `emit`, from a
-    warm cache that stands for all of ids but the tail. Behind them a thread of low priority reads
-    ids exactly; when it is done, its cache takes over: the emitted tokens stay, and from there on
-    tokens are those of generate() for the same text.
+    """Yield the tokens of generate() after ids (1, T), but the first one from a warm cache that
+    stands for all of ids but the tail. Behind it a thread of low priority reads ids exactly, and
+    all further tokens are those of generate() for ids and the first token.
 
-    Raises ValueError if ids and the emitted tokens exceed the context, or an option is out of
-    range.
+    Raises ValueError if ids and the first token exceed the context.
     """
-    T = ids.size(1)
-    emit = min(emit, max_new_tokens)
-    if emit < 1 or T + emit > model.config.n_ctx:
-        raise ValueError(
-            f"{T} tokens and {emit} emitted must be within the context, {model.config.n_ctx}; "
-            "at least 1"
-        )
-    emitted: list[Tensor] = []
-    future: Future | None = None
+    T, n_ctx = ids.size(1), model.config.n_ctx
+    if n_ctx <= T:
+        raise ValueError(f"{T} tokens and the first new one exceed the context, {n_ctx}")
+    # The zeros are cached: the model never reads them.
+    stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, T - tail :]], 1)
+    first = next(generate(model, stand_in, 1, cache=warm))
     with ThreadPoolExecutor(1, initializer=lower_priority) as pool:
-        # The zeros are cached: the model never reads them.
-        stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, T - tail :]], 1)
-        for token in generate(model, stand_in, emit, stop_id=stop_id, cache=warm, **options):
-            emitted.append(token)
-            if emit < max_new_tokens:
-                future = future or pool.submit(read_all, model, ids[0].tolist())
-            yield token
-            if future and future.done():
-                break
-        if len(emitted) == max_new_tokens or int(emitted[-1]) == stop_id:
-            return
+        future = pool.submit(read_all, model, ids[0].tolist())
+        yield first
         exact = future.result()
-    ids = torch.cat([ids, *emitted], 1)
-    rest = max_new_tokens - len(emitted)
-    yield from generate(model, ids, rest, stop_id=stop_id, cache=exact, **options)
+    yield from generate(model, torch.cat([ids, first], 1), max_new_tokens - 1, cache=exact)
 
 
 def lower_priority() -> None:
