@@ -19,6 +19,7 @@ from studies import projection
 from studies.core import Figure, Rows, claims
 from studies.projection_segments import measure_segments, summarize
 from studies.projection_ways import TRUE, Trial, Way, pocket_families, read_pairs
+from support.encoders import PairEncoder
 from tests.helpers import given
 from tests.test_projector import MODELS
 from tests.test_projector import prompt as ids_of
