@@ -7,7 +7,7 @@ Stage 1, one linear map a head, turns the cache of a prompt into m summary token
 prompt's last query reads as it reads the cache. Stage 2, a ridge regression on pairs of similar
 prompts, turns the summary tokens of a stored prompt into those of a similar one. They stand at
 positions 0 to m - 1, the last token of the new prompt follows, and its logits are the first
-token's. This is an approximation: only the first tokens come from it, and the whole prompt is read
+token's. This is an approximation: only the first token comes from it, and the whole prompt is read
 meanwhile.
 
 Shapes: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F features of a head
@@ -711,7 +711,7 @@ Approximate: the others, in their first token; the prompt is read meanwhile for 
 To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts. The
 front page's KL is of a smaller stage 1, from segment means; this is the map that the source writes.
 
-The whole test takes about an hour: python3 -m studies.projection"""
+The whole test takes about two hours: python3 -m studies.projection"""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ FLOORS = [
     ["chapters"],
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-BUDGETS = {"studies": 196, "tests": 446, "all but tests": 604}  # in thousands of characters of code
+BUDGETS = {"studies": 196, "tests": 436, "all but tests": 603}  # in thousands of characters of code
 
 
 @cache
