@@ -7,7 +7,7 @@ Stage 1, one linear map a head, turns the cache of a prompt into m summary token
 prompt's last query reads as it reads the cache. Stage 2, a ridge regression on pairs of similar
 prompts, turns the summary tokens of a stored prompt into those of a similar one. They stand at
 positions 0 to m - 1, the last token of the new prompt follows, and its logits are the first
-token's. This is an approximation: only the first tokens come from it, and the whole prompt is read
+token's. This is an approximation: only the first token comes from it, and the whole prompt is read
 meanwhile.
 
 Shapes: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F features of a head
@@ -29,7 +29,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from tqdm import tqdm
 from gpt_kv_cache import KVCache, generate
 from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import END_OF_TEXT
-from pocket import corpus, rope
+from pocket import corpus
 from recycle import read_all
 from support.encoders import PairEncoder, load_encoder
 from support.files import read_json, regular, write_atomically, write_json
@@ -66,18 +66,16 @@ LEAST_SCALE = 1e-2  # of a feature, in units of the mean: what hardly varies isn
 
 @dataclass(frozen=True)
 class Layout:
-    """How a prompt is divided: `prefix` tokens whose cache is kept as it is, then tokens that m
-    summary tokens stand for, then `tail` tokens that are fed, at their true positions or, as
-    proposed, right after the summary tokens."""
+    """How a prompt is divided: tokens that m summary tokens stand for, then `tail` tokens that are
+    fed, at their true positions or, as proposed, right after the summary tokens."""
 
     m: int
     tail: int = 1
-    prefix: int = 0
     true_positions: bool = True
 
     def tail_position(self, T: int) -> int:
         """Position of the tail's first token in a prompt of T tokens."""
-        return T - self.tail if self.true_positions else self.prefix + self.m
+        return T - self.tail if self.true_positions else self.m
 
 
 @dataclass
@@ -119,10 +117,8 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
 
 
 def reposition(model: nn.Module, x: Tensor, by: Tensor) -> Tensor:
-    """Move keys or queries x (..., S, D) by positions (S,): rotary ones only, a GPT-2's don't
+    """Move keys or queries x (..., S, D) by positions (S,): a Llama's, since a GPT-2's don't
     change."""
-    if isinstance(model, rope.GPT):
-        return rope.rotate(x, by)
     return rotate(x, rotation(by, model.config)) if rotary(model.config) else x
 
 
@@ -339,21 +335,16 @@ def per_head(summaries: Tensor) -> Tensor:
 class Projector:
     """A linear map a head from the summary tokens of a stored prompt to those of a similar one,
     fitted on pairs. It knows nothing of the new prompt, so that summary tokens can be mapped when
-    they are stored.
-
-    As proposed, a large penalty pulls towards the mean of all targets; with `change`, the
-    difference of the two is fitted, and a large penalty pulls towards the source.
+    they are stored. A large penalty pulls towards the mean of all targets.
     """
 
-    TENSORS = ("mean", "scale", "offset", "weight")  # (L, H, 1, F) three times, (L, H, F, F)
+    TENSORS = ("mean", "scale", "offset", "weight", "penalty")
 
-    def __init__(
-        self, sources: Tensor, targets: Tensor, penalty: float, change: bool = False
-    ) -> None:
+    def __init__(self, sources: Tensor, targets: Tensor, penalty: float) -> None:
         """sources, targets: summary tokens (N, L, 2, H, m, D) of N pairs of similar prompts."""
-        self.change, self.penalty = change, penalty
+        self.penalty = penalty
         x = per_head(sources.double())  # (L, H, N, F)
-        y = per_head((targets - sources * change).double())
+        y = per_head(targets.double())
         mean, scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         offset = y.mean(-2, keepdim=True)
         x, y = (x - mean) / scale, y - offset
@@ -361,46 +352,39 @@ class Projector:
             [ridge(x[layer], y[layer], penalty).float() for layer in range(len(x))]
         )
         self.mean, self.scale, self.offset = mean.float(), scale.float(), offset.float()
+        # (L, H, 1, F) each; the weight is (L, H, F, F)
 
     def __call__(self, summaries: Tensor) -> Tensor:
         """Return the projected summary tokens (N, L, 2, H, m, D) of summary tokens of that
         shape."""
         N, L, _, H, m, D = summaries.shape
         y = (per_head(summaries) - self.mean) / self.scale @ self.weight + self.offset
-        y = y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
-        return y + summaries * self.change
+        return y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
 
     @classmethod
-    def fit(
-        cls, sources: Tensor, targets: Tensor, families: Sequence[str], change: bool = False
-    ) -> Projector:
+    def fit(cls, sources: Tensor, targets: Tensor, families: Sequence[str]) -> Projector:
         """Fit on pairs of some families, with the penalty that predicts held-out families best."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            projected = cls(sources[train], targets[train], penalty, change)(sources[test])
+            projected = cls(sources[train], targets[train], penalty)(sources[test])
             return float((projected - targets[test]).square().mean() * len(test))
 
-        return cls(sources, targets, cross_validate(error, families), change)
+        return cls(sources, targets, cross_validate(error, families))
 
     def save(self, path: Path) -> None:
         """Write the map to a file of safetensors."""
-        maps = {name: tensor for name, tensor in vars(self).items() if name in self.TENSORS}
-        settings = {
-            "penalty": torch.tensor(self.penalty, dtype=torch.float64),
-            "change": torch.tensor(self.change),
-        }
-        write_atomically(path, lambda file: save_file(maps | settings, file))
+        maps = {name: torch.as_tensor(getattr(self, name)) for name in self.TENSORS}
+        write_atomically(path, lambda file: save_file(maps, file))
 
     @classmethod
     def load(cls, path: Path) -> Projector:
         """Return the map in a file that save() wrote. Raises FileNotFoundError if there is none,
         ValueError if it holds something else."""
         tensors = read_tensors(path)
-        if {*tensors} != {*cls.TENSORS, "penalty", "change"}:
+        if {*tensors} != {*cls.TENSORS}:
             raise ValueError(f"{path} is no projector: it holds {', '.join(sorted(tensors))}")
         projector = cls.__new__(cls)
-        settings = {name: tensors[name].item() for name in ("penalty", "change")}
-        vars(projector).update(tensors | settings)
+        vars(projector).update(tensors)
         return projector
 
 
@@ -431,22 +415,18 @@ class Library:
         texts: Sequence[str],
         summaries: Tensor,
         *,
-        prefix: Prefill | None = None,
         threshold: float = -1.0,
         guard: bool = False,
         skip: int = 0,
     ) -> None:
-        """summaries (N, L, 2, H, m, D) of the N texts, mapped by the projector or not; prefix:
-        the layout's shared prefix, if it has one; threshold: tau, the least similarity, which
-        the study's choose_tau picks; guard: names have to agree, too; skip: the number of
-        characters that all texts begin with, which don't count for similarity."""
-        if len(texts) != len(summaries) or layout.prefix != (len(prefix.ids) if prefix else 0):
-            raise ValueError(
-                f"{len(texts)} texts, {len(summaries)} summaries, a prefix of {layout.prefix}: "
-                "no match"
-            )
+        """summaries (N, L, 2, H, m, D) of the N texts, mapped by the projector or not; threshold:
+        tau, the least similarity, which the study's choose_tau picks; guard: names have to agree,
+        too; skip: the number of characters that all texts begin with, which don't count for
+        similarity."""
+        if len(texts) != len(summaries):
+            raise ValueError(f"{len(texts)} texts, {len(summaries)} summaries: no match")
         self.model, self.layout, self.encoder, self.texts = model, layout, encoder, list(texts)
-        self.summaries, self.prefix, self.threshold = summaries, prefix, threshold
+        self.summaries, self.threshold = summaries, threshold
         self.guard, self.skip = guard, skip
         texts = [text[skip:] for text in self.texts]
         self.embeddings = encoder(texts) if texts else np.zeros((0, 1))
@@ -478,14 +458,11 @@ class Library:
     def warm_start(self, text: str, ids: Sequence[int]) -> KVCache | None:
         """Return a cache in place of all but the last `tail` tokens of ids, which are those of
         text, or None."""
-        layout, P = self.layout, self.layout.prefix
+        layout = self.layout
         found, similarity = self.find(text)
-        if found < 0 or similarity < self.threshold or len(ids) - P - layout.tail < layout.m:
+        if found < 0 or similarity < self.threshold or len(ids) - layout.tail < layout.m:
             return None
-        if self.prefix and list(ids[:P]) != self.prefix.ids:
-            return None
-        summary = self.summaries[found]
-        return cache_of(self.model, summary, layout.tail_position(len(ids)), self.prefix)
+        return cache_of(self.model, self.summaries[found], layout.tail_position(len(ids)))
 
     def save(self, folder: Path, encoder: str) -> None:
         """Write library.safetensors and library.json to a folder; encoder: its name, "pairs" for a
@@ -496,8 +473,6 @@ class Library:
             tensors["encoder.mean"] = self.encoder.mean.contiguous()
             tensors["encoder.weight"] = self.encoder.weight.contiguous()
             tokens = list(self.encoder.column)
-        if self.prefix:
-            tensors["prefix"] = self.prefix.kv.contiguous()
         about = {
             "fingerprint": fingerprint(self.model),
             "layout": asdict(self.layout),
@@ -506,7 +481,6 @@ class Library:
             "skip": self.skip,
             "encoder": encoder,
             "tokens": tokens,
-            "prefix": self.prefix.ids if self.prefix else [],
             "texts": self.texts,
         }
         about["checksum"] = checksum(about, tensors)
@@ -531,15 +505,9 @@ class Library:
             encoder = PairEncoder(tokenizer, about["tokens"], mean, weight)
         else:
             encoder = load_encoder(about["encoder"], model, tokenizer)
-        prefix = None
-        if about["prefix"]:
-            nothing = torch.empty(0)
-            prefix = Prefill(about["prefix"], tensors["prefix"], nothing, nothing, nothing)
         settings = {name: about[name] for name in ("threshold", "guard", "skip")}
         layout = Layout(**about["layout"])
-        return cls(
-            model, layout, encoder, about["texts"], tensors["summaries"], prefix=prefix, **settings
-        )
+        return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)
 
 
 FIELDS = {
@@ -550,7 +518,6 @@ FIELDS = {
     "skip": int,
     "encoder": str,
     "tokens": list,
-    "prefix": list,
     "texts": list,
     "checksum": int,
 }  # of library.json
@@ -564,18 +531,12 @@ def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     return value
 
 
-def cache_of(
-    model: nn.Module, summary: Tensor, next_pos: int, prefix: Prefill | None = None
-) -> KVCache:
-    """Return a cache of summary tokens (L, 2, H, m, D), behind an exact prefix, if any, for text at
-    next_pos."""
+def cache_of(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
+    """Return a cache of summary tokens (L, 2, H, m, D) for text at next_pos."""
     m, device = summary.size(-2), model.wte.weight.device
     k, v = summary.to(device, model.wte.weight.dtype).unbind(1)
     layers = torch.stack([reposition(model, k, torch.full((m,), next_pos, device=device)), v], 1)
     pos = torch.arange(next_pos - m, next_pos, device=device)
-    if prefix:
-        layers = torch.cat([prefix.kv.to(layers), layers], -2)
-        pos = torch.cat([torch.arange(len(prefix.ids), device=device), pos])
     return KVCache([layer[:, None] for layer in layers], pos)
 
 
@@ -586,49 +547,25 @@ def inner_names(text: str) -> set[str]:
 
 
 def generate_warm(
-    model: nn.Module,
-    ids: Tensor,
-    warm: KVCache,
-    tail: int,
-    max_new_tokens: int,
-    *,
-    emit: int = 1,
-    stop_id: int | None = None,
-    **options: object,
+    model: nn.Module, ids: Tensor, warm: KVCache, tail: int, max_new_tokens: int
 ) -> Iterator[Tensor]:
-    """Yield the tokens of generate() after ids (1, T), but the first ones, at most `emit`, from a
-    warm cache that stands for all of ids but the tail. Behind them a thread of low priority reads
-    ids exactly; when it is done, its cache takes over: the emitted tokens stay, and from there on
-    tokens are those of generate() for the same text.
+    """Yield the tokens of generate() after ids (1, T), but the first one from a warm cache that
+    stands for all of ids but the tail. Behind it a thread of low priority reads ids exactly, and
+    all further tokens are those of generate() for ids and the first token.
 
-    Raises ValueError if ids and the emitted tokens exceed the context, or an option is out of
-    range.
+    Raises ValueError if ids and the first token exceed the context.
     """
-    T = ids.size(1)
-    emit = min(emit, max_new_tokens)
-    if emit < 1 or T + emit > model.config.n_ctx:
-        raise ValueError(
-            f"{T} tokens and {emit} emitted must be within the context, {model.config.n_ctx}; "
-            "at least 1"
-        )
-    emitted: list[Tensor] = []
-    future: Future | None = None
+    T, n_ctx = ids.size(1), model.config.n_ctx
+    if n_ctx <= T:
+        raise ValueError(f"{T} tokens and the first new one exceed the context, {n_ctx}")
+    # The zeros are cached: the model never reads them.
+    stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, T - tail :]], 1)
+    first = next(generate(model, stand_in, 1, cache=warm))
     with ThreadPoolExecutor(1, initializer=lower_priority) as pool:
-        # The zeros are cached: the model never reads them.
-        stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, T - tail :]], 1)
-        for token in generate(model, stand_in, emit, stop_id=stop_id, cache=warm, **options):
-            emitted.append(token)
-            if emit < max_new_tokens:
-                future = future or pool.submit(read_all, model, ids[0].tolist())
-            yield token
-            if future and future.done():
-                break
-        if len(emitted) == max_new_tokens or int(emitted[-1]) == stop_id:
-            return
+        future = pool.submit(read_all, model, ids[0].tolist())
+        yield first
         exact = future.result()
-    ids = torch.cat([ids, *emitted], 1)
-    rest = max_new_tokens - len(emitted)
-    yield from generate(model, ids, rest, stop_id=stop_id, cache=exact, **options)
+    yield from generate(model, torch.cat([ids, first], 1), max_new_tokens - 1, cache=exact)
 
 
 def lower_priority() -> None:
@@ -774,12 +711,7 @@ Approximate: the others, in their first token; the prompt is read meanwhile for 
 To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts. The
 front page's KL is of a smaller stage 1, from segment means; this is the map that the source writes.
 
-The whole test takes about an hour: python3 -m studies.projection"""
-
-
-def class_of(model: str) -> type[nn.Module] | None:
-    """Return the class of a model by its name, None if the loader knows it."""
-    return rope.GPT if model == "pocket-rotary" else None
+The whole test takes about two hours: python3 -m studies.projection"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -822,9 +754,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"the questions that come along are pocket's, not {args.model}'s: make a library "
                 "by `python3 -m studies.projection --pairs FILE`, and give it by `ask --library FOLDER`"
             )
-        model = load_model(
-            args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype
-        )
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         libraries = load_libraries(model, tokenizer, Path(args.library or LIBRARIES))
         if args.what == "demo":

@@ -89,7 +89,8 @@ def note(path: Path) -> list[str | Table]:
     try:
         return predictions(record)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} is not a summary.json that this version wrote: {error!r}") from error
+        why = f"{path} is not a summary.json that this version wrote: {error!r}"
+        raise ValueError(why) from error
 
 
 def predictions(record: dict[str, Any]) -> list[str | Table]:

@@ -47,7 +47,6 @@ from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
 from projector import (
     Projector,
     cache_of,
-    class_of,
     first_logits,
     generate_warm,
     logits_after,
@@ -441,7 +440,7 @@ def save_libraries(trial: Trial, tau: float, encoder: str, folder: Path) -> None
 
 
 def main(argv: list[str] | None = None) -> None:
-    models = f"pocket or pocket-rotary; with --pairs FILE also {NAMES}"
+    models = f"pocket or pocket-llama; with --pairs FILE also {NAMES}"
     cli = StudyLine(__doc__, "projection", "few quiz questions", models=models)
     cli.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND", help="of prompts")
     cli.add_argument(
@@ -461,7 +460,7 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
-        if args.pairs is None and args.model not in ("pocket", "pocket-rotary"):
+        if args.pairs is None and args.model not in ("pocket", "pocket-llama"):
             raise ValueError(
                 f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"
             )
@@ -473,9 +472,7 @@ def main(argv: list[str] | None = None) -> None:
         }
         reduced = next((why for why, differs in reasons.items() if differs), "")
         rows, turns = Rows("projection", args.out, args.again, reduced), 1 if args.quick else 7
-        model = load_model(
-            args.model, model_class=class_of(args.model), device=args.device, dtype=args.dtype
-        )
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, few = load_tokenizer(args.model), 20 if args.quick else 0
         kinds = args.kinds or (["quiz"] if args.quick else [*POCKET])
         if args.pairs:

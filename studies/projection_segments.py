@@ -14,32 +14,33 @@ import torch
 from torch import Tensor
 
 from gpt_kv_cache import GPT
-from projector import Layout, Prefill, own_queries, per_head, read, reposition
+from projector import Layout, Prefill, own_queries, per_head, read_all_queries, reposition
 from support.regression import cross_validate, ridge, solve
 
 
 @dataclass
 class Segments:
     """The segments of a prompt as stage 1 sees them. Keys and queries are relative to the first token fed: a GPT-2's
-    are the same anywhere, a rotary model's are rotated back by its position."""
+    are the same anywhere, a Llama's are rotated back by its position."""
 
     pooled: Tensor  # (L, 2, H, m, D), mean keys and values of the segments
     q: Tensor  # (L, H, R, D), queries: the tail's, then a bank's
     mass: Tensor  # (L, H, R, m), each segment's weight for them: log-sum-exp of its scores
     out: Tensor  # (L, H, R, D), attention's output for them over all segments
     tail: int  # the number of the prompt's own queries; in a Llama more of them read a head of keys
+    last: int  # how many of these are the last token's: 1, in a Llama one a query head of the group
 
 
 def bounds_of(layout: Layout, T: int) -> list[int]:
     """Return the bounds of m nearly equal segments, one a summary token. Raises ValueError if tokens are
     fewer than those."""
-    n = T - layout.prefix - layout.tail
+    n = T - layout.tail
     if n < layout.m:
         raise ValueError(
-            f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a prefix of "
-            f"{layout.prefix} and a tail of {layout.tail}"
+            f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a tail of "
+            f"{layout.tail}"
         )
-    return [layout.prefix + i * n // layout.m for i in range(layout.m + 1)]
+    return [i * n // layout.m for i in range(layout.m + 1)]
 
 
 def measure_segments(
@@ -49,9 +50,9 @@ def measure_segments(
     own_queries() returns. Raises ValueError if the prompt is too short."""
     T = len(exact.ids)
     bounds = torch.tensor(bounds_of(layout, T))  # (m + 1,)
-    at = torch.arange(layout.prefix, T - layout.tail)  # (n,)
+    at = torch.arange(T - layout.tail)  # (n,)
     segment = torch.bucketize(at, bounds[1:], right=True)  # (n,), the segment of each token
-    k, v = exact.kv[:, :, :, layout.prefix : T - layout.tail].unbind(1)  # (L, H, n, D)
+    k, v = exact.kv[:, :, :, : T - layout.tail].unbind(1)  # (L, H, n, D)
     own = own_queries(model, exact, layout.tail)
     q = own if bank is None else torch.cat([own, bank], 2)  # (L, H, R, D)
     scores = (
@@ -64,12 +65,13 @@ def measure_segments(
     outside = (
         tokens >= bounds[1:, None]
     )  # the last column, for segments that are shorter than others
-    mass = scores[..., tokens - layout.prefix].masked_fill(outside, -math.inf).logsumexp(-1)
+    mass = scores[..., tokens].masked_fill(outside, -math.inf).logsumexp(-1)
     # By the proposal's rule the segments follow one another, and the tail follows them.
     seen_at = at - (T - layout.tail) if layout.true_positions else segment - layout.m
     kv = torch.stack([reposition(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
     pooled = member.to(kv) / member.sum(1, keepdim=True) @ kv
-    return Segments(pooled, q, mass, scores.softmax(-1) @ v, own.size(2))
+    own = own.size(2)
+    return Segments(pooled, q, mass, scores.softmax(-1) @ v, own, own // layout.tail)
 
 
 def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> Tensor:
@@ -98,29 +100,30 @@ class SegmentMap:
 
     It is fitted as summarize() is, but what is added to the means is linear in the prompt's pooled cache x (F,): to
     the keys of summary token j, A_j x, and to its values, B_j x. Features of that ridge are products, of a query's or
-    of a weight's entries with those of x; hence the Gram matrix of N prompts is a product of two small ones. The
-    penalty is in units of its mean diagonal.
+    of a weight's entries with those of x; hence its Gram matrix is a product of two small ones, of N prompts with R
+    queries each: the last token's, in a Llama all that share a head of keys. The penalty is in units of its mean
+    diagonal.
     """
 
     def __init__(self, prompts: Sequence[Segments], penalty: float) -> None:
         pooled = torch.stack([s.pooled for s in prompts]).double()  # (N, L, 2, H, m, D)
-        q, mass, out = (
-            torch.stack([getattr(s, name)[:, :, s.tail - 1] for s in prompts], 2).double()
-            for name in ("q", "mass", "out")
-        )  # (L, H, N, D or m), of each prompt's last query
+        q = torch.cat([s.q[:, :, s.tail - s.last : s.tail] for s in prompts], 2).double()
+        mass = torch.cat([s.mass[:, :, s.tail - s.last : s.tail] for s in prompts], 2).double()
+        out = torch.cat([s.out[:, :, s.tail - s.last : s.tail] for s in prompts], 2).double()
         q = q / math.sqrt(q.size(-1))
         x = per_head(pooled)  # (L, H, N, F)
         self.penalty = penalty
         self.mean, self.scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
-        x = self.features(x)  # (L, H, N, 1 + F)
-        k, v = pooled.permute(2, 1, 3, 0, 4, 5)  # (L, H, N, m, D)
-        gram = x @ x.mT  # (L, H, N, N)
-        rest = mass - (k @ q[..., None])[..., 0]  # (L, H, N, m)
+        x = self.features(x).repeat_interleave(prompts[0].last, 2)  # (L, H, N R, 1 + F)
+        pooled = pooled.repeat_interleave(prompts[0].last, 0)
+        k, v = pooled.permute(2, 1, 3, 0, 4, 5)  # (L, H, N R, m, D)
+        gram = x @ x.mT  # (L, H, N R, N R)
+        rest = mass - (k @ q[..., None])[..., 0]  # (L, H, N R, m)
         dual = solve(q @ q.mT * gram, rest, penalty)
         self.a = torch.einsum("lhnj,lhnd,lhnf->lhjdf", dual, q, x).float()  # (L, H, m, D, 1 + F)
         k = k + torch.einsum("lhjdf,lhnf->lhnjd", self.a, x.float())
         weights = (k @ q[..., None])[..., 0].softmax(-1)
-        rest = out - (weights[..., None, :] @ v)[..., 0, :]  # (L, H, N, D)
+        rest = out - (weights[..., None, :] @ v)[..., 0, :]  # (L, H, N R, D)
         dual = solve(weights @ weights.mT * gram, rest, penalty)
         self.b = torch.einsum("lhnd,lhnj,lhnf->lhjdf", dual, weights, x).float()
 
@@ -150,7 +153,8 @@ class SegmentMap:
 
 
 def readout_error(segments: Segments, summary: Tensor) -> float:
-    """Return the mean squared error of attention's output for the last query: the proposal's loss of stage 1."""
-    last = segments.tail - 1
-    got = read(segments.q[:, :, last], *summary.unbind(1))
+    """Return the mean squared error of attention's output for the last token's queries: the proposal's loss of
+    stage 1."""
+    last = slice(segments.tail - segments.last, segments.tail)
+    got = read_all_queries(segments.q[:, :, last], *summary.unbind(1))
     return float((got - segments.out[:, :, last]).square().mean())

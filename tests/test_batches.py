@@ -10,7 +10,6 @@ import torch
 import benchmarks.__main__ as bench
 from benchmarks import batches
 from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of
-from benchmarks.processes import serve
 from tests import test_benchmarks
 from tests.test_benchmarks import CONFIG
 
