@@ -81,7 +81,6 @@ TRAINED = (
     "student-prompt",
     "student-dropout",
     "bct",
-    "rotary",
     "llama",
 )
 POCKET = {"pocket": "teacher"} | {f"pocket-{folder}": folder for folder in TRAINED}
@@ -129,9 +128,8 @@ PUBLIC = {
 NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OTHERS = {  # no GPT-2: their scripts
     "pocket-bct": "gpt_bounded_cache.py --memory bct",
-    "pocket-rotary": "projector.py",
 }
-NEEDS = {"slots": "pocket-bct", "rotary": "pocket-rotary"}  # what in config.json says so
+NEEDS = {"slots": "pocket-bct"}  # what in config.json says so
 NAMES = ", ".join([*(name for name in POCKET if name not in OTHERS), *PUBLIC]) + ", or a folder"
 # What config.json may say about the things that our models have only one way of doing, by its model_type.
 SUPPORTED: dict[str, dict[str, tuple]] = {
@@ -159,7 +157,7 @@ SUPPORTED: dict[str, dict[str, tuple]] = {
     },
 }
 NAMED = {"gpt2": "GPT-2", "llama": "Llama"}
-KINDS_OF = {"bct": "gpt2", "rotary": "gpt2"}  # ours: a GPT-2 with something more
+KINDS_OF = {"bct": "gpt2"}  # ours: a GPT-2 with something more
 LLAMA_SIZES = {  # Hugging Face's name: LlamaConfig's
     "vocab_size": "vocab_size",
     "max_position_embeddings": "n_ctx",
