@@ -297,7 +297,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """GPT-2 with its public parameter names; the output head is the token embedding, transposed."""
-
     config_class, block_class = GPTConfig, Block  # the loader builds the first, __init__ the second
 
     def __init__(self, config: GPTConfig) -> None:
@@ -662,7 +661,6 @@ class BCT(GPT):  # BCT
     Its texts don't end at n_ctx. Source: Yi et al. 2024, "A Method for Building Large Language
     Models with Predefined KV Cache Capacity".
     """
-
     config_class, block_class, new_cache = BCTConfig, MemoryBlock, BoundedMemory  # BCT
 
     def __init__(self, config: BCTConfig) -> None:  # BCT

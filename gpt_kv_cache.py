@@ -206,7 +206,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """GPT-2 with its public parameter names; the output head is the token embedding, transposed."""
-
     config_class, block_class = GPTConfig, Block  # the loader builds the first, __init__ the second
 
     def __init__(self, config: GPTConfig) -> None:

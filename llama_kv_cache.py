@@ -39,9 +39,9 @@ class LlamaConfig:  # LLAMA
     n_head: int = 9  # LLAMA
     n_embd: int = 576  # LLAMA
     n_inner: int | None = 1536  # LLAMA
+    n_kv_head: int = 3  # LLAMA  heads of keys and values, each read by n_head // n_kv_head queries
     tied: bool = True  # LLAMA  the output head is the token embedding
     head_dim: int | None = None
-    n_kv_head: int = 3  # GQA  heads of keys and values, each read by n_head // n_kv_head queries
     dropout: float = 0.0
     rope_theta: float = 100_000.0  # ROPE  base of the frequencies, see rotation()
     rope_scaling: tuple[float, float, float, int] | None = None  # ROPE  factor, low, high, n_ctx
@@ -250,7 +250,6 @@ class Llama(nn.Module):  # LLAMA
     c_fc those of gate and up. Through a window of at most n_ctx tokens a text may be of any length:
     set context to math.inf. Raises ValueError if heads can't be grouped, or turned in pairs.
     """
-
     config_class, block_class = LlamaConfig, Block  # LLAMA
 
     def __init__(self, config: LlamaConfig) -> None:  # LLAMA
