@@ -79,7 +79,7 @@ class Notebook:
         text = re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text)
         if text and self.cells and self.cells[-1]["cell_type"] == "markdown":
             last = self.cells.pop()  # which goes on
-            text = "".join([*last["source"], "\n\n", text])
+            text = f"{last.source}\n\n{text}"
             pictures = last.get("attachments", {}) | pictures
         if text:
             cell = new_markdown_cell(text, id=f"cell-{len(self.cells)}")

@@ -20,7 +20,7 @@ from pygments.token import Comment, Keyword, Name, Number, Operator, String
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True
 )
-MARK = re.compile(r"(# (?:NEW|RING|BCT)\b)(.*)")
+MARK = re.compile(r"(# (?:NEW|RING|BCT|ROPE|GQA|RMS|SWIGLU|LLAMA)\b)(.*)")
 KINDS = {
     String: "string",
     Comment: "comment",
