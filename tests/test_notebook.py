@@ -97,7 +97,7 @@ def test_a_failure_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "01_gpt2" / "exercise.py").read_text() == wrong
     notebook.execute("class Cache:\n    def __len__(self):\n        return 0", names, 3)
     (output,) = notebook.execute('check("2.1", Cache)', names, 4)
-    assert output["text"][-1].startswith("2.1: 0 of 4 points; next, stage 1: ")
+    assert output.text.splitlines()[-1].startswith("2.1: 0 of 4 points; next, stage 1: ")
 
 
 @pytest.mark.slow
