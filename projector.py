@@ -708,8 +708,7 @@ from the exact cache. (cold): no stored question is similar enough, so all is re
 EXPLANATION = """
 Exact: the cold start, and the rival, which stores the shared beginning and reads the rest.
 Approximate: the others, in their first token; the prompt is read meanwhile for all that follow.
-To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts. The
-front page's KL is of a smaller stage 1, from segment means; this is the map that the source writes.
+To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts.
 
 The whole test takes about two hours: python3 -m studies.projection"""
 
