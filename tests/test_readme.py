@@ -1,6 +1,5 @@
 """README.md and studies/README.md tell the truth: commands, maps and figures."""
 
-import difflib
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 import benchmarks.pages
 import studies.pages
 from support.blocks import with_blocks
+from tests.test_diff import hunks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,17 +40,17 @@ def test_every_file_that_is_linked_or_run_exists(page: str) -> None:
     assert len(linked) > 5 and [path for path in linked + run if not path.exists()] == []
 
 
-def hunks(old: str, new: str) -> list[str]:
-    texts = [(ROOT / name).read_text(encoding="utf-8").splitlines() for name in (old, new)]
-    return "\n".join(difflib.unified_diff(*texts, n=0)).split("\n@@")[1:]
-
-
 def test_diffs_are_as_small_as_the_readme_says() -> None:
-    assert f"{len(hunks('gpt_baseline.py', 'gpt_kv_cache.py'))} hunks" in README
-    ring = [h for h in hunks("gpt_kv_cache.py", "gpt_bounded_cache.py") if "  # RING" in h]
+    base, kv, bounded, llama = (
+        (ROOT / f"{name}.py").read_text(encoding="utf-8")
+        for name in ("gpt_baseline", "gpt_kv_cache", "gpt_bounded_cache", "llama_kv_cache")
+    )
+    assert f"{len(hunks(base, kv))} hunks" in README
+    lines = bounded.splitlines()
+    changes = ["\n".join(lines[start:end]) for *_, start, end in hunks(kv, bounded)]
+    ring = [change for change in changes if "  # RING" in change]
     assert f"{len(ring)} of its hunks" in README
-    llama = hunks("gpt_kv_cache.py", "llama_kv_cache.py")
-    assert f"{len(llama)} hunks from `gpt_kv_cache.py`" in README
+    assert f"{len(hunks(kv, llama))} hunks from `gpt_kv_cache.py`" in README
 
 
 def test_the_number_of_mutants_is_right() -> None:
