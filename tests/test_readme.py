@@ -41,15 +41,11 @@ def test_every_file_that_is_linked_or_run_exists(page: str) -> None:
 
 
 def test_diffs_are_as_small_as_the_readme_says() -> None:
-    base, kv, bounded, llama = (
+    base, kv, llama = (
         (ROOT / f"{name}.py").read_text(encoding="utf-8")
-        for name in ("gpt_baseline", "gpt_kv_cache", "gpt_bounded_cache", "llama_kv_cache")
+        for name in ("gpt_baseline", "gpt_kv_cache", "llama_kv_cache")
     )
     assert f"{len(hunks(base, kv))} hunks" in README
-    lines = bounded.splitlines()
-    changes = ["\n".join(lines[start:end]) for *_, start, end in hunks(kv, bounded)]
-    ring = [change for change in changes if "  # RING" in change]
-    assert f"{len(ring)} of its hunks" in README
     assert f"{len(hunks(kv, llama))} hunks from `gpt_kv_cache.py`" in README
 
 
