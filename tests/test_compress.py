@@ -326,7 +326,7 @@ def test_what_cannot_be_is_refused(make: Callable, says: str) -> None:
 
 
 def test_a_bare_run_compares_the_caches(capsys: pytest.CaptureFixture[str]) -> None:
-    compress.main(["--tokens", "160", "--device", "cpu"])
+    compress.main(["--tokens", "96", "--device", "cpu"])
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines() if "%" in line]
     rows = {cells[1]: [cell.strip() for cell in cells[2:] if cell] for cells in lines}
     assert rows["full"][1:3] == rows["full, preallocated"][1:3] == ["0.0000", "100.0%"]

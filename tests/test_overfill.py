@@ -92,12 +92,11 @@ def run(
 
 
 @pytest.mark.parametrize("policy", TRIED, ids=repr)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_teacher_that_is_its_own_student_writes_plainly_under_every_policy(
-    teacher, policy, temperature
+    teacher, policy
 ) -> None:
     ids = prompts(3)
-    options = {"temperature": temperature, "generator": torch.Generator().manual_seed(0)}
+    options = {"temperature": 1.0, "generator": torch.Generator().manual_seed(0)}
     plain = torch.cat(list(generate(teacher, ids, 60, **options)), 1)  # past the context of 40
     options["generator"].manual_seed(0)
     torch.manual_seed(0)  # of dropout, which must not disturb the draws

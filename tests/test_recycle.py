@@ -41,11 +41,10 @@ def written(tokens) -> list[int]:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-@pytest.mark.parametrize("seed", range(3))
-def test_recycled_identity_with_cold(tmp_path: Path, seed: int, place: str, kind: str) -> None:
-    model, rng = tiny_model(kind=kind), random.Random(seed)
+def test_recycled_identity_with_cold(tmp_path: Path, place: str, kind: str) -> None:
+    model, rng = tiny_model(kind=kind), random.Random(0)
     store = Store(model, None if place == "memory" else tmp_path)
-    for ids in texts(seed, 25):
+    for ids in texts(0, 25):
         row, n = torch.tensor([ids]), rng.randint(1, 40)  # also past n_ctx = 32
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
         if len(ids) + n <= 32:
@@ -436,13 +435,13 @@ def test_the_pages_conversation_is_answered_rightly_and_long_enough(tmp_path, mo
 
 
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeypatch) -> None:
-    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * (3 * N_CTX // 512)
+    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 3
     questions = [
-        f"{i}: which river does {town} stand on? {'Say which. ' * 10}"
+        f"{i}: which river does {town} stand on? {'Say which. ' * 30}"
         for i, town in enumerate(towns)
     ]
     text = "\n".join([*questions, "word " * N_CTX, ""])
-    ran = typed(monkeypatch, text, "chat", "--store", tmp_path, "--max-new-tokens", 8)
+    ran = typed(monkeypatch, text, "chat", "--store", tmp_path, "--max-new-tokens", 4)
     assert ran.code == 0, ran.err
     assert f"context of {N_CTX} tokens is full" in ran.out and "don't fit" in ran.out
     counts = reused(ran.out)

@@ -16,18 +16,13 @@ from tests.pretended_device import pretended
 RUNS = [
     "gpt_baseline",
     "gpt_kv_cache --compare",
-    "gpt_kv_cache --dtype bfloat16",
-    "gpt_bounded_cache --memory window --slots 8",
     "gpt_bounded_cache --memory sinks --slots 10",
     "gpt_bounded_cache --memory bct",
     "paged serve FILE",
     "speculate write --draft 4",
-    "speculate write --by text",
     "overfill write --policy periodic:4",
-    "overfill write --policy probe:4:0.01",
     "overfill write --policy dropout:4:0.0001 --student pocket-student-dropout",
     "llama_kv_cache --compare --model LLAMA",
-    "llama_kv_cache --dtype bfloat16 --model LLAMA",
     "paged serve FILE --model LLAMA",
     "speculate write --draft 4 --teacher LLAMA --student STUDENT",
     "overfill write --policy periodic:4 --teacher LLAMA --student STUDENT",
@@ -36,6 +31,11 @@ RUNS = [
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
+            "gpt_kv_cache --dtype bfloat16",
+            "gpt_bounded_cache --memory window --slots 8",
+            "speculate write --by text",
+            "llama_kv_cache --dtype bfloat16 --model LLAMA",
+            "overfill write --policy probe:4:0.01",
             "recycle",
             "recycle --model LLAMA",
             "projector ask 'Name the river that Hexley stands on.'",

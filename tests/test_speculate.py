@@ -41,9 +41,9 @@ def student(kind: str) -> nn.Module:
     return model_of(of_kind(kind, NARROW), 1)
 
 
-@pytest.mark.parametrize("k", [1, 3, 8, 45])
-@pytest.mark.parametrize("n_prompt", [1, 9, 39, 41, 70])
-def test_a_verified_draft_is_the_teachers_own_text(teacher, student, k: int, n_prompt: int) -> None:
+# with a context of 40 tokens
+@pytest.mark.parametrize(("n_prompt", "k"), [(1, 3), (9, 1), (9, 45), (39, 8), (41, 3), (70, 8)])
+def test_a_verified_draft_is_the_teachers_own_text(teacher, student, n_prompt: int, k: int) -> None:
     ids = prompts(T=n_prompt)
     expected = torch.cat(list(generate(teacher, ids, 45)), 1)
     for drafts, draft in [(student, by_student), (teacher, by_student), (student, from_the_text)]:
