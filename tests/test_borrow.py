@@ -71,6 +71,7 @@ def run(folder: Path, method: str, examples: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", FILES)
 def test_an_example_writes_what_the_model_writes_alone(tmp_path: Path, method: str) -> None:
     run(tmp_path, method, EXAMPLES)

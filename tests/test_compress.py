@@ -83,15 +83,12 @@ KINDS = [pytest.param(kind, id=way) for way, kind in compress.CACHES.items()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
-def test_equivalence_of_every_kind_with_what_it_stands_for(
-    model: GPT, kind: compress.Kind, seed: int
-) -> None:
+def test_equivalence_of_every_kind_with_what_it_stands_for(model: GPT, kind: compress.Kind) -> None:
     """Exact ones under any feeding; the others as long as they hold all that was read."""
-    ids = tokens(seed)
+    ids = tokens(0)
     expected = model(ids)
     if kind.exact:
-        check_any_feeding(model, ids, expected, kind.new(64), seed)
+        check_any_feeding(model, ids, expected, kind.new(64), 0)
     cache, n = kind.new(64), 9
     got = [model(token, cache) for token in ids[:, :n].split(1, dim=1)]
     assert close(torch.cat(got, dim=1), expected[:, :n])

@@ -361,18 +361,14 @@ with cli.parse() as args:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "surroundings",
     [
         {"HTTPS_PROXY": "http://127.0.0.1:9"},
-        *(
-            pytest.param({name: value}, marks=pytest.mark.slow)
-            for name, value in (
-                ("ALL_PROXY", "socks5://127.0.0.1:9"),
-                ("HF_ENDPOINT", "nonsense"),
-                ("HF_HUB_CACHE", "/dev/null/x"),
-            )
-        ),
+        {"ALL_PROXY": "socks5://127.0.0.1:9"},
+        {"HF_ENDPOINT": "nonsense"},
+        {"HF_HUB_CACHE": "/dev/null/x"},
     ],
     ids=str,
 )
