@@ -54,9 +54,7 @@ class CompressedCache(KVCache):
     def __init__(self) -> None:
         super().__init__()
         self.layers: list[list[Tensor]] = []
-        self.pending: list[
-            Tensor
-        ] = []  # of each layer, keys and values of this pass (2, B, H, T, D)
+        self.pending: list[Tensor] = []  # of each layer, those of this pass (2, B, H, T, D)
 
     def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
         """Return a layer's tensors with keys and values (2, B, H, T, D) taken in; held: [] at first."""
