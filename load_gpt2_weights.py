@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -312,7 +312,7 @@ def find_file(name_or_path: str, filename: str) -> Path:
         raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}; {others}")
     if not (folder / filename).exists():
         raise FileNotFoundError(
-            f"there is no {filename} in {folder}: a model's folder holds config.json and weights"
+            f"there is no {filename} in {folder}: a model's folder holds config.json, weights and a tokenizer"
         )
     return regular(folder / filename)
 
@@ -387,7 +387,10 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
             kinds[name] = int
     kinds["rope_scaling"] = tuple
     check_fields(given, str(path), **{name: kinds[name] for name in given})
-    return config_class(**given)
+    try:
+        return config_class(**given)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def gpt2_fields(config: dict[str, Any], path: Path, config_class: type) -> dict[str, Any]:
@@ -411,7 +414,8 @@ def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     needed = [key for key in LLAMA_SIZES if key not in ("num_key_value_heads", "head_dim")]
     if absent := [key for key in needed if key not in config]:
         raise ValueError(f"{path} lacks {', '.join(absent)}")
-    if {*config.get("layer_types", ())} - {"full_attention"}:
+    layer_types = config.get("layer_types", [])
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(f"{path}: layer_types has layers of another kind than 'full_attention'")
     found = {ours: config[key] for key, ours in LLAMA_SIZES.items() if key in config}
     found.setdefault("n_kv_head", found["n_head"])
@@ -474,11 +478,12 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
     config = read_json(find_file(name_or_path, "config.json"))
     if config.get("tie_word_embeddings", config.get("model_type") != "llama"):
         head = tensors.pop("lm_head.weight", None)
-        table = tensors.get("wte.weight", tensors.get("embed_tokens.weight"))
+        name = "wte.weight" if "wte.weight" in tensors else "embed_tokens.weight"
+        table = tensors.get(name)
         both = head is not None and table is not None
         if both and (head.dtype != table.dtype or not torch.equal(head, table)):
             raise ValueError(
-                f"lm_head.weight of {name_or_path} differs from wte.weight, but this model shares the two"
+                f"lm_head.weight of {name_or_path} differs from {name}, but this model shares the two"
             )
     return tensors
 
@@ -616,6 +621,15 @@ class Tokenizer(tiktoken.Encoding):
         ids = super().encode(text, allowed_special=allowed_special, **options)
         return [*self.start, *ids] if allowed_special == "all" else ids
 
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        try:
+            return super().decode_single_token_bytes(token)
+        except KeyError:  # a model may have more rows of embeddings than its tokenizer has tokens
+            return f"<|{token}|>".encode()
+
+    def decode(self, tokens: Iterable[int], errors: str = "replace") -> str:
+        return b"".join(map(self.decode_single_token_bytes, tokens)).decode("utf-8", errors)
+
     @property
     def eot_token(self) -> int:
         return self.ends[0]
@@ -642,13 +656,22 @@ def byte_level(name_or_path: str, folder: Path, config: dict[str, Any]) -> tuple
     other = content.get("normalizer") or model.get("byte_fallback")
     if model.get("type") != "BPE" or other:
         raise ValueError(f"{path} is no byte-level BPE of the text as it is")
-    tokenizer = Tokenizer(
-        path.parent.name,
-        pat_str=pattern_of(content.get("pre_tokenizer"), path),
-        mergeable_ranks=ranks_of(model, added, path),
-        special_tokens=added,
-    )
-    tokenizer.start = start_of(content.get("post_processor"), added, path)
+    ranks = ranks_of(model, added, path)
+    if len({*ranks.values(), *added.values()}) < len(ranks) + len(added):
+        raise ValueError(f"{path} gives two tokens the same id")
+    try:
+        pattern = pattern_of(content.get("pre_tokenizer"), path)
+        start = start_of(content.get("post_processor"), added, path)
+    except (AttributeError, KeyError, TypeError) as error:
+        unknown = "its pre_tokenizer or its post_processor has an unknown form"
+        raise ValueError(f"{path}: {unknown}") from error
+    try:
+        tokenizer = Tokenizer(
+            path.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=added
+        )
+    except (ValueError, OverflowError) as error:  # a broken pattern; an id below 0
+        raise ValueError(f"{path}: tiktoken can't read its pattern or its ids") from error
+    tokenizer.start = start
     tokenizer.ends = ends_of(name_or_path, folder, config, added, path)
     return tokenizer, path
 
@@ -659,13 +682,15 @@ def ends_of(
     """Return the tokens that end a text, by generation_config.json or config.json. Raises ValueError if one is none of
     the special tokens that path gives."""
     ends = config.get("eos_token_id", added.get(END_OF_TEXT))
+    source = "config.json"
     if name_or_path in PUBLIC or (folder / "generation_config.json").exists():
         generation = read_json(find_file(name_or_path, "generation_config.json"))
-        ends = generation.get("eos_token_id", ends)
+        if "eos_token_id" in generation:
+            ends, source = generation["eos_token_id"], "generation_config.json"
     found = tuple(ends) if isinstance(ends, list) else (ends,)
-    if not found or not {*found} <= {*added.values()}:
+    if not found or any(end not in list(added.values()) for end in found):
         no = f"which is no special token of {path}"
-        raise ValueError(f"{folder / 'config.json'}: eos_token_id is {said(ends)}, {no}")
+        raise ValueError(f"{folder / source}: eos_token_id is {said(ends)}, {no}")
     return found
 
 
@@ -732,8 +757,8 @@ def pattern_of(splitter: dict[str, Any] | None, path: Path) -> str:
             return DIGITS_PATTERN
         pattern = first.get("pattern")
         alone = first.get("behavior") == "Isolated" and not first.get("invert")
-        if not with_regex and first.get("type") == "Split" and alone and isinstance(pattern, dict):
-            return str(pattern.get("Regex"))
+        if not with_regex and first.get("type") == "Split" and alone and "Regex" in pattern:
+            return pattern["Regex"]
     raise ValueError(f"{path}: its pre_tokenizer is none that tiktoken can do")
 
 

@@ -43,6 +43,15 @@ from support.tables import table
 if TYPE_CHECKING:
     from support.tracing import Trace
 
+
+def positions(config: Any) -> str:
+    """Return in words where a model's positions come from: turned keys serve only equal rotations."""
+    if not rotary(config):
+        return "learned"
+    theta, scaling = rotary(config)
+    return f"rotary of base {theta:,}" + (f" scaled by {scaling}" if scaling else "")
+
+
 # What keys and values, and the positions in them, depend on. Of heads those of keys and values: more
 # heads of queries may read them.
 GEOMETRY: dict[str, Callable[[Any], Any]] = {
@@ -50,7 +59,7 @@ GEOMETRY: dict[str, Callable[[Any], Any]] = {
     "n_kv_head": kv_heads,
     "head_dim": lambda config: config.head_dim,
     "n_ctx": lambda config: config.n_ctx,
-    "rotation": rotary,
+    "positions": positions,
 }
 
 
@@ -575,7 +584,10 @@ def parse_policy(text: str) -> Policy:
             what = "a whole number" if kind is int else "a number"
             wrong = f"{letter} of the policy {text!r} must be {what}, got {value!r}"
             raise ValueError(wrong) from error
-    return form.make(*numbers)
+    try:
+        return form.make(*numbers)
+    except ValueError as error:
+        raise ValueError(f"the policy {text!r}: {error}") from error
 
 
 def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
@@ -584,20 +596,24 @@ def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
 
 
 def load_pair(
-    teacher: str, student: str, **options: Any
+    teacher: str,
+    student: str,
+    so: str = "a refresh changes nothing but rounding",
+    **options: Any,
 ) -> tuple[nn.Module, nn.Module, tiktoken.Encoding]:
-    """Return two models and their tokenizer. Raises ValueError if they don't have the same."""
+    """Return two models and their tokenizer, and print it if one's cache doesn't fit the other, and
+    so what. Raises ValueError if they don't have the same tokenizer."""
     tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
     if tokens_of(tokenizer) != tokens_of(other):
         raise ValueError(
             f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
-            f"{other.n_vocab:,} tokens, those of equal number differ"
+            f"{other.n_vocab:,} tokens, some have one id and two texts"
         )
     models = [load_model(name, **options) for name in (teacher, student)]
     if differs := misfit(*models):
         print(
-            f"[the cache of {teacher} doesn't fit {student} ({differs}): the student reads everything itself, and a "
-            "refresh changes nothing but rounding]"
+            f"[the cache of {teacher} doesn't fit {student} ({differs}): the student reads everything "
+            f"itself, and {so}]"
         )
     return *models, tokenizer
 

@@ -499,7 +499,9 @@ class Library:
                 f"the library in {folder} has changed since it was saved: make it again"
             )
         if about["fingerprint"] != fingerprint(model):
-            raise ValueError(f"the library in {folder} was made with another model: make it again")
+            raise ValueError(
+                f"the library in {folder} was made with another model: name that, or make it again"
+            )
         if about["encoder"] == "pairs":
             mean, weight = tensors["encoder.mean"], tensors["encoder.weight"]
             encoder = PairEncoder(tokenizer, about["tokens"], mean, weight)
@@ -750,8 +752,9 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
         if args.library is None and args.model != "pocket":
             raise ValueError(
-                f"the questions that come along are pocket's, not {args.model}'s: make a library "
-                "by `python3 -m studies.projection --pairs FILE`, and give it by `ask --library FOLDER`"
+                f"the questions that come along are pocket's, not {args.model}'s: make a library by "
+                f"`python3 -m studies.projection --model {args.model} --pairs FILE`, and give it by "
+                "`ask --library results/projection/library`"
             )
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)

@@ -256,7 +256,11 @@ def main(argv: list[str] | None = None) -> None:
     cli.only("write", "--prompt", "--draft", "--by", "--top-k", "--temperature")
     with cli.parse(argv) as args:
         teacher, student, tokenizer = load_pair(
-            args.model, args.student, device=args.device, dtype=args.dtype
+            args.model,
+            args.student,
+            so="the text is the teacher's all the same",
+            device=args.device,
+            dtype=args.dtype,
         )
         if args.what == "write":
             prompt = args.prompt or PROMPT

@@ -114,6 +114,7 @@ class Rows:
         measure once more; reduced: why the rows, a file of their own that is begun anew, are given
         no verdict, such as "reduced run". Raises ValueError if a line of the rows is no row."""
         self.study, self.again, self.reduced = study, again, reduced
+        self.offered: list[str] = []  # the ways that due() was asked about
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
         self.paper = tomllib.loads(read_text(HERE / study / "claims.toml"))
         if "like" in self.paper:  # another study of the same source
@@ -167,6 +168,8 @@ class Rows:
 
     def due(self, ways: Iterable[str], metric: str, **at: Any) -> list[str]:
         """Return the ways to measure: those without such a row, or those to measure again."""
+        ways = [*ways]
+        self.offered += ways
         if self.again:
             return [way for way in ways if re.fullmatch(self.again, way)]
         return [way for way in ways if self.find(way, metric, **at) is None]
@@ -418,7 +421,11 @@ def page_of(rows: Rows) -> list[str | Table]:
 
 
 def report(rows: Rows) -> None:
-    """Draw the figures of a run, and print its claims and its table."""
+    """Draw the figures of a run, and print its claims and its table. Raises ValueError if no way is
+    one of those that were to be measured again."""
+    offered = [*dict.fromkeys(rows.offered)]
+    if rows.again and offered and not any(re.fullmatch(rows.again, way) for way in offered):
+        raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(offered)}")
     folder = rows.path.parent
     draw(rows, folder)
     print(page([*page_of(rows), f"Written to {folder}"]))

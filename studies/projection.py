@@ -66,7 +66,7 @@ from studies.projection_ways import (
     pocket_families,
     read_pairs,
 )
-from studies.protocol import StudyLine
+from studies.protocol import StudyLine, pattern
 from support.conditions import conditions, random_model
 from support.geometry import kv_heads
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
@@ -456,7 +456,9 @@ def main(argv: list[str] | None = None) -> None:
         help="the retrieval's embeddings: pairs, fitted on the training prompts; tokens, the "
         "model's own; or a model of sentence-transformers",
     )
-    cli.add_argument("--again", default="", metavar="WAYS", help="measure these ways once more")
+    cli.add_argument(
+        "--again", default="", type=pattern, metavar="WAYS", help="measure these ways once more"
+    )
     with cli.parse(argv) as args:
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase
@@ -61,7 +62,7 @@ class StudyLine(CommandLine):
             )
         if again:
             what = "measure these ways once more"
-            self.add_argument("--again", default="", metavar="WAYS", help=what)
+            self.add_argument("--again", default="", type=pattern, metavar="WAYS", help=what)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
         self.add_argument(
             "--out",
@@ -85,6 +86,15 @@ class StudyLine(CommandLine):
                 flush=True,
             )
         return super().resolved(args)
+
+
+def pattern(text: str) -> str:
+    """Argument type: a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text} is no regular expression: {error}") from error
+    return text
 
 
 class Claim(TypedDict):

@@ -16,6 +16,7 @@ from studies.core import (
     judged,
     points_over,
     reduced,
+    report,
     steady,
     table_of,
 )
@@ -74,6 +75,10 @@ def test_rows_outlive_a_kill_and_one_way_is_measured_again(rows: Rows, tmp_path:
     names = "study way setting metric value low high n values".split()
     assert [*lines[3]] == names and lines[1]["value"] == pytest.approx(0.25)
     assert Rows("made", again="o.*").due(["old", "new"], "share") == ["old"]
+    other = Rows("made", again="x.*")
+    assert other.due(["old", "new"], "share") == []
+    with pytest.raises(ValueError, match=r"--again x\.\* is none of the ways: old, new"):
+        report(other)
     again.add("old", {}, share=[0.5] * 4)
     assert Rows("made").figure("old", "share").value == 0.5  # the last counts
 

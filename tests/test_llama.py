@@ -192,6 +192,8 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": [["full_attention"]]}, "layer_types"),
+        ({"max_position_embeddings": 0}, "config.json: n_ctx must be at least 1, got 0"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor must be a finite number"),
         (
@@ -411,6 +413,12 @@ def test_llama_3s_file_needs_every_rank_and_an_end(llama3_file: Path, tmp_path: 
             loader.load_tokenizer(str(tmp_path))
 
 
+def pattern(**given: str) -> list[dict[str, Any]]:
+    """Return pre-tokenizers that cut a text by a pattern, then into bytes."""
+    split = {"type": "Split", "pattern": given, "behavior": "Isolated", "invert": False}
+    return [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -424,6 +432,12 @@ def test_llama_3s_file_needs_every_rank_and_an_end(llama3_file: Path, tmp_path: 
         (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "none that tiktoken can do"),
         (lambda t: t["added_tokens"][0].update(lstrip=True), "takes spaces or words along"),
         (lambda t: t.update(added_tokens=[]), "is no special token"),
+        (lambda t: t["added_tokens"][0].update(id=300), "gives two tokens the same id"),
+        (lambda t: t["added_tokens"][0].update(id=-1), "tiktoken can't read"),
+        (lambda t: t.update(pre_tokenizer="ByteLevel"), "has an unknown form"),
+        (lambda t: t.update(post_processor={"single": [{"A": 1}]}), "has an unknown form"),
+        (lambda t: t["pre_tokenizer"].update(pretokenizers=pattern(Regex="((")), "can't read its"),
+        (lambda t: t["pre_tokenizer"].update(pretokenizers=pattern(String=" ")), "none that"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_one_sentence(
@@ -436,6 +450,22 @@ def test_a_tokenizer_of_another_kind_is_one_sentence(
     with pytest.raises(ValueError) as refused:
         loader.load_tokenizer(str(tmp_path))
     assert said in str(refused.value)
+    assert "tokenizer.json" in str(refused.value)
+
+
+def test_end_tokens_that_are_none_name_their_file(tmp_path: Path) -> None:
+    real_form("SmolLM2", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [[1]]}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is \[\[1\]\]"):
+        loader.load_tokenizer(str(tmp_path))
+
+
+def test_ids_without_a_token_are_shown_as_numbers(tmp_path: Path) -> None:
+    """A model's vocabulary may be padded to more rows than its tokenizer has tokens."""
+    real_form("SmolLM2", tmp_path)
+    tokenizer = loader.load_tokenizer(changed(tmp_path, vocab_size=1024))
+    ids = tokenizer.encode("naïve café")
+    assert tokenizer.decode([*ids, 1023]) == "naïve café<|1023|>"
 
 
 def test_a_text_ends_with_any_of_the_end_tokens(
