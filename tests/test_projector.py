@@ -560,6 +560,7 @@ def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
     assert sum(map(len, names.values())) == len(set.union(*names.values()))
 
 
+@pytest.mark.slow
 def test_rouge_l_is_that_of_rouge_score() -> None:
     rouge = pytest.importorskip("rouge_score.rouge_scorer")
     scorer = rouge.RougeScorer(["rougeL"])
