@@ -130,7 +130,8 @@ OTHERS = {  # no GPT-2: their scripts
     "pocket-bct": "gpt_bounded_cache.py --memory bct",
 }
 NEEDS = {"slots": "pocket-bct"}  # what in config.json says so
-NAMES = ", ".join([*(name for name in POCKET if name not in OTHERS), *PUBLIC]) + ", or a folder"
+GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in (*OTHERS, "pocket-llama", *LLAMAS)]
+NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(['pocket-llama', *LLAMAS])}; or a folder"
 # What config.json may say about the things that our models have only one way of doing, by its model_type.
 SUPPORTED: dict[str, dict[str, tuple]] = {
     "gpt2": {

@@ -716,13 +716,13 @@ The whole test takes about two hours: python3 -m studies.projection"""
 
 
 def main(argv: list[str] | None = None) -> None:
-    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from load_gpt2_weights import load_model, load_tokenizer
     from support.cli import CommandLine, nonempty, whole_number
 
     cli = CommandLine(
         __doc__,
         'python3 %(prog)s ask "Name the river that Hexley stands on."',
-        f"pocket; with --library FOLDER that of its study: {NAMES}",
+        "pocket; with --library FOLDER the model that the study was of",
     )
     cli.add_actions(
         demo="the falsification test in 20 seconds", ask="answer QUESTION in three ways"
