@@ -457,7 +457,11 @@ def main(argv: list[str] | None = None) -> None:
         "model's own; or a model of sentence-transformers",
     )
     cli.add_argument(
-        "--again", default="", type=pattern, metavar="WAYS", help="measure these ways once more"
+        "--again",
+        default="",
+        type=pattern,
+        metavar="WAYS",
+        help="measure these ways once more: a name, or a pattern",
     )
     with cli.parse(argv) as args:
         if args.pairs and args.kinds:

@@ -33,7 +33,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = not (action.default in (None, False) or isinstance(action.default, type))
+        told = not (action.default in (None, False, "") or isinstance(action.default, type))
         return super()._get_help_string(action) if told else action.help
 
 
