@@ -128,54 +128,15 @@ def gpt2_encoding() -> tiktoken.Encoding:
 # --- against transformers -------------------------------------------------------------------------------------------
 
 
-def transformers_model(seed: int = 0, std: float = 0.02, **geometry: int):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(seed)
-    options = {"bos_token_id": 0, "eos_token_id": None} if geometry else {"eos_token_id": None}
-    config = transformers.GPT2Config(initializer_range=std, **geometry, **options)
-    return transformers.GPT2LMHeadModel(config).eval()
-
-
-def assert_same_model(
-    model: GPT, reference, tolerance: float, n_tokens: int, new_tokens: int = 20
-) -> float:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(model.config.vocab_size, (2, n_tokens), generator=generator)
-    with torch.inference_mode():
-        difference = (model(ids).float() - reference(ids).logits.float()).abs().max().item()
-        expected = reference.generate(
-            ids[:1, :9],
-            attention_mask=torch.ones(1, 9, dtype=torch.long),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-        )[0, 9:]
-    assert difference < tolerance
-    assert [token.item() for token in generate(model, ids[:1, :9], new_tokens)] == expected.tolist()
-    return difference
-
-
-@pytest.fixture(scope="module")
-def full_size(tmp_path_factory: pytest.TempPathFactory):
-    """GPT-2's 124M geometry with random weights in a folder that transformers wrote, and transformers' model."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    reference = transformers_model()
-    reference.save_pretrained(folder)
-    return folder, reference
-
-
-@pytest.mark.slow
-def test_full_gpt2_geometry_equals_transformers(full_size) -> None:
-    folder, reference = full_size
-    model = loader.load_model(str(folder), model_class=GPT)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
-    difference = assert_same_model(model, reference, tolerance=1e-4, n_tokens=128, new_tokens=10)
-    print(f"largest logit difference to transformers at 124M: {difference:.1e}")
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "distilgpt2", "DialoGPT", "DialoGPT, before PyTorch 1.6"])
+@torch.inference_mode()
 def test_public_layouts_equal_transformers(tmp_path: Path, kind: str) -> None:
     """gpt2's file has bare names, distilgpt2's prefixed ones, DialoGPT's also its head, in fp16; all hold masks."""
-    reference, options = transformers_model(std=0.2, **TINY), {}
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": None}
+    config = transformers.GPT2Config(initializer_range=0.2, **TINY, **ends)
+    reference, options = transformers.GPT2LMHeadModel(config).eval(), {}
     prefix = "" if kind == "gpt2" else "transformer."
     tensors = {prefix + name: tensor for name, tensor in reference.transformer.state_dict().items()}
     if "DialoGPT" in kind:
@@ -184,20 +145,24 @@ def test_public_layouts_equal_transformers(tmp_path: Path, kind: str) -> None:
         zipped = {"_use_new_zipfile_serialization": kind == "DialoGPT"}
         options = {"filename": "pytorch_model.bin", **zipped}
     folder = write(tmp_path, tensors | masks(2, 32, prefix), **options)
-    model = loader.load_model(folder, model_class=GPT)
-    assert_same_model(model, reference.float(), tolerance=1e-4, n_tokens=32)
+    model, reference = loader.load_model(folder, model_class=GPT), reference.float()
+    ids = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(1))
+    assert (model(ids) - reference(ids).logits).abs().max() < 1e-4
+    expected = reference.generate(ids[:1, :9], max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert (
+        torch.cat([ids[:1, :9], *generate(model, ids[:1, :9], 20)], 1).tolist() == expected.tolist()
+    )
 
 
 def test_sharded_bin(tmp_path: Path) -> None:
-    tensors, files = prefixed(random_tensors()), ("1.bin", "2.bin", "3.bin")
-    write(tmp_path, None)
-    weight_map = {name: files[i % 3] for i, name in enumerate(tensors)}
-    for file in files:
-        held = {name: tensors[name] for name in tensors if weight_map[name] == file}
+    folder, tensors, weight_map = write(tmp_path, None), random_tensors(), {}
+    for i, file in enumerate(("1.bin", "2.bin", "3.bin")):
+        held = dict([*prefixed(tensors).items()][i::3])
         torch.save(held, tmp_path / file)
+        weight_map |= dict.fromkeys(held, file)
     index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (tmp_path / "pytorch_model.bin.index.json").write_text(index)
-    assert_loaded(loader.load_model(str(tmp_path), model_class=GPT), random_tensors())
+    assert_loaded(loader.load_model(folder, model_class=GPT), tensors)
 
 
 def test_narrow_model_with_wide_heads(tmp_path: Path) -> None:
@@ -289,10 +254,11 @@ def python(code: str, *words: object, **environment: str) -> Ran:
 
 
 @pytest.mark.slow
-def test_peak_memory_is_one_copy(full_size) -> None:
+def test_peak_memory_is_one_copy(tmp_path: Path) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc/self/status to tell allocated from mapped memory")
-    ran = python(PEAK_MEMORY, full_size[0])
+    config = config_of(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
+    ran = python(PEAK_MEMORY, write(tmp_path, random_tensors(config | {"n_ctx": 1024}), config))
     assert ran.code == 0, ran.err
     print(f"peak memory while loading 124M: {float(ran.out):.2f} x the weights")
     assert float(ran.out) < 1.3
@@ -301,38 +267,21 @@ def test_peak_memory_is_one_copy(full_size) -> None:
 # --- names and the Hugging Face cache --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hugging Face cache, with downloads off."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
-
-
-def cache_snapshot(
-    cache: Path, name: str, tensors: dict[str, Tensor], config: dict[str, object]
+@pytest.mark.parametrize("name", [name for name in loader.PUBLIC if "gpt" in name.lower()])
+def test_public_names_load_from_the_hub_cache(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Write a checkpoint where huggingface_hub keeps what it has downloaded."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    tensors = random_tensors()
     repo, revision, weights = loader.PUBLIC[name]
-    folder = cache / f"models--{repo.replace('/', '--')}"
+    folder = tmp_path / f"models--{repo.replace('/', '--')}"
     commit = revision if len(revision) == 40 else "0123456789" * 4
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(commit)
-    write(folder / "snapshots" / commit, tensors, config, weights)
-
-
-@pytest.mark.parametrize("name", [name for name in loader.PUBLIC if "gpt" in name.lower()])
-def test_public_names_load_from_the_hub_cache(hub_cache: Path, name: str) -> None:
-    tensors = random_tensors()
-    cache_snapshot(hub_cache, name, prefixed(tensors) if "GPT" in name else tensors, config_of())
+    stored = prefixed(tensors) if "GPT" in name else tensors
+    write(folder / "snapshots" / commit, stored, config_of(), weights)
     assert_loaded(loader.load_model(name, model_class=GPT), tensors)
-
-
-def test_public_name_not_in_the_cache_and_offline(hub_cache: Path) -> None:
-    with pytest.raises(
-        OSError, match=r"can't download config.json of distilbert/distilgpt2 .*the model pocket"
-    ):
-        loader.load_model("distilgpt2", model_class=GPT)
 
 
 class Hub(SimpleHTTPRequestHandler):
@@ -369,6 +318,7 @@ with cli.parse() as args:
         {"ALL_PROXY": "socks5://127.0.0.1:9"},
         {"HF_ENDPOINT": "nonsense"},
         {"HF_HUB_CACHE": "/dev/null/x"},
+        {"HF_HUB_OFFLINE": "1"},
     ],
     ids=str,
 )
@@ -476,11 +426,8 @@ def test_tensors_that_do_not_fit(tmp_path: Path, spoiled: dict, culprits: list[s
     [
         lambda content: b"",
         lambda content: content[:5],
-        lambda content: content[: len(content) // 2],
         lambda content: content[:-1],
-        lambda _: b"Not a checkpoint.\n" * 99,
         lambda _: b"version https://git-lfs.github.com/spec/v1\n",
-        lambda _: b"{}",
     ],
 )
 def test_damaged_weights(tmp_path: Path, filename: str, damage: Callable) -> None:
@@ -516,17 +463,11 @@ def test_missing_files(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"wte.weight": "model-00001-of-00002.safetensors"}}))
     assert_refused(folder, "no model-00001-of-00002.safetensors", error=FileNotFoundError)
-    for content in ("{}", '{"weight_map": ["x"]}', '{"weight_map": {"wte.weight": 3}}', "[]", "{"):
-        index.write_text(content)
-        assert_refused(folder, str(index))
+    index.write_text('{"weight_map": ["x"]}')
+    assert_refused(folder, str(index))
 
 
-LONG = ["[" * 10**5, '{"n_embd":' * 10**5, '{"n_embd": ' + "9" * 5000 + "}"]
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[1]", "null", "{}", '{"n_embd": 16}', "\x00\x01", *LONG]
-)
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"n_embd": 16}'])
 def test_malformed_config(tmp_path: Path, content: str) -> None:
     folder = write(tmp_path, random_tensors())
     (tmp_path / "config.json").write_text(content)
@@ -565,7 +506,7 @@ def test_what_our_model_can_not_represent(tmp_path: Path, key: str, value: objec
 
 
 @pytest.mark.parametrize("name", ["slots", "recent"])
-@pytest.mark.parametrize("value", [2**62, 2**100, -1])
+@pytest.mark.parametrize("value", [2**62, -1])
 def test_impossible_memory(tmp_path: Path, name: str, value: int) -> None:
     config = read_json(ROOT / "pocket" / "bct" / "config.json") | {name: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -613,26 +554,20 @@ def test_something_else_than_named_tensors(tmp_path: Path, content: object) -> N
 @pytest.mark.parametrize(
     "shard",
     [
-        "../elsewhere.safetensors",
-        "/elsewhere.safetensors",
-        "sub/elsewhere.safetensors",
-        ".",
+        "../x.safetensors",
+        "/x.safetensors",
+        "sub/x.safetensors",
         "..",
         "",
         "a\0b",
         "model.safetensors.index.json",
+        3,
     ],
 )
-def test_shards_are_files_beside_their_index(tmp_path: Path, shard: str) -> None:
-    write(
-        tmp_path / "folder" / "sub", tensors := random_tensors(), filename="elsewhere.safetensors"
-    )
-    write(tmp_path, tensors, filename="elsewhere.safetensors")
-    shard = shard.replace("/else", f"{tmp_path}/else") if shard.startswith("/") else shard
-    index = tmp_path / "folder" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {name: shard for name in tensors}}))
-    (tmp_path / "folder" / "config.json").write_text(json.dumps(config_of()))
-    assert_refused(str(tmp_path / "folder"), str(index), error=(ValueError, OSError))
+def test_shards_are_files_beside_their_index(tmp_path: Path, shard: object) -> None:
+    folder, index = write(tmp_path, None), tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"wte.weight": shard}}))
+    assert_refused(folder, str(index), "not the name of a file of weights beside it")
 
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -642,18 +577,10 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ("header", "length"),
     [
         ({"a": GOOD}, 2**63),
-        ({"a": GOOD}, 10**6),
-        ({"a": GOOD, "b": GOOD}, None),  # both claim the same bytes
-        ({"a": GOOD | {"dtype": "F77"}}, None),
         ({"a": GOOD | {"shape": [2**40]}}, None),
-        ({"a": GOOD | {"shape": [-2]}}, None),
-        ({"a": GOOD | {"data_offsets": [8, 0]}}, None),
-        ({"a": 1}, None),
-        ([], None),
         ({}, None),
         ({"a": GOOD | {"dtype": "F4", "shape": [16]}}, None),
         ({"a": GOOD | {"dtype": "F8_E8M0", "shape": [8]}}, None),
-        ({"a": GOOD | {"dtype": "C64", "shape": [1]}}, None),
     ],
 )
 def test_a_damaged_safetensors_header(tmp_path: Path, header: object, length: int | None) -> None:
@@ -675,34 +602,23 @@ def test_unknown_name(name: str) -> None:
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def own_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding:
-    folder = tmp_path_factory.mktemp("own")
-    vocab_size = write_tokenizer(folder, (b"th", b" a", b" th", "é".encode(), b"  "))
-    write(folder, None, config_of(vocab_size=vocab_size))
-    return loader.load_tokenizer(str(folder))
-
-
-def test_own_tokenizer_round_trips_any_text(own_tokenizer: tiktoken.Encoding) -> None:
+def test_own_tokenizer(tmp_path: Path) -> None:
+    for merges in ((b"th",), (b"th", b" a", b" th", "é".encode(), b"  ")):  # no cached content
+        vocab_size = write_tokenizer(tmp_path, merges)
+        tokenizer = loader.load_tokenizer(write(tmp_path, None, config_of(vocab_size=vocab_size)))
+        assert tokenizer.n_vocab == 257 + len(merges)
+    assert tokenizer.encode("a the é") == [97, 258, 101, 32, 259]
+    assert tokenizer.encode("x<|endoftext|>", allowed_special="all") == [120, 261]
+    assert tokenizer.eot_token == 261
     rng = random.Random(0)
     anything = [*map(chr, range(0x250)), "語", "🙂", "\u0301", "\x00", *"theth a é\n<|endoftext|>"]
     for _ in range(300):
         text = "".join(rng.choices(anything, k=rng.randint(0, 60)))
-        assert own_tokenizer.decode(own_tokenizer.encode(text, disallowed_special=())) == text
-
-
-def test_own_tokenizer(own_tokenizer: tiktoken.Encoding, tmp_path: Path) -> None:
-    assert own_tokenizer.encode("a the é") == [97, 258, 101, 32, 259]
-    assert own_tokenizer.encode("x<|endoftext|>", allowed_special="all") == [120, 261]
-    assert (own_tokenizer.eot_token, own_tokenizer.n_vocab) == (261, 262)
-    for merges in ((), (b"th",)):  # the second content, not a cached one
-        config = config_of(vocab_size=write_tokenizer(tmp_path, merges))
-        folder = write(tmp_path, None, config)
-        assert loader.load_tokenizer(folder).n_vocab == 257 + len(merges)
+        assert tokenizer.decode(tokenizer.encode(text, disallowed_special=())) == text
 
 
 @pytest.mark.parametrize(
-    "content", ["", "!!!! 0\n", "YQ== 0 1\n", "YQ==\n", "YQ== zero\n", "YQ== 0\nYg== 0\n", "é 0"]
+    "content", ["", "!!!! 0\n", "YQ== 0 1\n", "YQ== zero\n", "YQ== 0\nYg== 0\n", "é 0"]
 )
 def test_malformed_tokenizer(tmp_path: Path, content: str) -> None:
     folder = write(tmp_path, None)
@@ -757,25 +673,21 @@ def test_a_vocabulary_of_its_own_is_read_as_it_is(tmp_path: Path) -> None:
         loader.load_tokenizer(write_vocabulary(tmp_path, "th e\nt h"))
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
-@pytest.mark.parametrize(
-    "file", ["tokenizer.tiktoken", "tokenizer.json", "vocab.json", "config.json"]
-)
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, file: str) -> None:
-    folder = write(tmp_path, None, config_of(vocab_size=257))
-    (tmp_path / file).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / file)
-    with pytest.raises(ValueError, match=f"{file} is not a regular file"):
-        loader.load_tokenizer(folder)
+DAMAGED = ["", "{}", '{"model": 3}', '{"model": {"vocab": []}}', "\xff"]
+DAMAGED += ["a pipe"] if hasattr(os, "mkfifo") else []
 
 
+@pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", "null", '{"model": 3}', '{"model": {"vocab": []}}', "\0", "\xff"]
+    "file", ["tokenizer.tiktoken", "tokenizer.json", "vocab.json", "merges.txt"]
 )
-@pytest.mark.parametrize("file", ["vocab.json", "tokenizer.json", "merges.txt"])
 def test_a_damaged_vocabulary_is_refused(tmp_path: Path, file: str, content: str) -> None:
     folder = write_vocabulary(tmp_path, "t h\nth e")
-    (tmp_path / file).write_bytes(content.encode("latin-1"))
+    (tmp_path / file).unlink(missing_ok=True)
+    if content == "a pipe":  # is not waited for
+        os.mkfifo(tmp_path / file)
+    else:
+        (tmp_path / file).write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=f"vocab.json|{file}"):
         loader.load_tokenizer(folder)
 
@@ -819,33 +731,25 @@ def test_gpt2_tokenizer_that_can_not_be_downloaded(monkeypatch: pytest.MonkeyPat
     ("words", "culprits"),
     [
         (["gpt5"], ["'gpt5'", "microsoft/DialoGPT-medium"]),
-        *(
-            ([name, "--verify"], [f"no published continuation of {name} ", "gpt2, gpt2-xl, micro"])
-            for name in ("pocket", "gpt2-medium", "nonsense")
-        ),
+        (["pocket", "--verify"], ["no published continuation of pocket ", "gpt2, gpt2-xl, micro"]),
     ],
 )
 def test_bad_input_is_one_sentence(words: list[str], culprits: list[str]) -> None:
     refused(run(loader.main, *words), *culprits)
 
 
-def test_verify_tells_same_from_different(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole of --verify, on a byte-level model: its own text stands for the published one."""
-    tensors = random_tensors(config := config_of(vocab_size=257))
-    tensors["wte.weight"][128:] = 0  # it writes ASCII, so that the text has no broken characters
-    cache_snapshot(hub_cache, "gpt2", tensors, config)
-    write_tokenizer(hub_cache)
-    encoding = loader.read_tokenizer(hub_cache / "tokenizer.tiktoken")
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
-    monkeypatch.setattr(loader, "EXPECTED_OUTPUTS", hub_cache / "expected.json")
-    model, entries = loader.load_model("gpt2", model_class=GPT), []
-    for prompt in ("The dog", "Hi<|endoftext|>"):
-        ids = torch.tensor([encoding.encode(prompt, allowed_special="all")])
-        text = encoding.decode([int(token) for token in generate(model, ids, 12)])
-        entries.append({"model": "gpt2", "prompt": prompt, "continuation": text, "source": "us"})
+def test_verify_tells_same_from_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of --verify: the model's own text stands for the published one."""
+    monkeypatch.setattr(loader, "EXPECTED_OUTPUTS", tmp_path / "expected.json")
+    model, tokenizer = loader.load_model("pocket"), loader.load_tokenizer("pocket")
+    entries = []
+    for prompt in ("One morning", "Hi<|endoftext|>"):
+        ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")])
+        text = tokenizer.decode([int(token) for token in generate(model, ids, 12)])
+        entries.append({"model": "pocket", "prompt": prompt, "continuation": text, "source": "us"})
     for right, said in ((2, "2 of 2 published continuations reproduced"), (1, "1 of 2")):
         loader.EXPECTED_OUTPUTS.write_text(json.dumps({"continuations": entries}))
-        ran = run(loader.main, "gpt2", "--verify", "--device", "cpu")
+        ran = run(loader.main, "pocket", "--verify", "--device", "cpu")
         assert ran.code == 2 - right and said in ran.out, ran.err
         entries[1]["continuation"] = "x" + entries[1]["continuation"][1:]
     assert "DIFFERENT: 'Hi<|endoftext|>'" in ran.out and "by: us" in ran.out

@@ -90,16 +90,6 @@ def test_bct_goes_on_past_the_context() -> None:
     assert f"context of {CONFIG['n_ctx']} holds only the last" in full.out
 
 
-def test_compare_shows_the_same_tokens_and_a_table_over_lengths() -> None:
-    ran = start("gpt_kv_cache --compare --max-new-tokens 150")
-    assert ran.code == 0 and "Same tokens: yes" in ran.out
-    rows = re.findall(r"^ *(\d+|all) +([\d.]+) +([\d.]+) +([\d.]+)$", ran.out, re.M)
-    lengths = [int(row[0]) for row in rows[:-1]]
-    assert len(rows) >= 3 and rows[-1][0] == "all" and lengths == sorted({*lengths})
-    for _, slow, fast, ratio in rows:
-        assert float(ratio) == pytest.approx(float(slow) / float(fast), rel=0.1)
-
-
 def test_an_untrained_model_writes_what_the_article_lets_it_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,13 +129,6 @@ def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
 BAD = {  # a command, and what its sentence must hold
     "gpt_baseline --model gpt5": "gpt5 pocket",
     "gpt_baseline --model tests": "config.json tests",
-    "gpt_baseline --max-new-tokens 0": "0 1",
-    "gpt_baseline --prompt ''": "prompt",
-    "gpt_kv_cache --max-new-tokens many": "many",
-    "gpt_kv_cache --temperature -1": "temperature -1",
-    "gpt_kv_cache --top-k 0": "0 1",
-    "gpt_kv_cache --dtype int8": "int8 float32",
-    "gpt_kv_cache --nonsense": "--nonsense",
     "gpt_kv_cache --trace .": ". is not a regular file",
     "gpt_kv_cache --trace nowhere/x.html": "no folder nowhere",
     "gpt_kv_cache --model pocket-bct": "config.json gpt_bounded_cache.py --memory bct",
@@ -153,7 +136,6 @@ BAD = {  # a command, and what its sentence must hold
     "gpt_kv_cache --random 124M --model gpt2": "124M gpt2",
     "gpt_bounded_cache --memory all": "all window",
     "gpt_bounded_cache --slots 5 --memory sinks": "--slots 5 at least 6",
-    "gpt_bounded_cache --slots many": "many",
     "gpt_bounded_cache --slots 50 --memory bct": "bct --slots",
     "gpt_bounded_cache --model pocket-bct --memory window": "bct slots is 24",
     "gpt_bounded_cache --model pocket/teacher --memory bct": "pocket/teacher slots is None; models with slots",
@@ -175,7 +157,6 @@ BAD = {  # a command, and what its sentence must hold
     "paged --trace .": ". is not a regular file",
     "paged --blocks 3": "blocks there are 3",
     "paged --blocks 2000000000 --max-new-tokens 2": "2000000000 blocks of 16 tokens take",
-    "paged --size 0": "0 1",
     "paged --max-new-tokens 5000": "5000 more context of",
     "paged --top-k 3": "run has no --top-k",
     "speculate write --draft 0": "--draft at least 1 '0'",
@@ -188,12 +169,3 @@ BAD = {  # a command, and what its sentence must hold
 def test_bad_input_gets_one_sentence(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     refused(start(command), *BAD[command].split())
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_is_not_an_error() -> None:
-    command = f"{sys.executable} gpt_kv_cache.py --max-new-tokens 60 | head -c 20"
-    result = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert "Traceback" not in result.stderr and "Error" not in result.stderr

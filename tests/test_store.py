@@ -614,52 +614,6 @@ assert 1 <= len(said) <= 2 and all("can't be used in full" in one for one in sai
     assert sound(tiny, folder) == n
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 256 KB, if we may mount one."""
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True
-    ).returncode:
-        pytest.skip("only root may mount a disk")
-    yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_at_any_moment_loses_nothing(tiny: GPT, small_disk: Path) -> None:
-    """The store itself fills it: what fails, now a file and now the index, is the same warning."""
-    store, rng, filler = Store(tiny, small_disk), random.Random(0), small_disk / "filler"
-    put(store, [1] * 30)
-    filler.write_bytes(bytes(50_000))
-    with warned(1, "can't be used"):
-        for _ in range(300):
-            ids = [rng.randrange(11) for _ in range(rng.randint(1, 30))]
-            put(store, ids)
-            found(store, ids)
-            assert found(store, [1] * 30) == 30
-    assert store.db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    filler.unlink()
-    put(store, [2] * 30)
-    assert found(store, [2] * 30) == 30, "it works again"
-
-
-@pytest.mark.slow
-def test_a_read_only_disk_is_one_warning_and_a_store_that_is_read(
-    tiny: GPT, small_disk: Path
-) -> None:
-    store = Store(tiny, small_disk)
-    put(store, [1] * 30)
-    store.db.close()  # a disk with open files can't become read-only
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    before = contents(small_disk)
-    with warned(1, "readonly"):
-        store = Store(tiny, small_disk)
-        for _ in range(3):
-            assert found(store, [1] * 30) == 30
-            put(store, [2] * 30)
-    assert contents(small_disk) == before
-
-
 def hammer(folder: Path, seed: int, capacity: float, rounds: int = 10**9) -> int:
     """Start a process that uses a store without end; any warning ends it. Return its id."""
     pid = os.fork()
