@@ -55,6 +55,8 @@ def test_streams_that_take_nothing(script: str) -> None:
     if script == "gpt_kv_cache.py":
         full = shell(f"{python} --max-new-tokens 5 > /dev/full")
         refused(full, "can't write the output: No space left on device")
+        early = shell(f"{python} --max-new-tokens 60 | head -c 20; exit ${{PIPESTATUS[0]}}")
+        assert (early.code, early.err) == (0, "")
     gone = shell(f"{python} --help | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="1")
     assert (gone.code, gone.err) == (0, "")
     ascii_only = shell(f"{python} --help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")
