@@ -126,15 +126,13 @@ PUBLIC = {
     **{name: Checkpoint(name, weights=WEIGHTS[1]) for name in SHARDED},
 }
 NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-OTHERS = {  # no GPT-2: their scripts
-    "pocket-bct": "gpt_bounded_cache.py --memory bct",
-}
-NEEDS = {"slots": "pocket-bct"}  # what in config.json says so
-GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in (*OTHERS, "pocket-llama", *LLAMAS)]
+BCT_READER = "gpt_bounded_cache.py --memory bct"
+NO_GPT2S = ("pocket-bct", "pocket-llama", *LLAMAS)
+GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in NO_GPT2S]
 NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(['pocket-llama', *LLAMAS])}; or a folder"
-# What config.json may say about the things that our models have only one way of doing, by its model_type.
+# What config.json may say about the things that our models have only one way of doing.
 SUPPORTED: dict[str, dict[str, tuple]] = {
-    "gpt2": {
+    "GPT-2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "layer_norm_epsilon": (1e-5,),
         "scale_attn_weights": (True,),
@@ -146,7 +144,7 @@ SUPPORTED: dict[str, dict[str, tuple]] = {
         "forget": (True,),
         "learned_start": (False,),
     },
-    "llama": {
+    "Llama": {
         "hidden_act": ("silu",),
         "rms_norm_eps": (1e-5,),
         "attention_bias": (False,),
@@ -157,8 +155,7 @@ SUPPORTED: dict[str, dict[str, tuple]] = {
         "quantization_config": (None,),
     },
 }
-NAMED = {"gpt2": "GPT-2", "llama": "Llama"}
-KINDS_OF = {"bct": "gpt2"}  # ours: a GPT-2 with something more
+KINDS = {"gpt2": "GPT-2", "llama": "Llama", "bct": "GPT-2"}  # the last is ours: with something more
 LLAMA_SIZES = {  # Hugging Face's name: LlamaConfig's
     "vocab_size": "vocab_size",
     "max_position_embeddings": "n_ctx",
@@ -309,8 +306,8 @@ def find_file(name_or_path: str, filename: str) -> Path:
     if name_or_path in POCKET:
         folder = HERE / "pocket" / POCKET[name_or_path]
     elif not folder.is_dir():
-        others = ", ".join(f"{name} (only {script})" for name, script in OTHERS.items())
-        raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}; {others}")
+        bct = f"pocket-bct (only {BCT_READER})"
+        raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}; {bct}")
     if not (folder / filename).exists():
         raise FileNotFoundError(
             f"there is no {filename} in {folder}: a model's folder holds config.json, weights and a tokenizer"
@@ -366,26 +363,25 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
     """
     config = {key: value for key, value in read_json(path).items() if value is not None}
     given = config.get("model_type", "gpt2")
-    kind = KINDS_OF.get(given, given) if isinstance(given, str) else None
-    if kind not in SUPPORTED:
-        known = ", ".join(repr(name) for name in (*SUPPORTED, *KINDS_OF))
+    if given not in [*KINDS]:
+        known = ", ".join(map(repr, KINDS))
         raise ValueError(f"{path}: model_type is {given!r}, but only {known} can be read")
+    kind = KINDS[given]
     for key, supported in SUPPORTED[kind].items():
         if key in config and config[key] not in supported:
             one = " or ".join(map(repr, supported))
-            but = f"but this {NAMED[kind]} supports only {one}"
+            but = f"but this {kind} supports only {one}"
             raise ValueError(f"{path}: {key} is {config[key]!r}, {but}")
-    llama = kind == "llama"
+    llama = kind == "Llama"
     if config_class is None:
         config_class = class_of(llama).config_class
     if llama != is_llama(config_class):
         reader = "llama_kv_cache.py" if llama else "gpt_kv_cache.py"
-        raise ValueError(f"{path} describes a {NAMED[kind]}: {reader} can read it")
+        raise ValueError(f"{path} describes a {kind}: {reader} can read it")
     given = llama_fields(config, path) if llama else gpt2_fields(config, path, config_class)
-    kinds = {field.name: type(field.default) for field in fields(config_class)}
-    for name, default in kinds.items():
-        if default is type(None):
-            kinds[name] = int
+    kinds = {}
+    for field in fields(config_class):
+        kinds[field.name] = int if field.default is None else type(field.default)
     kinds["rope_scaling"] = tuple
     check_fields(given, str(path), **{name: kinds[name] for name in given})
     try:
@@ -401,11 +397,10 @@ def gpt2_fields(config: dict[str, Any], path: Path, config_class: type) -> dict[
     sizes = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
     check_fields(config, str(path), **dict.fromkeys(sizes, int))
     names = [field.name for field in fields(config_class) if field.name != "dropout"]
-    for key, name in NEEDS.items():
-        given = config.get(key)
-        if bool(given) != (key in names):
-            only = f"models with {key}, and only those, are read by {OTHERS[name]}"
-            raise ValueError(f"{path}: {key} is {given!r}; {only}")
+    slots = config.get("slots")
+    if bool(slots) != ("slots" in names):
+        only = f"models with slots, and only those, are read by {BCT_READER}"
+        raise ValueError(f"{path}: slots is {slots!r}; {only}")
     return {name: config[name] for name in names if name in config}
 
 
@@ -579,19 +574,22 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     path = folder / "tokenizer.tiktoken"
     if not path.exists() and folder.resolve().parent == HERE / "pocket":
         path = HERE / "pocket" / "teacher" / path.name  # the models that come along share one
-    fits, llama = True, config.get("model_type") == "llama"
+    llama = config.get("model_type") == "llama"
+    there = [name for name in VOCABULARIES if (folder / name).exists()]
     if path.exists():
         tokenizer = read_tokenizer(path)
         fits = tokenizer.n_vocab == vocab_size
-    elif llama and (folder / LLAMA3_FILE).exists() and not (folder / "tokenizer.json").exists():
-        path = folder / LLAMA3_FILE
-        tokenizer = llama3(name_or_path, path, config)
-        fits = tokenizer.n_vocab <= vocab_size
-    elif llama or any((folder / name).exists() for name in VOCABULARIES):
-        tokenizer, path = byte_level(name_or_path, folder, config)
+    elif llama or there:
+        read = ["tokenizer.json", LLAMA3_FILE, "vocab.json"]
+        if not llama:
+            read.remove(LLAMA3_FILE)
+        filename = next((name for name in read if name in there), "tokenizer.json")
+        path = find_file(name_or_path, filename)
+        tokenizer = llama3(path) if filename == LLAMA3_FILE else byte_level(path)
+        tokenizer.ends = ends_of(name_or_path, config, tokenizer, path)
         fits = tokenizer.n_vocab <= vocab_size
     elif vocab_size == 50257:
-        tokenizer = gpt2_tokenizer()
+        return gpt2_tokenizer()
     else:
         raise ValueError(
             f"there is no {path.name} in {folder}, and with {vocab_size} tokens the tokenizer can't be "
@@ -636,16 +634,11 @@ class Tokenizer(tiktoken.Encoding):
         return self.ends[0]
 
 
-def byte_level(name_or_path: str, folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, Path]:
-    """Return the byte-level BPE in a model's tokenizer.json, or in vocab.json and merges.txt, with the file; with the
-    tokens that begin a text, by its post-processor, and that end one, by generation_config.json or config.json. Raises
-    ValueError if it isn't one that tiktoken can do."""
-    if (folder / "vocab.json").exists() and not (folder / "tokenizer.json").exists():
-        path = folder / "vocab.json"
-        content = from_vocabulary(path)
-    else:
-        path = find_file(name_or_path, "tokenizer.json")
-        content = read_json(path, model=dict, added_tokens=list)
+def byte_level(path: Path) -> Tokenizer:
+    """Return the byte-level BPE in a tokenizer.json, or in a vocab.json and the merges.txt beside it, with the tokens
+    that begin a text, by its post-processor. Raises ValueError if it isn't one that tiktoken can do."""
+    read = from_vocabulary if path.name == "vocab.json" else read_json
+    content = check_fields(read(path), str(path), model=dict, added_tokens=list)
     model = check_fields(content["model"], f"model in {path}", vocab=dict, merges=list)
     added = {}
     for token in content["added_tokens"]:
@@ -673,29 +666,28 @@ def byte_level(name_or_path: str, folder: Path, config: dict[str, Any]) -> tuple
     except (ValueError, OverflowError) as error:  # a broken pattern; an id below 0
         raise ValueError(f"{path}: tiktoken can't read its pattern or its ids") from error
     tokenizer.start = start
-    tokenizer.ends = ends_of(name_or_path, folder, config, added, path)
-    return tokenizer, path
+    return tokenizer
 
 
 def ends_of(
-    name_or_path: str, folder: Path, config: dict[str, Any], added: dict[str, int], path: Path
+    name_or_path: str, config: dict[str, Any], tokenizer: Tokenizer, path: Path
 ) -> tuple[int, ...]:
     """Return the tokens that end a text, by generation_config.json or config.json. Raises ValueError if one is none of
-    the special tokens that path gives."""
-    ends = config.get("eos_token_id", added.get(END_OF_TEXT))
-    source = "config.json"
-    if name_or_path in PUBLIC or (folder / "generation_config.json").exists():
+    the special tokens of the tokenizer, which was read from path."""
+    special, source = tokenizer._special_tokens, "config.json"
+    ends = config.get("eos_token_id", special.get(END_OF_TEXT))
+    if name_or_path in PUBLIC or path.with_name("generation_config.json").exists():
         generation = read_json(find_file(name_or_path, "generation_config.json"))
         if "eos_token_id" in generation:
             ends, source = generation["eos_token_id"], "generation_config.json"
     found = tuple(ends) if isinstance(ends, list) else (ends,)
-    if not found or any(end not in list(added.values()) for end in found):
+    if not found or any(end not in list(special.values()) for end in found):
         no = f"which is no special token of {path}"
-        raise ValueError(f"{folder / source}: eos_token_id is {said(ends)}, {no}")
+        raise ValueError(f"{path.with_name(source)}: eos_token_id is {said(ends)}, {no}")
     return found
 
 
-def llama3(name_or_path: str, path: Path, config: dict[str, Any]) -> Tokenizer:
+def llama3(path: Path) -> Tokenizer:
     """Return the tokenizer in Llama 3's own file, tokenizer.model: its pattern and special tokens are not in it."""
     ranks = read_ranks(path)
     n_reserved = LLAMA3_SPECIAL - len(LLAMA3_NAMES)
@@ -705,7 +697,6 @@ def llama3(name_or_path: str, path: Path, config: dict[str, Any]) -> Tokenizer:
         path.parent.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
     tokenizer.start = (len(ranks),)
-    tokenizer.ends = ends_of(name_or_path, path.parent, config, special, path)
     return tokenizer
 
 

@@ -19,7 +19,7 @@ from pocket.cards import card
 from pocket.evaluation import failed_gates, measure
 from pocket.recipes import Recipe
 from support.figures import figure
-from support.files import write_atomically, write_json
+from support.files import write_atomically, write_json, write_text
 
 SIZES = ("n_ctx", "n_embd", "n_layer", "n_head", "n_inner")
 
@@ -124,7 +124,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
             )
         text = card(recipe, model, figures)
         write_json(folder / "figures.json", figures)
-        write_atomically(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+        write_text(folder / "README.md", text)
     plot_losses(recipe, losses, folder / "loss.png")
     if recipe.init:
         copy_tokenizer(recipe.init, folder)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from support.files import write_atomically
+from support.files import write_text
 
 
 def with_blocks(text: str, blocks: dict[str, str]) -> str:
@@ -26,4 +26,4 @@ def write_blocks(pages: dict[Path, dict[str, Callable[[], str]]]) -> None:
         text = with_blocks(
             page.read_text(encoding="utf-8"), {name: block() for name, block in blocks.items()}
         )
-        write_atomically(page, lambda file, text=text: file.write_text(text, encoding="utf-8"))
+        write_text(page, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import importlib.util
+import io
 import json
 import mmap
 import os
@@ -117,9 +118,10 @@ def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
     """Return the rows of a CSV file in UTF-8, by the names in its first line; a cell that a row
     lacks is empty. Raises ValueError if it isn't such a file, one of the columns isn't there once,
     or a row is longer than the first."""
+    lines = read_text(path).lstrip("\r\n").splitlines(keepends=True)
+    reader = csv.DictReader(lines, restval="", strict=True)
     try:
-        lines = csv.reader(read_text(path).splitlines(keepends=True), strict=True)
-        header, *rows = [row for row in lines if row] or [[]]
+        header, rows = reader.fieldnames or [], [*reader]
     except csv.Error as error:
         raise ValueError(f"{path} is not a CSV file: {error}") from error
     for name in columns:
@@ -127,10 +129,11 @@ def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
             times = "twice or more" if name in header else "not"
             found = said(header) if header else "none"
             raise ValueError(f"{path}: the column {name!r} is {times} among its columns, {found}")
-    longest = max(map(len, rows), default=0)
-    if longest > len(header):
-        raise ValueError(f"{path} has a row of {longest} cells, and {len(header)} columns")
-    return [dict(zip(header, row + [""] * len(header), strict=False)) for row in rows]
+    more = max((len(row[None]) for row in rows if None in row), default=0)
+    if more:
+        n = len(header)
+        raise ValueError(f"{path} has a row of {n + more} cells, and {n} columns")
+    return rows
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -166,17 +169,18 @@ def writable(path: Path) -> Path:
     return target
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8, its line ends as they are."""
+    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8", newline=""))
+
+
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
     """Write JSON. Raises ValueError if it holds a number that isn't finite, which JSON doesn't know."""
-    text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+    write_text(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table with a header line."""
-
-    def write(file: Path) -> None:
-        with file.open("w", newline="", encoding="utf-8") as handle:
-            csv.writer(handle).writerows([header, *rows])
-
-    write_atomically(path, write)
+    table = io.StringIO()
+    csv.writer(table).writerows([header, *rows])
+    write_text(path, table.getvalue())

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.files import write_atomically
+from support.files import write_text
 
 HERE = Path(__file__).parent
 
@@ -172,7 +172,7 @@ def write_page(path: Path, title: str, data: dict[str, Any], template: str) -> N
     before, after = (HERE / template).read_text(encoding="utf-8").split("null /* data */")
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = before.replace("TITLE", html.escape(title)) + text + after
-    write_atomically(path, lambda file: file.write_text(page, encoding="utf-8"))
+    write_text(path, page)
 
 
 def contents(cache: Any, start: int, n: int) -> dict[str, Any]:

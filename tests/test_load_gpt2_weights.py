@@ -500,7 +500,7 @@ SIZES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "head_dim",
 def test_what_our_model_can_not_represent(tmp_path: Path, key: str, value: object) -> None:
     given = {} if value == 3 else {"head_dim": 4}  # which makes any number of heads possible
     folder = write(tmp_path, random_tensors(), config_of(**given | {key: value}))
-    supported = [repr(one) for one in loader.SUPPORTED["gpt2"].get(key, [])[:1]]
+    supported = [repr(one) for one in loader.SUPPORTED["GPT-2"].get(key, [])[:1]]
     name = "n_ctx" if key == "n_positions" else key
     assert_refused(folder, name, str(value), *supported)
 

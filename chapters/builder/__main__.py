@@ -19,7 +19,7 @@ from pathlib import Path
 from chapters.builder import front, notebook, pages, side_by_side
 from chapters.builder.blocks import BLOCK, CHAPTERS, ROOT, folders, import_file, run, text_of
 from support.cli import CommandLine, whole_number
-from support.files import write_atomically
+from support.files import write_text
 
 EXERCISE = re.compile(r"\s*# (exercise \d+\.\d+)")
 
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"work in {notebook.FILE.relative_to(ROOT)} would be lost: keep a copy, and use --stubs"
             )
         for path, text in stale.items():
-            write_atomically(path, lambda file, text=text: file.write_text(text, encoding="utf-8"))
+            write_text(path, text)
             print(f"written: {path.relative_to(ROOT)}")
 
 
