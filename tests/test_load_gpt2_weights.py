@@ -11,7 +11,6 @@ import json
 import math
 import os
 import random
-import struct
 import subprocess
 import sys
 import threading
@@ -384,6 +383,7 @@ def assert_refused(
     assert "\n" not in message and all(culprit in message for culprit in culprits), message
 
 
+FOUR_BITS = torch.zeros(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 WPE, HEAD = "wpe.weight", "lm_head.weight"
 SPOILED: list[tuple[dict[str, Callable[[Tensor], Tensor] | None], list[str]]] = [
     # by name: what becomes of a tensor, or of the embeddings if there is none of that name; None: it goes
@@ -407,6 +407,8 @@ SPOILED: list[tuple[dict[str, Callable[[Tensor], Tensor] | None], list[str]]] = 
     ({HEAD: lambda wte: wte + 1e-3 * (wte == wte[5, 3])}, [HEAD, "differs from wte.weight"]),
     ({HEAD: Tensor.half}, [HEAD, "differs from wte.weight"]),
     ({WPE: lambda wpe: wpe.to(torch.float8_e4m3fn)}, ["wpe.weight holds torch.float8_e4m3fn"]),
+    ({WPE: lambda wpe: wpe.to(torch.float8_e8m0fnu)}, ["wpe.weight"]),
+    ({"four bits": lambda _: FOUR_BITS}, ["four bits"]),
 ]
 
 
@@ -522,7 +524,7 @@ UNUSUAL = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(16), 0.1, 0, torch.qint8),
     "of one number": lambda: torch.ones(1).expand(2**40),
     "complex": lambda: torch.ones(16, dtype=torch.complex64),
-    "four bits": lambda: torch.zeros(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "four bits": lambda: FOUR_BITS,
 }
 
 
@@ -568,27 +570,6 @@ def test_shards_are_files_beside_their_index(tmp_path: Path, shard: object) -> N
     folder, index = write(tmp_path, None), tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"wte.weight": shard}}))
     assert_refused(folder, str(index), "not the name of a file of weights beside it")
-
-
-GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    ("header", "length"),
-    [
-        ({"a": GOOD}, 2**63),
-        ({"a": GOOD | {"shape": [2**40]}}, None),
-        ({}, None),
-        ({"a": GOOD | {"dtype": "F4", "shape": [16]}}, None),
-        ({"a": GOOD | {"dtype": "F8_E8M0", "shape": [8]}}, None),
-    ],
-)
-def test_a_damaged_safetensors_header(tmp_path: Path, header: object, length: int | None) -> None:
-    text = json.dumps(header).encode()
-    folder = write(tmp_path, None)
-    begin = struct.pack("<Q", length or len(text)) + text
-    (tmp_path / "model.safetensors").write_bytes(begin + bytes(8 if header else 0))
-    assert_refused(folder, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gpt3", "", "no/such/folder"])
@@ -727,15 +708,9 @@ def test_gpt2_tokenizer_that_can_not_be_downloaded(monkeypatch: pytest.MonkeyPat
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "culprits"),
-    [
-        (["gpt5"], ["'gpt5'", "microsoft/DialoGPT-medium"]),
-        (["pocket", "--verify"], ["no published continuation of pocket ", "gpt2, gpt2-xl, micro"]),
-    ],
-)
-def test_bad_input_is_one_sentence(words: list[str], culprits: list[str]) -> None:
-    refused(run(loader.main, *words), *culprits)
+def test_what_has_no_published_text_is_not_verified() -> None:
+    known = "gpt2, gpt2-xl, micro"
+    refused(run(loader.main, "pocket", "--verify"), "no published continuation of pocket ", known)
 
 
 def test_verify_tells_same_from_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
