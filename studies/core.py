@@ -387,12 +387,25 @@ def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, dict[str, An
     return found
 
 
+def columns_of(rows: Rows) -> list[tuple[str, str]]:
+    """Return the columns of the study's table, header and figure; columns of `every` kind stand
+    there for each, and the first of them begins with its name."""
+    columns, part = rows.paper["table"]["columns"], rows.paper["table"].get("every")
+    if part is None:
+        return [*columns.items()]
+    found = []
+    for value in rows.paper["every"][part]:
+        for i, (header, column) in enumerate(columns.items()):
+            found.append((header if i else f"{value}: {header}", f"{column}@{part}={value}"))
+    return found
+
+
 def table_of(rows: Rows) -> list[str | Table]:
     """Return the study's table, a line a way; lines without a figure are left out."""
-    wanted, lines = rows.paper["table"], []
+    wanted, columns, lines = rows.paper["table"], columns_of(rows), []
     for way, at in ways_of(rows, wanted["ways"]):
         cells = []
-        for column in wanted["columns"].values():
+        for _, column in columns:
             metric, where = side_of(column.removesuffix(" ±"), {})
             other = any(at.get(key, value) != value for key, value in where.items())
             found = None if other else rows.figure(way, metric, **at | where)
@@ -400,7 +413,7 @@ def table_of(rows: Rows) -> list[str | Table]:
             cells.append("-" if found is None else found.shown(form, column.endswith("±")))
         if {*cells} != {"-"}:
             lines.append([rows.name(way, at), *cells])
-    return [wanted["title"], Table(["", *wanted["columns"]], lines)]
+    return [wanted["title"], Table(["", *(header for header, _ in columns)], lines)]
 
 
 def page_of(rows: Rows) -> list[str | Table]:

@@ -61,7 +61,7 @@ class StudyLine(CommandLine):
                 "--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads"
             )
         if again:
-            what = "measure these ways once more: a name, or a pattern such as 'periodic.*'"
+            what = "measure these ways once more: a name, or a pattern such as 'raw.*'"
             self.add_argument("--again", default="", type=pattern, metavar="WAYS", help=what)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
         self.add_argument(
