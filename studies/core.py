@@ -18,6 +18,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,29 +27,23 @@ import numpy as np
 from studies.protocol import Claim, claim_tables
 from support.figures import figure as draw_figure
 from support.files import check_fields, parse_json, read_text
-from support.statistics import bootstrap
+from support.statistics import bootstrap, mean
 from support.tables import Table, page
 
 HERE = Path(__file__).resolve().parent
 LEAST = 4  # values that an interval needs: of fewer, one can't tell how they vary
 NOISE = 0.05  # ours: times that differ by less are equal
 
-# How values become a figure. "perplexity" is given mean nats; of an "exact" metric, a count or
-# arithmetic, one value is enough; a "series" is a curve over tokens, and its figure the mean; a
-# figure of few "turns" has their range for an interval.
+# How values become a figure, by default their mean. "perplexity" is given mean nats; of an "exact"
+# metric, a count or arithmetic, one value is enough; a "series" is a curve over tokens; a figure of
+# few "turns" is their median, with their range for an interval.
 REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "mean": lambda x: x.mean(-1),
     "perplexity": lambda x: np.exp(x.mean(-1)),
     "median": lambda x: np.median(x, -1),
-    "turns": lambda x: np.median(x, -1),
-    "exact": lambda x: x.mean(-1),
-    "series": lambda x: x.mean(-1),
 }
-RELATIVE = (
-    "perplexity",
-    "median",
-    "turns",
-)  # are compared by their ratio, all others by their difference
+# Compared by their ratio, all others by their difference.
+RELATIVE = ("perplexity", "median", "turns")
+LABELS = ("title", "xlabel", "ylabel", "xscale")  # of a figure
 WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
 RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
@@ -89,7 +84,7 @@ def reduced(values: np.ndarray, how: str) -> Figure:
     if how == "turns":
         value = float(np.median(values))
         return Figure(value, min(values), max(values)) if len(values) > 2 else Figure(value)
-    value, low, high = bootstrap(values, REDUCTIONS[how])
+    value, low, high = bootstrap(values, REDUCTIONS.get(how, mean))
     if how == "exact":
         return Figure(value, value, value)
     return Figure(value, low, high) if len(values) >= LEAST and how != "series" else Figure(value)
@@ -137,8 +132,7 @@ class Rows:
                     )
                 self.take(row)
         for way, metric, value in self.paper.get("source", []):
-            exact = {"value": value, "low": value, "high": value, "n": 1}
-            self.take({"way": way, "setting": {"by": "source"}, "metric": metric} | exact)
+            self.take(line_of(way, {"by": "source"}, metric, Figure(value, value, value), 1))
 
     def take(self, line: dict[str, Any]) -> None:
         if "conditions" in line:
@@ -184,12 +178,12 @@ class Rows:
     ) -> dict[str, Any]:
         values = [*values]
         found = reduced(np.array(values), self.kind(metric)[0])
-        row = {"way": way, "setting": at, "metric": metric, **fields(found), "n": len(values)}
-        return row | {"values": [float(f"{x:.6g}") for x in values]}
+        line = line_of(way, at, metric, found, len(values))
+        return line | {"values": [float(f"{x:.6g}") for x in values]}
 
     def add_figure(self, way: str, at: dict[str, Any], metric: str, found: Figure, n: int) -> None:
         """Append a row of a figure that isn't made of one value for each thing."""
-        self.append({"way": way, "setting": at, "metric": metric, **fields(found), "n": n})
+        self.append(line_of(way, at, metric, found, n))
 
     def find(self, way: str, metric: str, **at: Any) -> dict[str, Any] | None:
         return self.rows.get(self.key(way, metric, at))
@@ -220,14 +214,9 @@ class Rows:
             found = reduced(a / b if how in ("median", "turns") else a - b, how)
             return Figure(*(x - 1 for x in found)) if how in RELATIVE else found
         x, y = (self.figure(way, metric, **where) for way, where in sides)
-        known = math.isfinite(x.low) and math.isfinite(y.low)
-        if how in RELATIVE:  # no pairs: the widest bounds
-            change = x.value / y.value - 1
-            return (
-                Figure(change, x.low / y.high - 1, x.high / y.low - 1) if known else Figure(change)
-            )
-        change = x.value - y.value
-        return Figure(change, x.low - y.high, x.high - y.low) if known else Figure(change)
+        bounds = zip(x, (y.value, y.high, y.low), strict=True)  # no pairs: the widest
+        found = Figure(*(a / b - 1 if how in RELATIVE else a - b for a, b in bounds))
+        return found if math.isfinite(x.low + y.low) else Figure(found.value)
 
     def name(self, way: str, at: dict[str, Any]) -> str:
         """Return a way and its unusual setting, as a page names them."""
@@ -254,12 +243,12 @@ class Rows:
         return SHOWN.sub(replace, text)
 
 
-def fields(found: Figure) -> dict[str, float | None]:
-    """Return a figure as JSON has it, null for an unknown interval."""
-    return {
-        name: None if math.isinf(x) else float(f"{x:.9g}")
-        for name, x in zip(Figure._fields, found, strict=True)
-    }
+def line_of(way: str, at: dict[str, Any], metric: str, found: Figure, n: int) -> dict[str, Any]:
+    """Return a row as JSON has it, null for an unknown interval."""
+    line = {"way": way, "setting": at, "metric": metric}
+    for name, x in found._asdict().items():
+        line[name] = None if math.isinf(x) else float(f"{x:.9g}")
+    return line | {"n": n}
 
 
 # --- Measuring --------------------------------------------------------------------------------------
@@ -344,38 +333,39 @@ def everywhere(rows: Rows, text: str, places: list[dict[str, Any]], part: str | 
     return rows.shown(re.sub("«(.*?)»", each, text), places[0])
 
 
+def verdict_of(rows: Rows, claim: dict[str, Any], places: list[dict[str, Any]]) -> str:
+    """Return the verdict on a claim: the worst of its rules' answers in all places, or the best if a
+    thing `can` be. NOT SHOWN where a rule that the trial needs to be fair doesn't hold; "" where a
+    row is missing, and in a reduced run."""
+    answers = [answer(rows, rule, place) for rule in claim["rules"] for place in places]
+    if None in answers or rows.reduced:
+        return ""
+    if any(judged(rows, rule, places[0]) != 1 for rule in claim.get("needs", [])):
+        return WORDS[0]
+    return WORDS[max(answers) if claim.get("can") else min(answers)]
+
+
 def claims(rows: Rows) -> list[Claim]:
-    """Return the source's claims and our questions, which have no section, with their verdicts: the
-    worst of the rules' answers, or the best if a thing `can` be; of several rules in brackets one
-    is enough; a claim on `every` kind or size, or on those it is `of`, has to hold for each. Nothing is shown where a rule
-    that the trial needs to be fair doesn't hold. No verdict for a reduced run."""
+    """Return the source's claims and our questions, which have no section, with their verdicts; one
+    on `every` kind or size is judged for each."""
     found = []
     for claim in rows.paper["claims"]:
         at, part = claim.get("at", {}), claim.get("every")
-        places = [at]
-        if part:
-            values = claim.get("of", rows.paper["every"][part])
-            places = [at | {part: value} for value in values]
-        answers = [answer(rows, rule, place) for rule in claim["rules"] for place in places]
-        fair = all(judged(rows, rule, at) == 1 for rule in claim.get("needs", []))
+        places = [at | {part: value} for value in rows.paper["every"][part]] if part else [at]
         first = RULE.fullmatch(next(iter(np.ravel(claim["rules"]))))
         way, where = side_of(first[2], places[0])
         row = rows.find(way, first[1] or rows.paper["metric"], **where)
-        on = row["on"] if row else {"conditions": ["not measured"]}
-        silent = None in answers or rows.reduced
-        worst = max if claim.get("can") else min
-        stated, _, why = claim.get("stated", "").partition(": ")
+        on = row["on"]["conditions"] if row else ["not measured"]
         found.append(
             Claim(
                 source=claim.get("source", rows.paper["title"]) if "section" in claim else "",
                 section=claim.get("section", ""),
                 quote=claim["quote"],
                 theirs=claim.get("theirs", rows.paper["theirs"]),
-                ours=claim.get("on") or "; ".join(on["conditions"]),
+                ours=claim.get("on", "; ".join(on)),
                 figure=everywhere(rows, claim["found"], places, part),
-                verdict="" if silent else WORDS[worst(answers) if fair else 0],
-                stated=stated,
-                why=why,
+                verdict=verdict_of(rows, claim, places),
+                stated=claim.get("stated", ""),
                 command=claim.get("command", rows.study),
             )
         )
@@ -397,12 +387,25 @@ def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, dict[str, An
     return found
 
 
+def columns_of(rows: Rows) -> list[tuple[str, str]]:
+    """Return the columns of the study's table, header and figure; columns of `every` kind stand
+    there for each, and the first of them begins with its name."""
+    columns, part = rows.paper["table"]["columns"], rows.paper["table"].get("every")
+    if part is None:
+        return [*columns.items()]
+    found = []
+    for value in rows.paper["every"][part]:
+        for i, (header, column) in enumerate(columns.items()):
+            found.append((header if i else f"{value}: {header}", f"{column}@{part}={value}"))
+    return found
+
+
 def table_of(rows: Rows) -> list[str | Table]:
     """Return the study's table, a line a way; lines without a figure are left out."""
-    wanted, lines = rows.paper["table"], []
+    wanted, columns, lines = rows.paper["table"], columns_of(rows), []
     for way, at in ways_of(rows, wanted["ways"]):
         cells = []
-        for column in wanted["columns"].values():
+        for _, column in columns:
             metric, where = side_of(column.removesuffix(" ±"), {})
             other = any(at.get(key, value) != value for key, value in where.items())
             found = None if other else rows.figure(way, metric, **at | where)
@@ -410,7 +413,7 @@ def table_of(rows: Rows) -> list[str | Table]:
             cells.append("-" if found is None else found.shown(form, column.endswith("±")))
         if {*cells} != {"-"}:
             lines.append([rows.name(way, at), *cells])
-    return [wanted["title"], Table(["", *wanted["columns"]], lines)]
+    return [wanted["title"], Table(["", *(header for header, _ in columns)], lines)]
 
 
 def page_of(rows: Rows) -> list[str | Table]:
@@ -438,47 +441,48 @@ def points_over(
     found = []
     for row in rows.rows.values():
         here = row["setting"]
-        if (
-            row["way"] == way
-            and row["metric"] == metric
-            and key in here
-            and here.items() >= at.items()
-        ):
+        wanted = row["way"] == way and row["metric"] == metric and here.items() >= at.items()
+        if wanted and key in here:
             found.append((here[key], *rows.figure(way, metric, **here)))
     return sorted(found)
 
 
+def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[str, list[tuple[float, ...]]]:
+    """Return the points of a figure, x and y with its interval, by the label of their curve: of a
+    metric over a part of the setting, or over another metric, joined for ways of one kind
+    (periodic:64, periodic:16); else x and y of a series."""
+    curves: dict[str, list[tuple[float, ...]]] = {}
+    metric = wanted["y"]
+    for way, at in ways_of(rows, wanted["ways"]):
+        label, points = rows.name(way, at), []
+        if "over" in wanted:
+            points = points_over(rows, way, metric, wanted["over"], at)
+        elif row := rows.find(way, metric, **at):
+            if "x" not in wanted:
+                points = [*enumerate(row["values"], 1)]
+            elif x := rows.figure(way, wanted["x"], **at):
+                label = rows.name(re.split("[:~]", way)[0], at)
+                points = [(x.value, *rows.figure(way, metric, **at))]
+        if points:
+            curves.setdefault(label, []).extend(points)
+    return curves
+
+
 def draw(rows: Rows, folder: Path) -> None:
-    """Draw the study's figures: a metric with its interval over another one, joined for ways of one
-    kind (periodic:64, periodic:16), or the curve of a series."""
+    """Draw the study's figures."""
     for name, wanted in rows.paper.get("figures", {}).items():
-        curves: dict[str, list[tuple[float, ...]]] = {}
-        for way, at in ways_of(rows, wanted["ways"]):
-            row = rows.find(way, wanted["y"], **at)
-            if "over" in wanted:  # a part of the setting
-                points = points_over(rows, way, wanted["y"], wanted["over"], at)
-                curves |= {rows.name(way, at): points} if points else {}
-            elif row is None:
-                continue
-            elif "x" not in wanted:
-                curves[rows.name(way, at)] = [(i, y) for i, y in enumerate(row["values"], 1)]
-            elif (x := rows.figure(way, wanted["x"], **at)) is not None:
-                kind = rows.name(re.split("[:~]", way)[0], at)
-                curves.setdefault(kind, []).append((x.value, *rows.figure(way, wanted["y"], **at)))
+        curves = curves_of(rows, wanted)
+        if curves:
+            labels = {key: x for key, x in wanted.items() if key in LABELS}
+            draw_figure(folder / f"{name}.png", partial(plot, curves), **labels)
 
-        if not curves:
-            continue
 
-        def plot(axes: Any, curves: dict[str, list[tuple[float, ...]]] = curves) -> None:
-            for label, points in curves.items():
-                x, y, *interval = np.array(points).T
-                style = "o-" if interval else "-"
-                (line,) = axes.plot(x, y, style, markersize=4, linewidth=1, label=label)
-                if interval and np.isfinite(interval).all():
-                    spread = [y - interval[0], interval[1] - y]
-                    axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=line.get_color())
-
-        labels = {
-            key: wanted[key] for key in ("title", "xlabel", "ylabel", "xscale") if key in wanted
-        }
-        draw_figure(folder / f"{name}.png", plot, **labels)
+def plot(curves: dict[str, list[tuple[float, ...]]], axes: Any) -> None:
+    """Plot curves_of() a figure."""
+    for label, points in curves.items():
+        x, y, *interval = np.array(points).T
+        style = "o-" if interval else "-"
+        (line,) = axes.plot(x, y, style, markersize=4, linewidth=1, label=label)
+        if interval and np.isfinite(interval).all():
+            spread = [y - interval[0], interval[1] - y]
+            axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=line.get_color())

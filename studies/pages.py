@@ -1,25 +1,25 @@
-"""Rewrite the tables of README.md, studies/README.md and pocket/README.md from the recorded results:
-`python3 -m studies.pages`."""
+"""Rewrite the figures of README.md, which its marks name, and the tables of studies/README.md and
+pocket/README.md from the recorded results: `python3 -m studies.pages`."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from studies import replay as replaying
-from studies.claims import SOURCES, claims_on, every_claim, glance
-from studies.core import Rows, draw, table_of
-from studies.protocol import claim_tables
+from studies.claims import SOURCES, claims_on, glance
+from studies.core import Rows, claims, draw, table_of
+from studies.protocol import ANSWERS, claim_tables
 from support.blocks import write_blocks
 from support.cli import CommandLine
-from support.files import read_csv, read_json
-from support.tables import Table, page, table
+from support.files import read_csv, read_json, write_atomically
+from support.tables import Table, page
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
+README = ROOT / "README.md"
 GOALS = (  # of the pocket model's training: a share is at least so large, nats are at most
     ("recall of early facts, in unseen wordings", "recall_share", 0.8),
     ("closed book: facts of its world, in unseen wordings", "closed_book_share", 0.995),
@@ -31,130 +31,28 @@ GOALS = (  # of the pocket model's training: a share is at least so large, nats 
     ("a list read the second time, nats per token", "list_second_nats", 0.1),
     ("perplexity", "perplexity", 2.8),
 )
-HELD = {"HOLDS": "yes", "DOES NOT HOLD": "no", "NOT SHOWN": "not shown"}
-PAPERS = (  # an idea; what was claimed, by a claim's first words; a study, and a figure of its rows
-    (
-        "A KV cache keeps the keys and values of the tokens already read",
-        "Faster: {we already get}. The same text: {both the}",
-        "article",
-        "GPT-2's size, random weights: 200 tokens are written {no-cache} times as fast",
-    ),
-    (
-        "BCT writes them into a memory of constant size",
-        "Constant memory: {the memory usage}. As good as full attention: {significantly reduces}",
-        "bounding",
-        "By the paper's rule, a model of two layers looks up {right: sum} of 32 keys; with full "
-        "attention {right: full}",
-    ),
-    (
-        "KV recycling reuses the cache of a stored prompt",
-        "The same answers where all of the rest is read: {should represent}. 30 to 50% saved: {When}",
-        "recycling",
-        "DialoGPT-medium's size, random weights: the paper's call saves "
-        "{published@model=355M@order=source ±} of the time, which may be nothing",
-    ),
-    (
-        "CP-KVP takes the first token from a similar prompt's projected cache",
-        "As good as the exact one: {Next-token KL}",
-        "projection",
-        "On the pocket model's quiz questions the two predictions are {written} nats apart; 0.05 are "
-        "allowed",
-    ),
-    (
-        "OverFill lets a small model write on a large one's cache",
-        "Better than the small model alone: {Quality: Teacher}",
-        "refreshing",
-        "The pocket model gives its student's texts a perplexity of {none}; without its cache, "
-        "{student}; of a student trained as long for writing alone, {student@trained=alone}",
-    ),
-    (
-        "KV refresh lets the large model renew that cache now and then",
-        "The more often, the better: {0 (No Refresh)}",
-        "refreshing",
-        "The same student's perplexity falls from {none} to {periodic:256} with a refresh every 256 "
-        "tokens, to {periodic:64} with one every 64",
-    ),
-)
+# In README.md: a study and a template of its figures, or "the words" that a claim begins with.
+MARK = re.compile(r"<!--= (\w+) (.*?) -->.*?<!--/-->")
 
 
-def papers() -> str:
-    """A row for each idea of the sources: whether it held up, and one figure."""
-    every = [claim for claims in every_claim().values() for claim in claims]
-
-    def verdict(match: re.Match[str]) -> str:
-        claim = next(claim for claim in every if claim["quote"].startswith(match[1]))
-        return HELD[claim["verdict"]]
-
-    rows = []
-    for idea, claimed, study, figure in PAPERS:
-        shown = Rows(study).shown(figure, {})
-        rows.append([idea, re.sub(r"{(.*?)}", verdict, claimed), shown])
-    return table(["the idea", "did it hold up?", "one figure"], rows, markdown=True, left=3)
-
-
-def methods() -> str:
-    """A row for each method: its idea, whether it is exact, and one figure."""
-    requests = read_json(sorted((ROOT / "benchmarks" / "results").glob("*/requests.json"))[-1])
-    many = requests["counts"]["16"]["rows"]["paged.py"]["times_as_fast"]
-    stored = Rows("latency").shown("{warm-disk} instead of {cold} ms", {"m": 1000, "share": 90})
-    passes = Rows("speculation").shown(
-        "{passes: exact:8} passes in 1,000 tokens instead of {passes: teacher}", {"mode": "greedy"}
+def with_marks(text: str) -> str:
+    """Return README.md's text with what each of its marks asks for: figures, or a verdict."""
+    return MARK.sub(
+        lambda mark: f"<!--= {mark[1]} {mark[2]} -->{marked(*mark.groups())}<!--/-->", text
     )
-    texts = Rows("refreshing").shown(
-        "{none}; the small model alone {student}, trained for that {student@trained=alone}", {}
-    )
-    warm = Rows("projection").shown(
-        "{saved: mapped@model=124M} sooner on average over 32 to 1,000 tokens; pocket's is {written} "
-        "nats from the exact distribution",
-        {},
-    )
-    small = Rows("compression").shown(
-        "4 bits: {each: bits:4} bytes a token instead of {each: full}, {bits:4} nats from full attention; "
-        "a window of as many bytes: {window:quarter}",
-        {},
-    )
-    rows = [
-        [
-            "[`recycle.py`](recycle.py)",
-            "A prompt that begins like an earlier one reuses its cache, which [an index on disk]"
-            "(support/store.py) finds",
-            "exact",
-            "GPT-2 124M's size (random weights), 900 of 1,000 prompt tokens stored: first token after "
-            + stored,
-        ],
-        [
-            "[`paged.py`](paged.py)",
-            "Many texts at once, in blocks of cache that any text may own and several may share",
-            "exact",
-            f"GPT-2 124M's size (random weights), 16 texts: {many:.1f} times as fast as one at a time",
-        ],
-        [
-            "[`speculate.py`](speculate.py)",
-            "A small model drafts, and the large one checks a draft in one pass",
-            "exact",
-            f"with drafts of 8 tokens, the large model makes {passes}",
-        ],
-        [
-            "[`overfill.py`](overfill.py)",
-            "A large model reads the prompt, a small one continues from its cache, which is refreshed "
-            "now and then",
-            "approximate",
-            f"the pocket models' perplexity: {texts}",
-        ],
-        [
-            "[`projector.py`](projector.py)",
-            "A first token from a similar prompt's cache, before the prompt is read",
-            "approximate",
-            f"GPT-2 124M's size (random weights): {warm}",
-        ],
-        [
-            "[`compress.py`](compress.py)",
-            "All tokens in 8, 4 or 2 bits, or only the older tokens whose keys are shortest",
-            "approximate",
-            f"pocket, {small}",
-        ],
-    ]
-    return table(["file", "what it does", "its text", "one figure"], rows, markdown=True, left=4)
+
+
+def marked(study: str, asked: str) -> str:
+    """Return what a mark asks for; of "requests", how many times as fast so many texts are written
+    at once."""
+    if study == "requests":
+        record = read_json(sorted(ROOT.glob("benchmarks/results/*/requests.json"))[-1])
+        return f"{record['counts'][asked]['rows']['paged.py']['times_as_fast']:.1f}"
+    if not asked.startswith('"'):
+        return Rows(study).shown(asked, {})
+    words = asked.strip('"')
+    verdict = next(c["verdict"] for c in claims(Rows(study)) if c["quote"].startswith(words))
+    return ANSWERS.get(verdict, verdict).lower()
 
 
 def claims_of(source: str) -> str:
@@ -216,25 +114,12 @@ def row_table(name: str) -> str:
     return page(table_of(Rows(name)), markdown=True)
 
 
-STUDIES = (
-    "article",
-    "bounding",
-    "compression",
-    "latency",
-    "lengths",
-    "projection",
-    "recycling",
-    "refreshing",
-    "speculation",
-)
-DRAWN = ("bounding", "compression", "latency", "lengths", "projection", "refreshing")
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"papers": papers, "methods": methods},
     ROOT / "pocket" / "README.md": {"generations": generations},
     ROOT / "studies" / "README.md": {
         "glance": lambda: page(glance(), markdown=True),
         **{f"claims: {source}": partial(claims_of, source) for source in SOURCES},
-        **{name: partial(row_table, name) for name in STUDIES},
+        **{study: partial(row_table, study) for study in itertools.chain(*SOURCES.values())},
     },
 }
 
@@ -244,13 +129,14 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--figures", action="store_true", help="draw the figures too")
     with cli.parse(argv) as args:
         write_blocks(PAGES)
+        text = with_marks(README.read_text("utf-8"))
+        write_atomically(README, lambda file: file.write_text(text, "utf-8"))
         if not args.figures:
             return
-        folder = ROOT / "studies"
-        for path in (folder / "recycling").glob("replay_*.csv"):
+        for path in (ROOT / "studies" / "recycling").glob("replay_*.csv"):
             replaying.draw(path)
-        for name in DRAWN:
-            draw(Rows(name), folder / name)
+        for study in itertools.chain(*SOURCES.values()):
+            draw(Rows(study), ROOT / "studies" / study)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ from projector import (
     read,
 )
 from recycle import read_all
-from studies.core import LEAST, Figure, Rows, draw, in_turn, machine_of, page_of
+from studies.core import LEAST, Figure, Rows, in_turn, machine_of, recorded, report
 from studies.projection_ways import (
     COUNTS,
     POCKET,
@@ -66,11 +66,9 @@ from studies.projection_ways import (
     pocket_families,
     read_pairs,
 )
-from studies.protocol import StudyLine, pattern
+from studies.protocol import StudyLine
 from support.conditions import conditions, random_model
-from support.geometry import kv_heads
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
-from support.tables import page
 
 GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
 OURS = ("raw-1:16", "raw-8:4", "raw-32:64")  # the best on validation prompts of the four kinds
@@ -358,12 +356,10 @@ def curvature() -> float:
 
 
 def sizes(rows: Rows, trial: Trial) -> None:
-    """Append bytes of summary tokens, caches and maps, and the penalties that were found."""
-    at, c = {"kind": trial.kind}, trial.model.config
+    """Append the share of a cache that summary tokens have, and bytes and penalties of both maps."""
+    at = {"kind": trial.kind}
     if rows.due(["summary"], "share", **at):
-        tokens = mean(len(p.ids) for p in trial.train)
-        total = 4 * 2 * c.n_layer * kv_heads(c) * c.head_dim * PROPOSED.m
-        rows.add("summary", at, bytes=[total], share=[PROPOSED.m / tokens], tokens=[tokens])
+        rows.add("summary", at, share=[PROPOSED.m / mean(len(p.ids) for p in trial.train)])
     if "written" in rows.due(trial.ways, "penalty", **at):
         first, second = trial.compressor(), trial.stage_2(PROPOSED, trial.as_written)
         rows.add("stage1-written", at, bytes=[first.weight.nbytes], penalty=[first.penalty])
@@ -401,8 +397,9 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
     given, found = trial.related("test"), [(q.prompt, q.found) for q in high]
     ask(rows, trial, FOUND, found, worth)
     ask(rows, trial, GIVEN, given, on="given")
+    ask(rows, trial, [f"raw-{m}:1" for m in COUNTS], given, on="given")
     for m in (m for m in COUNTS if m < trial.shortest):
-        ask(rows, trial, ["proposed", f"raw-{m}:1"], given, on="given", m=m)
+        ask(rows, trial, ["proposed"], given, on="given", m=m)
     ask(rows, trial, OURS, given[:24], swapped, on="swap")
     own = [(p, p) for p in trial.sample[:FIT_PROMPTS]]
     pairs = [(target, source) for source, target in trial.pairs[:FIT_PROMPTS]]
@@ -441,7 +438,7 @@ def save_libraries(trial: Trial, tau: float, encoder: str, folder: Path) -> None
 
 def main(argv: list[str] | None = None) -> None:
     models = f"pocket or pocket-llama; with --pairs FILE also {NAMES}"
-    cli = StudyLine(__doc__, "projection", "few quiz questions", models=models)
+    cli = StudyLine(__doc__, "projection", "few quiz questions", models=models, again=True)
     cli.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND", help="of prompts")
     cli.add_argument(
         "--pairs",
@@ -456,13 +453,6 @@ def main(argv: list[str] | None = None) -> None:
         help="the retrieval's embeddings: pairs, fitted on the training prompts; tokens, the "
         "model's own; or a model of sentence-transformers",
     )
-    cli.add_argument(
-        "--again",
-        default="",
-        type=pattern,
-        metavar="WAYS",
-        help="measure these ways once more: a name, or a pattern",
-    )
     with cli.parse(argv) as args:
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
@@ -471,26 +461,20 @@ def main(argv: list[str] | None = None) -> None:
                 f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"
             )
         reasons = {
-            "reduced run": args.quick,
             "run of other prompts": args.pairs,
             "run of another model": args.model != "pocket",
             "run with another encoder": args.encoder != "pairs",
         }
-        reduced = next((why for why, differs in reasons.items() if differs), "")
-        rows, turns = Rows("projection", args.out, args.again, reduced), 1 if args.quick else 7
+        different = next((why for why, differs in reasons.items() if differs), "")
+        rows, turns = recorded("projection", args, different), 1 if args.quick else 7
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, few = load_tokenizer(args.model), 20 if args.quick else 0
         kinds = args.kinds or (["quiz"] if args.quick else [*POCKET])
         if args.pairs:
             kinds = [Path(args.pairs).stem]
-        if reduced:
-            rows.paper["usual"] |= {"kind": kinds[0]}
-            rows.paper["every"] = {"kind": kinds}
-            shown = rows.paper["table"]["columns"]
-            shown = {
-                f"{kinds[0]}{k[4:]}" if ":" in k else k: v for k, v in shown.items() if "@" not in v
-            }
-            rows.paper["table"]["columns"] = shown
+        if rows.reduced:
+            rows.paper["usual"]["kind"] = kinds[0]
+            rows.paper["every"]["kind"] = kinds
         for kind in kinds:
             if args.pairs:
                 families = read_pairs(Path(args.pairs), args.seed)
@@ -503,11 +487,10 @@ def main(argv: list[str] | None = None) -> None:
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.encoder, args.out / "library")
-        if not reduced:
+        if not rows.reduced:
             lengths(rows, turns)
             finish(rows)
-        draw(rows, args.out)
-        print(page([*page_of(rows), f"Written to {args.out}"]))
+        report(rows)
 
 
 if __name__ == "__main__":

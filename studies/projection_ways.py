@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -125,17 +125,18 @@ class Way:
     alone: bool = False
 
 
-def kept(method: Callable) -> Callable:
-    """Let a method of a Trial return what it made at the first call with these arguments."""
-
-    @wraps(method)
-    def call(self: Trial, *arguments: Any) -> Any:
-        key = (method.__name__, *arguments)
-        if key not in self.made:
-            self.made[key] = method(self, *arguments)
-        return self.made[key]
-
-    return call
+KEPT = (  # methods of a Trial that make something once
+    "bank",
+    "own",
+    "segment_map",
+    "compressor",
+    "as_written",
+    "by_segments",
+    "stage_2",
+    "projected",
+    "hidden_map",
+    "learned",
+)
 
 
 class Trial:
@@ -156,7 +157,8 @@ class Trial:
         Raises ValueError if a prompt exceeds the context, or too few families have two prompts that
         are long enough."""
         self.model, self.tokenizer, self.kind, self.few = model, tokenizer, kind, few
-        self.made: dict[Any, Any] = {}
+        for name in KEPT:
+            setattr(self, name, cache(getattr(self, name)))
         self.prompts = {split: self.read(split, chosen) for split, chosen in families.items()}
         least = PROPOSED.m + PROPOSED.tail
         if (fewest := min(map(len, self.prompts.values()))) < 3:
@@ -264,13 +266,11 @@ class Trial:
 
     # --- The stages -------------------------------------------------------------------------------
 
-    @kept
     def bank(self, tail: int) -> Tensor:
         """Return queries of training prompts (L, H, N, D) for summarize()."""
         few = [p for p in self.bankers if len(p.ids) >= tail][: max(4, QUERIES // tail)]
         return torch.cat([projector.own_queries(self.model, p.exact, tail) for p in few], 2)
 
-    @kept
     def own(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens fitted on one prompt."""
         bank = self.bank(layout.tail)
@@ -279,7 +279,6 @@ class Trial:
     def parts(self, prompts: Sequence[Prompt], layout: Layout) -> list[Segments]:
         return [measure_segments(self.model, p.exact, layout) for p in prompts]
 
-    @kept
     def segment_map(self, layout: Layout) -> SegmentMap:
         """Return the smaller stage 1, one map from the means of segments; for another number of
         summary tokens with the penalty that was found for the proposal's."""
@@ -288,7 +287,6 @@ class Trial:
             return SegmentMap.fit(parts, [p.family for p in self.sample])
         return SegmentMap(parts, self.segment_map(replace(layout, m=PROPOSED.m)).penalty)
 
-    @kept
     def compressor(self) -> Compressor:
         """Return stage 1 as written."""
         exact = [p.exact for p in self.sample]
@@ -297,29 +295,14 @@ class Trial:
         families = [p.family for p in self.sample]
         return Compressor.fit(self.model, exact, families, PROPOSED.m, self.longest)
 
-    @kept
-    def by_maps(self, layout: Layout, written: bool) -> dict[Prompt, Tensor]:
-        """Return the summary tokens of all prompts that are asked, stored or fitted on, by one of
-        the two maps for all prompts."""
-        prompts = [p for split in ("valid", "test") for f in self.prompts[split] for p in f]
-        prompts += [*self.stored("test"), *self.sample, *(p for pair in self.pairs for p in pair)]
-        prompts = [*dict.fromkeys(prompts)]
-        if written:
-            prompts = [p for p in prompts if len(p.ids) - 1 <= self.longest]
-            summaries = self.compressor()([p.exact for p in prompts])
-        else:
-            summaries = self.segment_map(layout)(self.parts(prompts, layout))
-        return dict(zip(prompts, summaries, strict=True))
-
     def as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
-        return self.by_maps(layout, True)[prompt]
+        return self.compressor()([prompt.exact])[0]
 
     def by_segments(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by the smaller stage 1."""
-        return self.by_maps(layout, False)[prompt]
+        return self.segment_map(layout)(self.parts([prompt], layout))[0]
 
-    @kept
     def stage_2(self, layout: Layout, make: Callable) -> Projector:
         """Return stage 2 for one way of stage 1; for another number of summary tokens with the
         penalty that was found for the proposal's."""
@@ -329,13 +312,11 @@ class Trial:
             return Projector.fit(*both, [source.family for source, _ in self.pairs])
         return Projector(*both, self.stage_2(replace(layout, m=PROPOSED.m), make).penalty)
 
-    @kept
     def projected(self, make: Callable, prompt: Prompt, layout: Layout) -> Tensor:
         """Return a prompt's summary tokens after both stages: once, since stage 2 doesn't depend on
         the new prompt. The proposal maps them at every start."""
         return self.stage_2(layout, make)(make(prompt, layout)[None])[0]
 
-    @kept
     def hidden_map(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the ridge from a source's last hidden state to its target's: both means, and
         weights."""
@@ -351,7 +332,6 @@ class Trial:
         x = (source.exact.hidden.double() - before) @ weight + after
         return self.model.head(x.to(self.model.wte.weight)[None, None])[0, 0]
 
-    @kept
     @torch.enable_grad()
     def learned(self) -> Tensor:
         """Return the source's baseline, summary tokens (L, 2, H, m, D) that are the same for every

@@ -61,7 +61,7 @@ class StudyLine(CommandLine):
                 "--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads"
             )
         if again:
-            what = "measure these ways once more: a name, or a pattern such as 'periodic.*'"
+            what = "measure these ways once more: a name, or a pattern such as 'raw.*'"
             self.add_argument("--again", default="", type=pattern, metavar="WAYS", help=what)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
         self.add_argument(
@@ -107,8 +107,7 @@ class Claim(TypedDict):
     ours: str
     figure: str  # what decides, with its interval
     verdict: str
-    stated: str  # tested as stated: yes, partly, no
-    why: str
+    stated: str  # whether it is tested as stated, and why not: "partly: ..."
     command: str  # python3 -m studies.COMMAND measures it
 
 
@@ -135,9 +134,8 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
         place = f" ({'; '.join(where)})" if where else ""
         verdict, figure = claim["verdict"], claim["figure"]
         if claim["source"]:
-            stated = ": ".join(filter(None, (claim["stated"], claim["why"])))
             found = ": ".join(filter(None, (verdict, figure)))
-            rows.append([f'"{claim["quote"]}"{place}', found, stated])
+            rows.append([f'"{claim["quote"]}"{place}', found, claim["stated"]])
         else:
             found = ": ".join(filter(None, (ANSWERS.get(verdict, verdict), figure)))
             questions.append([f"{claim['quote']}{place}", found])

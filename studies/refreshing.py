@@ -24,6 +24,7 @@ cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from bisect import bisect_right
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,7 +131,8 @@ class Texts:
             return generate(self.models[way], ids, self.n, cache=new_cache(), **options), None
         pair = Pair(self.models["teacher"], self.models["student"], ids, new_cache)
         if way in PUBLISHED:
-            return refresh_as_published(pair, self.n, int(way.partition(":")[2]), **options), None
+            every = int(way.partition(":")[2])
+            return refresh_as_published(pair, self.n, every, **options), pair
         return overfill.generate_refreshed(pair, self.n, self.policy(way, mode), **options), pair
 
     @torch.no_grad()
@@ -160,6 +162,9 @@ def refresh_as_published(
         if len(unread) == every:
             pair.teacher(torch.cat(unread, 1), pair.read, last_only=True)
             overfill.splice_last(pair.cache, pair.read, torch.full_like(token[:, 0], every))
+            pair.counts = pair.counts + 1
+            pair.passes = pair.passes + 1
+            pair.teacher_tokens = pair.teacher_tokens + every
             unread = []
         logits = pair.student(token, pair.cache, last_only=True)[:, -1]
         token = sample(logits, temperature, None, generator)
@@ -264,12 +269,11 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
 # --- Time -------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Timed:
-    """Seconds of one text, of its first token, and the pair that wrote it, if any."""
+class Timed(NamedTuple):
+    """Seconds of one text, those after its first token, and the pair that wrote it, if any."""
 
     seconds: float
-    first: float
+    decoding: float
     pair: Pair | None
 
 
@@ -279,15 +283,17 @@ def timed(texts: Texts, way: str, prompts: int, turn: int) -> Timed:
     begun = time.perf_counter()
     tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
     int(next(tokens))
-    first = time.perf_counter() - begun
+    first = time.perf_counter()
     for token in tokens:
         int(token)  # waits for the device
-    return Timed(time.perf_counter() - begun, first, pair)
+    end = time.perf_counter()
+    return Timed(end - begun, end - first, pair)
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     """Append the times of ways that take turns, beside OverFill's; disturbed turns are left out.
-    Ways that are measured later take turns with OverFill too, whose own rows stay."""
+    Ways that are measured later take turns with OverFill too, whose own rows stay: their tokens/s
+    are what they would have been then."""
     rows, at = texts.rows, texts.at
     ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
     if not ways:
@@ -296,57 +302,59 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
         texts.policy(way, "sampled")  # calibrated before the clock runs
     runs = {way: partial(timed, texts, way, prompts) for way in ("none", *ways)}
     found = in_turn(runs, turns)
-    seconds = {way: [run.seconds for run in several] for way, several in found.items()}
-    kept = steady(seconds, "none")
-    alone = rows.find("none", "tps", **at) is not None  # ways that are measured after the others
-    unaided = [found["none"][i] for i in kept]
+    kept = steady({way: [run.seconds for run in runs] for way, runs in found.items()}, "none")
+    found = {way: [runs[i] for i in kept] for way, runs in found.items()}
+    then = rows.figure("none", "tps", **at)
+    reference = found["none"]
+    if then:
+        del found["none"]
+    else:
+        first_ms = [1e3 * (run.seconds - run.decoding) for run in reference]
+        rows.add("none", at, first_ms=first_ms)
+        read_times(texts, found)
+    for way, runs in found.items():
+        share, speed = [], []
+        for run, other in zip(runs, reference, strict=True):
+            steps = then.value * other.decoding if then else texts.n - 1
+            speed.append(steps / run.decoding)
+            share.append(run.seconds / other.seconds)
+        rows.add(way, at, time=share, tps=speed)
+        pair = runs[0].pair
+        if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
+            passes = 1000 / texts.n * int(pair.passes)
+            rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
+
+
+def read_times(texts: Texts, found: dict[str, list[Timed]]) -> None:
+    """Append the times of the teacher's passes over k new tokens."""
     reads: dict[int, list[float]] = {}
-    for way, several in found.items():
-        several = [several[i] for i in kept]
-        base = [seconds["none"][i] for i in kept]
-        share = [run.seconds / other for run, other in zip(several, base, strict=True)]
-        speed = [(texts.n - 1) / (run.seconds - run.first) for run in several]
-        if not alone:
-            rows.add(way, at, time=share, tps=speed, first_ms=[1e3 * run.first for run in several])
-        elif way != "none":  # tokens/s as they would have been then, by OverFill's of both times
-            then = rows.figure("none", "tps", **at).value
-            now = [(texts.n - 1) / (run.seconds - run.first) for run in unaided]
-            speed = [then * x / y for x, y in zip(speed, now, strict=True)]
-            rows.add(way, at, time=share, tps=speed)
+    for way, runs in found.items():
         policy = texts.policy(way, "sampled")
-        if isinstance(policy, Periodic) and policy.reads == "new" and not alone:
-            for refresh in (refresh for run in several for refresh in run.pair.refreshes):
+        if isinstance(policy, Periodic) and policy.reads == "new":
+            for refresh in itertools.chain(*(run.pair.refreshes for run in runs)):
                 reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
-        if several[0].pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
-            passes = [1000 / texts.n * int(several[0].pair.passes)]
-            rows.add(way, at, passes=passes, reads=[int(several[0].pair.teacher_tokens)])
     for k, ms in sorted(reads.items()):
-        rows.add("teacher", at | {"k": k}, read_ms=ms)
+        texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
 
 
 def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included. prefill(k) is the line through the times of the teacher's passes."""
-    measured = {
-        row["setting"]["k"]: row["value"] / 1e3
-        for row in rows.rows.values()
-        if row["metric"] == "read_ms"
-        and row["setting"].items() >= at.items()
-        and set(row["setting"]) == {*at, "k"}
-    }
-    if len(measured) < 2:
+    counts = {row["setting"]["k"] for row in rows.rows.values() if row["metric"] == "read_ms"}
+    measured = {k: rows.figure("teacher", "read_ms", **at, k=k) for k in sorted(counts)}
+    points = [(k, found.value / 1e3) for k, found in measured.items() if found]
+    if len(points) < 2:
         return
-    slope, start = np.polyfit([*measured], [*measured.values()], 1)
+    slope, start = np.polyfit(*zip(*points, strict=True), 1)
     first, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
-    ways = dict.fromkeys(row["way"] for row in rows.rows.values() if row["metric"] == "passes")
-    for way in ways:
+    alone = overfill.predicted_seconds(n - 1, tps, [], float)
+    for way in dict.fromkeys(row["way"] for row in rows.rows.values() if row["metric"] == "passes"):
         passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
         count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
-        each = start + slope * reads.value / count if count else 0.0
-        seconds = overfill.predicted_seconds(n - 1, tps, [count], lambda k, each=each: k * each)
-        alone = overfill.predicted_seconds(n - 1, tps, [], float)
+        prefills = partial(np.polyval, [slope, count * start])  # of all passes together
+        seconds = overfill.predicted_seconds(n - 1, tps, [reads.value], prefills)
         found = round((first / 1e3 + seconds) / (first / 1e3 + alone), 4)
         if rows.figure(way, "time", **at, by="formula") != Figure(found, found, found):
             rows.add_figure(way, at | {"by": "formula"}, "time", Figure(found, found, found), 1)
@@ -400,9 +408,10 @@ def prompts_of(
     return {"valid": ids[::5], "test": ids[test]}
 
 
-def sized(rows: Rows, size: str, n: int, turns: int) -> None:
+def sized(rows: Rows, quick: bool) -> None:
     """Append times at the size of a real model: random weights, on which times don't depend, and a
     student narrowed as pocket's is."""
+    size, n, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
     large = random_model(GPT, size)
     student = GPT(pruning("pocket", large.config, 1, "segments").config).eval()
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
@@ -438,26 +447,38 @@ def memory_needed(names: Sequence[str], many: int, tokens: int, dtype: torch.dty
 
 
 @torch.no_grad()
+def step_seconds(student: GPT, ids: Tensor) -> float:
+    """Return how long a student's step takes after prompts (B, T)."""
+    cache = student.new_cache()
+    student(ids, cache, last_only=True)
+    begun = time.perf_counter()
+    float(student(ids[:, -1:], cache)[0, 0, 0])  # waits for the device
+    return time.perf_counter() - begun
+
+
 def time_needed(texts: Texts, ways: Sequence[str], single: int) -> str:
     """Return a sentence on the time that the student's steps alone will take, by one that is timed:
     texts written at once in each mode and way, and `single` texts one by one in each way."""
-    seconds, steps = {}, {}
-    ids, student = texts.prompts["test"], texts.models["student"]
-    for name, many in (("at once", len(ids)), ("one by one", 1)):
-        cache = student.new_cache()
-        student(ids[:many], cache, last_only=True)
-        begun = time.perf_counter()
-        float(student(ids[:many, -1:], cache)[0, 0, 0])  # waits for the device
-        seconds[name] = time.perf_counter() - begun
-    steps["at once"] = len(MODES) * len(ways) * texts.n
-    steps["one by one"] = single * len(ways) * texts.n
-    hours = sum(seconds[name] * steps[name] for name in steps) / 3600
+    ids, student, tokens = texts.prompts["test"], texts.models["student"], len(ways) * texts.n
+    at_once, one = step_seconds(student, ids), step_seconds(student, ids[:1])
+    together, alone = len(MODES) * tokens, single * tokens
     return (
-        f"Time: {hours:.1f} hours or more: {steps['at once']:,} steps of the student with "
-        f"{len(ids)} texts at once, {seconds['at once']:.2f} s each, and {steps['one by one']:,} with "
-        f"one, {seconds['one by one']:.2f} s each; the teacher's reading comes on top. An interrupted "
-        "run goes on where it stopped."
+        f"Time: {(together * at_once + alone * one) / 3600:.1f} hours or more: {together:,} steps of "
+        f"the student with {len(ids)} texts at once, {at_once:.2f} s each, and {alone:,} with one, "
+        f"{one:.2f} s each; the teacher's reading comes on top. An interrupted run goes on where it "
+        "stopped."
     )
+
+
+def ways_for(train: str, fits: bool) -> Sequence[str]:
+    """Return the ways to measure with a student that was trained so; fits: whether the teacher's
+    cache can be spliced into its own."""
+    if train == "dropout":
+        return DROPOUT
+    if train != "segments":
+        return FEW
+    ways = [way for way in EVERY_WAY if not way.startswith("dropout")]
+    return ways if fits else [way for way in ways if way not in PUBLISHED]
 
 
 def measure(
@@ -474,32 +495,29 @@ def measure(
     tokenizer = load_tokenizer(names[0])
     trained = TRAINED if names[1] == TRAINED["segments"] else {"segments": names[1]}
     if path is not None:
-        texts = prompts_of(tokenizer, path, count, 2**31, chat)["test"]
-        print(memory_needed(names, len(texts), texts.size(1) + n, options["dtype"]), flush=True)
+        many, length = prompts_of(tokenizer, path, count, 2**31, chat)["test"].shape
+        print(memory_needed(names, many, length + n, options["dtype"]), flush=True)
     for train, name in trained.items():
         teacher, student, _ = overfill.load_pair(names[0], name, **options)
         room = min(teacher.config.n_ctx, student.config.n_ctx)
         n = min(n, room - 192) if path is None else n
         prompts = prompts_of(tokenizer, path, count, room - n, chat)
         prompts = {split: ids.to(teacher.wte.weight.device) for split, ids in prompts.items()}
-        texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, {})
-        fits = not overfill.misfit(teacher, student)
-        ways = [way for way in EVERY_WAY if not way.startswith("dropout")]
+        at = {} if train == "segments" else {"trained": train}
+        texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
         if train == "dropout":
-            ways, texts.rate = DROPOUT, overfill.dropout_of(name)
-        elif train != "segments":
-            ways = FEW
-        elif not fits:
-            ways = [way for way in ways if way not in PUBLISHED]
-        texts.at = {} if train == "segments" else {"trained": train}
+            texts.rate = overfill.dropout_of(name)
+        fits = not overfill.misfit(teacher, student)
+        ways = ways_for(train, fits)
+        many, length = prompts["test"].shape
+        few = min(3, many)
+        if path is not None:
+            print(f"{time_needed(texts, ways, turns * few)}\n", flush=True)
         on = conditions(names[0], teacher)
-        here = [
+        here = (
             f"{names[0]}: {on['parameters']:,} parameters",
             f"students of {sum(p.numel() for p in student.parameters()):,} parameters",
-        ]
-        many, length = prompts["test"].shape
-        if path is not None:
-            print(f"{time_needed(texts, ways, turns * min(3, many))}\n", flush=True)
+        )
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
         rows.begin(*here, some, *machine_of(on))
         for mode in MODES:
@@ -508,13 +526,11 @@ def measure(
             areas(texts)
         if train == "segments" and fits:
             caches(texts, TRACED, max(1, count // 6))
-        some = (
-            f"single texts of {n:,} tokens after {length}, {min(3, many)} prompts, turns: {turns}"
-        )
+        some = f"single texts of {n:,} tokens after {length}, {few} prompts, turns: {turns}"
         rows.begin(*here, some, *machine_of(on))
         if train in ("segments", "dropout"):
-            times(texts, ways, min(3, many), turns)
-        predict(rows, n, texts.at)
+            times(texts, ways, few, turns)
+        predict(rows, n, at)
     variational(rows)
 
 
@@ -534,12 +550,7 @@ def main(argv: list[str] | None = None) -> None:
         options = {"device": args.device, "dtype": args.dtype}
         measure(rows, names, args.prompts, args.quick, args.chat, **options)
         if not others:
-            sized(
-                rows,
-                "2x2x64" if args.quick else "355M",
-                70 if args.quick else 260,
-                1 if args.quick else 5,
-            )
+            sized(rows, args.quick)
         report(rows)
 
 

@@ -21,6 +21,7 @@ def test_figures_are_those_that_were_recorded() -> None:
         text = page.read_text(encoding="utf-8")
         timeless = made.keys() - {"demo"}  # whose times differ every time
         assert with_blocks(text, {name: made[name]() for name in timeless}) == text
+    assert studies.pages.with_marks(README) == README
 
 
 @pytest.mark.slow
