@@ -363,7 +363,7 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
     assert ran.code == 0 and "300 requests" in ran.out, ran.err
     assert {path.name for path in out.iterdir()} == {"replay_small.csv", "replay_small.png"}
     rows = [line.split(",") for line in (out / "replay_small.csv").read_text().splitlines()]
-    *rates, unlimited = [float(row[4]) for row in rows[1:]]
+    *rates, unlimited = [float(row[3]) for row in rows[1:]]
     assert unlimited == pytest.approx(tokens / sum(r.tokens for r in requests), rel=1e-3)
     assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited
 
