@@ -37,7 +37,8 @@ from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
 from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
 from studies.latency import model_of
 from studies.protocol import HERE, StudyLine
-from support.conditions import SIZES, conditions, is_geometry
+from support.cli import GEOMETRIES
+from support.conditions import conditions, is_geometry
 from support.encoders import load_encoder
 from support.statistics import bootstrap
 
@@ -200,10 +201,7 @@ def claims_of(rows: Rows, model: str) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    models = (
-        f"{NAMES}; or random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M "
-        "is DialoGPT-medium's)"
-    )
+    models = f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)"
     quick = "once, and 5 new tokens of other models than pocket"
     cli = StudyLine(__doc__, "recycling", quick, models=models)
     cli.add_argument(
