@@ -210,8 +210,9 @@ def read_prompts(path: Path) -> list[str]:
 
 def answer(
     recycler: Recycler, way: str, text: str, ending: str, n: int
-) -> tuple[int, Iterator[Tensor]]:
-    """Return how many tokens of a prompt one of WAYS reuses, and up to n greedy tokens after it."""
+) -> tuple[KVCache, Iterator[Tensor]]:
+    """Return the cache with the tokens of a prompt that one of WAYS reuses, and up to n greedy
+    tokens after the prompt, which fill the cache further."""
     store, stop = recycler.store, recycler.tokenizer.eot_token
     ids = recycler.encode(text + ending)
     cache = store.model.new_cache()
@@ -221,8 +222,8 @@ def answer(
         cache = recycler.reuse(text, ending)
     k, prompt = len(cache), torch.tensor([ids], device=store.device)
     if way == "published" and k:
-        return k, generate_as_published(store.model, prompt[:, k:], cache, n, stop)
-    return k, generate(store.model, prompt, n, stop_id=stop, cache=cache)
+        return cache, generate_as_published(store.model, prompt[:, k:], cache, n, stop)
+    return cache, generate(store.model, prompt, n, stop_id=stop, cache=cache)
 
 
 def compared(
@@ -231,7 +232,7 @@ def compared(
     """Return what each of WAYS makes of a prompt: seconds to the first token and to the last of n,
     medians of `repeats` runs, taken in turns, of which each begins with another way; the text, and
     its likeness to the cold one."""
-    reused = {way: answer(recycler, way, text, ending, 1)[0] for way in WAYS}  # warms up, too
+    reused = {way: len(answer(recycler, way, text, ending, 1)[0]) for way in WAYS}  # warms up, too
     record = recycler.nearest(text)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     order = [*WAYS]

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,21 +34,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import gpt_bounded_cache as bounded
+from compress import read
 from gpt_bounded_cache import KVCache, SlidingWindowCache
-from load_gpt2_weights import find_file, load_model, load_tokenizer
+from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
 from studies.core import Figure, Rows, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.conditions import conditions
-from support.files import read_json
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
 from support.tables import table
 
-SINKS, SLOTS = (
-    4,
-    37,
-)  # sinks; slots of a window with the bytes of pocket-bct's memory, one of them spare
+SINKS = 4
+SLOTS = 37  # of a window with the bytes of pocket-bct's memory, one of them spare
 
 
 class Size(NamedTuple):
@@ -79,35 +77,35 @@ class Memory:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
         return self.model(ids, self.new_cache())
 
-    def write(self, ids: Tensor, n: int, **options: Any) -> Iterator[Tensor]:
-        """Yield n tokens (B, 1) after ids (B, T)."""
-        return bounded.generate(self.model, ids, n, cache=self.new_cache(), **options)
+    def write(self, ids: Tensor, n: int, **options: Any) -> Tensor:
+        """Return n tokens (B, n) after ids (B, T)."""
+        new = bounded.generate(self.model, ids, n, cache=self.new_cache(), **options)
+        return torch.cat([*new], dim=1)
 
 
-def memories_of(name: str, n: int, device: str, dtype: torch.dtype) -> dict[str, Memory]:
-    """Return the memories that a model can have: full, window and sinks of n slots, and ours for
-    pocket; or ours only, for a BCT. Raises ValueError if n is too small or too large."""
-    slots = read_json(find_file(name, "config.json")).get("slots")
-    bct = {"pocket": "pocket-bct"}.get(name, name if slots else None)
-    memories = {}
-    if not slots:
-        model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
-        n_ctx = model.config.n_ctx
-        if not SINKS + 1 < n <= n_ctx + 1:
-            raise ValueError(
-                f"{n} slots, one of them spare, must be more than {SINKS + 1} "
-                f"and at most {n_ctx + 1}"
-            )
-        kinds = {
-            "full": (f"full, {n_ctx} tokens", n_ctx, 0),
-            "window": (f"window of {n - 1}", n - 1, 0),
-            "sinks": (f"{SINKS} sinks + window of {n - 1 - SINKS}", n - 1 - SINKS, SINKS),
-        }
-        for way, (label, window, sinks) in kinds.items():
-            new_cache = lambda window=window, sinks=sinks: SlidingWindowCache(window, sinks)  # noqa: E731
-            memories[way] = Memory(label, model, new_cache)
-    if bct:
-        bct = load_model(bct, model_class=bounded.BCT, device=device, dtype=dtype)
+def memories_of(
+    name: str, n: int = SLOTS, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, Memory]:
+    """Return the memories that a GPT can have: full, window and sinks of n slots, and for pocket
+    ours. Raises ValueError if n is too small or too large."""
+    model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
+    n_ctx = model.config.n_ctx
+    if not SINKS + 1 < n <= n_ctx + 1:
+        raise ValueError(
+            f"{n} slots, one of them spare, must be more than {SINKS + 1} and at most {n_ctx + 1}"
+        )
+    window = n - 1 - SINKS
+    kinds = {
+        "full": (f"full, {n_ctx} tokens", n_ctx),
+        "window": (f"window of {n - 1}", n - 1),
+        "sinks": (f"{SINKS} sinks + window of {window}", window, SINKS),
+    }
+    memories = {
+        way: Memory(label, model, partial(SlidingWindowCache, *sizes))
+        for way, (label, *sizes) in kinds.items()
+    }
+    if name == "pocket":
+        bct = load_model("pocket-bct", model_class=bounded.BCT, device=device, dtype=dtype)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
         memories["ours"] = Memory(label, bct, bounded.BoundedMemory)
     return memories
@@ -120,7 +118,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     if args.trace_file:
         raise ValueError("--trace plays one memory: give --memory too")
     memories = memories_of(args.model, args.slots, args.device, args.dtype)
-    exact, tokenizer = next(iter(memories.values())), load_tokenizer(args.model)
+    exact, tokenizer = memories["full"], load_tokenizer(args.model)
     options = {
         "temperature": args.temperature,
         "top_k": args.top_k,
@@ -128,20 +126,15 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
         "generator": torch.Generator(args.device).manual_seed(args.seed),
     }
     new = exact.write(ids, args.max_new_tokens, **options)
-    text = torch.cat([ids, *new], dim=1)[:, -exact.config.n_ctx :]
+    text = torch.cat([ids, new], dim=1)[:, -exact.config.n_ctx :]
     print(tokenizer.decode(text[0].tolist()))
     rows, expected = [], None
     for memory in memories.values():
-        cache, ms, logits = memory.new_cache(), [], []
-        for token in text.split(1, dim=1):
-            started = time.perf_counter()
-            logits.append(memory.model(token, cache)[0].float())
-            ms.append(1000 * (time.perf_counter() - started))
-        got = torch.cat(logits)  # (T, V)
-        expected = got if expected is None else expected
-        same = (got.argmax(-1) == expected.argmax(-1)).float().mean()
-        apart = kl(expected, got).mean()
-        took = statistics.median(ms)
+        cache = memory.new_cache()
+        logits, ms = read(memory.model, cache, text)
+        expected = logits if expected is None else expected
+        same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
+        apart, took = kl(expected, logits).mean(), statistics.median(ms)
         rows.append(
             [memory.label, f"{cache.nbytes:,}", f"{took:.2f}", f"{apart:.3f}", f"{same:.0%}"]
         )
@@ -179,8 +172,8 @@ def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
 def explanation(memory: Memory, tokenizer: Any, question: corpus.Question, n: int = 220) -> str:
     """Return the greedy answer to a question."""
     ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-    new = torch.cat([*memory.write(ids, n, stop_id=tokenizer.eot_token)], dim=1)[0].tolist()
-    return tokenizer.decode([token for token in new if token != tokenizer.eot_token]).strip()
+    new = memory.write(ids, n, stop_id=tokenizer.eot_token)[0].tolist()
+    return tokenizer.decode(new).removesuffix(END_OF_TEXT).strip()
 
 
 def above(nats: np.ndarray) -> np.ndarray:
@@ -253,10 +246,7 @@ def measure(rows: Rows, size: Size) -> None:
     """Append the figures of pocket's memories."""
     if not rows.due(["full", "window", "sinks", "ours"], "long"):
         return
-    memories, tokenizer = (
-        memories_of("pocket", SLOTS, "cpu", torch.float32),
-        load_tokenizer("pocket"),
-    )
+    memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
     full, bct = memories["full"].model, memories["ours"].config
     on = conditions("pocket", full)
     rows.begin(

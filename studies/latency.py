@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -30,7 +31,8 @@ from load_gpt2_weights import NAMES, load_model
 from recycle import Store, read_all, timed
 from studies.core import Rows, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
-from support.conditions import SIZES, conditions, is_geometry, random_model
+from support.cli import GEOMETRIES
+from support.conditions import conditions, is_geometry, random_model
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
 LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
@@ -53,12 +55,9 @@ def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
 def drop_from_memory(folder: Path) -> None:
     """Let the operating system forget the content of files, so that they come from the disk."""
     for path in folder.iterdir():
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)  # only what is on the disk can be forgotten
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # only what is on the disk can be forgotten
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @torch.no_grad()
@@ -83,11 +82,6 @@ def all_tokens(model: GPT, ids: list[int], store: Store | None, turn: int) -> fl
     return timed(lambda: generate(model, prompt, DECODED, cache=cache())).total
 
 
-def saved(found: dict[str, Sequence[float]], way: str) -> list[float]:
-    """Return the share of the cold run's time that a way saves, turn by turn."""
-    return [1 - x / cold for x, cold in zip(found[way], found["cold"], strict=True)]
-
-
 def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: int) -> None:
     """Append the times of prompts of these lengths by where and how much of them is stored."""
     n_ctx, generator = model.config.n_ctx, torch.Generator().manual_seed(0)
@@ -103,8 +97,10 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
                 continue
             ids = torch.randint(model.config.vocab_size, (m,), generator=generator).tolist()
             k = min(round(share * m / 100), m - 1)
-            for store in (memory, disk) if k else ():
-                store.put(ids, read_all(model, ids[:k]))
+            for store in (memory, disk):
+                store.clear()
+                if k:
+                    store.put(ids, read_all(model, ids[:k]))
             runs = {
                 "cold": partial(first_token, model, ids, None, False),
                 "memory": partial(first_token, model, ids, memory, False),
@@ -112,22 +108,15 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
             }
             if hasattr(os, "posix_fadvise"):
                 runs["cold-disk"] = partial(first_token, model, ids, disk, True)
-            found = in_turn(runs, turns)
-            firsts = {way: [first for _, first in several] for way, several in found.items()}
-            for way, several in found.items():
-                restored = [1e3 * restore for restore, _ in several]
-                first = [1e3 * x for x in firsts[way]]
-                rows.add(way, at, first=first, saved=saved(firsts, way))
+            times = {way: np.array(found).T for way, found in in_turn(runs, turns).items()}
+            for way, (restore, first) in times.items():
+                rows.add(way, at, first=1e3 * first, saved=1 - first / times["cold"][1])
                 if way != "cold":
-                    rows.add(way, at, restore=restored)
+                    rows.add(way, at, restore=1e3 * restore)
             if (m, share) == (whole, 90):
-                runs = {
-                    "cold": partial(all_tokens, model, ids, None),
-                    "warm-disk": partial(all_tokens, model, ids, disk),
-                }
-                rows.add("warm-disk", at, saved_all=saved(in_turn(runs, turns), "warm-disk"))
-            memory.clear()
-            disk.clear()
+                runs = {place: partial(all_tokens, model, ids, place) for place in (None, disk)}
+                cold, warm = in_turn(runs, turns).values()
+                rows.add("warm-disk", at, saved_all=1 - np.divide(warm, cold))
     summed_up(rows, name, lengths)
 
 
@@ -151,7 +140,7 @@ def summed_up(rows: Rows, name: str, lengths: Sequence[int]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    models = f"random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH; or {NAMES}"
+    models = f"random weights of the size of {GEOMETRIES}; or {NAMES}"
     cli = StudyLine(__doc__, "latency", "short prompts only, once each", models=models)
     cli.set_defaults(model="124M")
     with cli.parse(argv) as args:

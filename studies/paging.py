@@ -116,45 +116,43 @@ class Record:
     most blocks that several texts owned. owners[block] are the numbers of its texts; written are
     (text, token); events say who came, was put back, and is complete."""
 
-    def __init__(self, server: Server, limits: Sequence[int]) -> None:
+    def __init__(self, server: Server) -> None:
         cache, self.server, self.steps = server.cache, server, []
-        self.texts: list[list[int]] = [[] for _ in limits]
-        self.used = self.wasted = self.shared = 0
+        self.texts: list[list[int]] = [[] for _ in server.texts]
         held: set[int] = set()
         while server.busy:
             written = server.step()
             for number, token in written:
                 self.texts[number].append(token)
+            now = {text.number for text in server.running}
+            waiting = [text.number for text in server.waiting]
+            events = {
+                "admitted": now - held,
+                "complete": held.difference(now, waiting),
+                "put back": held.intersection(waiting),
+            }
             owners: list[list[int]] = [[] for _ in range(cache.blocks)]
             filled = [0] * cache.blocks
             for text in server.running:
                 for i, block in enumerate(text.table):
                     owners[block].append(text.number)
-                    filled[block] = max(
-                        filled[block], min(cache.size, text.n_read - i * cache.size)
-                    )
-            now = {text.number for text in server.running}
-            complete = {number for number in held if len(self.texts[number]) == limits[number]}
-            events = {
-                "admitted": now - held,
-                "complete": complete,
-                "put back": held - now - complete,
-            }
+                    in_block = min(cache.size, text.n_read - i * cache.size)
+                    filled[block] = max(filled[block], in_block)
             step = {
                 "owners": owners,
                 "filled": filled,
                 "found": [bool(found) for found in cache.listed],
                 "written": written,
                 "reading": server.reading.number if server.reading else None,
-                "waiting": [text.number for text in server.waiting],
+                "waiting": waiting,
                 "events": {what: sorted(who) for what, who in events.items() if who},
             }
             self.steps.append(step)
             held = now
-            self.shared = max(self.shared, sum(len(who) > 1 for who in owners))
-            used = cache.blocks - len(cache.free)
-            if used > self.used:
-                self.used, self.wasted = used, used * cache.size - sum(filled)
+        fullest = max(self.steps, key=lambda step: sum(map(bool, step["owners"])))
+        self.used = sum(map(bool, fullest["owners"]))
+        self.wasted = self.used * cache.size - sum(fullest["filled"])
+        self.shared = max(sum(len(who) > 1 for who in step["owners"]) for step in self.steps)
 
     def picture(self) -> str:
         """Return a line for some of the steps: a letter for the text that owns a block, or how many
@@ -226,42 +224,41 @@ def demo(
     prompts = prompts_of(tokenizer)
     limits = [max(1, n * (i % 4 + 1) // 4) for i in range(len(prompts))]
     lengths = [len(ids) for ids in prompts]
-    if max(lengths) + n > model.context:
+    longest = max(lengths)
+    if longest + n > model.context:
         raise ValueError(
-            f"{max(lengths)} tokens of the longest prompt and {n} more exceed the context of "
+            f"{longest} tokens of the longest prompt and {n} more exceed the context of "
             f"{model.context}"
         )
-    each = [-(-(m + limit - 1) // size) for m, limit in zip(lengths, limits, strict=True)]
 
-    def waiting(blocks: int) -> Server:
-        server = Server(model, PagedCache(model, blocks, size), chunk)
+    def server(blocks: int) -> Server:
+        waiting = Server(model, PagedCache(model, blocks, size), chunk)
         for ids, limit in zip(prompts, limits, strict=True):
-            server.add(ids, limit)
-        return server
+            waiting.add(ids, limit)
+        return waiting
 
     if blocks:
-        waiting(blocks)  # too few are refused before anything takes time
-    rows, expected, record = [], None, None
+        server(blocks)  # too few are refused before anything takes time
+    rows, expected = [], None
 
-    def add(
-        name: str, seconds: float, texts: list[list[int]], held: int, wasted: int, *counts: int
-    ) -> None:
+    def add(name: str, seconds: float, served: Served, *counts: object) -> None:
+        texts, *memory = served
+        figures = [1e3 * seconds, sum(limits) / seconds, *memory]
         same = "yes" if texts == (expected or texts) else "NO"
-        figures = 1e3 * seconds, sum(limits) / seconds, held, wasted
-        counted = map(str, counts or "---")
-        rows.append([name, *(f"{x:,.0f}" for x in figures), *counted, same])
+        rows.append([name, *(f"{x:,.0f}" for x in figures), *map(str, counts), same])
 
     for name, way in (("one at a time", one_at_a_time), ("a padded batch", padded)):
-        seconds, (texts, held, wasted) = fastest(lambda way=way: way(model, prompts, limits))
-        add(name, seconds, texts, held, wasted)
-        expected = expected or texts
+        seconds, served = fastest(lambda way=way: way(model, prompts, limits))
+        add(name, seconds, served, "-", "-", "-")
+        expected = expected or served[0]
+    each = [-(-(m + limit - 1) // size) for m, limit in zip(lengths, limits, strict=True)]
+    budget = sum(each)
     for name in ("blocks for all", "few blocks"):
-        budget = blocks or max(*each, record.used // 2) if record else sum(each)
-        seconds, record = fastest(lambda budget=budget: Record(waiting(budget), limits))
+        seconds, record = fastest(lambda budget=budget: Record(server(budget)))
+        budget = blocks or max(*each, record.used // 2)  # of the last row
         token = record.server.cache.pool[..., 0, 0, :].nbytes
-        held, wasted = record.used * size * token, record.wasted * token
-        counts = record.used, record.shared, record.server.put_back
-        add(name, seconds, record.texts, held, wasted, *counts)
+        served = record.texts, record.used * size * token, record.wasted * token
+        add(name, seconds, served, record.used, record.shared, record.server.put_back)
     print(f"""\
 Twelve prompts of {min(lengths)} to {max(lengths)} tokens, half of them with a common header, and \
 {min(limits)} to {max(limits)} greedy

@@ -4,7 +4,7 @@ and by the published call.
 `python3 -m studies.recycling` takes about a minute with `pocket`, whose texts are judged;
 `--model 355M` (random weights of the source's geometry, whose times are judged) half an hour. The
 embeddings are recorded ones of all-MiniLM-L6-v2 in recycling/embeddings.npz, of the prompts and of
-pocket's answers; a run with other embeddings, other lengths or another model is given no verdict.
+pocket's answers; a run with other embeddings or another model is given no verdict.
 
 cold, recycled, published   the whole prompt is read; all but its longest stored prefix is; the
                             source's call, on the nearest stored prompt if all of it is a prefix
@@ -24,29 +24,25 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tiktoken
-import torch
 
-from gpt_kv_cache import generate
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
-from recycle import Recycler, Store, generate_as_published, prompt_files, read_prompts
+from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
 from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
 from studies.latency import model_of
 from studies.protocol import HERE, StudyLine
-from support.cli import whole_number
-from support.conditions import SIZES, conditions, is_geometry
+from support.cli import GEOMETRIES
+from support.conditions import conditions, is_geometry
 from support.encoders import load_encoder
 from support.statistics import bootstrap
 
-WAYS = ("cold", "recycled", "published")
+WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # by recycle.py's names
 ENCODER, NEW = "all-MiniLM-L6-v2", 100
 OWN = ("pocket", "355M")  # the recorded models
 Found = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
@@ -79,45 +75,23 @@ class Known:
 class Trial:
     """The experiment with one model: how a prompt is answered, and what is stored."""
 
-    def __init__(
-        self,
-        store: Store,
-        tokenizer: tiktoken.Encoding,
-        encoder: Callable,
-        tests: Sequence[str],
-        n: int,
-        ending: str,
-    ) -> None:
+    def __init__(self, recycler: Recycler, tests: Sequence[str], n: int, ending: str) -> None:
         """tests: the prompts to answer; n: new tokens; ending: what follows a test prompt, but no
         stored one. Raises ValueError if a prompt leaves no room for the answer."""
-        self.recycler, self.tests = Recycler(store, tokenizer, encoder), tests
-        self.n, self.ending = n, ending
-        self.model, self.stop = store.model, tokenizer.eot_token
-        self.lengths = [len(self.recycler.encode(text + ending)) for text in tests]
-        longest, n_ctx = max(self.lengths), self.model.config.n_ctx
+        self.recycler, self.tests, self.n, self.ending = recycler, tests, n, ending
+        self.lengths = [len(recycler.encode(text + ending)) for text in tests]
+        longest, n_ctx = max(self.lengths), recycler.store.model.config.n_ctx
         if longest + n > n_ctx:
             message = f"a prompt of {longest} tokens and {n} new ones exceed the context, {n_ctx}"
             raise ValueError(message)
 
-    def answer(self, way: str, text: str, turn: int) -> Answer:
+    def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; retrieval and restoring count, too."""
-        ids = self.recycler.encode(text + self.ending)
-        written, first, begun = [], 0.0, time.perf_counter()
-        if way == "cold":
-            cache = self.model.new_cache()
-        elif way == "recycled":
-            cache = self.recycler.store.get(ids)
-        else:
-            cache = self.recycler.reuse(text, self.ending)
-        k, prompt = len(cache), torch.tensor([ids], device=self.model.wte.weight.device)
-        if way == "published" and k:
-            tokens = generate_as_published(self.model, prompt[:, k:], cache, self.n, self.stop)
-        else:
-            tokens = generate(self.model, prompt, self.n, stop_id=self.stop, cache=cache)
-        for token in tokens:
-            written.append(int(token))
-            first = first or time.perf_counter() - begun
-        return Answer(written, first, time.perf_counter() - begun, k, len(cache))
+        begun = time.perf_counter()
+        cache, tokens = answer(self.recycler, WAYS[way], text, self.ending, self.n)
+        reused, retrieved = len(cache), time.perf_counter() - begun
+        run = timed(lambda: tokens)
+        return Answer(run.ids, retrieved + run.ttft, retrieved + run.total, reused, len(cache))
 
     def run(self, stored: Sequence[str], order: str, turns: int) -> Found:
         """Store the caches of some prompts and answer others. order: "interleaved", or the
@@ -132,7 +106,7 @@ class Trial:
         return in_turn(runs, turns)
 
     def once(self, way: str) -> Found:
-        return {(way, text): [self.answer(way, text, 0)] for text in self.tests}
+        return {(way, text): [self.answer(way, text)] for text in self.tests}
 
     def add(self, stored: Sequence[str]) -> None:
         for text in stored:
@@ -161,36 +135,37 @@ def nearness(pairs: np.ndarray) -> np.ndarray:
 
 def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
     """Append what was found."""
-    tests, tokens = trial.tests, trial.lengths
-    first, total, texts = {}, {}, {}
-    for way in WAYS:
-        several = [found[way, text] for text in tests]
-        first[way] = [statistics.median(x.first for x in turns) for turns in several]
-        total[way] = [statistics.median(x.total for x in turns) for turns in several]
-        one, cold = [turns[0] for turns in several], [found["cold", text][0] for text in tests]
-        texts[way] = [trial.recycler.tokenizer.decode(x.ids).removesuffix(END_OF_TEXT) for x in one]
-        taken = [a / b for a, b in zip(total[way], total["cold"], strict=True)]
-        sooner = [1 - a / b for a, b in zip(first[way], first["cold"], strict=True)]
-        depth = [x.reused / m for x, m in zip(one, tokens, strict=True)]
+    several = {way: [found[way, text] for text in trial.tests] for way in WAYS}
+    once = {way: [turns[0] for turns in answers] for way, answers in several.items()}
+    cold, times, vectors = once["cold"], {}, {}
+    for way, own in once.items():
+        turns = [[(x.first, x.total) for x in answers] for answers in several[way]]
+        times[way] = np.median(turns, axis=1)  # (prompts, 2): to the first token and to the last
+        saved = 1 - times[way] / times["cold"]
+        reused, positions = [x.reused for x in own], [x.positions for x in own]
+        depth = np.divide(reused, trial.lengths)
+        written = sum(len(x.ids) - 1 for x in own)  # the last token is not read
         rows.add(
             way,
             at,
-            first=[1e3 * x for x in first[way]],
-            latency=[1e3 * x for x in total[way]],
-            saved=[1 - x for x in taken],
-            slowest=[max(taken)],
-            answers=[sum(a.ids == b.ids for a, b in zip(one, cold, strict=True))],
+            first=1e3 * times[way][:, 0],
+            latency=1e3 * times[way][:, 1],
+            saved=saved[:, 1],
+            slowest=[1 - min(saved[:, 1])],
+            answers=[sum(a.ids == b.ids for a, b in zip(own, cold, strict=True))],
             depth=depth,
-            tokens=[sum(tokens)],
-            reused=[sum(x.reused for x in one)],
-            read=[sum(x.positions - x.reused - len(x.ids) + 1 for x in one)],
-            positions=[sum(x.positions for x in one)],
-            spared=[sum(a.positions - b.positions for a, b in zip(cold, one, strict=True))],
+            tokens=[sum(trial.lengths)],
+            reused=[sum(reused)],
+            read=[sum(positions) - sum(reused) - written],
+            positions=[sum(positions)],
+            spared=[sum(x.positions for x in cold) - sum(positions)],
         )
-        for metric, shares in (("alpha", [1 - x for x in taken]), ("alpha_first", sooner)):
-            points = np.array([*zip(depth, shares, strict=True)])
-            rows.add_figure(way, at, metric, Figure(*bootstrap(points, slope)), len(tests))
-    add_similarity(rows, {way: trial.recycler.encoder(texts[way]) for way in WAYS}, at)
+        for metric, share in zip(("alpha_first", "alpha"), saved.T, strict=True):
+            points = np.stack([depth, share], 1)
+            rows.add_figure(way, at, metric, Figure(*bootstrap(points, slope)), len(own))
+        texts = [trial.recycler.tokenizer.decode(x.ids).removesuffix(END_OF_TEXT) for x in own]
+        vectors[way] = trial.recycler.encoder(texts)
+    add_similarity(rows, vectors, at)
 
 
 def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], at: dict) -> None:
@@ -210,26 +185,25 @@ def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], at: dict) -> None
 
 def different(args: argparse.Namespace) -> str:
     """Return how a run differs from the recorded ones, "" if it doesn't."""
-    theirs = "DialoGPT-medium" in args.model  # the source's own model
-    reasons = {
-        "run with another encoder": args.encoder and Path(args.encoder).name != ENCODER,
-        "run with answers of other lengths": args.max_new_tokens != NEW,
-        "run of another model": args.model not in OWN and not theirs,
-    }
-    return next((why for why, differs in reasons.items() if differs), "")
+    if args.encoder and Path(args.encoder).name != ENCODER:
+        return "run with another encoder"
+    if args.model not in OWN and "DialoGPT-medium" not in args.model:  # the source's own model
+        return "run of another model"
+    return ""
+
+
+def claims_of(rows: Rows, model: str) -> list[dict]:
+    """Return the claims that a model decides, as of its rows: one that isn't recorded, all of them."""
+    claims = rows.paper["claims"]
+    if model in OWN:
+        claims = [claim for claim in claims if claim.get("at", {}).get("model", OWN[0]) == model]
+    return [claim | {"at": {"model": model}} for claim in claims]
 
 
 def main(argv: list[str] | None = None) -> None:
-    models = (
-        f"{NAMES}; or random weights of the size of {', '.join(SIZES)} or LAYERSxHEADSxWIDTH (355M "
-        "is DialoGPT-medium's)"
-    )
-    cli = StudyLine(
-        __doc__, "recycling", "once, and 5 new tokens of other models than pocket", models=models
-    )
-    cli.add_argument(
-        "--max-new-tokens", type=whole_number(1), default=NEW, metavar="N", help="tokens to write"
-    )
+    models = f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)"
+    quick = "once, and 5 new tokens of other models than pocket"
+    cli = StudyLine(__doc__, "recycling", quick, models=models)
     cli.add_argument(
         "--encoder",
         metavar="NAME",
@@ -241,25 +215,19 @@ def main(argv: list[str] | None = None) -> None:
         model, name = model_of(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
         encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
-        store, ending = Store(model, args.out / "cache"), END_OF_TEXT * ("DialoGPT" in args.model)
-        n = (
-            min(5, args.max_new_tokens)
-            if args.quick and args.model != OWN[0]
-            else args.max_new_tokens
-        )
-        trial = Trial(store, tokenizer, encoder, tests, n, ending)
+        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder)
+        n = 5 if args.quick and args.model != OWN[0] else NEW
+        trial = Trial(recycler, tests, n, END_OF_TEXT * ("DialoGPT" in args.model))
         rows, at = recorded("recycling", args, different(args)), {"model": args.model}
-        claims = rows.paper["claims"]
-        if args.model in OWN:
-            claims = [claim for claim in claims if claim.get("at", {"model": OWN[0]}) == at]
-        rows.paper["claims"] = [claim | {"at": at} for claim in claims]
+        rows.paper["claims"] = claims_of(rows, args.model)
         rows.paper["usual"] |= at
-        turns = 1 if args.quick else 5
-        data = f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}"
-        embedded = f"embeddings by {Path(args.encoder or ENCODER).name}"
-        on = conditions(name, model)
-        size = f"{on['parameters']:,} parameters ({on['layers']} layers of width {on['width']:,})"
-        rows.begin(f"{name}: {size}", data, embedded, *machine_of(on))
+        turns, on = 1 if args.quick else 5, conditions(name, model)
+        rows.begin(
+            f"{name}: {on['parameters']:,} parameters ({on['layers']} layers of width {on['width']:,})",
+            f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}",
+            f"embeddings by {Path(args.encoder or ENCODER).name}",
+            *machine_of(on),
+        )
         settings = [("source", "own", stored), ("interleaved", "own", stored)]
         others = trial.unrelated(stored)
         if others:

@@ -27,8 +27,6 @@ from support.prefix import common_prefix
 from support.tables import table
 
 BLOCK = 512  # tokens in a block of a trace
-EVICTED = "the least recently used run that nothing continues"
-LLAMA_70B = 2 * 80 * 8 * 128 * 2  # bytes of a token: 80 layers, 8 key-value heads of 128, 16 bits
 
 
 @dataclass(frozen=True)
@@ -103,31 +101,24 @@ class Index:
         return found
 
 
-def hit_rates(requests: list[Request], capacity: float, bar: Any) -> dict[str, float]:
+def hit_rates(requests: list[Request], capacity: float) -> dict[str, float]:
     """Run an Index over a trace, with room for some blocks; return the shares that were found.
 
     Of a prompt that is stored whole, the last token still has to be read.
     """
-    index, hits, found, whole = Index(capacity), 0, 0, 0
+    index, hits, found, some = Index(capacity), 0, 0, 0
     for request in requests:
         known = index.put(request.blocks)
         hits += known
         found += min(known * BLOCK, request.tokens - 1)
-        whole += known > 0
-        bar.update()
+        some += known > 0
     blocks = sum(len(request.blocks) for request in requests)
     tokens = sum(request.tokens for request in requests)
-    return {"blocks": hits / blocks, "tokens": found / tokens, "requests": whole / len(requests)}
-
-
-HEADER = [
-    "capacity_blocks",
-    "tokens",
-    "gigabytes_70b",
-    "block_hit_rate",
-    "token_hit_rate",
-    "request_hit_rate",
-]
+    return {
+        "block_hit_rate": hits / blocks,
+        "token_hit_rate": found / tokens,
+        "request_hit_rate": some / len(requests),
+    }
 
 
 def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
@@ -136,26 +127,22 @@ def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
     requests = read_trace(path)
     unique = len({block for request in requests for block in request.blocks})
     doubled = [500 * 2**i for i in range(30) if 500 * 2**i < unique]
-    sizes = [*sorted(capacities or doubled), math.inf]
-    rows = []
-    with tqdm(total=len(requests) * len(sizes), desc="replay", leave=False) as bar:
-        for size in sizes:
-            rates = hit_rates(requests, size, bar)
-            name = "no limit" if size == math.inf else size
-            tokens = BLOCK * int(min(size, unique))
-            rows.append([name, tokens, tokens * LLAMA_70B / 1e9, *rates.values()])
-    print(f"{path.name}: {len(requests):,} requests, {unique:,} different blocks of {BLOCK}\n")
-    cells = [
-        [f"{size}", f"{tokens:,}", f"{gigabytes:,.0f}", *map("{:.1%}".format, found)]
-        for size, tokens, gigabytes, *found in rows
-    ]
-    print(table(HEADER, cells))
+    rows, cells = [], []
+    for size in tqdm([*sorted(capacities or doubled), math.inf], desc="replay", leave=False):
+        rates = hit_rates(requests, size)
+        name, tokens = size, BLOCK * min(size, unique)
+        if size == math.inf:
+            name = "no limit"
+        rows.append([name, tokens, *rates.values()])
+        cells.append([f"{name}", f"{tokens:,}", *map("{:.1%}".format, rates.values())])
+    header = ["capacity_blocks", "tokens", *rates]
     print(
-        f"\n70B: {LLAMA_70B:,} bytes a token (80 layers, 8 key-value heads of 128, 16 bits).\n"
-        f"Evicted first: {EVICTED}. The order of requests counts, their times don't."
+        f"{path.name}: {len(requests):,} requests, {unique:,} different blocks of {BLOCK}\n\n"
+        f"{table(header, cells)}\n\nEvicted first: the least recently used run that nothing "
+        "continues. The order of requests counts, their times don't."
     )
     file = out / f"replay_{path.stem}.csv"
-    write_csv(file, HEADER, rows)
+    write_csv(file, header, rows)
     draw(file)
     print(f"Written to {out}")
 

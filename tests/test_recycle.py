@@ -254,7 +254,7 @@ def tiny_trial(tests: list[str]) -> recycling.Trial:
     tokenizer = load_tokenizer("pocket")
     model = GPT(GPTConfig(tokenizer.n_vocab, 64, 1, 1, 8)).eval()
     encoder = lambda texts: np.eye(2)[[int(text[:1] == "Q") for text in texts]]  # noqa: E731
-    return recycling.Trial(Store(model), tokenizer, encoder, tests, 2, "")
+    return recycling.Trial(Recycler(Store(model), tokenizer, encoder), tests, 2, "")
 
 
 def test_the_study_answers_as_a_cold_run_and_in_the_sources_order_all_cold_runs_come_first(
@@ -292,7 +292,7 @@ def test_the_recorded_embeddings_are_of_all_prompts_and_of_no_other_text() -> No
     assert np.isnan(known(["another text"])).all()
 
 
-@pytest.mark.parametrize("words", [[], ["--encoder", "tokens"], ["--max-new-tokens", "2"]])
+@pytest.mark.parametrize("words", [[], ["--encoder", "tokens"]])
 def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +363,7 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
     assert ran.code == 0 and "300 requests" in ran.out, ran.err
     assert {path.name for path in out.iterdir()} == {"replay_small.csv", "replay_small.png"}
     rows = [line.split(",") for line in (out / "replay_small.csv").read_text().splitlines()]
-    *rates, unlimited = [float(row[4]) for row in rows[1:]]
+    *rates, unlimited = [float(row[3]) for row in rows[1:]]
     assert unlimited == pytest.approx(tokens / sum(r.tokens for r in requests), rel=1e-3)
     assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited
 
@@ -470,7 +470,7 @@ def dialogue_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_papers_prompts_on_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
-    words = ("--model", dialogue_model, "--max-new-tokens", 12, "--quick", "--out", tmp_path)
+    words = ("--model", dialogue_model, "--quick", "--out", tmp_path)
     ran = run(recycling.main, *words)
     assert ran.code == 0, ran.err
     lines = [json.loads(line) for line in (tmp_path / "reduced.jsonl").read_text().splitlines()]

@@ -11,8 +11,7 @@ from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_tokenizer
 from pocket.checkpoints import export
 from studies import weights
-from support.files import read_json
-from tests.helpers import write_llama
+from tests.helpers import refused, run, write_llama
 
 
 def folder(path: Path, n_layer: int) -> str:
@@ -31,18 +30,17 @@ def test_three_files_agree_and_a_fault_in_one_is_seen(
 ) -> None:
     name = folder(tmp_path / "weights", 2)
     found = weights.agreement(name, "cpu", torch.float32, 20)
-    assert set(found["same_tokens"].values()) == {True} and found["tokens"] == 20
-    assert max(found["difference"].values()) < 1e-4 and (found["layers"], found["width"]) == (2, 64)
+    assert len(found) == 3 and all(same and apart < 1e-4 for same, apart in found.values())
     forgetful = lambda n_ctx: gpt_bounded_cache.SlidingWindowCache(4)  # noqa: E731
     way = "gpt_bounded_cache.py"
     monkeypatch.setitem(weights.WAYS, way, (*weights.WAYS[way][:2], forgetful))
-    assert weights.agreement(name, "cpu", torch.float32, 20)["difference"][way] > 1e-3
+    assert weights.agreement(name, "cpu", torch.float32, 20)[way][1] > 1e-3
 
 
 def test_three_caches_of_a_llama_agree(tmp_path: Path) -> None:
     found = weights.agreement(str(write_llama(tmp_path)), "cpu", torch.float32, 20)
-    assert set(found["same_tokens"].values()) == {True} and found["tokens"] == 20
-    assert 0 < max(found["difference"].values()) < 1e-4 and found["layers"] == 3
+    assert len(found) == 3 and all(same and apart < 1e-4 for same, apart in found.values())
+    assert max(apart for _, apart in found.values()) > 0
 
 
 def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
@@ -54,23 +52,19 @@ def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names, out = [folder(tmp_path / "tiny", 2), folder(tmp_path / "DialoGPT", 3)], tmp_path / "out"
-    weights.main(["--model", names[0], "--dialogue", names[1], "--quick", "--out", str(out)])
-    assert list(read_json(out / "agreement.json")) == names
+def test_the_whole_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(weights, "DIALOGUE", folder(tmp_path / "DialoGPT", 3))
+    weights.main(["--model", folder(tmp_path / "tiny", 2), "--quick", "--out", str(out)])
     assert "3 layers" in (out / "recycling" / "reduced.jsonl").read_text(encoding="utf-8")
     assert '{"kind": "pairs"' in (out / "projection" / "reduced.jsonl").read_text(encoding="utf-8")
     assert " NO " not in capsys.readouterr().out
 
 
-def test_files_that_disagree_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = {"gpt_kv_cache.py": 0}
-    found = {"same_tokens": one, "difference": one, "reproduced": one, "published": 2}
-    monkeypatch.setattr(weights, "agreement", lambda *_: found)
-    with pytest.raises(SystemExit, match="2"):
-        weights.main(["--quick", "--out", str(tmp_path)])
-    said = capsys.readouterr()
-    assert " NO " in said.out and "write different texts" in said.err
-    assert (tmp_path / "agreement.json").exists()
+def test_files_that_disagree_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "agreement", lambda *_: {"gpt_kv_cache.py": (False, 1.0)})
+    ran = run(weights.main, "--quick", "--out", tmp_path)
+    refused(ran, "write different texts")
+    assert " NO " in ran.out

@@ -384,11 +384,6 @@ def test_the_model_reads_from_shared_blocks(impl: ModuleType) -> None:
     )
 
 
-class Silent:
-    def update(self) -> None:
-        pass
-
-
 def chains(seed: int, n: int) -> list[list[int]]:
     """Requests as ids of hash chains: some go on where an earlier one ended, some share a beginning with one."""
     draw, ids, requests = random.Random(seed), {}, []
@@ -407,7 +402,7 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
     for seed in range(10):
         requests = chains(seed, 60)
         trace = [Request(512 * len(blocks), tuple(blocks)) for blocks in requests]
-        expected = hit_rates(trace, float("inf"), Silent())["blocks"]
+        expected = hit_rates(trace, float("inf"))["block_hit_rate"]
         found = impl.hit_rate(requests, 10**6)
         what = f"{len(requests)} requests, room for all: a share of {expected:.3f} of blocks is found, not {found:.3f}"
         assert found == pytest.approx(expected, abs=1e-12) and expected > 0.2, what

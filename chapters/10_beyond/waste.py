@@ -54,7 +54,7 @@ def main() -> None:
         server = Server(tiny, PagedCache(tiny, sum(-(-end // size) for end in ends), size))
         for ids, n in zip(prompts, limits, strict=True):
             server.add(ids, n)
-        record = Record(server, limits)
+        record = Record(server)
         rows.append(row(f"blocks of {size}", record.used * size, record.wasted, record.shared))
     print(table(["", "slots", "empty", "", "bytes wasted", "blocks shared"], rows))
 
