@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -314,7 +314,7 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
             speed = [then * x / y for x, y in zip(speed, now, strict=True)]
             rows.add(way, at, time=share, tps=speed)
         policy = texts.policy(way, "sampled")
-        if isinstance(policy, Periodic) and policy.reads == "new" and not alone:
+        if isinstance(policy, Periodic) and not policy.reads_window and not alone:
             for refresh in (refresh for run in several for refresh in run.pair.refreshes):
                 reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
         if several[0].pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
@@ -322,6 +322,19 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
             rows.add(way, at, passes=passes, reads=[int(several[0].pair.teacher_tokens)])
     for k, ms in sorted(reads.items()):
         rows.add("teacher", at | {"k": k}, read_ms=ms)
+
+
+def predicted_seconds(
+    tokens: int, tps: float, reads: Iterable[float], prefill: Callable[[float], float]
+) -> float:
+    """Return the seconds that tokens take by the source's cost model, N / TPS + the sum of
+    prefill(k_r): the student's decoding, at so many tokens a second, and the teacher's passes over
+    k_r tokens each, prefill(k) seconds for k.
+
+    Source: section "Why is it cheap?". The prompt's prefill and a gate's own computation aren't in
+    it.
+    """
+    return tokens / tps + sum(prefill(k) for k in reads)
 
 
 def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
@@ -345,8 +358,8 @@ def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
             continue
         count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
         each = start + slope * reads.value / count if count else 0.0
-        seconds = overfill.predicted_seconds(n - 1, tps, [count], lambda k, each=each: k * each)
-        alone = overfill.predicted_seconds(n - 1, tps, [], float)
+        seconds = predicted_seconds(n - 1, tps, [count], lambda k, each=each: k * each)
+        alone = predicted_seconds(n - 1, tps, [], float)
         found = round((first / 1e3 + seconds) / (first / 1e3 + alone), 4)
         if rows.figure(way, "time", **at, by="formula") != Figure(found, found, found):
             rows.add_figure(way, at | {"by": "formula"}, "time", Figure(found, found, found), 1)
