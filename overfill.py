@@ -52,15 +52,16 @@ def positions(config: Any) -> str:
     return f"rotary of base {theta:,}" + (f" scaled by {scaling}" if scaling else "")
 
 
-# What keys and values, and the positions in them, depend on. Of heads those of keys and values: more
-# heads of queries may read them.
-GEOMETRY: dict[str, Callable[[Any], Any]] = {
-    "n_layer": lambda config: config.n_layer,
-    "n_kv_head": kv_heads,
-    "head_dim": lambda config: config.head_dim,
-    "n_ctx": lambda config: config.n_ctx,
-    "positions": positions,
-}
+def geometry(config: Any) -> dict[str, Any]:
+    """Return what keys and values, and the positions in them, depend on. Of heads those of keys and
+    values: more heads of queries may read them."""
+    return {
+        "n_layer": config.n_layer,
+        "n_kv_head": kv_heads(config),
+        "head_dim": config.head_dim,
+        "n_ctx": config.n_ctx,
+        "positions": positions(config),
+    }
 
 
 # --- Two models, one text -------------------------------------------------------------------------
@@ -68,12 +69,9 @@ GEOMETRY: dict[str, Callable[[Any], Any]] = {
 
 def misfit(teacher: nn.Module, student: nn.Module) -> str:
     """Return how the geometry of the two differs, "" if one's cache serves the other."""
-    differ = []
-    for name, of in GEOMETRY.items():
-        a, b = of(teacher.config), of(student.config)
-        if a != b:
-            differ.append(f"{name} {a} against {b}")
-    return ", ".join(differ)
+    its, own = geometry(teacher.config), geometry(student.config)
+    differ = [name for name in its if its[name] != own[name]]
+    return ", ".join(f"{name} {its[name]} against {own[name]}" for name in differ)
 
 
 def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
@@ -110,8 +108,7 @@ class Pair:
     """A teacher and a student at work on the same texts.
 
     The student's cache begins as the teacher's, of the prompt. Where their geometry differs the
-    student reads the prompt itself, and a refresh is its reading again of what it wrote: by then
-    that changes nothing but rounding.
+    student reads the prompt itself, and a refresh leaves its cache as it is.
     """
 
     def __init__(
@@ -196,22 +193,21 @@ class Pair:
             least = "the teacher needs at least 1 to read"
             raise ValueError(f"there are 0 new tokens after {len(self.cache)}: {least}")
         begun = time.perf_counter()
-        cache, n = self.read, self.ids.size(1) - self.cached_from - len(self.read)
-        counts = self.unread
-        if policy.reads == "window" and self.fits:
-            # What precedes the window stays as the student wrote it.
+        if policy.reads_window and self.fits:
             n = min(policy.window, int(self.since.max()))
+            # What precedes the window stays as the student wrote it.
             before = [kv[..., : len(self.cache) - n, :] for kv in self.cache.layers]
             cache = KVCache(before, self.cache.pos[:-n])
             counts = self.since.clamp(max=n)
-        elif policy.reads == "all":
-            n = self.ids.size(1) - self.cached_from
-            cache = self.read = self.new_cache()
-            counts = torch.full_like(self.unread, n)
+        else:
+            n = self.ids.size(1) - self.cached_from - len(self.read)
+            cache = self.read
+            counts = self.unread
+        logits = self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
+        self.consulted = cache, logits
         self.teacher_tokens = self.teacher_tokens + counts * rows
         self.passes = self.passes + rows
         self.unread = self.unread * ~rows
-        self.consulted = cache, self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
         self.seconds += time.perf_counter() - begun
         return self.consulted
 
@@ -223,7 +219,7 @@ class Pair:
     def refresh(self, rows: Tensor, policy: Policy) -> None:
         """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by
         the teacher's."""
-        tokens, seconds = int(self.teacher_tokens.sum()), self.seconds
+        tokens_before, seconds_before = int(self.teacher_tokens.sum()), self.seconds
         counts = self.since * rows  # (B,)
         if policy.window is not None:
             counts = counts.clamp(max=policy.window)
@@ -232,16 +228,12 @@ class Pair:
         begun = time.perf_counter()
         if self.fits:
             splice_last(self.cache, source, counts)
-        elif n := int(counts.max()):
-            self.cache.truncate(len(self.cache) - n)
-            self.student(self.ids[:, -n:], self.cache, last_only=True)
+        tokens = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
+        self.seconds += time.perf_counter() - begun
         self.since = self.since * ~rows
         self.counts = self.counts + rows
-        read = int(self.teacher_tokens.sum()) - tokens  # int() waits for the device
-        replaced = int(counts.max())
-        self.seconds += time.perf_counter() - begun
-        took = self.seconds - seconds
-        self.refreshes.append(Refresh(self.written, read, replaced, took))
+        seconds = self.seconds - seconds_before
+        self.refreshes.append(Refresh(self.written, tokens, int(counts.max()), seconds))
 
 
 @torch.no_grad()
@@ -310,10 +302,12 @@ def teacher_nats(teacher: nn.Module, ids: Tensor, new: Tensor) -> Tensor:
 
 # --- When to refresh ------------------------------------------------------------------------------
 
-# What the teacher reads at a refresh: what it has not read yet, on its own cache; the whole text
-# again, for the same entries at a cost that grows with the text; or the last tokens of the window
-# on top of the student's cache, which is an approximation of an approximation.
-READS = ("new", "all", "window")
+LIMITS = {
+    "window": (1, 2**31 - 1),
+    "every": (1, 2**31 - 1),
+    "cooldown": (1, 2**31 - 1),
+    "passes": (2, 1024),
+}  # of policies' fields
 
 
 @dataclass(frozen=True)
@@ -325,26 +319,17 @@ class Policy:
     """
 
     window: int | None = field(default=None, kw_only=True)  # at most so many tokens are replaced
-    reads: str = field(default="new", kw_only=True)  # see READS
+    # Whether the teacher reads only the window, on top of the student's cache, which approximates an
+    # approximation; or all that it has not read yet, on its own cache.
+    reads_window: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.reads not in READS:
-            raise ValueError(f"reads must be one of {', '.join(READS)}, got {self.reads!r}")
-        if self.reads == "window" and self.window is None:
-            raise ValueError("reads='window' needs a window: how many tokens the teacher reads")
-        for name, least, most in (
-            ("window", 1, 2**31 - 1),
-            ("every", 1, 2**31 - 1),
-            ("cooldown", 1, 2**31 - 1),
-            ("passes", 2, 1024),
-        ):
+        if self.reads_window and self.window is None:
+            raise ValueError("a teacher that reads the window needs one: how many tokens it has")
+        for name, (least, most) in LIMITS.items():
             value = getattr(self, name, None)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"{name} must be at least {least} and at most {most}, got {value}")
-        if math.isnan(getattr(self, "threshold", 0.0)):
-            raise ValueError("threshold must be a number, got nan")
-        if not 0 <= getattr(self, "rate", 0.0) < 1:
-            raise ValueError(f"a dropout of {self.rate} is not from 0 to less than 1")
 
     def due(self, pair: Pair) -> Tensor:
         """Return which rows (B,) to refresh now, after the student has read a token."""
@@ -353,7 +338,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Every `every` tokens. With a window at most its tokens are replaced, and with reads="window"
+    """Every `every` tokens. With a window at most its tokens are replaced, and with reads_window
     that is also all that the teacher reads, as in the source's cost formula; the source's listing
     lets it read all new tokens."""
 
@@ -366,7 +351,7 @@ class Periodic(Policy):
 def windowed(every: int, window: int) -> Periodic:
     """Return the sliding-window refresh of the source's cost formula: k_r = min(W, tokens since the
     last refresh)."""
-    return Periodic(every, window=window, reads="window")
+    return Periodic(every, window=window, reads_window=True)
 
 
 def windowed_listing(every: int, window: int) -> Periodic:
@@ -403,6 +388,11 @@ class Gate(Policy):
     threshold: float
     cooldown: int = field(default=16, kw_only=True)
     every: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if math.isnan(self.threshold):
+            raise ValueError("threshold must be a number, got nan")
 
     def due(self, pair: Pair) -> Tensor:
         ready = pair.since >= self.cooldown
@@ -441,9 +431,16 @@ class MonteCarloDropout(Gate):
     passes: int = 8
     rate: float = 0.1  # the dropout that the student was trained with
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.rate < 1:
+            raise ValueError(f"a dropout of {self.rate} is not from 0 to less than 1")
+
     def signal(self, pair: Pair) -> Tensor:
-        last, passes = pair.ids[:, -1:], self.passes
-        return logit_variance(dropout_logits(pair.student, last, pair.cache, passes, self.rate))
+        last = pair.ids[:, -1:]
+        return logit_variance(
+            dropout_logits(pair.student, last, pair.cache, self.passes, self.rate)
+        )
 
 
 def logit_variance(logits: Tensor) -> Tensor:
@@ -452,21 +449,25 @@ def logit_variance(logits: Tensor) -> Tensor:
     return logits.float().var(-2, correction=0).mean(-1)
 
 
+def set_dropout(model: nn.Module, rate: float) -> None:
+    """Set all dropout of a model, which acts in training only."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rate
+    for block in model.h:
+        block.attn.dropout = rate
+
+
 @contextmanager
 def with_dropout(model: nn.Module, rate: float) -> Iterator[None]:
     """Let dropout act in a model at this rate, and then no more."""
-    places = [(module, "p") for module in model.modules() if isinstance(module, nn.Dropout)]
-    places += [(block.attn, "dropout") for block in model.h]
-    before = [getattr(module, name) for module, name in places]
-    for module, name in places:
-        setattr(module, name, rate)
+    set_dropout(model, rate)
     model.train()
     try:
         yield
     finally:
         model.eval()
-        for (module, name), value in zip(places, before, strict=True):
-            setattr(module, name, value)
+        set_dropout(model, model.config.dropout)
 
 
 @torch.no_grad()
@@ -598,7 +599,7 @@ def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
 def load_pair(
     teacher: str,
     student: str,
-    so: str = "a refresh changes nothing but rounding",
+    so: str = "a refresh changes nothing",
     **options: Any,
 ) -> tuple[nn.Module, nn.Module, tiktoken.Encoding]:
     """Return two models and their tokenizer, and print it if one's cache doesn't fit the other, and
@@ -643,11 +644,13 @@ def write(
     print(tokenizer.decode(prompt[0].tolist()), end="", flush=True)
     tokens = generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options)
     ids, _ = stream(tokens, tokenizer, pair, trace)
-    at = [r.written for r in pair.refreshes]
-    shown = ", ".join(map(str, at if len(at) <= 12 else [*at[:8], "...", *at[-3:]])) or "none"
+    shown = [str(refresh.written) for refresh in pair.refreshes]
+    if len(shown) > 12:
+        shown[8:-3] = ["..."]
     print(
-        f"[refreshed after tokens: {shown}; the teacher read {int(pair.teacher_tokens)} tokens after the prompt, "
-        f"which took {1e3 * pair.seconds:.1f} ms, splicing included]"
+        f"[refreshed after tokens: {', '.join(shown) or 'none'}; the teacher read "
+        f"{int(pair.teacher_tokens)} tokens after the prompt, which took {1e3 * pair.seconds:.1f} ms, "
+        "splicing included]"
     )
     if prompt.size(1) + len(ids) <= pair.n_ctx:
         nats = teacher_nats(pair.teacher, prompt, torch.tensor([ids], device=prompt.device))
@@ -658,13 +661,19 @@ def write(
         )
 
 
+def tokens_per_second(tokens: Iterator[Tensor], n: int) -> float:
+    """Let n tokens be written, and return how many were in a second."""
+    begun = time.perf_counter()
+    list(tokens)
+    return n / (time.perf_counter() - begun)
+
+
 @torch.no_grad()
 def demo(
     teacher: nn.Module,
     student: nn.Module,
     tokenizer: tiktoken.Encoding,
-    names: list[str],
-    policies: list[Policy],
+    policies: dict[str, Policy],
     prompt: str | None,
     n: int,
     seed: int,
@@ -677,9 +686,10 @@ def demo(
     """
     from pocket import corpus  # which is all that this file needs of pocket
 
-    prompts = [tokenizer.encode(prompt or PROMPT, allowed_special="all")] * 6
     if prompt is None and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
         prompts = corpus.beginnings(tokenizer, "test", 6, 384)
+    else:
+        prompts = [tokenizer.encode(prompt or PROMPT, allowed_special="all")] * 6
     width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
     if width + n > room:
         raise ValueError(f"{width} tokens of the prompt and {n} more exceed the context of {room}")
@@ -688,26 +698,25 @@ def demo(
     sampled = generate(teacher, ids, n, temperature=1.0, generator=generator)
     new = torch.cat(list(sampled), 1)  # (B, n)
     text = torch.cat([ids, new], 1)
-    models = {"teacher": teacher, "student alone": student}
-    ways = {"OverFill": Policy()}
-    for name, policy in zip(names, policies, strict=True):
-        ways[f"OverFill, {name}"] = policy
-    logits = {name: model(text)[:, width:] for name, model in models.items()}  # (B, n, V)
-    for name, policy in ways.items():
-        along = read_along(Pair(teacher, student, ids), new, policy)
-        logits[name] = torch.stack(list(along), 1)
+    exact = teacher(text)[:, width:]  # (B, n, V)
     rows = []
-    for name, own in logits.items():
-        pair, alone = Pair(teacher, student, ids[:1]), models.get(name)
-        begun = time.perf_counter()
-        list(generate(alone, pair.ids, n) if alone else generate_refreshed(pair, n, ways[name]))
-        speed = n / (time.perf_counter() - begun)
-        apart = float(kl(logits["teacher"], own).mean())
-        nats = F.cross_entropy(own[:, :-1].flatten(0, 1), new[:, 1:].flatten())
-        read = n - 1 if alone is teacher else int(pair.teacher_tokens)
-        reads = "0" if alone is student else f"{width} + {read}"
-        figures = [f"{apart:z.3f}", f"{nats.exp():.2f}", reads, f"{speed:.0f}"]
-        rows.append((apart, [name, *figures]))
+
+    def compare(name: str, logits: Tensor, reads: str, speed: float) -> None:
+        apart = float(kl(exact, logits).mean())
+        nats = F.cross_entropy(logits[:, :-1].flatten(0, 1), new[:, 1:].flatten())
+        cells = [name, f"{apart:z.3f}", f"{nats.exp():.2f}", reads, f"{speed:.0f}"]
+        rows.append((apart, cells))
+
+    speed = tokens_per_second(generate(teacher, ids[:1], n), n)
+    compare("teacher", exact, f"{width} + {n - 1}", speed)
+    speed = tokens_per_second(generate(student, ids[:1], n), n)
+    compare("student alone", student(text)[:, width:], "0", speed)
+    for name, policy in {"OverFill": Policy(), **policies}.items():
+        pair = Pair(teacher, student, ids[:1])
+        speed = tokens_per_second(generate_refreshed(pair, n, policy), n)
+        along = read_along(Pair(teacher, student, ids), new, policy)
+        logits = torch.stack(list(along), 1)
+        compare(name, logits, f"{width} + {int(pair.teacher_tokens)}", speed)
     rows.sort()
     print(f"{len(ids)} prompts of {width} tokens\n")
     header = ["", "KL to teacher", "perplexity", "teacher reads", "tokens/s"]
@@ -768,23 +777,23 @@ def main(argv: list[str] | None = None) -> None:
         names = ["periodic:64"] if args.what == "write" else ["periodic:64", "periodic:16"]
         if args.policy is not None:
             names = [args.policy]
-        policies = [parse_policy(name) for name in names]
+        policies = {f"OverFill, {name}": parse_policy(name) for name in names}
         teacher, student, tokenizer = load_pair(
             args.model, args.student, device=args.device, dtype=args.dtype
         )
-        for i, policy in enumerate(policies):
+        for name, policy in policies.items():
             if isinstance(policy, MonteCarloDropout):
-                policies[i] = replace(policy, rate=dropout_of(args.student))
+                policies[name] = replace(policy, rate=dropout_of(args.student))
         if args.what == "demo":
             n = args.max_new_tokens or 160
-            return demo(teacher, student, tokenizer, names, policies, args.prompt, n, args.seed)
+            return demo(teacher, student, tokenizer, policies, args.prompt, n, args.seed)
         ids = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")]
         ids = torch.tensor(ids, device=args.device)
         write(
             Pair(teacher, student, ids),
             tokenizer,
             args.max_new_tokens or 250,
-            *policies,
+            *policies.values(),
             top_k=args.top_k,
             temperature=args.temperature or 0.0,
             generator=torch.Generator(args.device).manual_seed(args.seed),

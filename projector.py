@@ -1,7 +1,7 @@
 """Cross-prompt KV projection: a first token before the prompt is read, from a similar prompt's
 cache. Without arguments, the proposal goes through its own falsification test, reduced to 20
-seconds; `ask` answers a question as proposed, by our summary tokens and exactly; `study` runs the
-whole test.
+seconds; `ask` answers a question as proposed, by our summary tokens and exactly.
+`python3 -m studies.projection` runs the whole test.
 
 Stage 1, one linear map a head, turns the cache of a prompt into m summary tokens, which the
 prompt's last query reads as it reads the cache. Stage 2, a ridge regression on pairs of similar
@@ -46,9 +46,10 @@ from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, generate
 from llama_kv_cache import rotate, rotation
-from load_gpt2_weights import END_OF_TEXT
+from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from recycle import read_all
+from support.cli import CommandLine, nonempty, whole_number
 from support.encoders import PairEncoder, load_encoder
 from support.files import read_json, regular, write_atomically, write_json
 from support.fingerprints import fingerprint, raw
@@ -92,25 +93,30 @@ class Prefill:
 @torch.no_grad()
 def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     """Run a prompt through the model exactly, and record the data of the two stages' fits."""
-    queries, hidden, cache = [], [], KVCache()
-    hooks = [
-        block.attn.register_forward_pre_hook(lambda _, x: queries.append(x[0][0, :, -tail:]))
-        for block in model.h
-    ]
-    last = model.h[-1].register_forward_hook(lambda _, x, output: hidden.append(output[0, -1]))
-    hooks.append(last)
+    queries: list[Tensor] = []  # (H, tail, D) of each layer
+    outputs: list[Tensor] = []  # (1, T, C), the last block's
+
+    def record_queries(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        queries.append(inputs[0][0, :, -tail:])
+
+    def record_output(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        outputs.append(output)
+
+    hooks = [block.attn.register_forward_pre_hook(record_queries) for block in model.h]
+    hooks.append(model.h[-1].register_forward_hook(record_output))
+    cache = KVCache()
     try:
         logits = model(torch.tensor([ids], device=model.wte.weight.device), cache, last_only=True)
     finally:
         for hook in hooks:
             hook.remove()
-    parts = (
-        torch.stack([layer[:, 0] for layer in cache.layers]),
-        torch.stack(queries),
-        hidden[0],
-        logits[0, -1],
+    return Prefill(
+        list(ids),
+        kv=torch.stack([layer[:, 0] for layer in cache.layers]).float().cpu(),
+        q=torch.stack(queries).float().cpu(),
+        hidden=outputs[0][0, -1].float().cpu(),
+        logits=logits[0, -1].float().cpu(),
     )
-    return Prefill(list(ids), *(part.float().cpu() for part in parts))
 
 
 # --- Stage 1: a cache becomes m summary tokens ----------------------------------------------------
@@ -119,7 +125,9 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
 def reposition(model: nn.Module, x: Tensor, by: Tensor) -> Tensor:
     """Move keys or queries x (..., S, D) by positions (S,): a Llama's, since a GPT-2's don't
     change."""
-    return rotate(x, rotation(by, model.config)) if rotary(model.config) else x
+    if not rotary(model.config):
+        return x
+    return rotate(x, rotation(by, model.config))
 
 
 def own_queries(model: nn.Module, exact: Prefill, tail: int = 1) -> Tensor:
@@ -140,26 +148,22 @@ def before_last(model: nn.Module, exact: Prefill) -> Tensor:
     """Return the exact cache (L, 2, H, T - 1, D) of all tokens but the last, with keys relative to
     that one."""
     k, v = exact.kv[..., :-1, :].unbind(1)
-    return torch.stack([reposition(model, k, torch.full((k.size(-2),), 1 - len(exact.ids))), v], 1)
+    back = torch.full((k.size(-2),), 1 - len(exact.ids))
+    return torch.stack([reposition(model, k, back), v], 1)
 
 
 def read_all_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return what read() returns (..., R, D) for R queries (..., R, D) of the same keys and values."""
-    return read(q, k[..., None, :, :], v[..., None, :, :])
-
-
-def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return attention's output (..., D) for one query (..., D) over keys and values (..., S,
-    D)."""
-    weights = (k @ q[..., None] / math.sqrt(q.size(-1))).softmax(-2)  # (..., S, 1)
-    return (weights * v).sum(-2)
+    """Return attention's outputs (..., R, D) for R queries (..., R, D), each over all keys and values
+    (..., S, D)."""
+    weights = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1)  # (..., R, S)
+    return weights @ v
 
 
 class Compressor:
     """Stage 1 as the source writes it: for each head one linear map C, from a prompt's whole cache
     [K || V], R^(T x 2 D), to its summary tokens, R^(m x 2 D), the same for all prompts.
 
-    C minimises the sum over prompts of |read(q, C [K || V]) - o|^2 plus the penalty times |C|^2;
+    C minimises the sum over prompts of |attention(q, C [K || V]) - o|^2 plus the penalty times |C|^2;
     o is what the prompt's last query q reads of the exact cache (in a Llama, what each of the R
     queries reads that share a head of keys: they share its summary tokens). The caches are padded on the
     left to T tokens, the longest of the fit, and standardised, as the source advises; padding is
@@ -186,25 +190,37 @@ class Compressor:
                 f"{m} summary tokens can't stand for {shortest} tokens before the last"
             )
         caches = self.caches(prompts)
-        q = torch.stack([own_queries(model, exact) for exact in prompts], 2).double()
-        maps: list[tuple[Tensor, ...]] = []
+        q = torch.stack([own_queries(model, exact) for exact in prompts], 2)  # (L, H, N, R, D)
+        layers = []
         for layer in tqdm(range(len(model.h)), desc=f"stage 1, penalty {penalty:g}", leave=False):
-            out = [
-                read_all_queries(q[layer, :, i], *kv[layer].double()) for i, kv in enumerate(caches)
-            ]  # (H, R, D) each
-            means = [means_of_parts(kv[layer].double(), m) for kv in caches]  # (H, m, 2 D) each
-            x, shown = self.padded(caches, layer)
-            count = shown.sum(0).clamp(min=1)  # (T, 1)
-            mean = x.sum(1) / count  # (H, T, 2 D)
-            scale = ((x - mean[:, None]) * shown).square().sum(1).div(count).sqrt()
-            scale = scale.clamp(min=float(LEAST_SCALE * scale.mean()))
-            x = ((x - mean[:, None]) / scale[:, None] * shown).flatten(2)  # (H, N, F)
-            data = zip(x, q[layer], torch.stack(out, 1), torch.stack(means, 1), strict=True)
-            weight, constant = zip(*(fit_map(*head, penalty, steps) for head in data), strict=True)
-            maps.append((mean, scale, torch.stack(weight), torch.stack(constant)))
-        self.mean, self.scale, self.weight, self.constant = (
-            torch.stack(part).float() for part in zip(*maps, strict=True)
-        )  # (L, H, T, 2 D) twice, (L, H, F, m * 2 D), (L, H, m, 2 D)
+            layers.append(self.fit_layer(caches, layer, q[layer].double(), m, steps))
+        mean, scale, weight, constant = zip(*layers, strict=True)
+        self.mean = torch.stack(mean).float()  # (L, H, T, 2 D)
+        self.scale = torch.stack(scale).float()  # (L, H, T, 2 D)
+        self.weight = torch.stack(weight).float()  # (L, H, F, m * 2 D)
+        self.constant = torch.stack(constant).float()  # (L, H, m, 2 D)
+
+    def fit_layer(
+        self, caches: Sequence[Tensor], layer: int, q: Tensor, m: int, steps: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return mean and scale (H, T, 2 D) of a layer's features, and the maps (H, F, m * 2 D) and
+        constants (H, m, 2 D) of its heads, by caches of N prompts and queries (H, N, R, D)."""
+        kv = [cache[layer].double() for cache in caches]  # (2, H, any, D) each
+        out = torch.stack([read_all_queries(q[:, i], *one) for i, one in enumerate(kv)], 1)
+        start = torch.stack([means_of_parts(one, m) for one in kv], 1)  # (H, N, m, 2 D)
+        x, shown = self.padded(caches, layer)
+        count = shown.sum(0).clamp(min=1)  # (T, 1)
+        mean = x.sum(1) / count
+        deviation = (x - mean[:, None]) * shown  # (H, N, T, 2 D)
+        scale = deviation.square().sum(1).div(count).sqrt()
+        scale = scale.clamp(min=float(LEAST_SCALE * scale.mean()))
+        features = (deviation / scale[:, None]).flatten(2)  # (H, N, F)
+        weights, constants = [], []
+        for head in zip(features, q, out, start, strict=True):
+            weight, constant = fit_map(*head, self.penalty, steps)
+            weights.append(weight)
+            constants.append(constant)
+        return mean, scale, torch.stack(weights), torch.stack(constants)
 
     def caches(self, prompts: Sequence[Prefill]) -> list[Tensor]:
         """Return the caches (L, 2, H, any, D) of prompts before their last token. Raises ValueError
@@ -234,8 +250,9 @@ class Compressor:
         for layer, constant in enumerate(self.constant):
             x, shown = self.padded(caches, layer)
             x = (x - self.mean[layer][:, None]) / self.scale[layer][:, None] * shown
-            mapped = (x.flatten(2).float() @ self.weight[layer]).unflatten(2, constant.shape[1:])
-            k, v = (mapped + constant[:, None]).transpose(0, 1).chunk(2, -1)  # (N, H, m, D) each
+            flat = x.flatten(2).float() @ self.weight[layer]  # (H, N, m * 2 D)
+            mapped = flat.unflatten(2, constant.shape[1:]) + constant[:, None]
+            k, v = mapped.transpose(0, 1).chunk(2, -1)  # (N, H, m, D) each
             layers.append(torch.stack([k, v], 1))
         return torch.stack(layers, 1)
 
@@ -245,10 +262,10 @@ class Compressor:
         summaries = self(prompts)
         q = torch.stack([own_queries(self.model, exact) for exact in prompts])  # (N, L, H, R, D)
         caches = [kv.unbind(1) for kv in self.caches(prompts)]
-        read_exactly = [read_all_queries(one, *kv) for one, kv in zip(q, caches, strict=True)]
-        out = torch.stack(read_exactly)
-        wrong = (read_all_queries(q, *summaries.unbind(2)) - out).square()
-        return float((wrong.mean((0, -2, -1)) / out.square().mean((0, -2, -1))).sum())  # of (L, H)
+        out = torch.stack([read_all_queries(one, *kv) for one, kv in zip(q, caches, strict=True)])
+        got = read_all_queries(q, *summaries.unbind(2))
+        wrong = (got - out).square().mean((0, -2, -1))  # (L, H)
+        return float((wrong / out.square().mean((0, -2, -1))).sum())
 
     @classmethod
     def fit(
@@ -451,7 +468,8 @@ class Library:
         often = max(1, 0.05 * len(self.texts))
         rare = {name for name in self.names_in(text) if self.counts[name] <= often}
         for i in np.argsort(-similarity)[:20]:
-            if 2 * len(rare & self.names_in(self.texts[i])) > len(rare) or not rare:
+            shared = rare & self.names_in(self.texts[i])
+            if not rare or 2 * len(shared) > len(rare):
                 return int(i), float(similarity[i])
         return -1, -1.0
 
@@ -621,16 +639,27 @@ def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None)
     return model(fed, cache if cache is not None else KVCache(), last_only=True)[0, -1]
 
 
+def first_line(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding) -> str:
+    """Return the text of tokens to the end of its first line."""
+    text = ""
+    for token in tokens:
+        text += tokenizer.decode([int(token)])
+        if "\n" in text or END_OF_TEXT in text:
+            break
+    return text.replace(END_OF_TEXT, "").strip()
+
+
 def answer(
     libraries: dict[str, Library], tokenizer: tiktoken.Encoding, line: str, max_new_tokens: int
 ) -> None:
     """Answer one line, put where stored prompts differ from one another, as proposed, by our
     summary tokens, and exactly; print the times to the first token, its KL and the answers."""
     first = next(iter(libraries.values()))
+    model = first.model
     head, end = template(first.texts)
     text = f"{head}{line.strip()}{end}"
     ids = tokenizer.encode(text, allowed_special="all")
-    exact = logits_after(first.model, ids)  # and a process's first pass is slow
+    exact = logits_after(model, ids)  # and a process's first pass is slow
     found, similarity = first.find(text)
     nearest = first.texts[found] if found >= 0 else "none"
     print(f"The most similar stored prompt: {nearest.removeprefix(head).removesuffix(end)}")
@@ -638,25 +667,20 @@ def answer(
     rows = []
     for name, library in {**libraries, "exactly": None}.items():
         begun = time.perf_counter()
-        logits = first_logits(library, text, ids) if library else logits_after(first.model, ids)
+        logits = first_logits(library, text, ids) if library else logits_after(model, ids)
         token = tokenizer.decode([int(logits.argmax())])
         ms = 1000 * (time.perf_counter() - begun)
-        warm = library.warm_start(text, ids) if library else None
-        fed = torch.tensor([ids], device=logits.device)
-        if warm is None:
-            tokens = generate(first.model, fed, max_new_tokens)
-            name += " (cold)" if library else ""
-        else:
-            tail = library.layout.tail
-            tokens = generate_warm(first.model, fed, warm, tail, max_new_tokens)
-        words = ""
-        for new in tokens:
-            words += tokenizer.decode([int(new)])
-            if "\n" in words or END_OF_TEXT in words:
-                break
         divergence = float(kl(exact.double(), logits.double()))
-        words = words.replace(END_OF_TEXT, "").strip()
-        rows.append([name, f"{ms:.1f} ms", f"{divergence:.2f}", repr(token), words])
+        fed = torch.tensor([ids], device=logits.device)
+        warm = library.warm_start(text, ids) if library else None
+        if warm is not None:
+            tokens = generate_warm(model, fed, warm, library.layout.tail, max_new_tokens)
+        else:
+            tokens = generate(model, fed, max_new_tokens)
+        if library and warm is None:
+            name += " (cold)"
+        line = first_line(tokens, tokenizer)
+        rows.append([name, f"{ms:.1f} ms", f"{divergence:.2f}", repr(token), line])
     print(table(["", "to the first token", "its KL", "first token", "answer"], rows))
     print(ASKED)
 
@@ -669,34 +693,47 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
     asked: list[str] = []
     for family in corpus.quiz_families("test"):
         texts = {question.prompt for question in family}
-        asked += sorted(texts - stored) if texts & stored else []
+        if texts & stored:
+            asked += sorted(texts - stored)
     similar = [text for text in asked if proposal.find(text)[1] >= proposal.threshold]
     prompts = [(text, tokenizer.encode(text)) for text in similar]
     neighbours = [tokenizer.encode(text) for text in proposal.texts]
     shared = shared_beginning(neighbours)
     beginning = read_all(model, shared)
-    logits = [logits_after(model, ids) for ids in neighbours]
-    starts: dict[str, Callable[[str, list[int]], Tensor]] = {
-        "cold: the prompt is read": lambda text, ids: logits_after(model, ids),
-        "rival: exact shared beginning, the rest read": lambda text, ids: logits_after(
-            model, ids[len(shared) :], beginning.clone()
-        ),
+    of_neighbours = [logits_after(model, ids) for ids in neighbours]
+
+    def cold(text: str, ids: list[int]) -> Tensor:
+        return logits_after(model, ids)
+
+    def rival(text: str, ids: list[int]) -> Tensor:
+        return logits_after(model, ids[len(shared) :], beginning.clone())
+
+    def control(text: str, ids: list[int]) -> Tensor:
+        return of_neighbours[proposal.find(text)[0]]
+
+    ways: dict[str, Callable[[str, list[int]], Tensor]] = {
+        "cold: the prompt is read": cold,
+        "rival: exact shared beginning, the rest read": rival,
         "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
         "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
-        "control: the neighbour's logits": lambda text, ids: logits[proposal.find(text)[0]],
+        "control: the neighbour's logits": control,
     }
-    rows, exact, cold = [], [], 0.0
-    for name, start in starts.items():
-        int(start(*prompts[0]).argmax())  # a first pass is slow
+    logits: dict[str, list[Tensor]] = {}
+    ms: dict[str, float] = {}
+    for name, first_token in ways.items():
+        int(first_token(*prompts[0]).argmax())  # a first pass is slow
         begun = time.perf_counter()
-        first = [start(text, ids) for text, ids in prompts]
-        int(first[-1].argmax())  # waits for the device
-        ms = 1000 * (time.perf_counter() - begun) / len(prompts)
-        exact, cold = exact or first, cold or ms
-        found = [float(kl(p.double(), q.double())) for p, q in zip(exact, first, strict=True)]
-        good = mean(value <= GOOD_KL for value in found)
-        saved = 1 - ms / cold
-        rows.append([name, f"{ms:.1f}", f"{saved:.0%}", f"{mean(found):.2f}", f"{good:.0%}"])
+        logits[name] = [first_token(text, ids) for text, ids in prompts]
+        int(logits[name][-1].argmax())  # waits for the device
+        ms[name] = 1000 * (time.perf_counter() - begun) / len(prompts)
+    exactly = next(iter(ways))
+    rows = []
+    for name in ways:
+        saved = 1 - ms[name] / ms[exactly]
+        pairs = zip(logits[exactly], logits[name], strict=True)
+        nats = [float(kl(p.double(), q.double())) for p, q in pairs]
+        good = mean(value <= GOOD_KL for value in nats)
+        rows.append([name, f"{ms[name]:.1f}", f"{saved:.0%}", f"{mean(nats):.2f}", f"{good:.0%}"])
     print(f"{len(stored)} quiz questions are stored, and asked in {len(asked)} other wordings; for")
     print(f"{len(prompts)} of these, the stored one that is found is similar enough.\n")
     print(table(["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"], rows))
@@ -716,9 +753,6 @@ The whole test takes about two hours: python3 -m studies.projection"""
 
 
 def main(argv: list[str] | None = None) -> None:
-    from load_gpt2_weights import load_model, load_tokenizer
-    from support.cli import CommandLine, nonempty, whole_number
-
     cli = CommandLine(
         __doc__,
         'python3 %(prog)s ask "Name the river that Hexley stands on."',

@@ -50,7 +50,6 @@ from projector import (
     first_logits,
     generate_warm,
     logits_after,
-    read,
 )
 from recycle import read_all
 from studies.core import LEAST, Figure, Rows, in_turn, machine_of, recorded, report
@@ -340,6 +339,13 @@ def lengths(rows: Rows, turns: int) -> None:
 
 
 # --- Arithmetic -------------------------------------------------------------------------------------
+
+
+def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return attention's output (..., D) for one query (..., D) over keys and values (..., S,
+    D)."""
+    weights = (k @ q[..., None] / math.sqrt(q.size(-1))).softmax(-2)  # (..., S, 1)
+    return (weights * v).sum(-2)
 
 
 def curvature() -> float:

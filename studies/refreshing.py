@@ -330,7 +330,7 @@ def read_times(texts: Texts, found: dict[str, list[Timed]]) -> None:
     reads: dict[int, list[float]] = {}
     for way, runs in found.items():
         policy = texts.policy(way, "sampled")
-        if isinstance(policy, Periodic) and policy.reads == "new":
+        if isinstance(policy, Periodic) and not policy.reads_window:
             for refresh in itertools.chain(*(run.pair.refreshes for run in runs)):
                 reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
     for k, ms in sorted(reads.items()):
