@@ -59,11 +59,11 @@ LLAMA3 = {  # frequencies, scaled as Llama 3.2's for a shorter context
 }
 
 
-def write_llama(folder: Path, vocab_size: int = 1536, **geometry: Any) -> Path:
-    """Write a random Llama to a folder, as transformers does, with the pocket models' tokenizer."""
+def random_llama(**geometry: Any) -> Any:
+    """Return transformers' model, its weights so large that mistakes show."""
     transformers = pytest.importorskip("transformers")
     config = {
-        "vocab_size": vocab_size,
+        "vocab_size": 1536,
         "max_position_embeddings": 512,
         "num_hidden_layers": 3,
         "hidden_size": 48,
@@ -75,8 +75,12 @@ def write_llama(folder: Path, vocab_size: int = 1536, **geometry: Any) -> Path:
         "initializer_range": 0.3,
     }
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | geometry))
-    model.save_pretrained(folder)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | geometry)).eval()
+
+
+def write_llama(folder: Path, **geometry: Any) -> Path:
+    """Write a random Llama to a folder, as transformers does, with the pocket models' tokenizer."""
+    random_llama(**geometry).save_pretrained(folder)
     shutil.copy(ROOT / "pocket" / "teacher" / "tokenizer.tiktoken", folder)
     return folder
 

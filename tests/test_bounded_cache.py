@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,32 +23,30 @@ from gpt_bounded_cache import (
 )
 from tests.test_equivalence import (
     assert_close,
-    assert_close_in_half,
-    check_any_feeding,
-    difference,
+    attention,
     failing,
     feed_in_chunks,
     model_of,
+    oracle,
     random_geometry,
     text,
 )
-from tests.test_kv_cache import PAPER, SMALL, SMALL_BCT, allocated, ids_of, refused
+from tests.test_kv_cache import PAPER, SMALL, SMALL_BCT, VARIANTS, ids_of, refused
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 
 
 def banded(model: GPT, ids: Tensor, window: int, sinks: int, held: int = 0) -> Tensor:
-    """The logits of one pass without any cache, in which a token sees the last `window` and the
-    first `sinks`; keys and values of the first `held` tokens carry no gradient."""
+    """GPT-2's formula, in which a token sees the last `window` and the first `sinks`; keys and
+    values of the first `held` tokens carry no gradient."""
     place = torch.arange(ids.size(1))
-    mask = (place <= place[:, None]) & ((place > place[:, None] - window) | (place < sinks))
-    x = model.wte(ids) + model.wpe(place)
-    for block in model.h:
-        q, *kv = block.attn.project(block.ln_1(x))
-        k, v = (torch.cat([t[:, :, :held].detach(), t[:, :, held:]], dim=2) for t in kv)
-        x = x + block.attn(q, k, v, mask)
-        x = x + block.mlp(block.ln_2(x))
-    return model.head(x)
+    far = (place <= place[:, None] - window) & (place >= sinks)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+        k, v = (torch.cat([x[:, :held].detach(), x[:, held:]], dim=1) for x in (k, v))
+        return attention(q, k, v, far | (place > place[:, None]))
+
+    return oracle(model, ids, attend)
 
 
 def greedy_banded(model: GPT, ids: Tensor, n: int, window: int, sinks: int) -> Tensor:
@@ -85,14 +82,6 @@ def test_equivalence_of_a_window_under_any_chunking(seed: int) -> None:
     assert len(cache.pos) == min(ids.size(1), sinks + window + 1) == len(set(cache.pos.tolist()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_equivalence_of_a_window_in_half_precision(dtype: torch.dtype) -> None:
-    model, ids, cache = model_of(SMALL, dtype=dtype), ids_of(2, 24), SlidingWindowCache(7, 2)
-    got = feed_in_chunks(model, ids, [3, 4, 15, 23], cache)
-    assert got.dtype == dtype and cache.layers[0].dtype == dtype
-    assert_close_in_half(got, banded(model, ids, 7, 2), banded(model_of(SMALL), ids, 7, 2))
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_equivalence_of_windowed_text_past_the_context(seed: int) -> None:
     rng, model, ids = random_case(seed, 2)
@@ -111,16 +100,6 @@ def test_equivalence_of_a_window_of_the_context_with_the_growing_cache(seed: int
     caches = [SlidingWindowCache(model.config.n_ctx), SlidingWindowCache(5 * n, 2), KVCache(), None]
     for cache in caches:
         assert torch.equal(text(generate(model, ids, n, cache=cache)), expected)
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_equivalence_of_a_window_under_any_feeding(seed: int) -> None:
-    rng = random.Random(seed)
-    model = model_of(SMALL, seed)
-    window, sinks = rng.choice([1, 2, 3, 5, 9, 23, 24, 30]), rng.choice([0, 0, 1, 4])
-    ids = ids_of(rng.randint(1, 2), 24, seed=seed)
-    cache = SlidingWindowCache(window, sinks)
-    check_any_feeding(model, ids, banded(model, ids, window, sinks), cache, seed)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
@@ -144,70 +123,6 @@ def test_a_full_ring_that_fails_in_its_last_layer_goes_on(sinks: int, more: int,
             start = n - 4
         for t in range(start, 24):
             assert_close(model(ids[:, t : t + 1], cache), expected[:, t : t + 1], torch.float32)
-
-
-@pytest.mark.parametrize("held", [0, 3, 6, 7, 12])
-@pytest.mark.parametrize("fed", [(1, 4), (4, 1), (1, 1), (4, 4)])
-def test_nothing_is_left_of_a_failed_pass(held: int, fed: tuple[int, int]) -> None:
-    """Not even NaN in a slot that no query sees: 0 times NaN is NaN."""
-    model, ids = model_of(SMALL), ids_of(2, 24)
-    expected = banded(model, ids, 6, 0)
-    for part in ("h.2.mlp", "h.1", "ln_f"):
-        cache = SlidingWindowCache(6)
-        if held:
-            model(ids[:, :held], cache)
-        with failing(model, part, nan=True):
-            model(ids[:, held : held + fed[0]], cache)
-        got = feed_in_chunks(model, ids[:, held:], [fed[1], fed[1] + 1, fed[1] + 4], cache)
-        assert_close(got, expected[:, held:], torch.float32)
-
-
-class Watched(SlidingWindowCache):
-    """A ring that notes what attention gets: does it share memory with the ring; is there a mask?"""
-
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> tuple:
-        """Do as the ring does."""
-        k, v, mask = super().append(layer, k, v, pos)
-        ring = self.layers[layer].untyped_storage().data_ptr()
-        self.shared = {x.untyped_storage().data_ptr() for x in (k, v)} == {ring}
-        self.plain = mask is None
-        if self.plain:  # causal over the new tokens, or one query that sees all it is given
-            assert len(pos) in (1, k.size(2)) and k.size(2) == len(self) + len(pos)
-        else:
-            assert mask.shape == (len(pos), k.size(2))
-        return k, v, mask
-
-
-def test_decoding_copies_nothing_that_is_held() -> None:
-    model, cache, ids = model_of(SMALL), Watched(6, 2), ids_of(2, 24)
-    model(ids[:, :5], cache)
-    assert cache.shared and cache.plain
-    addresses = [kv.data_ptr() for kv in cache.layers]
-    model(ids[:, 5:7], cache)  # fits
-    assert cache.shared and not cache.plain
-    for t in range(7, 20):
-        model(ids[:, t : t + 1], cache)
-        assert cache.shared and cache.plain == (t < 8)
-    model(ids[:, 20:23], cache)  # doesn't
-    assert not cache.shared and not cache.plain
-    assert [kv.data_ptr() for kv in cache.layers] == addresses
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_mask_is_none_only_where_plain_causal_attention_is_right(seed: int) -> None:
-    rng = random.Random(seed)
-    cache, n = Watched(rng.randint(1, 7), rng.choice([0, 2])), 0
-    while n < 24:
-        fed = rng.randint(1, 24 - n) if n % 3 else rng.randint(1, min(2, 24 - n))
-        pos = n + torch.arange(fed)
-        _, _, mask = cache.append(0, *torch.randn(2, 1, 2, fed, 5), pos)
-        hidden = max(0, n + fed - cache.sinks - cache.window)  # of the last query
-        assert cache.plain == (hidden == 0 and (fed == 1 or n == 0))
-        if mask is not None:
-            seen = [min(p + 1, cache.sinks + cache.window) for p in pos.tolist()]
-            assert mask.sum(dim=1).tolist() == seen
-        cache.commit(pos)
-        n += fed
 
 
 @pytest.mark.parametrize(
@@ -238,72 +153,44 @@ def test_gradients_through_a_window_are_those_of_one_pass(held: int, fed: int, f
 
 
 def recurrence(model: GPT, ids: Tensor) -> Tensor:
-    """BCT by its definition (Yi et al. 2024, section 3.2) and our additions: float64, a token and a head at a time."""
-    c, D = model.config, model.config.head_dim
-    p = {name: value.double() for name, value in model.state_dict().items()}
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p[f"{name}.bias"])
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ p[f"{name}.weight"] + p.get(f"{name}.bias", 0)
-
+    """BCT by its definition (Yi et al. 2024, section 3.2; algorithm 1, whose lines are numbered) and our additions:
+    float64, a token and a head at a time."""
+    c, D, T = model.config, model.config.head_dim, ids.size(1)
     half = c.n_ctx // 2
-    place = torch.tensor(
-        [t if t < half else half + (t - half) % (c.n_ctx - half) for t in range(ids.size(1))]
-    )
-    x = p["wte.weight"][ids[0]] + p["wpe.weight"][place]
-    for layer in range(c.n_layer):
-        name = f"h.{layer}"
-        h = norm(x, f"{name}.ln_1")
-        q, k, v = linear(h, f"{name}.attn.c_attn").split(c.n_head * D, dim=-1)
-        wq = linear(h, f"{name}.memory.c_query")
-        gates = linear(h, f"{name}.memory.c_gate") if c.rule == "mean" else None
-        heads = []
-        for head in range(c.n_head):
-            part = slice(head * D, (head + 1) * D)
-            MK = p[f"{name}.memory.addresses"][head]
-            MV = torch.cat(model.h[layer].memory.empty(ids)[:2], dim=-1)[0, head].double()
-            mass = torch.zeros(c.slots, dtype=torch.double)
-            out = []
-            for t in range(ids.size(1)):
-                j = t - c.recent  # the token that is too old now
-                if j > 0 or (j == 0 and c.write_first):
-                    ww = torch.softmax(wq[j, part] @ MK.T, dim=-1)
-                    eta = keep = 1.0
-                    if c.rule == "mean":
-                        eta = torch.sigmoid(gates[j, head])
-                        keep = torch.sigmoid(gates[j, c.n_head + head])
-                    MV = keep * MV + eta * torch.outer(ww, torch.cat([k[j, part], v[j, part]]))
-                    mass = keep * mass + eta * ww
-                keys, values, weight = MV[:, :D], MV[:, D:], torch.ones(c.slots, dtype=torch.double)
+    place = [t if t < half else half + (t - half) % (c.n_ctx - half) for t in range(T)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, head: int, x: Tensor) -> Tensor:
+        memory = model.h[layer].memory
+        MK = memory.addresses[head].double()
+        MV = torch.cat(memory.empty(ids)[:2], dim=-1)[0, head].double()
+        wq = x[0] @ memory.c_query.weight.double()  # 3
+        wv = torch.cat([k, v], dim=-1)[0]  # 4
+        if c.rule == "mean":
+            wq = wq + memory.c_query.bias.double()
+            gates = x[0] @ memory.c_gate.weight.double() + memory.c_gate.bias.double()
+        wq = wq[:, head * D : (head + 1) * D]
+        mass = torch.zeros(c.slots, dtype=torch.double)
+        read = []
+        for t in range(T):
+            j = t - c.recent  # the token that is too old now
+            if j > 0 or (j == 0 and c.write_first):  # 7
+                ww = torch.softmax(wq[j] @ MK.T, dim=-1)  # 5, 6
+                eta = keep = 1.0
                 if c.rule == "mean":
-                    keys, values, weight = (
-                        keys / (mass + 1e-300)[:, None],
-                        values / (mass + 1e-300)[:, None],
-                        mass,
-                    )
-                near = range(max(0, j + 1), t + 1) if c.recent else range(0)
-                keys = torch.cat([keys, k[list(near), part]])
-                values = torch.cat([values, v[list(near), part]])
-                weight = torch.cat([weight, torch.ones(len(near), dtype=torch.double)])
-                share = weight * torch.exp(keys @ q[t, part] / math.sqrt(D))
-                out.append(share @ values / share.sum())
-            heads.append(torch.stack(out))
-        x = x + linear(torch.cat(heads, dim=-1), f"{name}.attn.c_proj")
-        y = F.gelu(linear(norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc"), approximate="tanh")
-        x = x + linear(y, f"{name}.mlp.c_proj")
-    return (norm(x, "ln_f") @ p["wte.weight"].T)[None]
+                    eta, keep = torch.sigmoid(gates[j, [head, c.n_head + head]])
+                MV = keep * MV + eta * ww[:, None] @ wv[[j]]  # 10
+                mass = keep * mass + eta * ww
+            old, weight = MV, torch.ones(c.slots, dtype=torch.double)
+            if c.rule == "mean":
+                old, weight = MV / (mass + 1e-300)[:, None], mass
+            near = wv[max(0, j + 1) : t + 1] if c.recent else wv[:0]
+            keys, values = torch.cat([old, near]).split(D, dim=-1)
+            weight = torch.cat([weight, torch.ones(len(near), dtype=torch.double)])
+            share = weight * torch.exp(keys @ q[0, t] / math.sqrt(D))
+            read.append(share @ values / share.sum())
+        return torch.stack(read)[None]
 
-
-VARIANTS = [
-    *(replace(SMALL_BCT, recent=recent) for recent in (0, 3, 9)),
-    *(replace(PAPER, recent=recent) for recent in (0, 3, 9)),
-    replace(SMALL_BCT, slots=1, recent=9),
-    replace(SMALL_BCT, slots=9, recent=1),
-    replace(PAPER, write_first=False, random_start=True),
-    replace(SMALL_BCT, write_first=False),
-]
+    return oracle(model, ids, attend, torch.tensor(place))
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -312,71 +199,10 @@ def test_identity_of_the_parallel_form_with_the_recurrence(
 ) -> None:
     model, ids = model_of(config, seed=3), ids_of(1, 70)  # past n_ctx = 24
     expected = recurrence(model, ids)
+    assert model.h[0].memory.empty(ids)[0].any() == config.random_start
     for chunk in (1, 7, 64, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
         assert_close(model(ids), expected, torch.float32)
-
-
-def update_kv(
-    x: Tensor, MV: Tensor, MK: Tensor, W_wq: Tensor, W_wv: Tensor, write_first: bool
-) -> Iterator[Tensor]:
-    """Yield MV_t by the paper's algorithm 1, line by line, of x (N, C), MV_0 (M, 2D), MK (M, D), W_wq (D, C) and W_wv
-    (2D, C). write_first: as in section 3.2, whose rule also updates the sequence that the first input finds."""
-    for t in range(len(x)):
-        wq = W_wq @ x[t]  # 3
-        wv = W_wv @ x[t]  # 4
-        score = wq @ MK.T  # 5
-        ww = torch.softmax(score, dim=-1)  # 6
-        if t > 0 or write_first:  # 7
-            MV = MV + ww[:, None] @ wv[None]  # 10
-        yield MV
-
-
-@pytest.mark.parametrize("write_first", [True, False])
-@pytest.mark.parametrize("random_start", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_identity_of_the_sum_rule_with_the_papers_algorithm(
-    write_first: bool, random_start: bool, chunk: int
-) -> None:
-    paper = replace(PAPER, write_first=write_first, random_start=random_start)
-    block, D, C, N = model_of(paper, dtype=torch.float64).h[0], SMALL.head_dim, SMALL.n_embd, 11
-    x = torch.randn(1, N, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    cache, read, states, (q, k, v) = BoundedMemory(), [], {}, block.attn.project(x)
-    for part in zip(*(t.split(chunk, dim=-2) for t in (x, q, k, v)), strict=True):
-        read.append(block.memory(*part, cache, 0))
-        cache.commit(torch.arange(len(cache), len(cache) + part[0].size(1)))
-        states[len(cache)] = cache.layers[0]
-    assert [name for name, _ in block.memory.named_parameters()] == ["addresses", "c_query.weight"]
-    assert cache.nbytes == 4 * SMALL.n_head * paper.slots * 2 * D  # MV alone, in float32
-    MV_0 = torch.cat(block.memory.empty(x)[:2], dim=-1)[0].double()  # (H, M, 2D)
-    assert MV_0.std() > 0.5 if random_start else not MV_0.any()
-    ones = torch.cat(
-        [x[0], torch.ones_like(x[0, :, :1])], dim=1
-    )  # GPT-2's W_wv has a bias: the weight of a 1
-    W_wq = F.pad(block.memory.c_query.weight.T, (0, 1)).view(SMALL.n_head, D, C + 1)
-    projection = torch.cat([block.attn.c_attn.weight, block.attn.c_attn.bias[None]]).T
-    _, W_k, W_v = projection.view(3, SMALL.n_head, D, C + 1)
-    for head in range(SMALL.n_head):
-        W_wv = torch.cat([W_k[head], W_v[head]])
-        MVs = update_kv(
-            ones, MV_0[head], block.memory.addresses[head], W_wq[head], W_wv, write_first
-        )
-        for t, MV in enumerate(MVs):
-            if t + 1 in states:
-                held = torch.cat(states[t + 1][:2], dim=-1)[0, head]
-                torch.testing.assert_close(held.double(), MV, atol=1e-5, rtol=1e-5)
-            keys, values = MV.split(D, dim=-1)
-            share = torch.softmax(keys @ q[0, head, t] / math.sqrt(D), dim=-1)
-            torch.testing.assert_close(
-                torch.cat(read, dim=2)[0, head, t], share @ values, atol=1e-5, rtol=1e-5
-            )
-
-
-@pytest.mark.parametrize("config", VARIANTS)
-@pytest.mark.parametrize("seed", [1, 3])
-def test_equivalence_of_bct_under_any_feeding(config: BCTConfig, seed: int) -> None:
-    model, ids = model_of(config, seed), ids_of(2, 60, seed=seed)
-    check_any_feeding(model, ids, model(ids), BoundedMemory(), seed)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -461,14 +287,6 @@ def test_gradients_of_bct_reach_every_parameter_and_are_finite(config: BCTConfig
         assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_bct_runs_in_any_dtype_with_a_memory_in_float32(dtype: torch.dtype) -> None:
-    model, cache, ids = model_of(SMALL_BCT, dtype=dtype), BoundedMemory(), ids_of(2, 70)
-    logits = feed_in_chunks(model, ids, [5, 6, 40], cache)
-    assert logits.dtype == dtype and {x.dtype for x in cache.layers[0]} == {torch.float32}
-    assert difference(logits, model_of(SMALL_BCT)(ids)) < (1e-4 if dtype.itemsize == 8 else 0.2)
-
-
 def test_bct_goes_on_past_the_context_without_reading_again() -> None:
     model, cache, fed = model_of(SMALL_BCT), BoundedMemory(), []
     model.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].size(1)))
@@ -479,23 +297,7 @@ def test_bct_goes_on_past_the_context_without_reading_again() -> None:
     assert torch.equal(model(whole[:, :-1])[:, 29:].argmax(-1), new)
 
 
-def test_positions_of_bct_cycle_through_the_upper_half() -> None:
-    model = model_of(SMALL_BCT)
-    seen: list[Tensor] = []
-    model.wpe.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    model(ids_of(1, 60))
-    assert seen[0].tolist() == [*range(24), *range(12, 24), *range(12, 24), *range(12, 24)]
-
-
 # --- Both as objects ------------------------------------------------------------------------------------------------
-
-
-def test_memory_held_by_bct_does_not_depend_on_the_chunk() -> None:
-    """The recent tokens are a part of what was read: the rest of it must not stay in memory with them."""
-    model, cache = model_of(SMALL_BCT), BoundedMemory()
-    for n in (500, 1, 500):
-        model(ids_of(1, n), cache)
-        assert allocated(cache) == cache.nbytes
 
 
 def test_a_memory_of_another_shape_is_refused_and_unchanged() -> None:
@@ -531,14 +333,6 @@ def test_a_cache_of_the_wrong_kind_is_refused_and_unchanged(read: bool) -> None:
         if read:
             other(ids_of(1, 8), cache)
         refused(cache, words, lambda model=model, cache=cache: model(ids_of(1, 3), cache))
-
-
-def test_truncate_goes_back_only_to_what_is_still_there() -> None:
-    model, ids, cache = model_of(SMALL), ids_of(2, 20), SlidingWindowCache(9, 2)
-    model(ids[:, :10], cache)
-    cache.truncate(6)
-    assert_close(model(ids[:, 6:], cache), banded(model, ids, 9, 2)[:, 6:], torch.float32)
-    refused(cache, "19 tokens of 20, 9 evicted", lambda: cache.truncate(19))
 
 
 def test_windows_and_memories_that_can_not_be_are_refused() -> None:
