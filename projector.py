@@ -1,7 +1,7 @@
 """Cross-prompt KV projection: a first token before the prompt is read, from a similar prompt's
 cache. Without arguments, the proposal goes through its own falsification test, reduced to 20
-seconds; `ask` answers a question as proposed, by our summary tokens and exactly; `study` runs the
-whole test.
+seconds; `ask` answers a question as proposed, by our summary tokens and exactly; `python3 -m
+studies.projection` runs the whole test.
 
 Stage 1, one linear map a head, turns the cache of a prompt into m summary tokens, which the
 prompt's last query reads as it reads the cache. Stage 2, a ridge regression on pairs of similar
@@ -50,7 +50,7 @@ from load_gpt2_weights import END_OF_TEXT
 from pocket import corpus
 from recycle import read_all
 from support.encoders import PairEncoder, load_encoder
-from support.files import read_json, regular, write_atomically, write_json
+from support.files import check_fields, read_json, regular, write_atomically, write_json
 from support.fingerprints import fingerprint, raw
 from support.geometry import kv_heads, rotary
 from support.regression import cross_validate, ridge
@@ -508,7 +508,8 @@ class Library:
         else:
             encoder = load_encoder(about["encoder"], model, tokenizer)
         settings = {name: about[name] for name in ("threshold", "guard", "skip")}
-        layout = Layout(**about["layout"])
+        layout = check_fields(about["layout"], f"layout in {folder / 'library.json'}", **LAYOUT)
+        layout = Layout(**{name: layout[name] for name in LAYOUT})
         return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)
 
 
@@ -523,6 +524,7 @@ FIELDS = {
     "texts": list,
     "checksum": int,
 }  # of library.json
+LAYOUT = {"m": int, "tail": int, "true_positions": bool}
 
 
 def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
@@ -750,6 +752,8 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
+        if args.library == "":
+            raise ValueError("--library is empty, but a folder needs a name")
         if args.library is None and args.model != "pocket":
             raise ValueError(
                 f"the questions that come along are pocket's, not {args.model}'s: make a library by "

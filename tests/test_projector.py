@@ -480,6 +480,14 @@ def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: P
         file.write_text(json.dumps(about | change))
         with pytest.raises(ValueError, match="has changed since it was saved"):
             Library.load(model, tokenizer, tmp_path)
+    older = about | {"layout": {"m": 1}}
+    del older["checksum"]
+    older["checksum"] = module.checksum(
+        older, module.read_tensors(tmp_path / "library.safetensors")
+    )
+    file.write_text(json.dumps(older))
+    with pytest.raises(ValueError, match=r"layout in .*library\.json lacks tail, true_positions"):
+        Library.load(model, tokenizer, tmp_path)
     file.write_text("[]")
     with pytest.raises(ValueError, match=r"library\.json holds \[\] instead of an object"):
         Library.load(model, tokenizer, tmp_path)
@@ -610,6 +618,7 @@ def test_a_question_is_answered_three_times(capsys: pytest.CaptureFixture[str]) 
         (["--max-new-tokens", "9"], "demo has no --max-new-tokens"),
         (["ask", "--library", "nowhere", "x"], "nowhere"),
         (["ask", "x", "--library", "README.md"], "README.md"),
+        (["ask", "x", "--library", ""], "--library is empty"),
         (["--model", "gpt2"], "--pairs FILE"),
     ],
 )
