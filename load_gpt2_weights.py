@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from support.cli import ARTICLE
 from support.conditions import random_model
-from support.files import check_fields, read_json, read_text, regular, said
+from support.files import check_fields, not_downloaded, read_json, read_text, regular, said
 
 RANDOM = "random:"  # and a size: an untrained model
 HERE = Path(__file__).resolve().parent
@@ -344,15 +344,6 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
     except Exception as error:
         raise not_downloaded(f"{filename} of {repo}", error) from error
     raise OSError(why)
-
-
-def not_downloaded(what: str, error: Exception) -> OSError:
-    """Return an error with the first sentence of another one, or that one's name if it says nothing."""
-    reason = str(error).partition(". ")[0] or type(error).__name__
-    return OSError(
-        f"can't download {what} ({reason}): run this once with internet, or give a folder that "
-        "holds the model; the model pocket needs no download"
-    )
 
 
 def read_config(path: Path, config_class: type | None = None) -> Any:

@@ -51,7 +51,7 @@ from pocket import corpus
 from recycle import read_all
 from support.cli import CommandLine, nonempty, whole_number
 from support.encoders import PairEncoder, load_encoder
-from support.files import read_json, regular, write_atomically, write_json
+from support.files import check_fields, read_json, regular, write_atomically, write_json
 from support.fingerprints import fingerprint, raw
 from support.geometry import kv_heads, rotary
 from support.regression import cross_validate, ridge
@@ -526,7 +526,8 @@ class Library:
         else:
             encoder = load_encoder(about["encoder"], model, tokenizer)
         settings = {name: about[name] for name in ("threshold", "guard", "skip")}
-        layout = Layout(**about["layout"])
+        layout = check_fields(about["layout"], f"layout in {folder / 'library.json'}", **LAYOUT)
+        layout = Layout(**{name: layout[name] for name in LAYOUT})
         return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)
 
 
@@ -541,6 +542,7 @@ FIELDS = {
     "texts": list,
     "checksum": int,
 }  # of library.json
+LAYOUT = {"m": int, "tail": int, "true_positions": bool}
 
 
 def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
@@ -784,6 +786,8 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
+        if args.library == "":
+            raise ValueError("--library is empty, but a folder needs a name")
         if args.library is None and args.model != "pocket":
             raise ValueError(
                 f"the questions that come along are pocket's, not {args.model}'s: make a library by "

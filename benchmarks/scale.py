@@ -88,7 +88,7 @@ def note(path: Path) -> list[str | Table]:
     record = read_json(path, geometry=dict, products_ms=dict, rows=dict, gb_per_s=float)
     try:
         return predictions(record)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"{path} is not a summary.json that this version wrote: {error!r}"
         raise ValueError(why) from error
 

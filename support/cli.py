@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from support.chat import as_question
 from support.conditions import SIZES, is_geometry
-from support.files import import_file, said, writable
+from support.files import import_file, writable
 
 if TYPE_CHECKING:
     from support.tracing import Trace
@@ -209,7 +210,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def warn(self, message: Warning | str, *_: Any) -> None:
         """Print a warning as a sentence, without the line of code that it comes from."""
-        print(f"{self.prog}: {message}", file=sys.stderr)
+        print(f"{self.prog}: {cut(str(message))}", file=sys.stderr)
 
     @contextmanager
     def one_sentence(self) -> Iterator[None]:
@@ -249,7 +250,12 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence, and end with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {cut(message)}\n")
+
+
+def cut(message: str) -> str:
+    """Return a message in which words of more than 200 characters, which somebody gave, end after 50."""
+    return re.sub(r"(\S{50})\S{150,}", r"\1 ...", message)
 
 
 def flush() -> None:
@@ -293,7 +299,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
             value = low - 1
         if not low <= value <= high:
             allowed = f"of at least {low} and at most {high}"
-            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {said(text)}")
+            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}")
         return value
 
     return convert

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import tiktoken
 import torch
 from torch import Tensor, nn
 
+from support.files import not_downloaded
 from support.regression import cross_validate, ridge
 
 
@@ -86,16 +88,24 @@ def load_encoder(
     """
     if name == "tokens":
         return TokenEncoder(model, tokenizer)
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
+    if not importlib.util.find_spec("sentence_transformers"):
         needed = "needs `pip install sentence-transformers`, tokens nothing"
-        raise ValueError(f"the encoder {name} {needed}") from error
+        raise ValueError(f"the encoder {name} {needed}")
     device = str(model.wte.weight.device)
     try:
-        encoder = SentenceTransformer(name, device=device, local_files_only=True)
-    except (OSError, ValueError):  # neither a folder nor in the cache
-        encoder = SentenceTransformer(name, device=device)
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from sentence_transformers import SentenceTransformer
+
+        try:
+            encoder = SentenceTransformer(name, device=device, local_files_only=True)
+        except (OSError, ValueError):  # neither a folder nor in the cache
+            # One request that fails at once: SentenceTransformer would retry for more than a minute.
+            repo = name if "/" in name else f"sentence-transformers/{name}"
+            get_hf_file_metadata(hf_hub_url(repo, "config.json"), timeout=10)
+            encoder = SentenceTransformer(name, device=device)
+    # Whatever a network, its settings, a server or a full disk can do.
+    except Exception as error:
+        raise not_downloaded(f"the encoder {name}", error, "the encoder tokens") from error
     return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
 
 

@@ -136,6 +136,16 @@ def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
     return rows
 
 
+def not_downloaded(what: str, error: Exception, other: str = "the model pocket") -> OSError:
+    """Return an error with the first sentence of another one, or that one's name if it says nothing; other: what can
+    be used instead."""
+    reason = str(error).partition(". ")[0] or type(error).__name__
+    return OSError(
+        f"can't download {what} ({reason}): run this once with internet, or give a folder that "
+        f"holds the model; {other} needs no download"
+    )
+
+
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let write(file) make the file in a folder beside its place, then move it there: readers never
     see half a file.

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -215,6 +216,17 @@ def test_encoder_that_is_not_installed_is_one_sentence(pocket: GPT, monkeypatch)
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ValueError, match=r"all-MiniLM-L6-v2.*pip install sentence-transformers"):
         load_encoder("all-MiniLM-L6-v2", pocket, load_tokenizer("pocket"))
+
+
+def test_encoder_that_cannot_be_downloaded_is_one_sentence(pocket: GPT, monkeypatch) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise OSError("no such folder") if options.get("local_files_only") else RuntimeError("'::'")
+
+    package = SimpleNamespace(__spec__="there", SentenceTransformer=refuse)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", package)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)  # before any retries
+    with pytest.raises(OSError, match=r"can't download the encoder nope \('::'\).*tokens needs no"):
+        load_encoder("nope", pocket, load_tokenizer("pocket"))
 
 
 # --- The scripts ----------------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ BAD = {  # a command, and what its sentence must hold
     "gpt_kv_cache --trace nowhere/x.html": "no folder nowhere",
     "gpt_kv_cache --model pocket-bct": "config.json gpt_bounded_cache.py --memory bct",
     "gpt_kv_cache --random pocket": "124M pocket",
+    f"gpt_kv_cache --random {'x' * 5000}": f"124M {'x' * 49} ...",
     "gpt_kv_cache --random 124M --model gpt2": "124M gpt2",
     "gpt_bounded_cache --slots 5 --memory sinks": "--slots 5 at least 6",
     "gpt_bounded_cache --slots 50 --memory bct": "bct --slots",
