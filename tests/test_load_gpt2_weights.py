@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -508,12 +509,11 @@ def test_what_our_model_can_not_represent(tmp_path: Path, key: str, value: objec
 
 
 @pytest.mark.parametrize("name", ["slots", "recent"])
-@pytest.mark.parametrize("value", [2**62, -1])
-def test_impossible_memory(tmp_path: Path, name: str, value: int) -> None:
-    config = read_json(ROOT / "pocket" / "bct" / "config.json") | {name: value}
+def test_impossible_memory(tmp_path: Path, name: str) -> None:
+    shutil.copytree(ROOT / "pocket" / "bct", tmp_path, dirs_exist_ok=True)
+    config = read_json(tmp_path / "config.json") | {name: 2**62}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").symlink_to(ROOT / "pocket" / "bct" / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"{name}.* {value}"):
+    with pytest.raises(ValueError, match=rf"{name}.* {2**62}"):
         loader.load_model(str(tmp_path), model_class=BCT)
 
 
