@@ -166,6 +166,12 @@ LLAMA_SIZES = {  # Hugging Face's name: LlamaConfig's
     "intermediate_size": "n_inner",
     "head_dim": "head_dim",
 }
+LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
+    "factor": float,
+    "low_freq_factor": float,
+    "high_freq_factor": float,
+    "original_max_position_embeddings": int,
+}
 LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out, in)
     "wte": ("embed_tokens",),
     "ln_1": ("input_layernorm",),
@@ -413,8 +419,7 @@ def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     positive = {"rope_theta": float}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
-        positive |= dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), float)
-        positive |= {"original_max_position_embeddings": int}
+        positive |= LLAMA3_SCALING
     elif kind != "default":
         known = "but this Llama supports only 'default' or 'llama3'"
         raise ValueError(f"{path}: rope_type is {kind!r}, {known}")
@@ -422,7 +427,7 @@ def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     for name in positive:
         if not rope[name] > 0:
             raise ValueError(f"{where}: {name} must be more than 0, got {rope[name]}")
-    found["rope_theta"], *scaling = (positive[name](rope[name]) for name in positive)
+    found["rope_theta"], *scaling = [kind(rope[name]) for name, kind in positive.items()]
     if scaling:
         found["rope_scaling"] = tuple(scaling)
         _, low, high, _ = scaling

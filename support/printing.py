@@ -31,9 +31,8 @@ def stream(
     """
     ids: list[int] = []
     ms: list[float] = []
-    utf8 = codecs.getincrementaldecoder("utf-8")(
-        errors="replace"
-    )  # a character can span several tokens
+    # A character can span several tokens.
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
     ends = ends_of(tokenizer)
     started = time.perf_counter()
     try:
@@ -80,15 +79,17 @@ def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> No
     """
     texts = [ids for ids, _ in runs.values()]
     n = min(map(len, texts))
-    spans = [
-        (start, min(start + 64, n), f"{n_prompt + min(start + 64, n):,}")
-        for start in range(1, n, 64)
-    ]
-    rows = []
-    for start, end, label in [*spans, *([(1, n, "all")] if spans else [])]:
+
+    def row(label: str, start: int, end: int) -> list[str]:
         medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
-        rows.append([label, *(f"{ms:.2f}" for ms in medians), f"{medians[0] / medians[-1]:.1f}"])
+        return [label, *(f"{ms:.2f}" for ms in medians), f"{medians[0] / medians[-1]:.1f}"]
+
+    rows = []
+    for start in range(1, n, 64):
+        end = min(start + 64, n)
+        rows.append(row(f"{n_prompt + end:,}", start, end))
     if rows:
+        rows.append(row("all", 1, n))
         print("\nMedians, in which a slow token doesn't show; the decoding time above is a mean:")
         header = ["text length", *(f"{name}: ms per token" for name in runs), "times as fast"]
         print(f"\n{table(header, rows, left=0)}")
@@ -97,6 +98,5 @@ def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> No
     took = ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items())
     print(f"\nIn all, prefill included: {took}, {first / last:.1f} times as fast")
     same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
-    print(
-        f"\nSame tokens: {same} ({', '.join(f'{name}: {len(ids)}' for name, (ids, _) in runs.items())})"
-    )
+    lengths = ", ".join(f"{name}: {len(ids)}" for name, (ids, _) in runs.items())
+    print(f"\nSame tokens: {same} ({lengths})")

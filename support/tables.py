@@ -19,16 +19,16 @@ def table(
 ) -> str:
     """Return rows of cells under a header, the first `left` columns to the left and all others to the right; on a
     terminal a table that is all to the left, of sentences, is a line a row."""
+    lines = []
     if markdown:
-        lines = [header, [*["---"] * left, *["---:"] * (len(header) - left)], *rows]
-        return "\n".join(
-            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-            for cells in lines
-        )
+        rule = [*["---"] * left, *["---:"] * (len(header) - left)]
+        for row in (header, rule, *rows):
+            cells = [cell.replace("|", r"\|") for cell in row]
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
     if left >= len(header):
         return "\n".join([f"{header[0]}:", *(f"  {': '.join(cells)}" for cells in rows)])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
     for row in (header, *rows):
         cells = [
             x.ljust(w) if i < left else x.rjust(w)

@@ -53,26 +53,26 @@ class Trace:
         self.teacher: list[bool] = []  # by token: is its entry in the student's cache a teacher's?
         self.refreshes = 0
         self.watched: dict[int, Any] = {}  # by layer: what removes the hook
-        self.calls: dict[
-            int, tuple[nn.Module, tuple]
-        ] = {}  # by layer: the last pass's attention and its arguments
+        # by layer: the last pass's attention and its arguments
+        self.calls: dict[int, tuple[nn.Module, tuple]] = {}
 
     def watch(self, model: Any) -> None:
         """Record the attention of a GPT until write(), in at most six of its layers."""
         for layer in sorted({round(i * (len(model.h) - 1) / 5) for i in range(6)}):
             attention = getattr(model.h[layer], "memory", model.h[layer].attn)  # BCT's, or GPT-2's
-            self.watched[layer] = attention.register_forward_pre_hook(
-                lambda at, args, layer=layer: (
-                    None if at.training else self.calls.update({layer: (at, args)})
-                )
-            )
+
+            def note(module: nn.Module, args: tuple, layer: int = layer) -> None:
+                if not module.training:
+                    self.calls[layer] = module, args
+
+            self.watched[layer] = attention.register_forward_pre_hook(note)
 
     def begin(self, ids: Sequence[int], reused: int = 0) -> None:
         """Begin with ids, of which a cache holds the first `reused`; or go on with them: they begin with the text so
         far, or with what is left of it after its beginning has been forgotten."""
-        forgotten = next(
-            i for i in range(len(self.ids) + 1) if [*ids[: len(self.ids) - i]] == self.ids[i:]
-        )
+        forgotten = 0
+        while [*ids[: len(self.ids) - forgotten]] != self.ids[forgotten:]:
+            forgotten += 1
         self.ids[forgotten:] = ids
         self.start, self.fed = forgotten, forgotten + reused
         self.reused = (self.start, self.fed) if reused else None
@@ -143,24 +143,21 @@ class Trace:
                 step.setdefault("memory", []).append(round(1000 * slots))
             else:
                 q, k, _, *mask = args
-                if hasattr(cache, "visible") and 1 < q.size(2) < cache.next_pos:
+                T = q.size(2)
+                if hasattr(cache, "visible") and 1 < T < cache.next_pos:
                     return  # a chunk read by a ring that held tokens: its keys weren't in the order of the slots
                 shares = weights(q, k, *mask)
-                if cache is not None and len(shares) == q.size(
-                    2
-                ):  # the keys are the tokens fed, in their order
+                if cache is not None and len(shares) == T:  # the keys are the tokens fed, in order
                     shares = shares[(cache.pos - cache.next_pos).to(shares.device)]
-            step.setdefault("attention", []).append(
-                [round(1000 * share) for share in shares.tolist()]
-            )
+            thousandths = [round(1000 * share) for share in shares.tolist()]
+            step.setdefault("attention", []).append(thousandths)
 
     def write(self) -> None:
         """Write the page, and watch no more."""
         for hook in self.watched.values():
             hook.remove()
-        utf8 = codecs.getincrementaldecoder("utf-8")(
-            errors="replace"
-        )  # a character goes to the last of its tokens
+        # A character goes to the last of its tokens.
+        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tokens = [utf8.decode(self.tokenizer.decode_single_token_bytes(i)) for i in self.ids]
         layers = sorted(self.watched) if any("attention" in step for step in self.steps) else None
         data = {"title": self.title, "tokens": tokens, "steps": self.steps, "layers": layers}

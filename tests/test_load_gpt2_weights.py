@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -508,12 +509,11 @@ def test_what_our_model_can_not_represent(tmp_path: Path, key: str, value: objec
 
 
 @pytest.mark.parametrize("name", ["slots", "recent"])
-@pytest.mark.parametrize("value", [2**62, -1])
-def test_impossible_memory(tmp_path: Path, name: str, value: int) -> None:
-    config = read_json(ROOT / "pocket" / "bct" / "config.json") | {name: value}
+def test_impossible_memory(tmp_path: Path, name: str) -> None:
+    shutil.copytree(ROOT / "pocket" / "bct", tmp_path, dirs_exist_ok=True)
+    config = read_json(tmp_path / "config.json") | {name: 2**62}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").symlink_to(ROOT / "pocket" / "bct" / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"{name}.* {value}"):
+    with pytest.raises(ValueError, match=rf"{name}.* {2**62}"):
         loader.load_model(str(tmp_path), model_class=BCT)
 
 
@@ -522,7 +522,7 @@ UNUSUAL = {
     "on no device": lambda: torch.ones(16, device="meta"),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(4), torch.ones(12)]),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(16), 0.1, 0, torch.qint8),
-    "of one number": lambda: torch.ones(1).expand(2**40),
+    "of one number": lambda: torch.ones(1).expand(16),
     "complex": lambda: torch.ones(16, dtype=torch.complex64),
     "four bits": lambda: FOUR_BITS,
 }
@@ -650,6 +650,9 @@ def test_a_vocabulary_of_its_own_is_read_as_it_is(tmp_path: Path) -> None:
     tokenizer = loader.load_tokenizer(write_vocabulary(tmp_path, "t h\nth e"))
     assert tokenizer.encode("the<|endoftext|>", allowed_special="all") == [257, 258]
     assert (tokenizer.eot_token, tokenizer.n_vocab) == (258, 259)
+    write(tmp_path, None, config_of(vocab_size=258))
+    with pytest.raises(ValueError, match=r"makes 259 tokens, but .* 258"):
+        loader.load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="in the order of its merges"):
         loader.load_tokenizer(write_vocabulary(tmp_path, "th e\nt h"))
 

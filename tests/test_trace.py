@@ -177,9 +177,10 @@ def test_scripts_write_a_page_of_what_they_print(
         assert "".join(data["tokens"]).strip()[:20] in ran.out
 
 
-def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+def test_text_cannot_break_out_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "page.html"
     evil = "<!--<script></script><b>&amp; null /* data */ h\u00e9llo \U0001f600"
+    monkeypatch.setattr("sys.argv", ["x.py", evil])  # which the page names
     run(gpt_kv_cache.main, "--prompt", evil, "--max-new-tokens", 2, "--trace", out)
     assert out.read_text().count("</script>") == 1 == out.read_text().count("<script>")
     assert "".join(data_of(out)["tokens"]).startswith(evil)
