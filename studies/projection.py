@@ -6,11 +6,11 @@ takes a minute; `--again written` measures that way once more; `--kinds quiz` is
 
 Ways (projection_ways.py has them all): written and proposed are the proposal with stage 1 as it is
 written, and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar
-prompt as it is and the 16 last tokens of the new one; best, the one of these chosen on validation
-prompts. Who is asked, and from what it starts (the setting `on`): found, prompts at least as similar
-as tau to the stored prompt that retrieval finds; given, all held-out prompts with a relative, which
-is given; fit, prompts of the fit; validation; lowest, highest, a third each of all that are asked, by
-similarity; another, those for which another prompt is found; top50, the most similar half.
+prompt as it is and the 16 last tokens of the new one. Who is asked, and from what it starts (the
+setting `on`): found, prompts at least as similar as tau to the stored prompt that retrieval finds;
+given, all held-out prompts with a relative, which is given; fit, prompts of the fit; lowest, highest,
+a third each of all that are asked, by similarity; another, those for which another prompt is found;
+top50, the most similar half.
 
 kl, reverse                 KL(cold || warm) of the first token in nats, and KL(warm || cold)
 low, good                   share of prompts with kl <= 0.05; with either of the two, or perplexity
