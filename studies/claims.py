@@ -12,7 +12,7 @@ import textwrap
 
 from studies.core import Rows
 from studies.core import claims as claims_of
-from studies.protocol import ANSWERS, MINUTES, Claim, claim_tables
+from studies.protocol import MINUTES, Claim, answer_of, claim_tables
 from support.cli import CommandLine
 from support.tables import Table, page
 
@@ -43,12 +43,10 @@ def glance() -> list[str | Table]:
         lines = []
         for claim in claims:
             quote = textwrap.shorten(claim["quote"], 26, placeholder=" …")
-            verdict, command = claim["verdict"], claim["command"]
             if claim["source"]:
                 quote = f'"{quote}"'
-            else:
-                verdict = ANSWERS.get(verdict, verdict)
-            lines.append([quote, verdict, command, f"{MINUTES[command]}"])
+            command = claim["command"]
+            lines.append([quote, answer_of(claim), command, f"{MINUTES[command]}"])
         header = [source, "verdict", "python3 -m studies.", "minutes"]
         parts.append(Table(header, lines, left=3))
     return parts

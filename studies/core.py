@@ -142,7 +142,10 @@ class Rows:
             self.rows[key] = line | {"on": self.on}
 
     def key(self, way: str, metric: str, at: dict[str, Any]) -> str:
-        """Return what names a row; the setting's missing parts are as usual in the study."""
+        """Return what names a row; the setting's missing parts are as usual in the study, and a
+        source's figures have one setting."""
+        if at.get("by") == "source":
+            at = {"by": "source"}
         return json.dumps([way, metric, self.paper["usual"] | at], sort_keys=True)
 
     def append(self, line: dict[str, Any]) -> None:

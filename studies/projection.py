@@ -6,11 +6,11 @@ takes a minute; `--again written` measures that way once more; `--kinds quiz` is
 
 Ways (projection_ways.py has them all): written and proposed are the proposal with stage 1 as it is
 written, and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar
-prompt as it is and the 16 last tokens of the new one; best, the one of these chosen on validation
-prompts. Who is asked, and from what it starts (the setting `on`): found, prompts at least as similar
-as tau to the stored prompt that retrieval finds; given, all held-out prompts with a relative, which
-is given; fit, prompts of the fit; validation; lowest, highest, a third each of all that are asked, by
-similarity; another, those for which another prompt is found; top50, the most similar half.
+prompt as it is and the 16 last tokens of the new one. Who is asked, and from what it starts (the
+setting `on`): found, prompts at least as similar as tau to the stored prompt that retrieval finds;
+given, all held-out prompts with a relative, which is given; fit, prompts of the fit; lowest, highest,
+a third each of all that are asked, by similarity; another, those for which another prompt is found;
+top50, the most similar half.
 
 kl, reverse                 KL(cold || warm) of the first token in nats, and KL(warm || cold)
 low, good                   share of prompts with kl <= 0.05; with either of the two, or perplexity
@@ -317,15 +317,16 @@ def lengths(rows: Rows, turns: int) -> None:
             int((embeddings @ embeddings[0]).argmax())
             torch.load(file, weights_only=True)
 
-        def from_stored(ids: list[int]) -> Tensor:
-            return logits_after(model, ids[-1:], cache_of(model, stored[0], len(ids) - 1))
-
-        def from_mapped(ids: list[int]) -> Tensor:
-            summary = stage_2(stored[:1])[0]
+        def warm(ids: list[int], mapped: bool) -> Tensor:
+            summary = stage_2(stored[:1])[0] if mapped else stored[0]
             return logits_after(model, ids[-1:], cache_of(model, summary, len(ids) - 1))
 
-        starts = {"cold": partial(logits_after, model), "stored": from_stored}
-        starts |= {"mapped": from_mapped, "retrieval": retrieval}
+        starts = {
+            "cold": partial(logits_after, model),
+            "stored": partial(warm, mapped=False),
+            "mapped": partial(warm, mapped=True),
+            "retrieval": retrieval,
+        }
         runs = {}
         for T in LENGTHS:
             ids = torch.randint(c.vocab_size, (T,)).tolist()
@@ -377,12 +378,12 @@ def finish(rows: Rows) -> None:
     rows.begin("arithmetic, on random caches")
     if rows.due(["stage-1"], "curvature"):
         rows.add("stage-1", {}, curvature=[curvature()])
-    ms = {
-        way: [rows.figure(way, "eighth_ms", kind=k) for k in POCKET] for way in ("proposed", "cold")
-    }
-    if None in ms["proposed"]:
-        return
-    ratios = [warm.value / cold.value for warm, cold in zip(*ms.values(), strict=True)]
+    ratios = []
+    for kind in POCKET:
+        warm, cold = (rows.figure(way, "eighth_ms", kind=kind) for way in ("proposed", "cold"))
+        if warm is None:
+            return
+        ratios.append(warm.value / cold.value)
     if rows.due(["proposed"], "eighth", kind="all"):
         rows.begin("the four kinds of prompts")
         rows.add("proposed", {"kind": "all"}, eighth=ratios)
@@ -429,15 +430,15 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
     return tau
 
 
-def save_libraries(trial: Trial, tau: float, encoder: str, folder: Path) -> None:
+def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     """Write what `projector.py ask` needs of the test split's stored prompts: our summary tokens
     and, as proposed, projected ones with the projector that has mapped them."""
     stored = [p for p in trial.stored("test") if p.family.startswith("test")]
     ours = trial.library(trial.ways[OURS[0]], stored, threshold=tau, guard=True)
-    ours.save(folder / "ours", encoder)
+    ours.save(folder / "ours", "pairs")
     if "written" in trial.ways:
         projected = trial.library(trial.ways["written"], stored, threshold=tau)
-        projected.save(folder / "proposed", encoder)
+        projected.save(folder / "proposed", "pairs")
         stage_2 = trial.stage_2(PROPOSED, trial.as_written)
         stage_2.save(folder / "proposed" / "projector.safetensors")
 
@@ -452,13 +453,6 @@ def main(argv: list[str] | None = None) -> None:
         help="similar prompts of your own, for any model: CSV; columns source, target and, if there "
         "are, answer",
     )
-    cli.add_argument(
-        "--encoder",
-        default="pairs",
-        metavar="NAME",
-        help="the retrieval's embeddings: pairs, fitted on the training prompts; tokens, the "
-        "model's own; or a model of sentence-transformers",
-    )
     with cli.parse(argv) as args:
         if args.pairs and args.kinds:
             raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
@@ -466,12 +460,9 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(
                 f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"
             )
-        reasons = {
-            "run of other prompts": args.pairs,
-            "run of another model": args.model != "pocket",
-            "run with another encoder": args.encoder != "pairs",
-        }
-        different = next((why for why, differs in reasons.items() if differs), "")
+        different = "run of other prompts" if args.pairs else ""
+        if args.model != "pocket":
+            different = "run of another model"
         rows, turns = recorded("projection", args, different), 1 if args.quick else 7
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, few = load_tokenizer(args.model), 20 if args.quick else 0
@@ -486,13 +477,13 @@ def main(argv: list[str] | None = None) -> None:
                 families = read_pairs(Path(args.pairs), args.seed)
             else:
                 families = pocket_families(kind, args.seed, FEW if args.quick else None)
-            trial = Trial(model, tokenizer, kind, families, args.encoder, args.seed, few)
+            trial = Trial(model, tokenizer, kind, families, args.seed, few)
             on = conditions(args.model, model)
             size = f"{args.model}: {on['parameters']:,} parameters"
             rows.begin(size, "held-out families of paraphrases", *machine_of(on))
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
-                save_libraries(trial, tau, args.encoder, args.out / "library")
+                save_libraries(trial, tau, args.out / "library")
         if not rows.reduced:
             lengths(rows, turns)
             finish(rows)

@@ -6,6 +6,7 @@ Shapes as in projector.py: L layers, H heads, D head size, T tokens, m summary t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,16 +32,17 @@ class Segments:
     last: int  # how many of these are the last token's: 1, in a Llama one a query head of the group
 
 
-def bounds_of(layout: Layout, T: int) -> list[int]:
-    """Return the bounds of m nearly equal segments, one a summary token. Raises ValueError if tokens are
-    fewer than those."""
+def segments_of(layout: Layout, T: int) -> list[slice]:
+    """Return m nearly equal segments of all tokens but the tail, one a summary token. Raises
+    ValueError if tokens are fewer than those."""
     n = T - layout.tail
     if n < layout.m:
         raise ValueError(
             f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a tail of "
             f"{layout.tail}"
         )
-    return [i * n // layout.m for i in range(layout.m + 1)]
+    bounds = [i * n // layout.m for i in range(layout.m + 1)]
+    return [slice(*ends) for ends in itertools.pairwise(bounds)]
 
 
 def measure_segments(
@@ -48,28 +50,20 @@ def measure_segments(
 ) -> Segments:
     """Return the segments of a prompt, for its own queries and a bank (L, H, any, D) of other prompts', such as
     own_queries() returns. Raises ValueError if the prompt is too short."""
-    T = len(exact.ids)
-    bounds = torch.tensor(bounds_of(layout, T))  # (m + 1,)
-    at = torch.arange(T - layout.tail)  # (n,)
-    segment = torch.bucketize(at, bounds[1:], right=True)  # (n,), the segment of each token
-    k, v = exact.kv[:, :, :, : T - layout.tail].unbind(1)  # (L, H, n, D)
+    segments = segments_of(layout, len(exact.ids))
+    n = len(exact.ids) - layout.tail
+    at = torch.arange(n)
+    k, v = exact.kv[:, :, :, :n].unbind(1)  # (L, H, n, D)
     own = own_queries(model, exact, layout.tail)
     q = own if bank is None else torch.cat([own, bank], 2)  # (L, H, R, D)
-    scores = (
-        q @ reposition(model, k, at * 0 - (T - layout.tail)).mT / math.sqrt(k.size(-1))
-    )  # (L, H, R, n)
-    member = torch.arange(layout.m)[:, None] == segment  # (m, n)
-    tokens = (bounds[:-1, None] + torch.arange(int(member.sum(1).max()))).clamp(
-        max=int(at[-1])
-    )  # (m, longest)
-    outside = (
-        tokens >= bounds[1:, None]
-    )  # the last column, for segments that are shorter than others
-    mass = scores[..., tokens].masked_fill(outside, -math.inf).logsumexp(-1)
-    # By the proposal's rule the segments follow one another, and the tail follows them.
-    seen_at = at - (T - layout.tail) if layout.true_positions else segment - layout.m
+    before = reposition(model, k, at * 0 - n)  # keys relative to the first token fed
+    scores = q @ before.mT / math.sqrt(k.size(-1))  # (L, H, R, n)
+    mass = torch.stack([scores[..., part].logsumexp(-1) for part in segments], -1)
+    seen_at = at - n
+    if not layout.true_positions:  # the segments follow one another, and the tail follows them
+        seen_at = torch.cat([at[part] * 0 + i - layout.m for i, part in enumerate(segments)])
     kv = torch.stack([reposition(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
-    pooled = member.to(kv) / member.sum(1, keepdim=True) @ kv
+    pooled = torch.stack([kv[..., part, :].mean(-2) for part in segments], -2)
     own = own.size(2)
     return Segments(pooled, q, mass, scores.softmax(-1) @ v, own, own // layout.tail)
 
@@ -82,10 +76,8 @@ def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> T
     bank: the weight of all other prompts' queries beside the prompt's own; without them the summary tokens are right
     for that prompt only.
     """
-    (k, v), q = (
-        segments.pooled.double().unbind(1),
-        segments.q.double() / math.sqrt(segments.q.size(-1)),
-    )
+    k, v = segments.pooled.double().unbind(1)
+    q = segments.q.double() / math.sqrt(segments.q.size(-1))
     n = q.size(-2)
     weigh = torch.ones(n, 1, dtype=q.dtype)
     weigh[segments.tail :] = math.sqrt(bank * segments.tail / max(1, n - segments.tail))
@@ -107,9 +99,12 @@ class SegmentMap:
 
     def __init__(self, prompts: Sequence[Segments], penalty: float) -> None:
         pooled = torch.stack([s.pooled for s in prompts]).double()  # (N, L, 2, H, m, D)
-        q = torch.cat([s.q[:, :, s.tail - s.last : s.tail] for s in prompts], 2).double()
-        mass = torch.cat([s.mass[:, :, s.tail - s.last : s.tail] for s in prompts], 2).double()
-        out = torch.cat([s.out[:, :, s.tail - s.last : s.tail] for s in prompts], 2).double()
+        q, mass, out = (
+            torch.cat(
+                [getattr(s, name)[:, :, s.tail - s.last : s.tail] for s in prompts], 2
+            ).double()
+            for name in ("q", "mass", "out")
+        )
         q = q / math.sqrt(q.size(-1))
         x = per_head(pooled)  # (L, H, N, F)
         self.penalty = penalty

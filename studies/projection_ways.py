@@ -25,7 +25,7 @@ from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus
 from projector import Compressor, Layout, Library, Prefill, Projector
 from studies.projection_segments import SegmentMap, Segments, measure_segments, summarize
-from support.encoders import PairEncoder, load_encoder
+from support.encoders import PairEncoder
 from support.files import read_csv
 from support.geometry import kv_heads
 from support.regression import ridge
@@ -149,7 +149,6 @@ class Trial:
         tokenizer: tiktoken.Encoding,
         kind: str,
         families: Splits,
-        encoder: str = "pairs",
         seed: int = 0,
         few: int = 0,
     ) -> None:
@@ -175,11 +174,8 @@ class Trial:
         self.skip = len(tokenizer.decode(self.shared))  # characters
         lengths = [len(p.answer.split()) for p in self.train if p.answer]
         self.long = bool(lengths) and statistics.median(lengths) > 8  # answers
-        if encoder == "pairs":
-            texts = [p.text[self.skip :] for p in self.train]
-            self.encoder = PairEncoder.fit(tokenizer, texts, [p.family for p in self.train])
-        else:
-            self.encoder = load_encoder(encoder, model, tokenizer)
+        texts = [p.text[self.skip :] for p in self.train]
+        self.encoder = PairEncoder.fit(tokenizer, texts, [p.family for p in self.train])
         rng = Random(seed + 1)
         pairs = [(a, b) for f in self.prompts["train"] for a in f for b in f if a is not b]
         self.pairs = rng.sample(pairs, min(PAIRS, len(pairs)))  # source, target

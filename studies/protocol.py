@@ -114,6 +114,12 @@ class Claim(TypedDict):
 ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
 
 
+def answer_of(claim: Claim) -> str:
+    """Return the verdict on a claim, or the answer to a question of ours."""
+    verdict = claim["verdict"]
+    return verdict if claim["source"] else ANSWERS.get(verdict, verdict)
+
+
 def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     """Return claims as a table, and our questions as another, after the conditions of each source
     and ours, which the claims name by a letter if there are several."""
@@ -132,12 +138,10 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
         if len(conditions) > 1:
             where.append(letters[claim["ours"]])
         place = f" ({'; '.join(where)})" if where else ""
-        verdict, figure = claim["verdict"], claim["figure"]
+        found = ": ".join(filter(None, (answer_of(claim), claim["figure"])))
         if claim["source"]:
-            found = ": ".join(filter(None, (verdict, figure)))
             rows.append([f'"{claim["quote"]}"{place}', found, claim["stated"]])
         else:
-            found = ": ".join(filter(None, (ANSWERS.get(verdict, verdict), figure)))
             questions.append([f"{claim['quote']}{place}", found])
     if rows:
         parts.append(Table(["claim", "found here", "tested as stated"], rows, left=3))

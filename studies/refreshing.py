@@ -257,11 +257,12 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
         policy = texts.policy(way, "sampled")
         for t, logits in enumerate(overfill.read_along(pair, new, policy)):
             apart.append(float(kl(expected[:, t], logits).mean()))
-            off = norm = torch.zeros(len(ids))
-            for mine, its in zip(pair.cache.layers, truth.layers, strict=True):
-                mine, its = (kv[..., begin : len(pair.cache), :] for kv in (mine, its))
-                off = off + (mine - its).square().sum((0, 2, 3, 4)).cpu()  # (B,)
-                norm = norm + its.square().sum((0, 2, 3, 4)).cpu()
+            written = slice(begin, len(pair.cache))
+            mine, its = (
+                torch.stack([kv[..., written, :] for kv in cache.layers])
+                for cache in (pair.cache, truth)
+            )  # (L, 2, B, H, t, D)
+            off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
             errors.append(float((off / norm).sqrt().mean()))
         texts.rows.add(way, texts.at, cache_error=errors, kl=apart)
 

@@ -30,7 +30,13 @@ from studies.refreshing import MODES, Texts
 from support.conditions import conditions
 
 BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
-WAYS = ["teacher", *(f"{kind}:{k}" for kind in (*BY, "speculative") for k in (4, 8, 16))]
+SIZES = (4, 8, 16)  # of drafts and bursts
+WAYS = [
+    "teacher",
+    *(f"exact:{k}" for k in SIZES),
+    "text:8",
+    *(f"speculative:{k}" for k in SIZES),
+]
 
 
 @dataclass

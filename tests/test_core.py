@@ -20,12 +20,14 @@ from studies.core import (
     steady,
     table_of,
 )
+from tests.helpers import given
 
 PAPER = """
 title = "A paper"
 theirs = "on the moon"
 metric = "share"
 usual = { by = "here", size = 1 }
+every = { size = [1, 2] }
 source = [["old", "share", 0.5]]
 [metrics]
 share = ["mean", ".2f"]
@@ -175,6 +177,21 @@ def test_nothing_is_shown_where_what_the_trial_needs_does_not_hold(rows: Rows) -
     ):
         claim["needs"] = needs
         assert claims(rows)[0]["verdict"] == verdict
+
+
+def test_a_claim_on_every_size_has_to_hold_for_each_unless_a_thing_can_be(rows: Rows) -> None:
+    claim = rows.paper["claims"][0] | {"every": "size", "found": "«{new}» in all"}
+    rows.paper["claims"] = [claim, claim | {"can": True}]
+    verdicts = []
+    for small, large in ((0.9, 0.8), (0.9, 0.0), (0.0, 0.0)):
+        for size, share in ((1, small), (2, large)):
+            given(rows, "new", {"size": size}, share=[share] * 4)
+            given(rows, "old", {"size": size}, share=[0.1] * 4)
+        verdicts.append([found["verdict"] for found in claims(rows)])
+    assert verdicts == [["HOLDS"] * 2, ["DOES NOT HOLD", "HOLDS"], ["DOES NOT HOLD"] * 2]
+    assert claims(rows)[0]["figure"] == "1 0.00, 2 0.00 in all"
+    claim["rules"] = [["new > old", "absent > old", "new < old"]]  # one is enough
+    assert claims(rows)[0]["verdict"] == "HOLDS"
 
 
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Rows) -> None:

@@ -16,16 +16,14 @@ from pocket import corpus
 from projector import Layout, cache_of, main, prefill
 from recycle import read_all
 from studies import projection
-from studies.core import Figure, Rows, claims
+from studies.core import Figure, Rows
 from studies.projection_segments import measure_segments, summarize
 from studies.projection_ways import TRUE, Trial, Way, pocket_families, read_pairs
 from support.encoders import PairEncoder
-from tests.helpers import given
 from tests.test_projector import MODELS
 from tests.test_projector import prompt as ids_of
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = ("quiz", "long-quiz", "story", "notes")
 
 
 @pytest.fixture(scope="module")
@@ -208,32 +206,6 @@ def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.Monk
     assert projection.curvature() < 1e-4
 
 
-# --- The claims -----------------------------------------------------------------------------------------
-
-DECIDED = {  # claim: its ways with the settings, the metric, and values that hold and that don't
-    "Next-token KL": (["written", "proposed"], "good", {}, 0.9, 0.1),
-    "Retrieval gating": (["proposed"], "kl", {"on": "lowest"}, 99, 0),
-    "Very small": (["proposed"], "kl", {"on": "given", "m": 1}, 99, 0),
-}
-
-
-@pytest.mark.parametrize("start", DECIDED)
-def test_a_claim_follows_the_rows_of_every_kind(start: str) -> None:
-    ways, metric, at, holds, refutes = DECIDED[start]
-
-    def verdict(values: dict[str, float]) -> str:
-        rows = Rows("projection")
-        for kind, value in values.items():
-            for way in ways:
-                given(rows, way, at | {"kind": kind}, **{metric: [value] * 4})
-        return next(claim for claim in claims(rows) if claim["quote"].startswith(start))["verdict"]
-
-    one = dict.fromkeys(KINDS, holds) | {"long-quiz": refutes}
-    assert verdict(dict.fromkeys(KINDS, holds)) == "HOLDS"
-    assert verdict(dict.fromkeys(KINDS, refutes)) == "DOES NOT HOLD"
-    assert verdict(one) == ("HOLDS" if start == "Very small" else "DOES NOT HOLD")
-
-
 # --- The whole study --------------------------------------------------------------------------------------
 
 
@@ -265,7 +237,6 @@ def test_a_study_then_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (["--model", "gpt2"], "--pairs FILE"),
         (["--pairs", "nowhere.csv"], "nowhere.csv"),
-        (["--kinds", "quiz", "--pairs", "x.csv"], "choose"),
     ],
 )
 def test_bad_input_is_one_sentence(
