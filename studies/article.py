@@ -19,11 +19,10 @@ Source: Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratc
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +32,7 @@ import gpt_kv_cache
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import load_tokenizer
+from recycle import Run, timed
 from studies.core import Rows, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.conditions import conditions, random_model
@@ -52,17 +52,6 @@ WRONG = 1e-3  # a position is wrong if a logit is off by more than this share of
 # --- Time -------------------------------------------------------------------------------------------
 
 
-class Written(NamedTuple):
-    """What was written, the seconds in all and after the first token, the cache's bytes and
-    tokens."""
-
-    ids: list[int]
-    seconds: float
-    rest: float
-    nbytes: int
-    held: int
-
-
 def all_logits(model: gpt_baseline.GPT, ids: Tensor, n: int) -> Iterator[Tensor]:
     """Yield n greedy tokens without a cache, the output head applied to every position as in the
     article's code."""
@@ -73,22 +62,22 @@ def all_logits(model: gpt_baseline.GPT, ids: Tensor, n: int) -> Iterator[Tensor]
 
 
 @torch.no_grad()
-def written(way: str, model: torch.nn.Module, ids: Tensor, n: int, room: int, turn: int) -> Written:
-    """Write n greedy tokens after ids (1, T); room: tokens of the preallocated cache."""
+def written(
+    way: str, model: torch.nn.Module, ids: Tensor, n: int, room: int, turn: int
+) -> tuple[Run, int, int]:
+    """Write n greedy tokens after ids (1, T); return them with their times, and the cache's bytes
+    and tokens. room: tokens of the preallocated cache."""
     cache = SlidingWindowCache(room) if way == "preallocated" else KVCache()
     generate = all_logits if way == "all-logits" else FILES[way].generate
     with_cache = {} if FILES[way] is gpt_baseline else {"cache": cache}
-    begun = time.perf_counter()
-    tokens = generate(model, ids, n, **with_cache)
-    new = [int(next(tokens))]
-    first = time.perf_counter() - begun
-    new += map(int, tokens)
-    seconds = time.perf_counter() - begun
-    return Written(new, seconds, seconds - first, cache.nbytes, len(cache))
+    run = timed(lambda: generate(model, ids, n, **with_cache))
+    return run, cache.nbytes, len(cache)
 
 
-def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, after: int = 0) -> None:
-    """Append the figures of n tokens after the article's prompt, or after so many random tokens."""
+def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[str, int]) -> None:
+    """Append the figures of n tokens after the article's prompt, or after the random tokens that
+    the setting says."""
+    after = at.get("after")
     models = {way: random_model(FILES[way].GPT, size) for way in ways}
     for model in models.values():
         model.load_state_dict(models["no-cache"].state_dict())
@@ -96,27 +85,26 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, after: int
     room = ids.size(1) + n
     if after:
         ids, room = torch.randint(50257, (1, after)), model.config.n_ctx
-    runs = {way: partial(written, way, models[way], ids, n, room) for way in ways}
-    found = in_turn(runs, turns)
+    found = in_turn({way: partial(written, way, models[way], ids, n, room) for way in ways}, turns)
     on = conditions(size, model)
     rows.begin(
         f"{size}, random weights: {on['parameters']:,} parameters",
         f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}",
         *machine_of(on),
     )
-    at = {"after": after} if after else {}
+    *_, (plain, _, _) = found["no-cache"]
+    seconds = {}
     for way, several in found.items():
-        base = found["growing"]
-        ratios = [a.seconds / b.seconds for a, b in zip(several, base, strict=True)]
-        if after:
-            ratios = [a.rest / b.rest for a, b in zip(several, base, strict=True)]
-        else:
-            rows.add(way, at, seconds=[run.seconds for run in several])
-        last, plain = several[-1], found["no-cache"][-1]
-        same = [a == b for a, b in zip(last.ids, plain.ids, strict=True)]
-        rows.add(way, at, time=ratios, same=[sum(same) / n])
-        if last.held:
-            rows.add(way, at, bytes=[last.nbytes], each=[last.nbytes / last.held])
+        runs = [run for run, _, _ in several]
+        seconds[way] = [run.total - run.ttft if after else run.total for run in runs]
+    for way, several in found.items():
+        run, nbytes, held = several[-1]
+        if not after:
+            rows.add(way, at, seconds=seconds[way])
+        ratios, same = np.divide(seconds[way], seconds["growing"]), np.equal(run.ids, plain.ids)
+        rows.add(way, at, time=ratios, same=[same.mean()])
+        if held:
+            rows.add(way, at, bytes=[nbytes], each=[nbytes / held])
 
 
 # --- The window of two lines ------------------------------------------------------------------------
@@ -189,12 +177,11 @@ def measure(rows: Rows, size: str, n: int, turns: int) -> None:
         )
         for way, wrong in window_check().items():
             rows.add(way, {}, wrong=[wrong])
-    ways = [*FILES]
-    if rows.due(ways, "time"):
-        times(rows, ways, size, n, turns)
-    for after in LONGER:
-        if rows.due(ways[1:], "time", after=after):
-            times(rows, ways[1:], size, 16, turns, after)
+    for after in (0, *LONGER):
+        at = {"after": after} if after else {}
+        ways = [way for way in FILES if way != "all-logits" or not after]
+        if rows.due(ways, "time", **at):
+            times(rows, ways, size, 16 if after else n, turns, at)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -31,7 +31,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, nn, vmap
 from tqdm import tqdm
 
 import compress
@@ -141,6 +141,7 @@ def quality(
 def correlations(model: nn.Module, few: int) -> list[float]:
     """Return for each head, in order of layers, by how much keys of small norm get more attention
     from later tokens: minus the correlation of both, averaged over texts."""
+    later = torch.ones(T, T, dtype=torch.bool).tril(-1)
     ids = torch.tensor(rows_of(load_tokenizer("pocket"), "test", 120, T)[: TEXTS // few])
     found: list[Tensor] = []
 
@@ -148,14 +149,10 @@ def correlations(model: nn.Module, few: int) -> list[float]:
         q, k = args[:2]  # (B, H, T, D); of grouped heads, k has fewer
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         scores = q @ k.mT / q.size(-1) ** 0.5
-        later = torch.ones(T, T, dtype=torch.bool).tril(-1)
-        causal = torch.ones(T, T, dtype=torch.bool).tril()
-        weights = scores.masked_fill(~causal, -torch.inf).softmax(-1) * later
+        weights = scores.masked_fill(later.mT, -torch.inf).softmax(-1) * later
         attention = weights.sum(2) / later.sum(0).clamp_min(1)  # (B, H, T), mean of later queries
         pair = torch.stack([k.norm(dim=-1), attention], dim=2)[..., : T // 2]  # (B, H, 2, T / 2)
-        pair = pair - pair.mean(-1, keepdim=True)
-        covariance = (pair[:, :, 0] * pair[:, :, 1]).sum(-1)
-        found.append(-covariance / pair.norm(dim=-1).prod(-1))  # (B, H)
+        found.append(-vmap(vmap(torch.corrcoef))(pair)[..., 0, 1])  # (B, H)
 
     hooks = [block.attn.register_forward_pre_hook(watch) for block in model.h]
     model(ids)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 
 from gpt_bounded_cache import (
@@ -68,9 +69,9 @@ def written(model: BCT, n: int) -> BoundedMemory:
 
 
 @torch.no_grad()
-def seconds(model: GPT, cache: KVCache) -> float:
-    """Return the median time of a decoded token."""
-    taken, token = [], torch.zeros(1, 1, dtype=torch.long)
+def seconds(model: GPT, filled: Callable, n: int, turn: int) -> float:
+    """Return the median time of a decoded token, with a new cache of n tokens."""
+    cache, taken, token = filled(model, n), [], torch.zeros(1, 1, dtype=torch.long)
     for _ in range(DECODED + 1):
         begun = time.perf_counter()
         token = model(token, cache, last_only=True).argmax(dim=-1)
@@ -105,25 +106,16 @@ def measure(
         *machine_of(on),
     )
     for n in lengths:
-        runs, size = {}, {}
+        runs, size, at = {}, {}, {"after": n}
         for name, (model, filled) in caches.items():
             size[name] = filled(model, n).nbytes
-            runs[name] = partial(one, model, filled, n)
+            runs[name] = partial(seconds, model, filled, n)
         found = in_turn(runs, turns)
         for name, several in found.items():
-            at = {"after": n}
-            rows.add(
-                name, at, tps=[1 / x for x in several], bytes=[size[name]], mb=[size[name] / 1e6]
-            )
-            rows.add(name, at, share=[size[name] / size["growing"]])
+            tps, share = np.divide(1, several), size[name] / size["growing"]
+            rows.add(name, at, tps=tps, bytes=[size[name]], mb=[size[name] / 1e6], share=[share])
             for than in ("growing", "preallocated"):
-                faster = [x / y for x, y in zip(found[than], several, strict=True)]
-                rows.add(name, at | {"than": than}, faster=faster)
-
-
-def one(model: GPT, filled: Callable, n: int, turn: int) -> float:
-    """Return the seconds of a token with a new cache of n tokens."""
-    return seconds(model, filled(model, n))
+                rows.add(name, at | {"than": than}, faster=np.divide(found[than], several))
 
 
 def main(argv: list[str] | None = None) -> None:
