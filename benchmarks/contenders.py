@@ -1,28 +1,25 @@
-"""Implementations of GPT-2 that `python -m benchmarks` compares, and the process in which one of them runs.
+"""Implementations of GPT-2 that `python -m benchmarks` compares, and what it measures of them.
 
 All get the same weights: a folder in Hugging Face format. A contender is a function from ids (B, T) to an iterator that
 yields the greedy next tokens (B, 1), one after each step of its work, the first after the prefill.
-
-`python -m benchmarks.contenders NAME FOLDER DEVICE THREADS [PEER]` serves requests (see processes.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import benchmarks.runners as runners
 import gpt_baseline
 import gpt_bounded_cache
-from benchmarks.processes import serve
 from benchmarks.runners import (
+    ENDLESS,
     CTranslate2,
     FromScratch,
     Int8,
@@ -30,59 +27,55 @@ from benchmarks.runners import (
     RandomBCT,
     Runner,
     Transformers,
+    Where,
+    Without,
+    ablations,
 )
+
+BASE = "gpt_kv_cache.py"  # what ratios are to
+UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
+FEW = 3  # tokens that it writes after a prompt
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, a runner with its options, and what it needs: packages, a file in the peer's folder, or a kind of device.
-    exact: its greedy tokens must be those of all other exact ones."""
+    """A name, and what loads its weights. exact: its greedy tokens must be those of all other exact ones."""
 
     name: str
-    runner: type[Runner]
-    options: dict[str, Any] = field(default_factory=dict)
-    package: str = ""
-    file: str = ""
-    device: str = ""
+    make: Callable[[Where], Runner]
     exact: bool = True
 
-    def make(self, folder: Path, device: str, peer: Path | None) -> Runner:
-        """Load the weights in a folder."""
-        return self.runner(
-            folder, device, **self.options, **({"file": peer / self.file} if self.file else {})
-        )
 
-
-BOUNDED = {"module": gpt_bounded_cache}
-HF, CT2 = "transformers", "ctranslate2 transformers"
+bounded = partial(Ours, module=gpt_bounded_cache)
 CONTENDERS = (
-    Contender("gpt_baseline.py", Ours, {"module": gpt_baseline}),
-    Contender("gpt_kv_cache.py", Ours),
-    Contender("gpt_bounded_cache.py, preallocated", Ours, BOUNDED | {"window": runners.ENDLESS}),
-    Contender("gpt_bounded_cache.py, window of 256", Ours, BOUNDED | {"window": 256}, exact=False),
+    Contender(UNCACHED, partial(Ours, module=gpt_baseline)),
+    Contender(BASE, Ours),
+    Contender("gpt_bounded_cache.py, preallocated", partial(bounded, window=ENDLESS)),
+    Contender("gpt_bounded_cache.py, window of 256", partial(bounded, window=256), exact=False),
     Contender("gpt_bounded_cache.py, BCT, 24 slots", RandomBCT, exact=False),
-    Contender("gpt_kv_cache.py, bfloat16", Ours, {"dtype": torch.bfloat16}, exact=False),
-    Contender("gpt_kv_cache.py, int8", Int8, device="cpu", exact=False),
-    Contender("transformers, DynamicCache", Transformers, package=HF),
-    Contender("transformers, StaticCache", Transformers, {"static": True}, package=HF),
-    Contender("CTranslate2", CTranslate2, package=CT2, device="cpu"),
+    Contender("gpt_kv_cache.py, bfloat16", partial(Ours, dtype=torch.bfloat16), exact=False),
+    Contender("gpt_kv_cache.py, int8", Int8, exact=False),
+    Contender("transformers, DynamicCache", Transformers),
+    Contender("transformers, StaticCache", partial(Transformers, static=True)),
+    Contender("CTranslate2", CTranslate2),
+    Contender("CTranslate2, int8", partial(CTranslate2, compute_type="int8"), exact=False),
+    Contender("LLMs-from-scratch, concat cache", partial(FromScratch, file="gpt_with_kv_cache.py")),
     Contender(
-        "CTranslate2, int8", CTranslate2, {"compute_type": "int8"}, CT2, device="cpu", exact=False
+        "LLMs-from-scratch, optimized",
+        partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
     ),
-    Contender("LLMs-from-scratch, concat cache", FromScratch, file="gpt_with_kv_cache.py"),
-    Contender("LLMs-from-scratch, optimized", FromScratch, file="gpt_with_kv_cache_optimized.py"),
 )
-WITHOUT = tuple(Contender(name, runners.Without, {"name": name}) for name in runners.ablations())
+WITHOUT = tuple(Contender(name, partial(Without, name=name)) for name in ablations())
 
 
-# --- The process of one contender -----------------------------------------------------------------------------------
+# --- Measuring ------------------------------------------------------------------------------------------------------
 
 
 class Clock:
     """Milliseconds on the device that computes, and of this process's CPU time."""
 
     def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
+        self.device, self.cuda = device, device == "cuda"
 
     def __call__(self, call: Callable[[], Any]) -> tuple[float, float, Any]:
         """Return the milliseconds of a call, those of CPU time, and what it returned."""
@@ -118,9 +111,10 @@ def timed(runner: Runner, clock: Clock, ids: Tensor, decode: int) -> dict[str, A
     }
 
 
-def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int]) -> dict[str, Any]:
+def floors(clock: Clock, geometry: dict[str, int], rows: list[int]) -> dict[str, Any]:
     """Return this machine's limits in float32: bytes read per millisecond, and milliseconds of nothing but the
     matrix products of a prefill, by the number of tokens in all texts."""
+    device = clock.device
     times = 20 if clock.cuda else 1  # a GPU is told to begin so many times before the clock stops
     matrix = torch.rand(8192, 16384, device=device)  # 512 MiB
     vector = torch.rand(1, 8192, device=device)
@@ -155,24 +149,26 @@ def floors(clock: Clock, device: str, geometry: dict[str, int], rows: list[int])
     return {"bytes_per_ms": read, "products_ms": products}
 
 
-def answers(
-    name: str, folder: Path, device: str, peer: Path | None = None
-) -> Callable[..., dict[str, Any]]:
-    """Return what answers requests to a contender, or to the "floor" of the machine."""
-    clock = Clock(device)
-    if name == "floor":
-        return lambda geometry, rows: floors(clock, device, geometry, rows)
-    runner = next(c for c in (*CONTENDERS, *WITHOUT) if c.name == name).make(folder, device, peer)
+def measured(
+    name: str, where: Where, prompts: dict[str, list[list[int]]], decode: int
+) -> dict[str, Any]:
+    """Return the figures of a contender for each prompt, and the milliseconds to the first token of the longest text
+    whose first nine tenths are cached ("resume_ms", None if it can't). A first pass over each prompt warms up."""
+    contender = next(c for c in (*CONTENDERS, *WITHOUT) if c.name == name)
+    clock, runner = Clock(where.device), contender.make(where)
+    warm = 3
+    if name == UNCACHED:
+        warm, decode = 0, FEW
+    ids = {cell: torch.tensor(rows, device=where.device) for cell, rows in prompts.items()}
+    for rows in ids.values():
+        timed(runner, clock, rows, warm)
+    found: dict[str, Any] = {cell: timed(runner, clock, rows, decode) for cell, rows in ids.items()}
+    longest = max(ids.values(), key=lambda rows: rows.size(1))[:1]
+    resume = runner.resume(longest, cached_of(longest.size(1)))
+    found["resume_ms"] = resume and median(clock(resume)[0] for _ in range(3))
+    return found
 
-    def answer(ids: list[list[int]], decode: int, cached: int) -> dict[str, Any]:
-        fed = torch.tensor(ids, device=device)
-        if not cached:
-            return timed(runner, clock, fed, decode)
-        again = runner.resume(fed, cached)
-        return {"resume_ms": None if again is None else median(clock(again)[0] for _ in range(3))}
 
-    return answer
-
-
-if __name__ == "__main__":
-    serve(answers)
+def cached_of(T: int) -> int:
+    """Return how many of a prompt's T tokens are cached where a prefix is used again."""
+    return T * 9 // 10

@@ -12,9 +12,9 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in __main__
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,67 +23,62 @@ import torch
 from tqdm import tqdm
 
 import llama_kv_cache
-from benchmarks.processes import ROOT
-from benchmarks.runners import Ours, Runner, Transformers
+from benchmarks.contenders import Clock, timed
+from benchmarks.report import add_measuring_arguments
+from benchmarks.runners import ENDLESS, Ours, Runner, Transformers, Where
+from benchmarks.words import words
 from llama_kv_cache import Llama, LlamaConfig
 from pocket.checkpoints import export
-from support.cli import CommandLine, whole_number, writable_folder
+from support.cli import CommandLine, whole_number
 from support.conditions import conditions
 from support.files import write_json
-from support.tables import Table, page
+from support.tables import Table
 
 DECODED = 24  # tokens after each prompt
 RIVAL = "transformers, DynamicCache"
-RUNNERS: dict[str, Callable[[Path], Runner]] = {
-    "llama_kv_cache.py": lambda folder: Ours(folder, "cpu", llama_kv_cache),
-    "llama_kv_cache.py, preallocated": lambda folder: Ours(folder, "cpu", llama_kv_cache, 1 << 20),
-    RIVAL: lambda folder: Transformers(folder, "cpu"),
-    "transformers, StaticCache": lambda folder: Transformers(folder, "cpu", static=True),
+RUNNERS: dict[str, Callable[[Where], Runner]] = {
+    "llama_kv_cache.py": partial(Ours, module=llama_kv_cache),
+    "llama_kv_cache.py, preallocated": partial(Ours, module=llama_kv_cache, window=ENDLESS),
+    RIVAL: Transformers,
+    "transformers, StaticCache": partial(Transformers, static=True),
 }
 
 
 def measure(config: LlamaConfig, lengths: Sequence[int], turns: int) -> Iterator[dict[str, Any]]:
     """Yield after each turn, by runner and prompt length, the milliseconds of the first token and of a step in each
-    turn, the bytes of the cache, and whether all runners wrote the same tokens; and the conditions."""
+    turn, the bytes of the cache, and whether all runners wrote the same tokens; and the conditions.
+
+    With one thread the milliseconds are the processor's own time, in which others on the machine don't show.
+    """
     torch.manual_seed(0)
     model = Llama(config).eval()
     on = conditions("SmolLM2-135M's geometry, random weights", model)
     prompts = {T: torch.randint(config.vocab_size, (1, T)) for T in lengths}
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         export(model, Path(folder), torch.float32)
-        runners = {name: make(Path(folder)) for name, make in RUNNERS.items()}
-    rows: dict[str, Any] = {name: {} for name in runners}
-    texts: dict[int, list[int]] = {}
+        runners = {name: make(Where(Path(folder))) for name, make in RUNNERS.items()}
+    rows: dict[str, Any] = {
+        name: {str(T): {"first_ms": [], "step_ms": [], "same": True} for T in lengths}
+        for name in runners
+    }
+    first, steps = "first_ms", "steps_ms"
+    if torch.get_num_threads() == 1:
+        first, steps = "first_cpu_ms", "steps_cpu_ms"
+    texts: dict[int, list[list[int]]] = {}
+    names = [*runners]
     for turn in tqdm(range(-1, turns), desc="turns", leave=False):  # turn -1 warms up
-        at = turn % len(runners)
-        order = [*runners][at:] + [*runners][:at]
+        at = turn % len(names)
         for T, ids in prompts.items():
-            for name in order:
-                times, text = timed(runners[name], ids)
-                texts.setdefault(T, text)
-                row = rows[name].setdefault(str(T), {"first_ms": [], "step_ms": [], "same": True})
-                row["same"] &= text == texts[T]
-                row["bytes"] = runners[name].nbytes
+            for name in names[at:] + names[:at]:
+                done = timed(runners[name], Clock("cpu"), ids, DECODED)
+                row = rows[name][str(T)]
+                row["same"] &= done["tokens"] == texts.setdefault(T, done["tokens"])
+                row["bytes"] = done["nbytes"]
                 if turn >= 0:
-                    row["first_ms"].append(times[0])
-                    row["step_ms"].append(median(times[1:]))
+                    row["first_ms"].append(done[first])
+                    row["step_ms"].append(median(done[steps]))
         if turn >= 0:
             yield {"conditions": on, "rows": rows}
-
-
-def timed(runner: Runner, ids: torch.Tensor) -> tuple[list[float], list[int]]:
-    """Return the milliseconds of the first token after ids (1, T) and of each step after it, and the tokens. With one
-    thread they are the processor's own time, in which others on the machine don't show."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    times, text, begun = [], [], clock()
-    for token in runner.start(ids):
-        text.append(int(token))
-        now = clock()
-        times.append(1e3 * (now - begun))
-        begun = now
-        if len(text) > DECODED:
-            break
-    return times, text
 
 
 def ratio(record: dict[str, Any], name: str, T: str, what: str) -> float:
@@ -92,8 +87,8 @@ def ratio(record: dict[str, Any], name: str, T: str, what: str) -> float:
     return median(theirs / ours for theirs, ours in pairs)
 
 
-def report(record: dict[str, Any]) -> list[str | Table]:
-    """Return the conditions, and a table of the figures, a line for each runner and prompt length."""
+def table_of(record: dict[str, Any]) -> Table:
+    """Return the figures, a line for each runner and prompt length."""
     header = ["", "prompt", "ms per token", "times as fast", "first token, ms", "times as fast"]
     header += ["bytes of cache", "same tokens"]
     cells = []
@@ -104,19 +99,19 @@ def report(record: dict[str, Any]) -> list[str | Table]:
                 times = f"{median(row[T][what]):{form}}"
                 cells[-1] += [times, f"{ratio(record, name, T, what):.2f}"]
             cells[-1] += [f"{row[T]['bytes']:,}", "yes" if row[T]["same"] else "NO"]
-    c, turns = record["conditions"], len(record["rows"][RIVAL][T]["step_ms"])
-    return [
-        f"{c['model']}: {c['parameters']:,} parameters, {c['dtype']}, {c['machine']}, threads: {c['threads']}, "
-        f"{c['date']}; medians of {turns} turns, in a process that all share. Times as fast: as {RIVAL} in the "
-        "same turn.",
-        Table(header, cells),
-    ]
+    return Table(header, cells)
+
+
+def report(record: dict[str, Any], markdown: bool = False) -> str:
+    """Return the conditions and the table."""
+    first, *_ = record["rows"][RIVAL].values()
+    turns = len(first["step_ms"])
+    return words("llama", record["conditions"], turns, RIVAL, table_of(record), markdown=markdown)
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m benchmarks.llama --turns 9")
     cli.prog = "python3 -m benchmarks.llama"
-    cli.add_argument("--turns", type=whole_number(1), default=5, metavar="N", help="of each")
     cli.add_argument(
         "--lengths",
         nargs="+",
@@ -125,19 +120,14 @@ def main(argv: list[str] | None = None) -> None:
         metavar="N",
         help="tokens of prompts",
     )
-    cli.add_argument(
-        "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
-    )
-    cli.add_argument(
-        "--out", type=writable_folder, metavar="FOLDER", help="default: results/benchmarks"
-    )
+    add_measuring_arguments(cli)
     with cli.parse(argv) as args:
         torch.set_num_threads(args.threads)
-        out = args.out or ROOT / "results" / "benchmarks"
+        path = args.out / "llama.json"
         config = replace(LlamaConfig(), n_ctx=1024)
         for record in measure(config, args.lengths, args.turns):
-            write_json(out / "llama.json", record, indent=1)
-        print(page([*report(record), f"Written to {out / 'llama.json'}"]))
+            write_json(path, record, indent=1)
+        print(f"{report(record)}\n\nWritten to {path}")
 
 
 if __name__ == "__main__":

@@ -1,82 +1,58 @@
-"""A process of its own for every implementation, so that they can take turns without sharing one: it answers requests,
-one JSON object a line."""
+"""Turns: every implementation runs in a process of its own, a new one each time, and no two at once."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-class Worker:
-    """An implementation in a process of its own. It waits for requests, and does nothing in between."""
-
-    def __init__(
-        self, module: str, name: str, folder: Path, device: str, threads: int, *peer: Path
-    ) -> None:
-        """module: the one that calls serve(); the other arguments are what it makes the implementation of."""
-        command = [
-            sys.executable,
-            "-m",
-            f"benchmarks.{module}",
-            *map(str, (name, folder, device, threads, *peer)),
-        ]
-        self.name = name
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-        )
-        self.read()
-
-    def read(self) -> dict[str, Any]:
-        """Return the next answer. Raises ValueError, with the last line that it printed, if the process has ended."""
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            self.errors.seek(0)
-            last = (self.errors.read().strip() or f"it ended with status {status}").splitlines()[-1]
-            self.close()
-            raise ValueError(f"{self.name} failed: {last}")
-        return json.loads(line)
-
-    def __call__(self, **request: Any) -> dict[str, Any]:
-        """Return the answer to a request. Raises ValueError if the process has ended."""
-        with suppress(BrokenPipeError):  # read() says why
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-        return self.read()
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):  # of one that has failed
-            self.process.stdin.close()
-        self.process.wait()
-        self.errors.close()
+Job = tuple[Callable[..., Any], *tuple[Any, ...]]  # a function of a module, and its arguments
 
 
-def serve(make: Callable[..., Callable[..., dict[str, Any]]]) -> None:
-    """Be a Worker's process: answer its requests until there are no more, by what make(name, folder, device, *peer)
-    returns."""
-    name, folder, device, threads, *peer = sys.argv[1:]
-    torch.set_num_threads(int(threads))
-    out = sys.stdout
-    with torch.no_grad(), redirect_stdout(sys.stderr):  # whatever an implementation prints
-        answer = make(name, Path(folder), device, *map(Path, peer))
-        print(json.dumps({"ready": name}), file=out, flush=True)
-        for line in sys.stdin:
-            print(json.dumps(answer(**json.loads(line))), file=out, flush=True)
+def in_turns(
+    jobs: dict[str, Job], turns: int, threads: int, needed: Sequence[str]
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Run each job once in every turn, in an order that rotates; return by name what it returned in each turn.
+
+    A job that fails is left out from there on; why is the second of what is returned. Raises ValueError if the job is
+    one of those needed.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in jobs}
+    failed: dict[str, str] = {}
+    names = [*jobs]
+    for turn in tqdm(range(turns), desc="turns", leave=False):
+        at = turn % len(names)
+        for name in tqdm(names[at:] + names[:at], desc="one by one", leave=False):
+            if name not in found:
+                continue
+            try:
+                found[name].append(in_own_process(threads, *jobs[name]))
+            except Exception as error:  # whatever an implementation raises
+                expected = isinstance(error, ValueError)
+                failed[name] = str(error) if expected else f"{type(error).__name__}: {error}"
+                del found[name]
+                if name in needed:
+                    raise ValueError(f"{name} failed: {failed[name]}") from error
+    return found, failed
+
+
+def in_own_process(threads: int, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call returns in a new process of so many threads. Raises whatever it raises."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # read when its libraries start
+    new = get_context("spawn")
+    with ProcessPoolExecutor(1, new, initializer=begin, initargs=(threads,)) as process:
+        return process.submit(call, *arguments).result()
+
+
+def begin(threads: int) -> None:
+    """Be such a process: nothing that an implementation prints is shown."""
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(nowhere, output)

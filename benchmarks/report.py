@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.contenders import CONTENDERS
-from benchmarks.scale import threads_of
+from benchmarks.contenders import BASE, CONTENDERS, UNCACHED
+from benchmarks.scale import cells_of
+from benchmarks.words import words
+from support.cli import CommandLine, whole_number, writable_folder
 from support.figures import figure
 from support.tables import Table
 
-BASE = "gpt_kv_cache.py"  # what ratios are to
-UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
 BUSY = (
     0.10  # a larger share of the time without a processor, or change of bandwidth, is a disturbance
 )
 Record = dict[str, Any]
+
+
+def add_measuring_arguments(cli: CommandLine) -> None:
+    """Add how often and by how many threads is measured, and where the record goes (args.out)."""
+    cli.add_argument(
+        "--turns",
+        type=whole_number(1),
+        default=5,
+        metavar="N",
+        help="each figure is the median of N",
+    )
+    cli.add_argument(
+        "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
+    )
+    cli.add_argument(
+        "--out",
+        type=writable_folder,
+        default="results/benchmarks",
+        metavar="FOLDER",
+        help="where results go",
+    )
 
 
 def summary(raw: Record) -> Record:
@@ -78,24 +99,18 @@ def share_waited(turn: Record) -> float:
     return 1 - computed / (turn["first_ms"] + sum(turn["steps_ms"]))
 
 
-def cells_of(rows: Record, name: str) -> list[str]:
-    """Return the cells that a contender was measured in, as in "8 x 128": texts and tokens of each."""
-    return [cell for cell in rows.get(name, {}) if " x " in cell]
-
-
 def ahead(rows: Record) -> list[str]:
     """Return, a line for each other implementation, where it is faster than BASE in the same precision."""
     lines = []
     for contender in CONTENDERS:
         name = contender.name
-        others = contender.package or contender.file
-        if not others or name not in rows:
+        if name.startswith("gpt_") or name not in rows:
             continue
         precision = next((kind for kind in ("bfloat16", "int8") if kind in name), "")
         base = f"{BASE}, {precision}" if precision else BASE
         found = []
         for what, key in (("decoding", "decode_ratio"), ("first token", "first_ratio")):
-            for cell in cells_of(rows, base):
+            for cell in cells_of(rows.get(base, {})):
                 ratio = rows[name][cell][key] / rows[base][cell][key]
                 if ratio >= 1.005:
                     found.append(f"{what} {cell} ({ratio:.2f})")
@@ -109,41 +124,27 @@ def disturbed(found: Record) -> bool:
     return max(found["bandwidth_change"], found["waited"] or 0) > BUSY
 
 
-def disturbance(record: Record) -> str:
-    """Return the change of the machine's speed, and how long a single thread waited for it."""
-    change = f"its bandwidth changed by {record['bandwidth_change']:.0%} between turns"
-    if record["waited"] is None:
-        return change
-    return f"{change}, and processes waited for {record['waited']:.0%} of their time"
-
-
-def conditions(record: Record) -> str:
-    """Return what was measured, on what, when."""
-    threads = threads_of(record)
-    turns = "one turn" if record["turns"] == 1 else f"medians of {record['turns']} turns"
-    return f"{record['model']}, {record['machine']}, {threads}, {record['date']}; {turns}"
-
-
 def shown(record: Record) -> dict[str, Record]:
     """Return the rows of a record that are of a contender of today."""
     names = {contender.name for contender in CONTENDERS}
     return {name: row for name, row in record["rows"].items() if name in names}
 
 
-def decoding(record: Record, cells: Sequence[str]) -> Table:
-    """Return tokens/s in these cells and the first token, each with its ratio to BASE."""
+def decoding(record: Record) -> Table:
+    """Return tokens/s in all cells and the first token, each with its ratio to BASE."""
+    cells = cells_of(record["rows"][BASE])
     header = ["tokens/s of decoding"]
     for cell in cells:
         B, T = cell.split(" x ")
         texts = "" if B == "1" else f"{B} texts, "
         header.append(f"{texts}after {int(T):,}")
-    longest = cells_of(record["rows"], BASE)[len(record["lengths"]) - 1]
-    header.append(f"first token of {record['lengths'][-1]:,}")
+    longest = record["lengths"][-1]
+    header.append(f"first token of {longest:,}")
     rows = []
     for name, row in shown(record).items():
         speeds = [f"{row[c]['tokens_per_s']:.1f} ({row[c]['decode_ratio']:.2f})" for c in cells]
-        first = f"{row[longest]['first_ms']:,.0f} ms ({row[longest]['first_ratio']:.2f})"
-        rows.append([name, *speeds, first])
+        first = row[f"{record['batches'][0]} x {longest}"]
+        rows.append([name, *speeds, f"{first['first_ms']:,.0f} ms ({first['first_ratio']:.2f})"])
     return Table(header, rows)
 
 
@@ -161,49 +162,36 @@ def memory(record: Record) -> Table:
     return Table(header, rows)
 
 
-def limits(record: Record) -> str:
-    """Return how near BASE comes to the machine's limits."""
+def reached(record: Record) -> dict[str, float]:
+    """Return how near BASE comes to the machine's limits: its least and largest share of reading the weights, and its
+    longest prompt's of the products."""
     ours = [record["rows"][BASE][f"{record['batches'][0]} x {T}"] for T in record["lengths"]]
-    shares = [x["of_roofline"] for x in ours]
-    return (
-        f"A token takes at least as long as reading the weights, in float32 {record['roofline_ms']:.1f} ms here "
-        f"({record['gb_per_s']:.1f} GB/s): `{BASE}` reaches {min(shares):.2f} to {max(shares):.2f} of that. Of its "
-        f"first token of {record['lengths'][-1]:,} the matrix products alone would take {ours[-1]['of_products']:.2f}. "
-        "Overhead is the time of a step in a model with as many layers and hardly anything to compute."
-    )
+    shares = [cell["of_roofline"] for cell in ours]
+    return {"least": min(shares), "most": max(shares), "products": ours[-1]["of_products"]}
 
 
-def report(record: Record) -> list[str | Table]:
+def speed(record: Record, markdown: bool = False) -> str:
+    """Return the tables of all contenders, and how near BASE comes to the limits."""
+    figures = decoding(record), memory(record), reached(record)
+    return words("speed", record, BASE, *figures, markdown=markdown)
+
+
+def report(record: Record) -> str:
     """Return all the figures of a run."""
-    said = ahead(record["rows"]) or ["nowhere"]
-    parts: list[str | Table] = [
-        f"{conditions(record)}. In brackets: how many times as fast as `{BASE}` in the same turn.",
-        decoding(record, cells_of(record["rows"], BASE)),
-        memory(record),
-        "Where others are ahead, by texts x tokens (times as fast):\n" + as_list(said),
-        limits(record),
-    ]
-    if record["absent"]:
-        parts.append(
-            "Not measured:\n" + as_list(f"{name} ({why})" for name, why in record["absent"].items())
-        )
-    return parts
-
-
-def as_list(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+    others = words("others", ahead(record["rows"]))
+    return "\n\n".join([speed(record), others, words("absent", record)]).strip()
 
 
 def ablation(rows: Record, lengths: Sequence[int]) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return how many times as long decoding and the first token take without each choice: median, least and most of
     the turns."""
     without: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for name, row in rows.items():
+    for name in rows:
         if name == BASE:
             continue
         without[name] = {}
         for T in lengths:
-            cell = row[f"1 x {T}"]
+            cell = rows[name][f"1 x {T}"]
             spreads = {"decode": spread(cell["ratios"]), "first": spread(cell["first_ratios"])}
             without[name][str(T)] = spreads
     return without
@@ -217,12 +205,12 @@ def spread(ratios: Sequence[float]) -> list[float]:
 
 def ablation_table(without: Record, lengths: Sequence[int]) -> Table:
     """Return how many times as long all takes without each choice, from ablation()."""
-    columns = [(what, str(T)) for what in ("decode", "first") for T in lengths]
+    columns = [(what, T) for what in ("decode", "first") for T in lengths]
     words = {"decode": "a token after", "first": "first token of"}
-    header = ["without", *(f"{words[what]} {int(T):,}" for what, T in columns)]
+    header = ["without", *(f"{words[what]} {T:,}" for what, T in columns)]
     rows = []
     for name, row in without.items():
-        cells = ["{:.2f} ({:.2f}-{:.2f})".format(*row[T][what]) for what, T in columns]
+        cells = ["{:.2f} ({:.2f}-{:.2f})".format(*row[str(T)][what]) for what, T in columns]
         rows.append([name, *cells])
     return Table(header, rows)
 
@@ -232,31 +220,28 @@ def draw(record: Record, out: Path) -> None:
     lengths, B = record["lengths"], record["batches"][0]
     styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
 
-    def lines(
-        axes: Any, key: str, rows: dict[str, Record], floor: Sequence[float], floor_name: str
-    ) -> None:
-        for i, (name, row) in enumerate(rows.items()):
-            values = [row[f"{B} x {T}"][key] for T in lengths]
+    def lines(axes: Any, key: str, names: list[str], floor: Sequence[float], said: str) -> None:
+        for i, name in enumerate(names):
+            values = [record["rows"][name][f"{B} x {T}"][key] for T in lengths]
             axes.plot(lengths, values, styles[i % 8], markersize=5, linewidth=1, label=name)
-        axes.plot(lengths, floor, color="black", linewidth=2, label=floor_name)
+        axes.plot(lengths, floor, color="black", linewidth=2, label=said)
         axes.set(xlim=(0, None), ylim=(0, None))
 
-    rows = shown(record)
-    cached = {name: row for name, row in rows.items() if name != UNCACHED}
+    names = [*shown(record)]
+    cached = [name for name in names if name != UNCACHED]
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
     products = [record["products_ms"][str(B * T)] for T in lengths]
+    reading, computing = "float32 weights read, nothing else", "matrix products alone, float32"
     figure(
         out / "decoding.png",
-        lambda axes: lines(
-            axes, "tokens_per_s", cached, roofline, "float32 weights read, nothing else"
-        ),
+        lambda axes: lines(axes, "tokens_per_s", cached, roofline, reading),
         xlabel="tokens in the cache",
         ylabel="tokens/s",
         title=f"Decoding, {record['model']}, batch {B}",
     )
     figure(
         out / "first_token.png",
-        lambda axes: lines(axes, "first_ms", rows, products, "matrix products alone, float32"),
+        lambda axes: lines(axes, "first_ms", names, products, computing),
         xlabel="tokens of the prompt",
         ylabel="ms",
         title=f"Time to the first token, {record['model']}, batch {B}",

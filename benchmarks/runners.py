@@ -4,6 +4,7 @@ transformers, LLMs-from-scratch, CTranslate2."""
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import tempfile
 import warnings
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,16 @@ from support.files import import_file
 ENDLESS = 1 << 20  # tokens to write: the caller stops
 
 
+class Where(NamedTuple):
+    """A folder of weights, the device that computes, and LLMs-from-scratch's folder if it is there."""
+
+    folder: Path
+    device: str = "cpu"
+    peer: Path | None = None
+
+
 class Runner:
-    """An implementation with its weights loaded."""
+    """An implementation with its weights loaded. Raises ValueError if it can't take part."""
 
     nbytes = 0  # of the cache of the last text
 
@@ -45,14 +54,14 @@ class Ours(Runner):
 
     def __init__(
         self,
-        folder: Path,
-        device: str,
+        where: Where,
         module: Any = gpt_kv_cache,
         window: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         kind = getattr(module, "GPT", None)  # None: a Llama, as the folder says
-        self.model = load_model(str(folder), model_class=kind, device=device, dtype=dtype)
+        folder = str(where.folder)
+        self.model = load_model(folder, model_class=kind, device=where.device, dtype=dtype)
         self.module, self.window, self.cache = module, window, None
 
     def new_cache(self, n_ctx: int) -> Any:
@@ -80,8 +89,9 @@ class Ours(Runner):
 class Int8(Ours):
     """gpt_kv_cache.py with every product by a matrix of weights in int8, as PyTorch's dynamic quantization has it."""
 
-    def __init__(self, folder: Path, device: str) -> None:
-        super().__init__(folder, device)
+    def __init__(self, where: Where) -> None:
+        check_cpu(where)
+        super().__init__(where)
         head = quantized(self.model.wte.weight, None)
         for part in (part for block in self.model.h for part in (block.attn, block.mlp)):
             for name, layer in [*part.named_children()]:
@@ -103,11 +113,11 @@ def quantized(weight: Tensor, bias: nn.Parameter | None) -> nn.Module:
 class RandomBCT(Ours):
     """gpt_bounded_cache.py with BCT's slots: the weights that a public model doesn't have are random."""
 
-    def __init__(self, folder: Path, device: str) -> None:
-        super().__init__(folder, device, gpt_bounded_cache)
+    def __init__(self, where: Where) -> None:
+        super().__init__(where, gpt_bounded_cache)
         weights = self.model.state_dict()
         config = gpt_bounded_cache.BCTConfig(**vars(self.model.config), slots=24, recent=8)
-        self.model = gpt_bounded_cache.BCT(config).eval().to(device)
+        self.model = gpt_bounded_cache.BCT(config).eval().to(where.device)
         self.model.load_state_dict(weights, strict=False)
 
 
@@ -175,22 +185,34 @@ def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
 class Without(Ours):
     """gpt_kv_cache.py without one of its choices."""
 
-    def __init__(self, folder: Path, device: str, name: str) -> None:
-        super().__init__(folder, device)
+    def __init__(self, where: Where, name: str) -> None:
+        super().__init__(where)
         ablations()[name](self.model)
 
 
 # --- Others ---------------------------------------------------------------------------------------------------------
 
 
+def check_cpu(where: Where) -> None:
+    if where.device != "cpu":
+        raise ValueError("runs on cpu only")
+
+
+def check_installed(*packages: str) -> None:
+    missing = [name for name in packages if not importlib.util.find_spec(name)]
+    if missing:
+        raise ValueError(f"not installed: python3 -m pip install {' '.join(missing)}")
+
+
 class Transformers(Runner):
     """transformers' GPT-2 or Llama with one of its caches."""
 
-    def __init__(self, folder: Path, device: str, static: bool = False) -> None:
+    def __init__(self, where: Where, static: bool = False) -> None:
+        check_installed("transformers")
         import transformers
 
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model = model.eval().to(device)
+        auto = transformers.AutoModelForCausalLM
+        self.model = auto.from_pretrained(where.folder, dtype=torch.float32).eval().to(where.device)
         self.static, self.transformers, self.cache = static, transformers, None
 
     def new_cache(self) -> Any:
@@ -221,9 +243,12 @@ class Transformers(Runner):
 class FromScratch(Runner):
     """The GPTModel of a file of LLMs-from-scratch, which has a cache of its own."""
 
-    def __init__(self, folder: Path, device: str, file: Path) -> None:
-        self.model = import_file(file).GPTModel(sizes(folder)).eval().to(device)
-        fill(self.model, read_tensors(str(folder)))
+    def __init__(self, where: Where, file: str) -> None:
+        if where.peer is None or not (where.peer / file).is_file():
+            raise ValueError(f"needs --peer-path with {file}")
+        model = import_file(where.peer / file).GPTModel(sizes(where.folder))
+        self.model = model.eval().to(where.device)
+        fill(self.model, read_tensors(str(where.folder)))
 
     @torch.inference_mode()
     def start(self, ids: Tensor) -> Iterator[Tensor]:
@@ -286,17 +311,19 @@ class CTranslate2(Runner):
     """CTranslate2, an engine in C++, with weights as its own converter makes them. The bytes of its cache are by
     formula: it can't be asked for them, and concatenates keys and values in float32, whatever the weights are."""
 
-    def __init__(self, folder: Path, device: str, compute_type: str = "float32") -> None:
+    def __init__(self, where: Where, compute_type: str = "float32") -> None:
+        check_cpu(where)
+        check_installed("ctranslate2", "transformers")
         import ctranslate2
         from ctranslate2.converters import TransformersConverter
 
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((where.folder / "config.json").read_text())
         self.n_ctx = config["n_positions"]
         self.token_bytes = 2 * config["n_layer"] * config["n_embd"] * 4
         # the engine is fed names of tokens
         names = {str(i): i for i in range(config["vocab_size"])}
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
-        converter = TransformersConverter(str(folder))
+        converter = TransformersConverter(str(where.folder))
         converter.load_tokenizer = lambda *args, **options: SimpleNamespace(
             get_vocab=lambda: names, **special
         )

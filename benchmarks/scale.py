@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.words import threads_of, words
 from support.files import read_csv, read_json
 from support.tables import Table
 
@@ -73,19 +74,16 @@ def token_operations(shape: Shape) -> float:
     return 2 * (shape.parameters - shape.tables)
 
 
-def threads_of(record: dict[str, Any]) -> str:
-    return "1 thread" if record["threads"] == 1 else f"{record['threads']} threads"
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """Return the cells in which a contender was measured, as in "8 x 128": texts and tokens of each."""
+    return [cell for cell in row if " x " in cell]
 
 
-def measured_cells(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what gpt_kv_cache.py took, by texts and tokens of each, as in "8 x 128"."""
-    return {cell: row for cell, row in record["rows"]["gpt_kv_cache.py"].items() if " x " in cell}
-
-
-def note(path: Path) -> list[str | Table]:
+def note(path: Path) -> str:
     """Return what a summary.json of `python -m benchmarks` predicts, and how well it predicts itself. Raises
     ValueError if the file is another one."""
-    record = read_json(path, geometry=dict, products_ms=dict, rows=dict, gb_per_s=float)
+    told = {"machine": str, "date": str, "threads": int}
+    record = read_json(path, geometry=dict, products_ms=dict, rows=dict, gb_per_s=float, **told)
     try:
         return predictions(record)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -93,30 +91,30 @@ def note(path: Path) -> list[str | Table]:
         raise ValueError(why) from error
 
 
-def predictions(record: dict[str, Any]) -> list[str | Table]:
-    """Return the paragraphs and tables of note() from what the file contains."""
-    shape = measured_shape(record)
+def predictions(record: dict[str, Any], markdown: bool = False) -> str:
+    """Return the text of note() from what the file contains."""
     read, rate = 1e9 * record["gb_per_s"], product_rate(record)
-    threads = threads_of(record)
-    checks, shares = [], []
-    for cell, row in measured_cells(record).items():
+    checks, holds = bounds(record, read, rate)
+    larger = larger_models((f"this one, {threads_of(record)}, fp32", read, rate, 4), H100)
+    return words("scale", record, read, rate, checks, holds, larger, markdown=markdown)
+
+
+def bounds(record: dict[str, Any], read: float, rate: float) -> tuple[Table, bool]:
+    """Return the times that were measured beside their lower bounds, and whether none is under its bound."""
+    shape, measured = measured_shape(record), record["rows"]["gpt_kv_cache.py"]
+    rows, shares = [], []
+    for cell in cells_of(measured):
         B, n = map(int, cell.split(" x "))
-        step = 1e3 * decode_s(shape, read, n, B)
-        first = 1e3 * B * prefill_s(shape, rate, n)
-        of_step, of_first = step / row["step_ms"], first / row["first_ms"]
-        shares += [of_step, of_first]
-        steps = [f"{step:.1f} ms", f"{row['step_ms']:.1f} ms", f"{of_step:.2f}"]
-        firsts = [f"{first:,.0f} ms", f"{row['first_ms']:,.0f} ms", f"{of_first:.2f}"]
-        checks.append([str(B), f"{n:,}", *steps, *firsts])
-    header = ["batch", "tokens", "step: bound", "step: measured", "step: share"]
-    header += ["first token: bound", "first token: measured", "first token: share"]
-    return [
-        f"Measured on {record['machine']}, {threads}, {record['date']}: memory is read at {read / 1e9:.1f} GB/s, and "
-        f"matrices are multiplied at {rate / 1e9:,.0f} Gflop/s in float32. gpt_kv_cache.py beside its lower bounds:",
-        Table(header, checks),
-        "No time is under its bound." if max(shares) <= 1 else "NOT ALL BOUNDS HOLD.",
-        larger_models((f"this one, {threads}, fp32", read, rate, 4), H100),
-    ]
+        step, first = 1e3 * decode_s(shape, read, n, B), 1e3 * B * prefill_s(shape, rate, n)
+        rows.append([str(B), f"{n:,}"])
+        for bound, what, form in ((step, "step_ms", ",.1f"), (first, "first_ms", ",.0f")):
+            ms = measured[cell][what]
+            rows[-1] += [f"{bound:{form}} ms", f"{ms:{form}} ms", f"{bound / ms:.2f}"]
+            shares.append(bound / ms)
+    header = ["batch", "tokens"]
+    for of in ("step", "first token"):
+        header += [f"{of}: bound", f"{of}: measured", f"{of}: share"]
+    return Table(header, rows), max(shares) <= 1
 
 
 def measured_shape(record: dict[str, Any]) -> Shape:

@@ -58,12 +58,10 @@ def samples(recipe: Recipe, model: GPT) -> list[tuple[corpus.Question, str]]:
     """Return questions, each with what a model answers; a short answer ends with its line."""
     (explain,) = corpus.explain_questions("test", 1)
     found = [(explain, written(recipe, model, explain.prompt, 300))]
-    for question in (
-        *corpus.recall_questions("test", 4)[::3],
-        corpus.closed_book_questions("test")[0],
-    ):
-        text = written(recipe, model, question.prompt, 300)
-        found.append((question, text.partition("\n")[0]))
+    short = [*corpus.recall_questions("test", 4)[::3], corpus.closed_book_questions("test")[0]]
+    for question in short:
+        line, *_ = written(recipe, model, question.prompt, 300).split("\n")
+        found.append((question, line))
     return found
 
 

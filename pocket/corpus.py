@@ -123,7 +123,7 @@ class Pen:
         self.split = split
         self.side = 0 if split == "train" else 1
         self.rng = Random(key)
-        self.pick = self.rng.choice
+        self.pick, self.sample = self.rng.choice, self.rng.sample
 
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
@@ -163,7 +163,7 @@ class Pen:
         return list(things.values())
 
     def towns(self, n: int) -> list[str]:
-        return self.rng.sample(list(TOWNS), n)
+        return self.sample(list(TOWNS), n)
 
     def epithet(self, town: str) -> str:
         return self.part(EPITHET, **TOWNS[town])
@@ -202,7 +202,7 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     """What happens in a story: its template values and its threads."""
     v: dict[str, Any] = dict(zip("abcd", pen.cast(4), strict=True))
     v["obj"], v["obj2"] = pen.things(2)
-    v["n1"], v["n2"] = pen.rng.sample(WORDS["number"], 2)
+    v["n1"], v["n2"] = pen.sample(WORDS["number"], 2)
     v["town"], v["place"] = pen.towns(2)
     v["when"] = pen.part(WHEN, any_month=pen.pick([town["month"] for town in TOWNS.values()]))
     v["rel"] = pen.pick(["sister" if v["b"].female else "brother", *WORDS["rel"]])
@@ -213,12 +213,12 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     fact = pen.fact("creature", creature, pen.pick(CREATURE_FACTS))
     v["creature_a"] = f"a {creature}"
     v["they_said"] = pen.part(stories.CREATURE_ASIDE, fact=fact, **v)
-    return v, pen.rng.sample(list(stories.THREADS), pen.pick([2, 3, 3, 4]))
+    return v, pen.sample(list(stories.THREADS), pen.pick([2, 3, 3, 4]))
 
 
 def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
     """A story in words; if mute, its first thread is stated but never paid off."""
-    early = [pen.say(stories.STATES[t], **v) for t in pen.rng.sample(threads, len(threads))]
+    early = [pen.say(stories.STATES[t], **v) for t in pen.sample(threads, len(threads))]
     middle: list[str] = []
     while len(middle) < pen.pick([1, 1, 2, 2, 3]):
         incident = pen.say(stories.INCIDENTS, **v)
@@ -253,10 +253,10 @@ def article(pen: Pen) -> str:
     kind, name = pen.topic()
     the, (a,), (obj,) = named(kind, name), pen.cast(1), pen.things(1)
     v: dict[str, Any] = {"a": a, "obj": obj}
-    v["n1"], v["n2"], v["n3"] = pen.rng.sample(WORDS["number"], 3)
+    v["n1"], v["n2"], v["n3"] = pen.sample(WORDS["number"], 3)
     v |= pen.fill("job") | world(kind, name)
     n_facts = pen.pick([3, 4, 5]) if kind == "town" else 3
-    keys = pen.rng.sample(FACTS[kind], n_facts)
+    keys = pen.sample(FACTS[kind], n_facts)
     animal, this = ("the town", "the town") if kind == "town" else ("animal", "this animal")
     aside = pen.rng.randrange(1, len(keys))
     lines: list[str] = []
@@ -289,7 +289,7 @@ def quiz(pen: Pen) -> str:
     lines: list[str] = []
     for _ in range(pen.rng.randint(4, 9)):
         kind, name = pen.topic()
-        first, second = pen.rng.sample(FACTS[kind], 2)
+        first, second = pen.sample(FACTS[kind], 2)
         lines.append(pen.question(kind, name, first))
         if pen.chance(0.25):
             lines.append(qa(pen.say(FOLLOWS[second]), WORLD[kind][name][second]))
@@ -319,7 +319,7 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
         facts[who] = {"who": who, "home": home, "epithet": pen.epithet(home), "obj": thing}
         facts[who] |= pen.fill("job pet petname food")
         facts[who] |= {"age": pen.pick(range(16, 80)), "kin": pen.pick(WORDS["number"][:8])}
-    for topic in pen.rng.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
+    for topic in pen.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
         asker, other = (a, b) if pen.chance(0.5) else (b, a)
         says(asker, dialogues.TOPICS[topic][0])
         tells(other, topic)
@@ -335,7 +335,7 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
         says(a, dialogues.WORLD_TALK, question=question)
         lines.append(f"{b}: {english(pen.fact(kind, name, key) + '.')}")
     if recall:
-        for topic, values in pen.rng.sample(told, pen.pick([0, 1, 1, 2])):
+        for topic, values in pen.sample(told, pen.pick([0, 1, 1, 2])):
             who = values["who"]
             again = pen.part(dialogues.TOPICS[topic][2], **values)
             says(b if who is a else a, dialogues.REMINDS, b=who, again=again)
@@ -354,7 +354,7 @@ def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
     text, told = talk(pen, recall=True)
     questions = []
-    for topic, values in pen.rng.sample(told, pen.pick([0, 1, 2])):
+    for topic, values in pen.sample(told, pen.pick([0, 1, 2])):
         questions.append(qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"]))
     return below(text, questions)
 
@@ -376,11 +376,11 @@ def project(pen: Pen) -> tuple[str, dict, list[int]]:
     needed, points = explanations.NEEDED[kind], explanations.PLANS[kind][-1]
     v: dict[str, Any] = dict(zip("acd", pen.cast(3), strict=True))
     (v["obj"],), (v["town"], v["town2"]) = pen.things(1), pen.towns(2)
-    v |= {f"n{i}": n for i, n in enumerate(pen.rng.sample(WORDS["number"], 5), 1)}
+    v |= {f"n{i}": n for i, n in enumerate(pen.sample(WORDS["number"], 5), 1)}
     v |= pen.fill(explanations.PLAN_FIELDS)
-    v["m1"], v["m2"] = pen.rng.sample(WORDS["minutes"], 2)
+    v["m1"], v["m2"] = pen.sample(WORDS["minutes"], 2)
     others = [i for i in range(len(points)) if i not in needed]
-    kept = needed | set(pen.rng.sample(others, pen.pick([5, 6, 7]) - len(needed)))
+    kept = needed | set(pen.sample(others, pen.pick([5, 6, 7]) - len(needed)))
     return kind, v, sorted(kept)
 
 
@@ -418,29 +418,26 @@ def explain(pen: Pen) -> str:
     return text + "\n" + pen.question(kind, name, pen.pick(keys))
 
 
+def items_of(pen: Pen, what: str, n: int) -> list[str]:
+    """n different items of a list."""
+    if what == "things":
+        return pen.things(n)
+    if what == "names":
+        return [person.name for person in pen.sample(PEOPLE[pen.split], n)]
+    if what == "towns":
+        return pen.towns(n)
+    if what == "numbers":
+        return [str(number) for number in pen.sample(range(10, 1000), n)]
+    pairs = zip(pen.sample(WORDS["number"], n), pen.sample(WORDS["goods"] * 2, n), strict=True)
+    return [f"{number} {goods}" for number, goods in pairs]
+
+
 def recite(pen: Pen) -> tuple[str, str, str]:
     """A list with its story up to the copy, the copy, and what comes after it."""
     a, b = pen.cast(2)
-    sizes = {
-        "things": (8, 13),
-        "names": (12, 20),
-        "towns": (10, 18),
-        "numbers": (18, 25),
-        "goods": (10, 16),
-    }
-    what = pen.pick(list(sizes))
-    n, sample = pen.rng.randint(*sizes[what]), pen.rng.sample
-    if what == "things":
-        items = pen.things(n)
-    elif what == "names":
-        items = [person.name for person in sample(PEOPLE[pen.split], n)]
-    elif what == "towns":
-        items = pen.towns(n)
-    elif what == "numbers":
-        items = [str(number) for number in sample(range(10, 1000), n)]
-    else:
-        pairs = zip(sample(WORDS["number"], n), sample(WORDS["goods"] * 2, n), strict=True)
-        items = [f"{number} {goods}" for number, goods in pairs]
+    what = pen.pick(list(lists.LENGTHS))
+    n = pen.rng.randint(*lists.LENGTHS[what])
+    items = items_of(pen, what, n)
     v = {"a": a, "b": b, "town": pen.pick(list(TOWNS)), "what": what, "many": n}
     written = ("\n" if n <= 14 and pen.chance(0.4) else ", ").join(items)
     head = f"{pen.say(lists.LIST_OPENINGS, **v)}\n{written}\n{pen.say(lists.LIST_MIDDLES, **v)}\n"
@@ -538,7 +535,7 @@ def recall_questions(split: str, n: int) -> list[Question]:
             else:
                 text, v, (key, *_) = tell(pen, mute=True)
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
-        for i in sorted(pen.rng.sample(range(len(asks[pen.side])), 3)):
+        for i in sorted(pen.sample(range(len(asks[pen.side])), 3)):
             prompt = asked(english(asks[pen.side][i].format(**v)), text)
             questions.append(Question(f"recall:{split}:{index}:{key}", i, prompt, answer))
         index += 1

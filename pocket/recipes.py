@@ -119,19 +119,18 @@ class Uptraining(Change):
         the squared distance between their streams, in units of the teacher's mean square. Positions
         are not in a Llama's stream, and the mean of a stream is of no account to a GPT-2."""
         rows = batch.rows[:, :-1]
-        with mixed_precision(rows.device):
-            with recorded(teacher.h) as theirs:
-                expected = teacher(rows)
-            with recorded(
-                getattr(model, "module", model).h
-            ) as ours:  # under torchrun it is wrapped
-                got = model(rows)
+        plain = getattr(model, "module", model)  # under torchrun it is wrapped
+        with (
+            mixed_precision(rows.device),
+            recorded(teacher.h) as theirs,
+            recorded(plain.h) as ours,
+        ):
+            expected, got = teacher(rows), model(rows)
         apart = []
         for target, stream in zip(theirs[:-1], ours[:-1], strict=True):
-            target, stream = target.float() - positions(teacher, rows.size(1)), stream.float()
-            apart.append(
-                centred(target - stream).square().mean(-1) / centred(target).square().mean()
-            )
+            target = target.float() - positions(teacher, rows.size(1))
+            distance = centred(target - stream.float()).square().mean(-1)
+            apart.append(distance / centred(target).square().mean())
         return kl(expected, got) + torch.stack(apart).mean(0)
 
 

@@ -45,23 +45,16 @@ def start_as_copier(model: GPT) -> None:
 
     Source: Olsson et al. 2022, "In-context Learning and Induction Heads".
     """
-    C, D, HD = (
-        model.config.n_embd,
-        model.config.head_dim,
-        model.config.n_head * model.config.head_dim,
-    )
+    C, D = model.config.n_embd, model.config.head_dim
     P, n = C // 3 // 2 * 2, D // 2
-    position, content, back = (
-        slice(0, P),
-        slice(P, C - 2 * n),
-        (slice(C - 2 * n, C - n), slice(C - n, C)),
-    )
-    project = torch.randn(C - 2 * n - P, n) / math.sqrt(C - 2 * n - P)
+    W = C - 2 * n - P  # of the content
+    position, content = slice(0, P), slice(P, P + W)
+    back = slice(C - 2 * n, C - n), slice(C - n, C)
+    project = torch.randn(W, n) / math.sqrt(W)
 
     frequency, table = sinusoids(model.config.n_ctx, P)
-    model.wte.weight *= (
-        5  # large, so that a step of training changes it little; ln_f keeps the logits as they were
-    )
+    # large, so that a step of training changes it little; ln_f keeps the logits as they were
+    model.wte.weight *= 5
     model.ln_f.weight /= 5
     model.wpe.weight *= 0.1
     model.wpe.weight[:, position] = 0.25 * table
@@ -86,7 +79,7 @@ def start_as_copier(model: GPT) -> None:
         attention.c_proj.weight[head * D : head * D + n, back[head]] = 0.5 * torch.eye(n)
 
     for block in model.h[1:]:  # what a head writes is what it reads, up to a projection
-        block.attn.c_proj.weight.copy_(block.attn.c_attn.weight[:, 2 * HD :].t())
+        block.attn.c_proj.weight.copy_(block.attn.c_attn.weight.chunk(3, 1)[2].t())
     read, attention = heads(model, 1), model.h[1].attn
     read[:, :, 0] = 0
     query, key, value = read[:, :, 0].unbind(1)
@@ -121,11 +114,11 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
     """
     with recorded(block.ln_1 for block in plain.h) as inputs:
         plain(ids)
-    width = model.config.n_head * model.config.head_dim
     for block, x in zip(model.h, inputs, strict=True):
-        block.memory.c_query.weight.copy_(block.attn.c_attn.weight[:, width : 2 * width])
-        if block.memory.c_query.bias is not None:
-            block.memory.c_query.bias.copy_(block.attn.c_attn.bias[width : 2 * width])
+        query, attention = block.memory.c_query, block.attn.c_attn
+        query.weight.copy_(attention.weight.chunk(3, 1)[1])
+        if query.bias is not None:
+            query.bias.copy_(attention.bias.chunk(3)[1])
         keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
@@ -150,12 +143,11 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         model = pruned(teacher, recipe.config, sample)
         if recipe.begin:
             model.load_state_dict(load_model(recipe.begin, model_class=GPT).state_dict())
-        return model.train(), teacher
-    if recipe.kind == "llama":
+    elif recipe.kind == "llama":
         model = as_llama(teacher.cpu(), recipe.config, sample.cpu())
-        return model.to(device).train(), teacher.to(device)
-    model = recipe.model_class(recipe.config).to(device)
-    model.load_state_dict(teacher.state_dict(), strict=False)
-    if recipe.clusters:
-        start_memory(model, teacher, sample, generator)
-    return model.train(), teacher
+    else:
+        model = recipe.model_class(recipe.config).to(device)
+        model.load_state_dict(teacher.state_dict(), strict=False)
+        if recipe.clusters:
+            start_memory(model, teacher, sample, generator)
+    return model.to(device).train(), teacher.to(device)

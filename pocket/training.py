@@ -80,9 +80,9 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
         losses = state["losses"]
 
     def save() -> None:
+        state = {"recipe": identity, "losses": losses}
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if rank() == 0:
-            state = {"recipe": identity, "losses": losses}
-            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             write_atomically(path, lambda file: torch.save(state, file))
 
     steps = min(stop_at or sys.maxsize, steps)

@@ -43,4 +43,11 @@ What is {nth} in the list?
 ---
 Name the {nth} one in the list.
 """)
+LENGTHS = {  # by what a list is of, the fewest and the most items
+    "things": (8, 13),
+    "names": (12, 20),
+    "towns": (10, 18),
+    "numbers": (18, 25),
+    "goods": (10, 16),
+}
 NTH = "first second third fourth fifth".split()
