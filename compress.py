@@ -185,7 +185,8 @@ class QuantizedCache(CompressedCache):
         if not 0 <= n <= len(self):
             raise ValueError(f"can't keep {n} tokens of {len(self)}")
         layers = []
-        for held in self.layers if n else []:
+        kept = self.layers if n else []
+        for held in kept:
             groups = min(held[0].size(2), n // self.group)
             rounded = [x[:, :, :groups].clone() for x in held[:6]]
             exact = torch.cat(self.parts(held), dim=3)[..., groups * self.group : n, :]
@@ -256,7 +257,8 @@ class SmallNormCache(CompressedCache):
         evicted = max(0, len(self) - self.keep - self.recent)
         if not 0 <= n <= len(self) or (evicted and 0 < n < len(self)):
             raise ValueError(f"can't keep {n} tokens of {len(self)}, {evicted} evicted")
-        self.layers = [[kv[..., :n, :].clone()] for (kv,) in self.layers if n]
+        kept = self.layers if n else []
+        self.layers = [[kv[..., :n, :].clone()] for (kv,) in kept]
         self.pos = self.pos[:n].clone()
 
 
@@ -319,7 +321,8 @@ def demo(model: nn.Module, ids: Tensor) -> str:
     for name, new, _ in CACHES.values():
         cache = new(T)
         logits, ms = read(model, cache, ids)
-        exact = logits if exact is None else exact
+        if exact is None:
+            exact = logits
         late = slice(T // 2, None)
         apart = kl(exact[:, late], logits[:, late]).mean()
         same = (exact[:, late].argmax(-1) == logits[:, late].argmax(-1)).float().mean()

@@ -105,12 +105,12 @@ class PagedCache:
 
     def forget(self, block: int) -> None:
         """Let nobody find a block, and those after it: it is about to hold other tokens."""
-        lost = [block] * bool(self.listed[block])
-        for (
-            block
-        ) in lost:  # a text owns a block only with all before it: those after a free one are free
+        lost = [block] if self.listed[block] else []
+        while lost:
+            block = lost.pop(0)
             known, tokens = self.listed[block]
             del known[tokens]
+            # A text owns a block only with all before it: those after a free one are free.
             lost += self.children[block].values()
             self.listed[block] = None
             if block in self.free:
@@ -177,7 +177,8 @@ class PagedCache:
             at, block = text.start + index * self.size, text.table[index]
             tokens = tuple(text.ids[at : at + self.size])
             known = self.children[text.table[index - 1] if index else -1]
-            if (found := known.setdefault(tokens, block)) == block:
+            found = known.setdefault(tokens, block)
+            if found == block:
                 self.listed[block] = known, tokens
             else:
                 text.table[index] = self.take(found)
@@ -196,7 +197,8 @@ class Batch:
         self.cache, self.texts, self.counts, self.layers = cache, texts, counts, cache.pool
         device, size, fed, tables = cache.pool.device, cache.size, [], []
         for i, (text, n) in enumerate(zip(texts, counts, strict=True)):
-            if any(cache.missing(text, n)):
+            more, shared = cache.missing(text, n)
+            if more or shared:
                 own = f"{len(text.table)} blocks of {size} of its own: call room() first"
                 raise ValueError(f"{n} tokens after {text.n_read} don't fit in {own}")
             fed += [(i, t) for t in range(text.n_read, text.n_read + n)]
@@ -211,8 +213,11 @@ class Batch:
         rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
         mask = k_pos[rows] <= pos[:, None]  # (T, S)
         next_pos = pos - torch.arange(len(fed))  # the model adds 0, 1, ..., T - 1
-        tensors = (torch.as_tensor(x).to(device) for x in (ids, slots, blocks, mask, next_pos))
-        self.ids, self.slots, self.blocks, self.mask, self.next_pos = tensors
+        self.ids = torch.tensor(ids).to(device)
+        self.slots = torch.tensor(slots).to(device)
+        self.blocks = torch.tensor(blocks).to(device)
+        self.mask = mask.to(device)
+        self.next_pos = next_pos.to(device)
 
     def __len__(self) -> int:
         return max(text.n_read for text in self.texts)
@@ -326,9 +331,13 @@ class Server:
     @torch.no_grad()
     def step(self) -> list[tuple[int, int]]:
         """Admit what fits, run one pass, and return the texts that it wrote to and the tokens."""
-        while self.waiting and not self.reading and len(self.running) < self.most and self.admit():
-            pass
-        self.has_read = bool(self.reading) and not (self.writing and self.has_read)
+        while self.waiting and not self.reading and len(self.running) < self.most:
+            if not self.admit():
+                break
+        if self.has_read and self.writing:
+            self.has_read = False
+        else:
+            self.has_read = self.reading is not None
         texts = [self.reading] if self.has_read else self.make_room()
         if not texts:
             return []
@@ -394,8 +403,8 @@ def serve(
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     for ids, limit in zip(prompts, limits, strict=True):
         server.check(ids, limit, **options)
-    texts = (text for text in zip(prompts, limits, strict=True) for _ in range(samples))
-    for i, (ids, limit) in enumerate(texts):
+    for i in range(samples * len(prompts)):
+        ids, limit = prompts[i // samples], limits[i // samples]
         server.add(ids, limit, seed=seed + i, **options)
         while len(server.texts) >= 2 * most:  # the others need not wait in memory
             yield from server.step()

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, context_start, generate
-from load_gpt2_weights import END_OF_TEXT
+from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
+from support.cli import CommandLine, whole_number
 from support.encoders import load_encoder, nearest
 from support.files import read_csv, write_csv
 from support.prefix import common_prefix
@@ -189,14 +191,15 @@ def timed(generation: Callable[[], Iterator[Tensor]]) -> Run:
     ids, ttft, begun = [], 0.0, time.perf_counter()
     for token in generation():
         ids.append(int(token))
-        ttft = ttft or time.perf_counter() - begun
+        if len(ids) == 1:
+            ttft = time.perf_counter() - begun
     return Run(ids, ttft, time.perf_counter() - begun)
 
 
 def prompt_files(model: str) -> list[Path]:
     """Return the prompts to store and those to test: the source's, for pocket its own."""
     own = "pocket_" if model == "pocket" else ""
-    return [DATA / f"{own}{kind}_prompts.csv" for kind in ("cache", "test")]
+    return [DATA / f"{own}cache_prompts.csv", DATA / f"{own}test_prompts.csv"]
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -232,61 +235,59 @@ def compared(
     """Return what each of WAYS makes of a prompt: seconds to the first token and to the last of n,
     medians of `repeats` runs, taken in turns, of which each begins with another way; the text, and
     its likeness to the cold one."""
+
+    def generation(way: str) -> Iterator[Tensor]:
+        return answer(recycler, way, text, ending, n)[1]
+
     reused = {way: len(answer(recycler, way, text, ending, 1)[0]) for way in WAYS}  # warms up, too
     record = recycler.nearest(text)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     order = [*WAYS]
     for _ in range(repeats):
         for way in order:
-            runs[way].append(timed(lambda way=way: answer(recycler, way, text, ending, n)[1]))
+            runs[way].append(timed(partial(generation, way)))
         order.append(order.pop(0))
-    written = {way: own[0].ids for way, own in runs.items()}
-    outputs = [recycler.tokenizer.decode(ids) for ids in written.values()]
-    vectors = recycler.encoder([output.removesuffix(END_OF_TEXT) for output in outputs])
+    cold = runs["cold"][0].ids
     rows = {}
-    for (way, own), output, vector in zip(runs.items(), outputs, vectors, strict=True):
+    for way, own in runs.items():
+        ids = own[0].ids
         rows[way] = {
             "prompt": text,
-            "output": output,
+            "output": recycler.tokenizer.decode(ids),
             "reused_tokens": reused[way],
             "cache_similarity": record.similarity if record and way in NEAREST else "",
             "first_token_s": statistics.median(run.ttft for run in own),
             "latency_s": statistics.median(run.total for run in own),
-            "similarity": float(vectors[0] @ vector),
-            "same_tokens": common_prefix(written[way], written["cold"]),
-            "identical": written[way] == written["cold"],
+            "same_tokens": common_prefix(ids, cold),
+            "identical": ids == cold,
         }
+    vectors = recycler.encoder([row["output"].removesuffix(END_OF_TEXT) for row in rows.values()])
+    for row, vector in zip(rows.values(), vectors, strict=True):
+        row["similarity"] = float(vectors[0] @ vector)  # the first is the cold one
     return rows
 
 
-def demo(
-    store: Callable[[str], Store],
-    tokenizer: tiktoken.Encoding,
-    encoder: Callable[[list[str]], np.ndarray],
-    name: str,
-    n: int,
-    out: Path,
-) -> None:
+def demo(short: Recycler, long: Recycler, name: str, n: int, out: Path) -> None:
     """Run the source's protocol, and with one more, long prompt; write baseline.csv and
     recycled.csv (section 4.4), and print what reuse saves beside the exact result.
 
-    store: makes an empty one, given a name. Raises ValueError if a prompt leaves no room for n tokens.
+    short, long: empty, for the prompts and for the long one. Raises ValueError if a prompt leaves no
+    room for n tokens.
     """
     cached, tests = map(read_prompts, prompt_files(name))
     whole = "\n".join(cached)
-    ending = END_OF_TEXT * ("DialoGPT" in name)
-    short, long = (Recycler(store(kind), tokenizer, encoder) for kind in ("short", "long"))
+    ending = END_OF_TEXT if "DialoGPT" in name else ""
     size, n_ctx = len(long.encode(f"{whole}\n{tests[0]}{ending}")), long.store.model.config.n_ctx
     if size + n > n_ctx:
         raise ValueError(f"a prompt of {size} tokens and {n} new ones exceed the context, {n_ctx}")
     for text in cached:
         short.add(text)
     long.add(whole)
-    texts = [(short, text) for text in tests] + [(long, f"{whole}\n{tests[0]}")]
-    rows = [
-        compared(recycler, text, ending, n)
-        for recycler, text in tqdm(texts, desc="prompts", leave=False)
-    ]
+    texts = [(short, text) for text in tests]
+    texts.append((long, f"{whole}\n{tests[0]}"))
+    rows = []
+    for recycler, text in tqdm(texts, desc="prompts", leave=False):
+        rows.append(compared(recycler, text, ending, n))
     write_results(rows, out)
     cells = []
     for (_, text), row in zip(texts, rows, strict=True):
@@ -340,7 +341,10 @@ def write_results(rows: Sequence[dict[str, dict[str, Any]]], out: Path) -> None:
     kinds = ["prompt", "output", "latency_s", "first_token_s", "reused_tokens"]
     kinds += ["cache_similarity", "similarity"]
     for file, ways in (("baseline", ["cold"]), ("recycled", ["source", "published", "longest"])):
-        lines = [[way, *(row[way][kind] for kind in kinds)] for row in rows for way in ways]
+        lines = []
+        for row in rows:
+            for way in ways:
+                lines.append([way, *(row[way][kind] for kind in kinds)])
         write_csv(out / f"{file}.csv", ["way", *kinds], lines)
 
 
@@ -352,6 +356,17 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
         if line.strip():
             yield line
         print(prompt, end="", flush=True)
+
+
+def forget(turns: list[list[int]], tokens: int, answer: int, n_ctx: int) -> int:
+    """If the turns, a new one of so many tokens and its answer exceed the context, forget the oldest
+    until what is read fits in its half; return how many."""
+    if sum(map(len, turns)) + tokens + answer <= n_ctx:
+        return 0
+    before = len(turns)
+    while sum(map(len, turns)) + tokens > n_ctx // 2:
+        del turns[0]
+    return before - len(turns)
 
 
 def chat(
@@ -370,23 +385,21 @@ def chat(
     """
     model, n_ctx = store.model, store.model.config.n_ctx
     turns: list[list[int]] = []
-    ends = ends_of(tokenizer)
+    ends, end_of_turn = ends_of(tokenizer), END_OF_TEXT if dialogue else "\n"
     read_all(model, [tokenizer.eot_token])  # a process's first pass is slow
     for line in lines:
         said = line.strip() + END_OF_TEXT if dialogue else f"Question: {line.strip()}\nAnswer:"
         turn = tokenizer.encode(said, allowed_special={END_OF_TEXT})
         if len(turn) + max_new_tokens > n_ctx // 2:
             print(
-                f"[{len(turn)} tokens and an answer of {max_new_tokens} don't fit in half the context, {n_ctx // 2}]"
+                f"[{len(turn)} tokens and an answer of {max_new_tokens} don't fit in half the context, "
+                f"{n_ctx // 2}]"
             )
             continue
-        before = len(turns)
-        if sum(map(len, turns)) + len(turn) + max_new_tokens > n_ctx:
-            while sum(map(len, turns)) + len(turn) > n_ctx // 2:
-                del turns[0]
+        if forgotten := forget(turns, len(turn), max_new_tokens, n_ctx):
             print(
-                f"[the context of {n_ctx} tokens is full: the oldest {before - len(turns)} turns are forgotten, and "
-                "what is left moves to other positions and is read again]"
+                f"[the context of {n_ctx} tokens is full: the oldest {forgotten} turns are forgotten, "
+                "and what is left moves to other positions and is read again]"
             )
         ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
         for earlier in [*turns, turn]:
@@ -397,28 +410,26 @@ def chat(
         if trace:
             trace.begin(ids, reused)
         prompt = torch.tensor([ids], device=store.device)
-        for token in generate(
-            model, prompt, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache
-        ):
+        stop = tokenizer.eot_token
+        for token in generate(model, prompt, max_new_tokens, stop_id=stop, cache=cache):
             reply.append(int(token))
-            first = first or time.perf_counter() - begun
+            if len(reply) == 1:
+                first = time.perf_counter() - begun
             if trace:
                 trace.step(reply[-1], cache)
             if reply[-1] in ends or (not dialogue and "\n" in tokenizer.decode(reply[-1:])):
                 break
         print(tokenizer.decode([token for token in reply if token not in ends]).strip())
         store.put([*ids, *reply], cache)
-        end = [tokenizer.eot_token] if dialogue else tokenizer.encode("\n")
-        ending = [] if tokenizer.decode(reply[-1:]).endswith(tokenizer.decode(end)) else end
-        turns.append(turn + reply + ending)  # an answer that was cut off ends its line
+        turns.append(turn + reply)
+        if not tokenizer.decode(reply[-1:]).endswith(end_of_turn):  # an answer that was cut off
+            turns[-1] += tokenizer.encode(end_of_turn, allowed_special={END_OF_TEXT})
         begun = time.perf_counter()
         read_all(model, ids)
         cold = time.perf_counter() - begun
-        without = (
-            f", without reuse {1000 * cold:.1f} ms"
-            if reused
-            else ": nothing was stored that it begins with"
-        )
+        without = ": nothing was stored that it begins with"
+        if reused:
+            without = f", without reuse {1000 * cold:.1f} ms"
         print(
             f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms{without}]\n"
         )
@@ -428,9 +439,6 @@ def chat(
 
 
 def main(argv: list[str] | None = None) -> None:
-    from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, whole_number
-
     cli = CommandLine(__doc__, "python3 %(prog)s chat", NAMES)
     cli.add_actions(run="the paper's protocol beside ours, in seconds", chat="a conversation")
     cli.add_model_arguments()
@@ -465,9 +473,9 @@ def main(argv: list[str] | None = None) -> None:
         if args.what == "run":
             encoder = load_encoder(args.encoder or "tokens", model, tokenizer)
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
-                new_store = lambda kind: Store(model, Path(folder) / kind)  # noqa: E731
-                out = Path("results/recycle")
-                return demo(new_store, tokenizer, encoder, args.model, args.max_new_tokens, out)
+                stores = [Store(model, Path(folder) / kind) for kind in ("short", "long")]
+                short, long = (Recycler(store, tokenizer, encoder) for store in stores)
+                return demo(short, long, args.model, args.max_new_tokens, Path("results/recycle"))
         store = Store(model, args.store or "results/recycle/store", args.capacity or 10**9)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
         dialogue = "DialoGPT" in args.model

@@ -103,16 +103,21 @@ def test_equivalence_of_every_kind_with_what_it_stands_for(model: GPT, kind: com
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_survives_a_failed_pass_and_has_clones(model: GPT, kind: compress.Kind) -> None:
+@pytest.mark.parametrize("n", [0, 30])
+def test_every_kind_survives_a_failed_pass_and_has_clones(
+    model: GPT, kind: compress.Kind, n: int
+) -> None:
     ids, cache = tokens(1), kind.new(64)
-    model(ids[:, :40], cache)
+    if n:
+        model(ids[:, :n], cache)
     nbytes, other = cache.nbytes, cache.clone()
-    expected = model(ids[:, 40:], other)
-    assert len(cache) == 40 and cache.nbytes == nbytes
-    for part in parts_of(model)[-2:]:
-        with failing(model, part, nan=True):
-            model(ids[:, 40:43], cache)
-    assert close(model(ids[:, 40:], cache), expected)
+    expected = model(ids[:, n:], other)
+    for part in parts_of(model):
+        for T in (3, 1):
+            with failing(model, part, nan=True):
+                model(ids[:, n : n + T], cache)
+            assert len(cache) == n and cache.nbytes == nbytes
+    assert close(model(ids[:, n:], cache), expected)
     few = kind.new(64)
     model(ids[:, :9], few)
     with pytest.raises(ValueError, match="3"):
@@ -151,12 +156,10 @@ def test_a_chunk_sees_what_is_held_and_itself_up_to_each_position(new_cache: Cal
     before = [held(cache, layer) for layer in range(3)]
     for layer in range(3):
         k, v, mask = cache.append(layer, *kv[layer, :, :, :, 33:], torch.arange(33, 40))
-        assert torch.equal(
-            torch.stack([k, v]), torch.cat([before[layer], kv[layer, ..., 33:, :]], 3)
-        )
+        expected = torch.cat([before[layer], kv[layer, ..., 33:, :]], 3)
+        assert torch.equal(torch.stack([k, v]), expected)
         S = before[layer].size(3)
-        expected = [[s < S or s - S <= t for s in range(S + 7)] for t in range(7)]
-        assert mask.tolist() == expected
+        assert mask.tolist() == [[s < S or s - S <= t for s in range(S + 7)] for t in range(7)]
 
 
 # --- Rounding -------------------------------------------------------------------------------------
@@ -187,18 +190,19 @@ def test_keys_share_a_scale_per_channel_of_a_group_and_values_per_token(bits: in
     cache = feed(QuantizedCache(bits, group, residual), kv, 0)
     got, N = held(cache, 0), (T - residual) // group * group
     assert torch.equal(got[..., N:, :], kv[0, ..., N:, :]), "the latest tokens are exact"
+
+    def rounded(x: Tensor) -> Tensor:  # numbers that share a scale
+        step = (x.max() - x.min()) / (2**bits - 1)
+        return ((x - x.min()) / step).round() * step + x.min()
+
+    keys, values = kv[0, :, 0]  # (H, T, D) each
     for h in range(2):
         for start in range(0, N, group):
-            for d in range(8):  # a channel of a group of keys
-                x = kv[0, 0, 0, h, start : start + group, d]
-                step = (x.max() - x.min()) / (2**bits - 1)
-                expected = ((x - x.min()) / step).round() * step + x.min()
-                torch.testing.assert_close(got[0, 0, h, start : start + group, d], expected)
-        for t in range(N):  # a token's values
-            x = kv[0, 1, 0, h, t]
-            step = (x.max() - x.min()) / (2**bits - 1)
-            expected = ((x - x.min()) / step).round() * step + x.min()
-            torch.testing.assert_close(got[1, 0, h, t], expected)
+            here = slice(start, start + group)
+            for d in range(8):
+                torch.testing.assert_close(got[0, 0, h, here, d], rounded(keys[h, here, d]))
+        for t in range(N):
+            torch.testing.assert_close(got[1, 0, h, t], rounded(values[h, t]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -262,24 +266,6 @@ def test_an_evicting_cache_goes_back_only_while_nothing_is_evicted() -> None:
 
 
 @pytest.mark.parametrize("new_cache", LOSSY.values(), ids=LOSSY)
-@pytest.mark.parametrize("n", [0, 30])
-def test_a_pass_that_fails_anywhere_changes_nothing(
-    model: GPT, new_cache: Callable[[], CompressedCache], n: int
-) -> None:
-    ids, cache = tokens(2), new_cache()
-    if n:
-        model(ids[:, :n], cache)
-    before = [x.clone() for x in state(cache)]
-    expected = model(ids[:, n:], cache.clone())
-    for part in parts_of(model):
-        for T in (3, 1):
-            with failing(model, part, nan=True):
-                model(ids[:, n : n + T], cache)
-            assert same(state(cache), before)
-    assert torch.equal(model(ids[:, n:], cache), expected)
-
-
-@pytest.mark.parametrize("new_cache", LOSSY.values(), ids=LOSSY)
 def test_a_clone_shares_no_memory(model: GPT, new_cache: Callable[[], CompressedCache]) -> None:
     ids, cache = tokens(3), new_cache()
     model(ids[:, :30], cache)
@@ -291,18 +277,6 @@ def test_a_clone_shares_no_memory(model: GPT, new_cache: Callable[[], Compressed
     assert cache.to(dtype=torch.float64).layers[0][-1].dtype == torch.float64
     if isinstance(cache, QuantizedCache):
         assert cache.to(dtype=torch.float64).layers[0][0].dtype == torch.uint8
-
-
-@pytest.mark.parametrize("new_cache", LOSSY.values(), ids=LOSSY)
-def test_a_cache_of_another_batch_or_dtype_is_refused(model: GPT, new_cache: Callable) -> None:
-    cache = new_cache()
-    model(tokens(4, 9), cache)
-    before = [x.clone() for x in state(cache)]
-    with pytest.raises(ValueError, match=r"\[2, .*got \[3, "):
-        model(tokens(4, 2, B=3), cache)
-    with pytest.raises(ValueError, match="float32.*float64"):
-        model.double()(tokens(4, 2), cache)
-    assert same(state(cache), before)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import random
 import re
 from dataclasses import replace
-from itertools import compress, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,14 @@ def model(kind: str) -> nn.Module:
 
 
 def alone(
-    model: nn.Module, ids: list[int], n: int, stop_id: int | None = None, *how: object
+    model: nn.Module,
+    ids: list[int],
+    n: int,
+    stop_id: int | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
 ) -> list[int]:
-    temperature, top_k, seed = how or (0.0, None, 0)
     options = {"stop_id": stop_id, "temperature": temperature, "top_k": top_k}
     draws = torch.Generator().manual_seed(seed)
     return [int(x) for x in generate(model, torch.tensor([ids]), n, generator=draws, **options)]
@@ -76,10 +81,13 @@ def new(ids: list[int], number: int = 0) -> Text:
 
 def fork(cache: PagedCache, text: Text, number: int) -> Text:
     """Another text with the same tokens, in the same blocks."""
-    blocks = text.table[: -(-text.n_read // cache.size)]
-    return replace(
-        text, number=number, ids=[*text.ids], table=[cache.take(block) for block in blocks]
-    )
+    table = [cache.take(block) for block in text.table[: -(-text.n_read // cache.size)]]
+    return replace(text, number=number, ids=[*text.ids], table=table)
+
+
+def change_the_rest(text: Text, rng: random.Random) -> None:
+    """Let a text go on with other tokens than those that would be read next."""
+    text.ids[text.n_read :] = [rng.randrange(50) for _ in range(24 - text.n_read)]
 
 
 # --- The cache ----------------------------------------------------------------------------------
@@ -102,13 +110,12 @@ def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
             cache.share(text)
             texts.append(text)
         elif action in ("read", "fail"):
-            chosen = rng.sample(texts, rng.randint(1, len(texts)))
-            chosen = [text for text in chosen if text.n_read < 24]
-            counts = [
-                min(rng.choice([1, 1, rng.randint(1, 9)]), 24 - text.n_read) for text in chosen
-            ]
-            there = [cache.room(text, n) for text, n in zip(chosen, counts, strict=True)]
-            chosen, counts = [*compress(chosen, there)], [*compress(counts, there)]
+            chosen, counts = [], []
+            for text in rng.sample(texts, rng.randint(1, len(texts))):
+                n = min(rng.choice([1, 1, rng.randint(1, 9)]), 24 - text.n_read)
+                if n and cache.room(text, n):
+                    chosen.append(text)
+                    counts.append(n)
             if chosen and action == "read":
                 for got, text in zip(read(model, cache, chosen, *counts), chosen, strict=True):
                     expected = model(torch.tensor([text.ids[: text.n_read]]))[0, -len(got) :]
@@ -121,11 +128,10 @@ def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
         elif action == "truncate":
             text = rng.choice(texts)
             cache.truncate(text, rng.randint(0, text.n_read))
-            text.ids[text.n_read :] = [rng.randrange(50) for _ in range(24 - text.n_read)]
+            change_the_rest(text, rng)
         elif action == "fork":
-            text = fork(cache, rng.choice(texts), number)
-            text.ids[text.n_read :] = [rng.randrange(50) for _ in range(24 - text.n_read)]
-            texts.append(text)
+            texts.append(fork(cache, rng.choice(texts), number))
+            change_the_rest(texts[-1], rng)
         else:
             cache.drop(texts.pop(rng.randrange(len(texts))))
         check_counts(cache, texts)
@@ -141,19 +147,6 @@ def test_half_precision_is_that_of_the_model(model: nn.Module, dtype: torch.dtyp
     expected = model(torch.tensor([texts[0].ids]))[0, 8:]
     assert cache.pool.dtype == dtype
     assert_close(got[0], expected, dtype)
-
-
-def test_a_shared_block_is_copied_when_it_is_written_to(model: nn.Module) -> None:
-    cache, a = PagedCache(model, 8, 4), new(tokens(12, 1))
-    read(model, cache, [a], 6)
-    b = fork(cache, a, 1)
-    b.ids[6:] = tokens(6, 2)
-    before = cache.pool[..., a.table[1], :, :].clone()
-    got = read(model, cache, [b], 3)
-    assert b.table[0] == a.table[0] and b.table[1] != a.table[1]
-    assert torch.equal(cache.pool[..., a.table[1], :, :], before)
-    for text, logits in ((b, got[0]), (a, read(model, cache, [a], 3)[0])):
-        assert_close(logits, model(torch.tensor([text.ids[:9]]))[0, -3:], torch.float32)
 
 
 def shared(cache: PagedCache, ids: list[int]) -> Text:
@@ -274,9 +267,8 @@ def test_tokens_are_those_of_each_text_alone(model: nn.Module, seed: int) -> Non
     prompts = []
     for _ in range(rng.randint(1, 8)):
         head = rng.choice([[], *heads])
-        ids = head[: rng.randint(0, len(head))] + [
-            rng.randrange(50) for _ in range(rng.randint(0, 12))
-        ]
+        ids = head[: rng.randint(0, len(head))]
+        ids = [*ids, *(rng.randrange(50) for _ in range(rng.randint(0, 12)))]
         again = rng.random() < 0.2 and prompts
         ids = prompts[-1][0] if again else ids or [3]
         sampling = rng.choice([0.0, 0.7, 2.0]), rng.choice([None, 1, 5]), rng.randrange(3)
@@ -368,25 +360,22 @@ def test_samples_without_end_take_no_memory(model: nn.Module) -> None:
     assert 25 < max(next(written)[0] for _ in range(60)) < 40
 
 
-@pytest.mark.parametrize(
-    ("ids", "options", "said"),
-    [
-        ([1] * 20, {"limit": 9}, "20 tokens and 9 more need 6 blocks of 4, there are 5"),
-        ([], {}, "at least 1"),
-        ([1], {"limit": -1}, "-1"),
-        ([1, 50], {}, "1 to 50.*50"),
-        ([-1], {}, "-1 to -1.*50"),
-        ([1], {"temperature": -1.0}, "got -1.0"),
-        ([1], {"top_k": 0}, "got 0"),
-    ],
-)
-def test_what_can_never_be_served_is_refused_at_once(
-    model: nn.Module, ids: list[int], options: dict, said: str
-) -> None:
+NEVER = {  # what is said of a prompt, a limit and options
+    "20 tokens and 9 more need 6 blocks of 4, there are 5": ([1] * 20, 9, {}),
+    "at least 1": ([], 3, {}),
+    "-1": ([1], -1, {}),
+    "1 to 50.*50": ([1, 50], 3, {}),
+    "-1 to -1.*50": ([-1], 3, {}),
+    "got -1.0": ([1], 3, {"temperature": -1.0}),
+    "got 0": ([1], 3, {"top_k": 0}),
+}
+
+
+@pytest.mark.parametrize("said", NEVER)
+def test_what_can_never_be_served_is_refused_at_once(model: nn.Module, said: str) -> None:
+    ids, limit, options = NEVER[said]
     server = Server(model, PagedCache(model, 5, 4))
     server.add([1, 2], 3)
-    options = {"limit": 3} | options
-    limit = options.pop("limit")
     with pytest.raises(ValueError, match=said):
         server.add(ids, limit, **options)
     assert server.arrived == 1 and len(server.waiting) == 1
@@ -407,9 +396,8 @@ def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: nn.Module) -
 def test_what_just_fits_is_served_also_past_the_context(model: nn.Module) -> None:
     for ids, n in ((tokens(12, 1), 9), (tokens(12, 1), 60), (tokens(70, 1), 30)):
         blocks = -(-min(len(ids) + n - 1, 24) // 4)
-        assert [token for _, token in serve(model, [ids], n, blocks=blocks, size=4)] == alone(
-            model, ids, n
-        )
+        served = [token for _, token in serve(model, [ids], n, blocks=blocks, size=4)]
+        assert served == alone(model, ids, n)
 
 
 # --- The command line ---------------------------------------------------------------------------
