@@ -124,7 +124,7 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
 def answer(trial: Trial, prompt: Prompt, *first: int) -> str:
     """Return the greedy answer, to the end of the line unless answers are long, by the exact cache;
     after the first token, if it has been emitted already."""
-    n, ids = 80 if trial.long else 24, torch.tensor([[*prompt.ids, *first]], device=trial.device)
+    n, ids = 80 if trial.long else 24, trial.batch([*prompt.ids, *first])
     tokens = generate(trial.model, ids, n - len(first), stop_id=trial.tokenizer.eot_token)
     text = trial.tokenizer.decode([*first, *map(int, tokens)]).partition(END_OF_TEXT)[0]
     return text.strip() if trial.long else text.partition("\n")[0].strip()
@@ -139,9 +139,9 @@ def score(trial: Trial, prompt: Prompt, *first: int) -> float:
 @torch.no_grad()
 def nats_after(trial: Trial, prompt: Prompt, cache: KVCache, tail: int) -> float:
     """Return the mean loss of the text that follows a prompt, read after its tail on a cache."""
-    ids = torch.tensor([*prompt.ids[-tail:], *prompt.follows], device=trial.device)
-    logits = trial.model(ids[None, :-1], cache)[0, tail - 1 :]
-    return float(cross_entropy(logits.float(), ids[tail:]))
+    ids = trial.batch([*prompt.ids[-tail:], *prompt.follows])
+    logits = trial.model(ids[:, :-1], cache)[0, tail - 1 :]
+    return float(cross_entropy(logits.float(), ids[0, tail:]))
 
 
 def first_token(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
@@ -207,8 +207,7 @@ def append_aligned(warm: KVCache, exact: KVCache, tail: int, n: int) -> None:
 def swapped(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
     """Return KL after some tokens from summary tokens: if they go on, and if the exact cache takes
     these over by the one-step alignment. (Read again, there is no difference.)"""
-    model, tail = trial.model, way.layout.tail
-    ids = torch.tensor([prompt.ids], device=trial.device)
+    model, tail, ids = trial.model, way.layout.tail, trial.batch(prompt.ids)
     warm, exact = trial.cache(way, source, prompt), read_all(model, prompt.ids)
     stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, -tail:]], 1)
     tokens = torch.cat([*generate(model, stand_in, EMITTED, cache=warm)], 1)
@@ -223,13 +222,24 @@ def swapped(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str,
 # --- Time -------------------------------------------------------------------------------------------
 
 
-def clocked(run: Callable[[], Any], turn: int = 0) -> float:
-    """Return how many milliseconds a run takes, until its logits are there."""
+def clocked(start: Callable[[Any], Any], asked: Any, turn: int = 0) -> float:
+    """Return how many milliseconds a start takes, until its logits are there."""
     begun = time.perf_counter()
-    result = run()
+    result = start(asked)
     if result is not None:
         int(result[-1].max())  # waits for the device
     return 1e3 * (time.perf_counter() - begun)
+
+
+def in_turns(
+    starts: dict[str, Callable[[Any], Any]], asked: Sequence[Any], turns: int
+) -> dict[str, list[list[float]]]:
+    """Return the milliseconds of starts that take turns, of each the turns of everything asked."""
+    runs = {}
+    for i, one in enumerate(asked):
+        runs |= {(name, i): partial(clocked, start, one) for name, start in starts.items()}
+    found = in_turn(runs, turns)
+    return {name: [found[name, i] for i in range(len(asked))] for name in starts}
 
 
 def start_of(trial: Trial, name: str, split: str) -> Callable[[Prompt], Tensor]:
@@ -252,47 +262,42 @@ def start_of(trial: Trial, name: str, split: str) -> Callable[[Prompt], Tensor]:
 
 
 def times(
-    rows: Rows, trial: Trial, names: Iterable[str], prompts: list[Prompt], turns: int, **at: str
+    rows: Rows, trial: Trial, names: Iterable[str], prompts: list[Prompt], turns: int
 ) -> None:
     """Append the share of the time to the first token that ways save, in turn with cold starts."""
-    at = {"kind": trial.kind} | at
+    at = {"kind": trial.kind}
     names = rows.due(names, "saved", **at)
+    if not names:
+        return
     prompts = prompts[:: max(1, len(prompts) // TIMED)][:TIMED]
-    starts = {n: start_of(trial, n, prompts[0].family.split("/")[0]) for n in ("cold", *names)}
-    runs = {}
-    for i, prompt in enumerate(prompts):
-        for name, start in starts.items():
-            runs[name, i] = partial(clocked, partial(start, prompt))
-    if names:
-        found = {key: median(several) for key, several in in_turn(runs, turns).items()}
+    split = prompts[0].family.split("/")[0]
+    starts = {name: start_of(trial, name, split) for name in ("cold", *names)}
+    ms = in_turns(starts, prompts, turns)
     for name in names:
-        saved = [1 - found[name, i] / found["cold", i] for i in range(len(prompts))]
+        pairs = zip(ms[name], ms["cold"], strict=True)
+        saved = [1 - median(warm) / median(cold) for warm, cold in pairs]
         add(rows, name, at, prompts, saved=saved)
 
 
 def eighth(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
     """Append the time to the eighth token, cold and with the exact cache taking over as soon as it
     is ready."""
-    way, at, model = trial.ways["proposed"], {"kind": trial.kind}, trial.model
+    at, model = {"kind": trial.kind}, trial.model
+    if not rows.due(["proposed"], "eighth_ms", **at):
+        return
+    way = trial.ways["proposed"]
     library = trial.library(way, trial.stored("test"))
 
     def cold(prompt: Prompt) -> list[Tensor]:
-        return [*generate(model, torch.tensor([prompt.ids], device=trial.device), 8)]
+        return [*generate(model, trial.batch(prompt.ids), 8)]
 
     def proposed(prompt: Prompt) -> list[Tensor]:
         warm = library.warm_start(prompt.text, prompt.ids)
-        ids = torch.tensor([prompt.ids], device=trial.device)
-        return [*generate_warm(model, ids, warm, way.layout.tail, 8)]
+        return [*generate_warm(model, trial.batch(prompt.ids), warm, way.layout.tail, 8)]
 
-    if rows.due(["proposed"], "eighth_ms", **at):
-        runs = {}
-        for i, prompt in enumerate(prompts[: TIMED // 2]):
-            runs["cold", i] = partial(clocked, partial(cold, prompt))
-            runs["proposed", i] = partial(clocked, partial(proposed, prompt))
-        found = in_turn(runs, turns)
-        for way in ("cold", "proposed"):
-            ms = [median(several) for (name, _), several in found.items() if name == way]
-            rows.add(way, at, eighth_ms=ms)
+    ms = in_turns({"cold": cold, "proposed": proposed}, prompts[: TIMED // 2], turns)
+    for name, found in ms.items():
+        rows.add(name, at, eighth_ms=map(median, found))
 
 
 def lengths(rows: Rows, turns: int) -> None:
@@ -307,7 +312,7 @@ def lengths(rows: Rows, turns: int) -> None:
     rows.begin("GPT-2 124M, random weights", f"turns: {turns}", *machine_of(conditions("", model)))
     c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
     stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
-    stage_2, found = Projector(stored, stored, penalty=1.0), {}
+    stage_2 = Projector(stored, stored, penalty=1.0)
     with tempfile.TemporaryDirectory(prefix="projection-") as folder:
         file = Path(folder) / "summary.pt"
         torch.save(stored[0].clone(), file)
@@ -327,15 +332,14 @@ def lengths(rows: Rows, turns: int) -> None:
             "mapped": partial(warm, mapped=True),
             "retrieval": retrieval,
         }
-        runs = {}
-        for T in LENGTHS:
-            ids = torch.randint(c.vocab_size, (T,)).tolist()
-            for way, start in starts.items():
-                runs[way, T] = partial(clocked, partial(start, ids))
-        for (way, T), ms in in_turn(runs, turns).items():
-            rows.add(way, at | {"tokens": T}, first_ms=ms)
-            found[way, T] = median(ms)
-    saved = [1 - (found["mapped", T] + found["retrieval", T]) / found["cold", T] for T in LENGTHS]
+        asked = [torch.randint(c.vocab_size, (T,)).tolist() for T in LENGTHS]
+        ms = in_turns(starts, asked, turns)
+    saved = []
+    for i, T in enumerate(LENGTHS):
+        for way in starts:
+            rows.add(way, at | {"tokens": T}, first_ms=ms[way][i])
+        middle = {way: median(ms[way][i]) for way in starts}
+        saved.append(1 - (middle["mapped"] + middle["retrieval"]) / middle["cold"])
     rows.add("mapped", at, saved=saved)
 
 

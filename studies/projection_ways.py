@@ -207,13 +207,16 @@ class Trial:
             )
         if answer:
             return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING]
-        fed = torch.tensor([ids], device=self.device)
-        tokens = generate(self.model, fed, FOLLOWING, stop_id=self.tokenizer.eot_token)
+        tokens = generate(self.model, self.batch(ids), FOLLOWING, stop_id=self.tokenizer.eot_token)
         return [int(token) for token in tokens]
 
     @property
     def device(self) -> torch.device:
         return self.model.wte.weight.device
+
+    def batch(self, ids: list[int]) -> Tensor:
+        """Return tokens as the model takes them, (1, T)."""
+        return torch.tensor([ids], device=self.device)
 
     # --- Prompts that are asked, and prompts that are stored --------------------------------------
 
