@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import compress
 import gpt_bounded_cache as bounded
-from compress import QuantizedCache, SmallNormCache
+from compress import QuantizedCache
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
@@ -63,8 +63,9 @@ class Swapped(QuantizedCache):
 
 def skipping(n: int) -> KVCache:
     """Return a cache that keeps half of n tokens from the third layer on."""
-    recent = min(32, n // 8)
-    return SmallNormCache(n // 2 - recent, recent, skip=2)
+    cache = compress.evicting(n, 2)
+    cache.skip = 2
+    return cache
 
 
 CACHES = compress.CACHES | {  # all of compress.py, and what only this study compares
@@ -86,11 +87,6 @@ class Reader:
         return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
 
 
-def readers_of(model: nn.Module, piece: int) -> dict[str, Reader]:
-    """Return what reads with each way's cache; full attention first."""
-    return {way: Reader(model, kind.new, piece) for way, kind in CACHES.items()}
-
-
 # --- Quality ----------------------------------------------------------------------------------------
 
 
@@ -109,7 +105,6 @@ def quality(
     texts = torch.tensor(rows_of(tokenizer, "test", 120, T)[: TEXTS // few])
     long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(1, TEXTS // few // 3)])
     questions = corpus.recall_questions("test", FACTS // few)
-    questions.sort(key=lambda question: len(question.prompt))  # a batch is of about one length
     draws = torch.Generator().manual_seed(0)
     lists = torch.randint(256, tokenizer.eot_token, (TEXTS // few, LIST), generator=draws)
     lists = lists.repeat(1, 2)  # read twice
@@ -165,24 +160,24 @@ def correlations(model: nn.Module, few: int) -> list[float]:
 
 
 @torch.no_grad()
-def seconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
-    """Return the time of n tokens after a prompt of T that is read at once."""
-    ids = torch.randint(
-        256, model.config.vocab_size, (1, T + n), generator=torch.Generator().manual_seed(turn)
-    )
+def milliseconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
+    """Return the time of one of n tokens after a prompt of T that is read at once."""
+    draws = torch.Generator().manual_seed(turn)
+    ids = torch.randint(256, model.config.vocab_size, (1, T + n), generator=draws)
     cache = CACHES[way].new(T + n)
     model(ids[:, :T], cache, last_only=True)
     begun = time.perf_counter()
     for token in ids[:, T:].split(1, dim=1):
         model(token, cache, last_only=True)
-    return time.perf_counter() - begun
+    return 1000 * (time.perf_counter() - begun) / n
 
 
 def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
-    """Append the ways' times, in turns."""
-    found = in_turn({way: partial(seconds, model, way) for way in CACHES}, turns)
-    for way, each in found.items():
-        rows.add(way, at, ms=[1000 * x / 16 for x in each])
+    """Append the ways' times, in turns, if they aren't there."""
+    if rows.due(["full"], "ms", **at):
+        found = in_turn({way: partial(milliseconds, model, way) for way in CACHES}, turns)
+        for way, ms in found.items():
+            rows.add(way, at, ms=ms)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -193,28 +188,21 @@ def measure(rows: Rows, few: int, turns: int) -> None:
     piece = 1 if few == 1 else 64
     numbers = f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
+    bct = load_model("pocket-bct", model_class=bounded.BCT)
     for name, model in models.items():
-        at = {} if name == "pocket" else {"model": name}
-        on = conditions(name, model)
+        at, on = {"model": name}, conditions(name, model)
         rows.begin(f"{name}: {on['parameters']:,} parameters", numbers, *machine_of(on))
-        readers = readers_of(model, piece)
+        readers = {way: Reader(model, kind.new, piece) for way, kind in CACHES.items()}
         exact = readers["full"]
+        if name == "pocket":
+            readers["bct"] = Reader(bct, lambda _: bct.new_cache(), piece)
+            readers["grouped"] = Reader(models["pocket-llama"], lambda _: KVCache(), piece)
         if due := rows.due(readers, "kl", **at):
             quality(rows, at, {way: readers[way] for way in due}, exact, few)
         if rows.due(["full"], "norms", **at):
             rows.add("full", at, norms=correlations(model, few))
-        if rows.due(["full"], "ms", **at):
-            times(rows, at, model, turns)
-    bct = load_model("pocket-bct", model_class=bounded.BCT)
-    trained = {
-        "bct": Reader(bct, lambda _: bct.new_cache(), piece),
-        "grouped": Reader(models["pocket-llama"], lambda _: KVCache(), piece),
-    }
-    if due := rows.due(trained, "kl"):
-        exact = readers_of(models["pocket"], piece)["full"]
-        rows.begin("pocket, and what was trained to hold less", numbers, *machine_of(on))
-        quality(rows, {}, {way: trained[way] for way in due}, exact, few)
-    if few == 1 and rows.due(["full"], "ms", model="124M"):
+        times(rows, at, model, turns)
+    if few == 1:
         large = random_model(GPT, "124M")
         on = conditions("124M", large)
         rows.begin(f"124M, random weights: {on['parameters']:,} parameters", *machine_of(on))
@@ -222,14 +210,8 @@ def measure(rows: Rows, few: int, turns: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(
-        __doc__,
-        "compression",
-        "fewer texts, read in pieces of 64 tokens",
-        model="",
-        turns=5,
-        again=True,
-    )
+    quick = "fewer texts, read in pieces of 64 tokens"
+    cli = StudyLine(__doc__, "compression", quick, model="", turns=5, again=True)
     with cli.parse(argv) as args:
         rows = recorded("compression", args)
         measure(rows, *((12, 1) if args.quick else (1, args.turns)))
