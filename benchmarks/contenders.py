@@ -19,6 +19,7 @@ from torch import Tensor
 import gpt_baseline
 import gpt_bounded_cache
 from benchmarks.runners import (
+    ABLATIONS,
     ENDLESS,
     CTranslate2,
     FromScratch,
@@ -29,7 +30,6 @@ from benchmarks.runners import (
     Transformers,
     Where,
     Without,
-    ablations,
 )
 
 BASE = "gpt_kv_cache.py"  # what ratios are to
@@ -65,7 +65,7 @@ CONTENDERS = (
         partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
     ),
 )
-WITHOUT = tuple(Contender(name, partial(Without, name=name)) for name in ablations())
+WITHOUT = tuple(Contender(name, partial(Without, name=name)) for name in ABLATIONS)
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------------

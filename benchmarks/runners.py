@@ -9,6 +9,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import gpt_bounded_cache
 import gpt_kv_cache
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, read_tensors
 from support.files import import_file
 
@@ -64,21 +66,23 @@ class Ours(Runner):
         self.model = load_model(folder, model_class=kind, device=where.device, dtype=dtype)
         self.module, self.window, self.cache = module, window, None
 
-    def new_cache(self, n_ctx: int) -> Any:
+    def new_cache(self) -> Any:
         if self.window:
-            return gpt_bounded_cache.SlidingWindowCache(min(self.window, n_ctx))
-        return self.model.new_cache() if hasattr(self.model, "new_cache") else None
+            window = min(self.window, self.model.config.n_ctx)
+            return gpt_bounded_cache.SlidingWindowCache(window)
+        return self.model.new_cache()
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
-        self.cache = self.new_cache(self.model.config.n_ctx)
-        options = {} if self.cache is None else {"cache": self.cache}
+        options = {}
+        if hasattr(self.model, "new_cache"):  # gpt_baseline.py's model has none
+            self.cache = options["cache"] = self.new_cache()
         return self.module.generate(self.model, ids, ENDLESS, **options)
 
     def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor] | None:
-        if not hasattr(self.model, "new_cache"):
-            return None
         next(self.start(ids[:, :cached]))
         prefix = self.cache
+        if prefix is None:
+            return None
         return lambda: next(self.module.generate(self.model, ids, 1, cache=prefix.clone()))
 
     @property
@@ -121,65 +125,71 @@ class RandomBCT(Ours):
         self.model.load_state_dict(weights, strict=False)
 
 
-def ablations() -> dict[str, Callable[[gpt_kv_cache.GPT], None]]:
-    """Return, by what they undo, the changes that turn a model into one without one of our choices."""
+# --- gpt_kv_cache.py without its choices: each function undoes one of a model's ---------------------------------------
 
-    def other_layout(model: gpt_kv_cache.GPT) -> None:
-        for module in model.modules():
-            if type(module).__name__ == "Conv1D":
-                module.weight.data = module.weight.data.t().contiguous().t()
 
-    def head_by_rows(model: gpt_kv_cache.GPT) -> None:
-        model.wte.weight.data = model.wte.weight.data.contiguous()
+def other_layout(model: GPT) -> None:
+    for module in model.modules():
+        if type(module).__name__ == "Conv1D":
+            module.weight.data = module.weight.data.t().contiguous().t()
 
-    def all_logits(model: gpt_kv_cache.GPT) -> None:
-        forward = model.forward
-        model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
 
-    def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the mask (T, S), also where None stands for it."""
-        if mask is not None:
-            return mask
-        T, S = q.size(2), k.size(2)
-        return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+def head_by_rows(model: GPT) -> None:
+    model.wte.weight.data = model.wte.weight.data.contiguous()
 
-    def explicit_softmax(model: gpt_kv_cache.GPT) -> None:
-        def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(
-                ~explicit(q, k, mask), float("-inf")
-            )
-            return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
-        for block in model.h:
-            block.attn.forward = attend.__get__(block.attn)
+def all_logits(model: GPT) -> None:
+    forward = model.forward
+    model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
 
-    def three_products(model: gpt_kv_cache.GPT) -> None:
-        def project(self: nn.Module, x: Tensor) -> list[Tensor]:
-            parts = zip(self.parts, self.c_attn.bias.chunk(3), strict=True)
-            return [
-                F.linear(x, w.t(), b).unflatten(-1, (self.n_head, self.head_dim)).transpose(1, 2)
-                for w, b in parts
-            ]
 
-        for block in model.h:
-            block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
-            block.attn.project = project.__get__(block.attn)
+def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mask (T, S), also where None stands for it."""
+    if mask is not None:
+        return mask
+    T, S = q.size(2), k.size(2)
+    return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
 
-    def always_a_mask(model: gpt_kv_cache.GPT) -> None:
-        for block in model.h:
-            attend = block.attn.forward
-            block.attn.forward = lambda q, k, v, mask, attend=attend: attend(
-                q, k, v, explicit(q, k, mask)
-            )
 
-    return {
-        "weights stored (out, in), as nn.Linear does": other_layout,
-        "the head's weights row by row": head_by_rows,
-        "logits of all positions": all_logits,
-        "softmax(q k) v written out": explicit_softmax,
-        "q, k and v by a product each": three_products,
-        "a mask in every pass, instead of is_causal": always_a_mask,
-    }
+def explicit_softmax(model: GPT) -> None:
+    def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        scores = scores.masked_fill(~explicit(q, k, mask), float("-inf"))
+        return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    for block in model.h:
+        block.attn.forward = attend.__get__(block.attn)
+
+
+def three_products(model: GPT) -> None:
+    def project(self: nn.Module, x: Tensor) -> list[Tensor]:
+        heads = (self.n_head, self.head_dim)
+        parts = zip(self.parts, self.c_attn.bias.chunk(3), strict=True)
+        return [F.linear(x, w.t(), b).unflatten(-1, heads).transpose(1, 2) for w, b in parts]
+
+    for block in model.h:
+        block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
+        block.attn.project = project.__get__(block.attn)
+
+
+def always_a_mask(model: GPT) -> None:
+    def attend(
+        forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any
+    ) -> Tensor:
+        return forward(q, k, v, explicit(q, k, mask))
+
+    for block in model.h:
+        block.attn.forward = partial(attend, block.attn.forward)
+
+
+ABLATIONS: dict[str, Callable[[GPT], None]] = {
+    "weights stored (out, in), as nn.Linear does": other_layout,
+    "the head's weights row by row": head_by_rows,
+    "logits of all positions": all_logits,
+    "softmax(q k) v written out": explicit_softmax,
+    "q, k and v by a product each": three_products,
+    "a mask in every pass, instead of is_causal": always_a_mask,
+}
 
 
 class Without(Ours):
@@ -187,7 +197,7 @@ class Without(Ours):
 
     def __init__(self, where: Where, name: str) -> None:
         super().__init__(where)
-        ablations()[name](self.model)
+        ABLATIONS[name](self.model)
 
 
 # --- Others ---------------------------------------------------------------------------------------------------------
@@ -213,14 +223,11 @@ class Transformers(Runner):
 
         auto = transformers.AutoModelForCausalLM
         self.model = auto.from_pretrained(where.folder, dtype=torch.float32).eval().to(where.device)
-        self.static, self.transformers, self.cache = static, transformers, None
-
-    def new_cache(self) -> Any:
-        if not self.static:
-            return self.transformers.DynamicCache()
-        config = self.model.config
-        longest = config.max_position_embeddings
-        return self.transformers.StaticCache(config=config, max_cache_len=longest)
+        self.new_cache = transformers.DynamicCache
+        if static:
+            config = self.model.config
+            options = {"config": config, "max_cache_len": config.max_position_embeddings}
+            self.new_cache = partial(transformers.StaticCache, **options)
 
     @torch.inference_mode()
     def start(self, ids: Tensor, cache: Any = None) -> Iterator[Tensor]:
@@ -323,10 +330,9 @@ class CTranslate2(Runner):
         # the engine is fed names of tokens
         names = {str(i): i for i in range(config["vocab_size"])}
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
+        tokenizer = SimpleNamespace(get_vocab=lambda: names, **special)
         converter = TransformersConverter(str(where.folder))
-        converter.load_tokenizer = lambda *args, **options: SimpleNamespace(
-            get_vocab=lambda: names, **special
-        )
+        converter.load_tokenizer = lambda *args, **options: tokenizer
         with tempfile.TemporaryDirectory(prefix="benchmarks-") as made:
             converter.convert(made, force=True)
             threads = torch.get_num_threads()
@@ -340,9 +346,8 @@ class CTranslate2(Runner):
     def steps(self, ids: Tensor, most: int, **options: Any) -> Iterator[Tensor]:
         """Yield up to `most` tokens (B, 1); they are computed one by one in a thread that doesn't wait to be asked."""
         prompts = [[*map(str, row)] for row in ids.tolist()]
-        results = self.generator.generate_tokens(
-            prompts, max_length=most, end_token=[], **options
-        )  # nothing ends it
+        options |= {"max_length": most, "end_token": []}  # nothing ends it
+        results = self.generator.generate_tokens(prompts, **options)
         read = ids.size(1)
         while step := sorted(islice(results, len(ids)), key=lambda result: result.batch_id):
             self.nbytes = len(ids) * read * self.token_bytes

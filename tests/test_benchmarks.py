@@ -155,7 +155,7 @@ def test_what_an_ablation_undoes_changes_one_thing_and_no_result(
     model = load_model(str(folder), model_class=GPT)
     with torch.no_grad():
         before, expected = calls(model), model(prompt())
-        runners.ablations()[name](model)
+        runners.ABLATIONS[name](model)
         after = calls(model)
         torch.testing.assert_close(model(prompt()), expected, rtol=1e-4, atol=1e-4)
     assert after[changed] > before[changed]
@@ -272,7 +272,7 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
     words = "--ablate --model pocket --lengths 24 --turns 1 --out"
     assert "logits of all positions" in command(*words.split(), str(tmp_path))
     record = json.loads((tmp_path / "ablation.json").read_text())
-    assert set(record["without"]) == {*runners.ablations()} and record["different"] == []
+    assert set(record["without"]) == {*runners.ABLATIONS} and record["different"] == []
     shares = record["first_token"]
     assert sum(shares.values()) == pytest.approx(1)
     assert next(iter(shares)) == "products with weights" and shares["attention"] > 0
