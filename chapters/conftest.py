@@ -29,18 +29,10 @@ WAYS_AROUND = {"importlib", "runpy", "sys", "__import__", "exec", "eval"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--impl",
-        choices=("exercise", "solution"),
-        default="exercise",
-        help="the files that are tested",
-    )
-    parser.addoption(
-        "--from",
-        dest="copy",
-        metavar="FOLDER",
-        help="test the chapters of this folder, a student's copy",
-    )
+    kinds = ("exercise", "solution")
+    parser.addoption("--impl", choices=kinds, default="exercise", help="the files that are tested")
+    copy = "test the chapters of this folder, a student's copy"
+    parser.addoption("--from", dest="copy", metavar="FOLDER", help=copy)
 
 
 def points() -> dict[str, int]:
@@ -57,9 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.tbstyle == "auto":
         config.option.tbstyle = "short"
     for name, worth in points().items():
-        config.addinivalue_line(
-            "markers", f"{name}: exercise {name[2:].replace('_', '.')}, {worth} points"
-        )
+        marker = f"{name}: exercise {number_of(name)}, {worth} points"
+        config.addinivalue_line("markers", marker)
+
+
+def number_of(exercise: str) -> str:
+    """Return an exercise's number as texts have it, such as 2.1 of ex2_1."""
+    return exercise.removeprefix("ex").replace("_", ".")
 
 
 def exercise_of(keywords: object) -> str | None:
@@ -71,12 +67,9 @@ def borrowed(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     imported = {n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)}
     imported |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
-    project = (
-        {p.stem for folder in (CHAPTERS.parent, chapter) for p in folder.iterdir()}
-        | WAYS_AROUND
-        | {""}
-    )
-    found = {name for name in imported if name.partition(".")[0] in project and name not in given}
+    ours = {path.stem for folder in (CHAPTERS.parent, chapter) for path in folder.iterdir()}
+    ours |= {"", *WAYS_AROUND}
+    found = {name for name in imported if name.partition(".")[0] in ours and name not in given}
     return found | WAYS_AROUND & {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
@@ -84,9 +77,8 @@ def borrowed(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
 def impl(request: pytest.FixtureRequest) -> ModuleType:
     """The module under test."""
     chapter, copy = request.path.parent, request.config.getoption("copy")
-    path = (
-        Path(copy).resolve() / chapter.name if copy else chapter
-    ) / f"{request.config.getoption('--impl')}.py"
+    folder = Path(copy).resolve() / chapter.name if copy else chapter
+    path = folder / f"{request.config.getoption('--impl')}.py"
     if not path.exists():
         hint = ": your teacher may have it" if path.stem == "solution" else ""
         pytest.fail(f"there is no {path.name} in {path.parent}{hint}", pytrace=False)
@@ -106,53 +98,45 @@ def loaded(path: Path, chapter: Path, given: Collection[str]) -> ModuleType | st
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        lines = [
-            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)
-        ]
-        where = (
-            f'  File "{path}", line {lines[-1]}\n' if lines else ""
-        )  # a SyntaxError brings its own
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f'  File "{path}", line {lines[-1]}\n' if lines else ""  # a SyntaxError has its own
         return where + "".join(traceback.format_exception_only(error))
-    names = borrowed(path, chapter, given)
-    return (
-        f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself"
-        if names
-        else module
-    )
+    if names := borrowed(path, chapter, given):
+        return f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself"
+    return module
+
+
+def is_own(file: Path) -> bool:
+    """Say whether a file that raises an error is the project's or a student's, and not a library's."""
+    library = "site-packages" in file.parts or file.is_relative_to(LIBRARY)
+    return file.exists() and not library
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """Leave PyTorch's own frames out of tracebacks, and keep the place of an exercise that isn't written yet."""
     if call.excinfo is not None and call.when != "teardown":
-        if call.excinfo.errisinstance(AssertionError) and call.excinfo.value.args:
-            lines = str(
-                call.excinfo.value.args[0]
-            ).splitlines()  # the test's words, then pytest's analysis
-            end = next(
-                (i for i, line in enumerate(lines) if i and line.startswith("assert ")), len(lines)
-            )
-            brief = [
-                line for line in lines[end : end + 1] if line != "assert False" and len(line) < 120
-            ]
-            call.excinfo.value.args = ("\n".join(lines[:end] + brief),)
+        error = call.excinfo.value
+        if isinstance(error, AssertionError) and error.args:
+            words, _, analysis = str(error.args[0]).partition(
+                "\nassert "
+            )  # the test's, then pytest's
+            first = analysis.partition("\n")[0]
+            if first not in ("", "False") and len(first) < 113:
+                words = f"{words}\nassert {first}"
+            error.args = (words,)
         own = None
         for frame, line in reversed(list(traceback.walk_tb(call.excinfo.tb))):
-            file = Path(frame.f_code.co_filename)
-            if (
-                file.exists()
-                and "site-packages" not in file.parts
-                and not file.is_relative_to(LIBRARY)
-            ):
+            if is_own(Path(frame.f_code.co_filename)):
                 own = TracebackType(own, frame, frame.f_lasti, line)
         if own:
             call.excinfo.traceback = type(call.excinfo.traceback)(own)
     report = yield
     if report.failed and call.excinfo.exconly().startswith("NotImplementedError: exercise "):
         last = call.excinfo.traceback[-1]
-        report.missing = (
-            f"{last.frame.code.raw.co_qualname} ({last.path.name}, line {last.lineno + 1})"
-        )
+        place = f"{last.path.name}, line {last.lineno + 1}"
+        report.missing = f"{last.frame.code.raw.co_qualname} ({place})"
         report.longrepr = f"{call.excinfo.value}: {report.missing} isn't written yet"
     return report
 
@@ -174,36 +158,35 @@ def pytest_terminal_summary(
 ) -> None:
     """Print the points of every exercise that was tested: all or none, or, of one in stages, a point for each stage
     that is right."""
-    passed: dict[str, dict[int, bool]] = {}  # of each exercise, its stages
+    failed: dict[str, dict[int, list[str]]] = {}  # of each exercise, by stage, what isn't right
     missing: dict[str, str] = {}
-    failed: dict[str, list[tuple[int, str]]] = {}
     outcomes = ("passed", "failed", "not written yet", "error", "skipped", "xfailed", "xpassed")
     for outcome in (*outcomes, "deselected"):
         for report in terminalreporter.stats.get(outcome, []):
             name = exercise_of(getattr(report, "keywords", {}))
-            if name is None or (outcome == "deselected" and name not in passed):
+            if name is None or (outcome == "deselected" and name not in failed):
                 continue  # the whole exercise is deselected
             stage, asks = stage_of(report.nodeid)
-            stages = passed.setdefault(name, {})
-            stages[stage] = stages.get(stage, True) and outcome == "passed"
-            if outcome != "passed" and stage:
-                failed.setdefault(name, []).append((stage, asks))
+            wrong = failed.setdefault(name, {}).setdefault(stage, [])
+            if outcome != "passed":
+                wrong.append(asks)
             if outcome == "not written yet":
-                missing.setdefault(name, f"   not written yet: {report.missing}")
-    if not passed:
+                missing.setdefault(name, report.missing)
+    if not failed:
         return
     worth, total = points(), 0
     terminalreporter.section(f"points of {config.getoption('--impl')}.py")
-    for name in sorted(passed, key=lambda name: [*map(int, name[2:].split("_"))]):
-        stages = passed[name]
-        earned = sum(stages.values())
+    for name in sorted(failed, key=lambda name: [*map(int, number_of(name).split("."))]):
+        stages = failed[name]
+        wrong = [stage for stage, asks in stages.items() if asks]
+        earned = len(stages) - len(wrong)
         if 0 in stages:  # without stages
-            earned = worth[name] if stages[0] else 0
-        note = missing.get(name, "")
-        if name in failed and not note:
-            stage, asks = min(failed[name])
-            note = f"   next, stage {stage}: {asks}"
-        exercise = name[2:].replace("_", ".")
-        terminalreporter.write_line(f"  {exercise:6} {earned:3} of {worth[name]}{note}")
+            earned = 0 if wrong else worth[name]
+        note = ""
+        if name in missing:
+            note = f"   not written yet: {missing[name]}"
+        elif any(wrong):
+            note = f"   next, stage {min(wrong)}: {min(stages[min(wrong)])}"
+        terminalreporter.write_line(f"  {number_of(name):6} {earned:3} of {worth[name]}{note}")
         total += earned
-    terminalreporter.write_line(f"  total  {total:3} of {sum(worth[name] for name in passed)}")
+    terminalreporter.write_line(f"  total  {total:3} of {sum(worth[name] for name in failed)}")

@@ -29,16 +29,17 @@ class Shown(str):
 
 def code(file: str, name: str, start: str = "", end: str = "") -> Shown:
     """Return a class, function or method of a file, or its lines from one that has `start` to one that has `end`."""
-    return Shown(blocks.code(blocks.CHAPTERS, file, name, start, end).replace("](../../", "](../"))
+    return shown(blocks.code(file, name, start, end))
 
 
 def diff(old: str, new: str, number: int, last: int = 0) -> Shown:
     """Return a hunk, or several, of the difference of two files."""
-    return Shown(
-        blocks.diff(blocks.CHAPTERS, old, new, str(number), str(last or "")).replace(
-            "](../../", "](../"
-        )
-    )
+    return shown(blocks.diff(old, new, str(number), str(last or "")))
+
+
+def shown(text: str) -> Shown:
+    """Return a chapter's text with links that lead from here."""
+    return Shown(text.replace("](../../", "](../"))
 
 
 def run(words: str) -> None:

@@ -12,12 +12,19 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from chapters.builder import front, notebook, pages, side_by_side
-from chapters.builder.blocks import BLOCK, CHAPTERS, ROOT, folders, import_file, run, text_of
+from chapters.builder.blocks import (
+    CHAPTERS,
+    ROOT,
+    first_line,
+    folders,
+    pictures,
+    text_of,
+    title_of,
+)
 from support.cli import CommandLine, whole_number
 from support.files import write_text
 
@@ -28,14 +35,11 @@ def stub_of(solution: str) -> str:
     """Return the exercise: the solution without the bodies that begin with a comment "exercise N.M", which say so
     instead, and without what is named _like_this, the solution's own."""
     lines = solution.splitlines()
-    nodes = [
-        node
-        for node in ast.walk(ast.parse(solution))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    ]
+    kinds = ast.FunctionDef | ast.ClassDef
+    nodes = [node for node in ast.walk(ast.parse(solution)) if isinstance(node, kinds)]
     for node in sorted(nodes, key=lambda node: -node.lineno):
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
         if node.name.startswith("_") and not node.name.startswith("__"):
+            first = first_line(node) - 1
             while first and not lines[first - 1].strip():  # the blank lines before it too
                 first -= 1
             del lines[first : node.end_lineno]
@@ -43,61 +47,47 @@ def stub_of(solution: str) -> str:
             begin = node.body[0].end_lineno
             if match := EXERCISE.fullmatch(lines[begin]):
                 indent = " " * (node.col_offset + 4)
-                lines[begin : node.end_lineno] = [
-                    f'{indent}raise NotImplementedError("{match.group(1)}")'
-                ]
+                missing = f'{indent}raise NotImplementedError("{match.group(1)}")'
+                lines[begin : node.end_lineno] = [missing]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def build(numbers: list[int]) -> dict[Path, str]:
     """Return the generated files of these chapters, or of all and what is made of all, as they should be; exercises
     aside."""
-    texts = [(chapter / "README.md").read_text(encoding="utf-8") for chapter in folders(numbers)]
-    commands = [
-        shlex.join(shlex.split(words))
-        for text in texts
-        for kind, words, _ in BLOCK.findall(text)
-        if kind == "output"
-    ]
-    with ThreadPoolExecutor(
-        os.cpu_count()
-    ) as pool:  # at once, since most of them is the start of a process
-        for command in commands:
-            pool.submit(run, command)  # one that fails does so again
-    files = {}
-    for chapter in folders(numbers):
-        files[chapter / "README.md"] = text_of(chapter / "README.md")
-        if (chapter / "pictures.py").exists():
-            pictures = import_file(chapter / "pictures.py").PICTURES
-            files |= {chapter / f"{name}.svg": draw() for name, draw in pictures.items()}
-    texts = {path: text for path, text in files.items() if path.suffix == ".md"}
+    chapters = folders(numbers)
+    readmes = [chapter / "README.md" for chapter in chapters]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # their commands take most of the time
+        texts = dict(zip(readmes, pool.map(text_of, readmes), strict=True))
+    files = dict(texts)
+    for chapter in chapters:
+        for name, draw in pictures(chapter).items():
+            files[chapter / f"{name}.svg"] = draw()
     if not numbers:
-        if all((path.parent / "solution.py").exists() for path in texts):
-            files[notebook.FILE] = notebook.make(files, stub_of)
         files |= side_by_side.pages(texts) | {CHAPTERS / "front.svg": front.picture()}
+        if all((chapter / "solution.py").exists() for chapter in chapters):
+            files[notebook.FILE] = notebook.make(files, stub_of)
         texts |= {path: path.read_text(encoding="utf-8") for path in sorted(CHAPTERS.glob("*.md"))}
-    made = {
-        path.with_suffix(".html"): pages.page(text, links(path)) for path, text in texts.items()
-    }
-    return files | {
-        path.with_stem("index") if path.stem == "README" else path: text
-        for path, text in made.items()
-    }
+    for path, text in texts.items():
+        name = path.stem.replace("README", "index")
+        files[path.with_name(f"{name}.html")] = pages.page(text, links(path))
+    return files
 
 
 def links(path: Path) -> list[tuple[str, str]]:
     """Return the pages that a page leads to, each with its words: the chapter before, all chapters, the next one."""
     if path.parent == CHAPTERS:
         return [] if path.stem == "README" else [("index.html", "All chapters")]
-    around = [None, *folders([]), None]
-    at = around.index(path.parent)
-    before, after = (
-        chapter and chapter / "README.md" for chapter in (around[at - 1], around[at + 1])
-    )
-    title = lambda path: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")  # noqa: E731
-    found = [(f"../{before.parent.name}/index.html", f"← {title(before)}")] if before else []
-    found += [("../index.html", "All chapters")]
-    return found + ([(f"../{after.parent.name}/index.html", f"{title(after)} →")] if after else [])
+    chapters = folders([])
+    titles = [title_of((chapter / "README.md").read_text(encoding="utf-8")) for chapter in chapters]
+    addresses = [f"../{chapter.name}/index.html" for chapter in chapters]
+    at = chapters.index(path.parent)
+    found = [("../index.html", "All chapters")]
+    if at > 0:
+        found = [(addresses[at - 1], f"← {titles[at - 1]}"), *found]
+    if at + 1 < len(chapters):
+        found = [*found, (addresses[at + 1], f"{titles[at + 1]} →")]
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -119,18 +109,16 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         files = build(args.chapters)
-        if args.stubs and not any(
-            (path / "solution.py").exists() for path in folders(args.chapters)
-        ):
-            raise ValueError(
-                "stubs are made from solution.py, and there is none here: your teacher may have it"
-            )
         if args.stubs:
-            files |= {
-                path / "exercise.py": stub_of((path / "solution.py").read_text(encoding="utf-8"))
-                for path in folders(args.chapters)
-                if (path / "solution.py").exists()
-            }
+            solutions = [chapter / "solution.py" for chapter in folders(args.chapters)]
+            solutions = [path for path in solutions if path.exists()]
+            if not solutions:
+                raise ValueError(
+                    "stubs are made from solution.py, and there is none here: your teacher may have it"
+                )
+            for path in solutions:
+                stub = stub_of(path.read_text(encoding="utf-8"))
+                files[path.with_name("exercise.py")] = stub
         stale = {
             path: text
             for path, text in files.items()

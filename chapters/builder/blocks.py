@@ -11,8 +11,8 @@ A mark is a comment, which a rendered page doesn't show. A mark on a line of its
   picture NAME                 PICTURES[NAME] of the chapter's pictures.py, an SVG file and its alternative text
 
 and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expression makes of a JSON file, `r`: a
-number, words, or the lines of a table; ratio(one, other) compares the texts of two writers of the refresh study.
-FILE may have wildcards: the last that matches. A chapter's words on a hunk, the paragraph after it, are also those in
+number, words, or the lines of a table. FILE may have wildcards: the last that matches. Of a study's rows.jsonl, `r` is
+its Rows. A chapter's words on a hunk, the paragraph after it, are also those in
 the margin of the page that shows both files side by side; where a hunk isn't shown, <!-- about OLD NEW N [LAST] -->
 stands before them. Words in <!-- margin: ... --> after such a mark are for the margin only.
 """
@@ -29,8 +29,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from support.files import import_file
@@ -70,47 +71,45 @@ def hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
     return [tuple(code[1:]) for code in matcher.get_opcodes() if code[0] != "equal"]
 
 
+def first_line(node: ast.AST) -> int:
+    """Return the number of the line at which a statement begins, decorators included."""
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+
+
+def names_of(node: ast.AST) -> list[str]:
+    """Return the names that a statement defines."""
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets]
+    return [getattr(node, "name", "")]
+
+
 def source(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
     text = read(file)
     body, node = ast.parse(text).body, None
     for part in name.split("."):
-        node = next((n for n in body if part in (getattr(n, "name", None), *assigned(n))), None)
+        node = next((n for n in body if part in names_of(n)), None)
         if node is None:
             raise ValueError(f"{file} has no {name}")
         body = getattr(node, "body", [])
-    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    first = first_line(node)
     return first, text.splitlines()[first - 1 : node.end_lineno]
 
 
-def assigned(node: ast.AST) -> list[str]:
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign)
-        else []
-    )
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def code(chapter: Path, file: str, name: str, start: str = "", end: str = "") -> str:
+def code(file: str, name: str, start: str = "", end: str = "") -> str:
     """Return a block of Python, and where it is from."""
     first, lines = source(file, name)
     if start:
         i = next((i for i, line in enumerate(lines) if start in line), None)
-        j = (
-            i
-            if i is None or not end
-            else next((j for j in range(i, len(lines)) if end in lines[j]), None)
-        )
-        if i is None or j is None:
+        if i is not None:
+            first, lines = first + i, lines[i:]
+            count = next((j for j, line in enumerate(lines, 1) if (end or start) in line), None)
+        if i is None or count is None:
             raise ValueError(f"{name} of {file} has no {start!r} or, after it, {end!r}")
-        first, lines = first + i, lines[i : j + 1]
+        lines = lines[:count]
     if len(lines) > LINES:
         raise ValueError(f"{name} of {file} has {len(lines)} lines, more than {LINES}: show a part")
-    indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
-    text = "\n".join(line[indent:] for line in lines)
+    text = dedent("\n".join(lines))
     return f"```python\n{text}\n```\n{place(file, first, len(lines))}"
 
 
@@ -121,7 +120,7 @@ def place(file: str, first: int, count: int) -> str:
     return f"<sub>[{file}](../../{file}#L{first}), {where}</sub>"
 
 
-def diff(chapter: Path, old: str, new: str, number: str, last: str = "") -> str:
+def diff(old: str, new: str, number: str, last: str = "") -> str:
     """Return hunks as a block of what goes and what comes."""
     found, lines = hunks(old, new), []
     if not 1 <= int(number) <= int(last or number) <= len(found):
@@ -163,36 +162,38 @@ def run(command: str) -> str:
     return result.stdout
 
 
-def output(chapter: Path, *words: str) -> str:
+def output(*words: str) -> str:
     """Return a command and what it prints."""
     command = shlex.join(words)
     printed = "\n".join(line.rstrip() for line in run(command).strip("\n").splitlines())
     return f"```text\n$ {command}\n{printed}\n```"
 
 
-def table(chapter: Path, name: str) -> str:
+def table(name: str) -> str:
     """Return a table that is made of recorded results."""
     from studies import pages
 
     return getattr(pages, name, None)()
 
 
+def pictures(chapter: Path) -> dict[str, Callable[[], str]]:
+    """Return the functions that draw a chapter's pictures, each an SVG, by their names."""
+    path = chapter / "pictures.py"
+    return import_file(path).PICTURES if path.exists() else {}
+
+
 def picture(chapter: Path, name: str) -> str:
     """Return an image of the chapter's pictures.py; the file is written by build()."""
-    pictures = import_file(chapter / "pictures.py").PICTURES
-    if name not in pictures:
-        raise ValueError(f"there is no picture {name}, but {', '.join(pictures)}")
-    alt = html.unescape(re.search(r"<desc>(.*?)</desc>", pictures[name](), re.S).group(1))
+    known = pictures(chapter)
+    if name not in known:
+        raise ValueError(f"there is no picture {name}, but {', '.join(known)}")
+    alt = html.unescape(re.search(r"<desc>(.*?)</desc>", known[name](), re.S).group(1))
     return f"![{alt}]({name}.svg)"
 
 
-BLOCKS: dict[str, Callable[..., str]] = {
-    "code": code,
-    "diff": diff,
-    "output": output,
-    "table": table,
-    "picture": picture,
-}
+def title_of(text: str) -> str:
+    """Return the title of a text, its first line."""
+    return text.partition("\n")[0].removeprefix("# ")
 
 
 def record(file: str) -> Any:
@@ -220,11 +221,13 @@ def text_of(readme: Path) -> str:
     def block(match: re.Match[str]) -> str:
         kind, words, _ = match.groups()
         try:
-            body = BLOCKS[kind](readme.parent, *shlex.split(words))
+            body = makers[kind](*shlex.split(words))
         except TypeError as error:
             raise ValueError(f"<!-- {kind} {words} -->: {error}") from error
         return f"<!-- {kind} {words} -->\n{body}\n<!-- end -->"
 
+    makers = {"code": code, "diff": diff, "output": output, "table": table}
+    makers["picture"] = partial(picture, readme.parent)
     try:
         return NUMBER.sub(number, BLOCK.sub(block, readme.read_text(encoding="utf-8")))
     except ValueError as error:

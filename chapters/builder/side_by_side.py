@@ -9,8 +9,9 @@ import difflib
 import re
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read
+from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read, title_of
 from chapters.builder.pages import MARKDOWN, TEMPLATES, coloured
 
 PAIRS = (
@@ -18,100 +19,80 @@ PAIRS = (
     ("gpt_kv_cache.py", "gpt_bounded_cache.py"),
     ("gpt_kv_cache.py", "llama_kv_cache.py"),
 )
+NEAR, FEW = 3, 6  # equal lines beside a hunk that stay in sight; so many are all shown
 ALIKE = 0.5  # lines are versions of each other from here on
 WORDS = re.compile(
     r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S
 )
+HUNK = re.compile(r"^```diff\n.*?^<!-- end -->\n\n", re.M | re.S)  # between a mark and its words
+LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
 
 def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str]]]:
-    """Return, by files and the number of a hunk, what the chapters' texts say of it."""
+    """Return, by files and the number of a hunk, what the texts of the chapters' README.md say of it."""
     found: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
     for path, text in chapters.items():
-        if path.name != "README.md":
-            continue
-        text = re.sub(
-            r"^```diff\n.*?^<!-- end -->\n\n", "", text, flags=re.M | re.S
-        )  # leaves words after their mark
-        title = text.partition("\n")[0].removeprefix("# ")
-        for _, old, new, first, last, said in WORDS.findall(text):
+        chapter = title_of(text).partition(".")[0]
+        link = f'<a href="../{path.parent.name}/index.html">chapter {chapter}</a>'
+        for _, old, new, first, last, said in WORDS.findall(HUNK.sub("", text)):
             said = re.sub(r"<!-- margin: (.*) -->", r"\1", said, flags=re.S)
             if said.startswith(("#", "<!--", "|", "```", "- ")):
                 continue  # not words on the hunk
-            link = (
-                f'<a href="../{path.parent.name}/index.html">chapter {title.partition(".")[0]}</a>'
-            )
+            said = LINK.sub(r"\1", NUMBER.sub(r"\3", said))  # links by their words
+            said = MARKDOWN.renderInline(" ".join(said.split()))
             which = f"hunks {first} to {last}: " if last else ""
-            said = re.sub(
-                r"\[([^\]]+)\]\([^)]+\)", r"\1", NUMBER.sub(r"\3", said)
-            )  # links by their words
-            found[old, new].setdefault(int(first), []).append(
-                f"{which}{MARKDOWN.renderInline(' '.join(said.split()))} ({link})"
-            )
+            found[old, new].setdefault(int(first), []).append(f"{which}{said} ({link})")
     return found
 
 
-def rows(old: str, new: str, said: dict[int, list[str]]) -> list[str]:
-    """Return the rows of two files, side by side."""
-    left, right = (coloured(read(name).rstrip("\n")) for name in (old, new))
+def near(same: int) -> int:
+    """Return over how many of the equal lines below a hunk its words may reach: all, if they are few."""
+    return same if same <= FEW else NEAR
+
+
+def table(old: str, new: str, said: dict[int, list[str]]) -> dict[str, Any]:
+    """Return what the template shows of two files: the lines of both as HTML, their indents, and rows.
+
+    A row has a kind, and the indices of its lines. Its margin holds the words of a hunk that begins there, or is empty,
+    or isn't its own: the words of the hunk above reach over it. Other rows stand for hidden lines, or take the rest of
+    the words."""
     texts = [read(name).splitlines() for name in (old, new)]
+    left, right = (coloured(read(name).rstrip("\n")) for name in (old, new))
     result, i, j = [], 0, 0
     changes = [*hunks(old, new), (len(left), len(left), len(right), len(right))]
     for number, (first, end, new_first, new_end) in enumerate(changes, 1):
         same = first - i
+        above = NEAR if number > 1 else 0
+        below = NEAR if number < len(changes) else 0
         for step in range(same):
-            near = (number > 1 and step < 3) or (number < len(changes) and step >= same - 3)
-            if same > 6 and step == (3 if number > 1 else 0):
-                hidden = same - 3 * ((number > 1) + (number < len(changes)))
-                result.append(
-                    f'<tr class="gap"><td colspan="5">... {hidden} equal lines: a click shows all</td></tr>'
-                )
-            kind = "same near" if near or same <= 6 else "same"
-            covered = number > 1 and (same <= 6 or step < 3)
-            notes = "" if covered else '<td class="words"></td>'
-            result.append(row(kind, i + step, left, j + step, right, notes))
-            if number > 1 and step + 1 == (same if same <= 6 else 3):
-                result.append('<tr class="rest"><td colspan="4"></td></tr>')
-        lines = aligned(texts[0], texts[1], range(first, end), range(new_first, new_end))
-        for step, (a, b) in enumerate(lines):
+            if same > FEW and step == above:
+                result.append({"hidden": same - above - below})
+            shown = same <= FEW or step < above or step >= same - below
+            empty = number == 1 or step >= near(same)
+            kind = "same near" if shown else "same"
+            result.append({"kind": kind, "a": i + step, "b": j + step, "empty": empty})
+            if number > 1 and step + 1 == near(same):
+                result.append({"rest": True})
+        begin = len(result)
+        for a, b in aligned(*texts, range(first, end), range(new_first, new_end)):
             kinds = {
-                "first": step == 0,
+                "first": len(result) == begin,
                 "added": first == end,
                 "old": a is not None,
                 "new": b is not None,
             }
-            notes = ""
-            if step == 0:
-                after = (
-                    changes[number][0] - end
-                )  # equal lines, over the first of which the words may reach
-                span = len(lines) + (after if after <= 6 else 3) + 1
-                text = "".join(f"<p>{note}</p>" for note in said.get(number, []))
-                notes = f'<td class="words" rowspan="{span}"><div><b>hunk {number}</b> {text}</div></td>'
+            kind = " ".join(kind for kind, is_so in kinds.items() if is_so)
+            result.append({"kind": kind, "a": a, "b": b})
             if a is not None and b is not None:
                 alike, gone, come = difference(texts[0][a], texts[1][b])
                 if alike >= ALIKE:
                     left[a], right[b] = marked(left[a], gone), marked(right[b], come)
-            result.append(
-                row(" ".join(kind for kind in kinds if kinds[kind]), a, left, b, right, notes)
-            )
+        if number < len(changes):
+            span = len(result) - begin + near(changes[number][0] - end) + 1
+            result[begin] |= {"hunk": number, "span": span, "said": said.get(number, [])}
         i, j = end, new_end
-    return result
-
-
-def row(
-    kind: str, a: int | None, left: list[str], b: int | None, right: list[str], notes: str
-) -> str:
-    """Return a row of lines a and b, as HTML; in an addition, right takes the width of both."""
-    old = "" if "added" in kind else cells("a", a, "left", left)
-    return f'<tr class="{kind}">{old}{cells("b", b, "right", right, 1 if old else 3)}{notes}</tr>'
-
-
-def cells(number: str, i: int | None, side: str, lines: list[str], span: int = 1) -> str:
-    line = "" if i is None else lines[i]
-    indent = len(re.match(r"(?:<[^>]+>)*( *)", line)[1])
-    style = f' style="--indent:{indent}"' * (indent > 0) + f' colspan="{span}"' * (span > 1)
-    return f'<td class="n {number}">{"" if i is None else i + 1}</td><td class="{side}"{style}>{line}</td>'
+    indents = [[len(line) - len(line.lstrip(" ")) for line in text] for text in texts]
+    return {"rows": result, "left": left, "right": right, "indents": indents}
 
 
 def aligned(
@@ -152,17 +133,14 @@ def marked(line: str, differs: list[bool]) -> str:
 
 
 def pages(chapters: dict[Path, str]) -> dict[Path, str]:
-    """Return the pages, named after the newer file, from the chapters' texts."""
+    """Return the pages, named after the newer file, from the texts of the chapters' README.md."""
     said, result = words(chapters), {}
+    template = TEMPLATES.get_template("side_by_side.html")
     for old, new in PAIRS:
-        body = "\n".join(rows(old, new, said[old, new]))
-        result[CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"] = TEMPLATES.get_template(
-            "side_by_side.html"
-        ).render(
-            old=old,
-            new=new,
-            count=len(hunks(old, new)),
-            others=[pair for pair in PAIRS if pair != (old, new)],
-            body=body,
+        path = CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"
+        others = [pair for pair in PAIRS if pair != (old, new)]
+        shown = table(old, new, said[old, new])
+        result[path] = template.render(
+            old=old, new=new, count=len(hunks(old, new)), others=others, **shown
         )
     return result
