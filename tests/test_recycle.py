@@ -402,7 +402,7 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str, culprits: list[s
     [
         (["--max-new-tokens", f"{N_CTX - 12}"], [f"{N_CTX - 12}", f"{N_CTX}"]),
         (["chat", "--capacity", "0"], ["capacity", "0"]),
-        (["chat", "--store", ""], ["--store is empty", "a folder needs a name"]),
+        (["chat", "--store", ""], ["--store is empty", "leave it out"]),
         (["chat", "--encoder", "tokens"], ["--encoder", "run"]),
         (["run", "--capacity", "9"], ["--capacity", "chat"]),
     ],
