@@ -786,8 +786,6 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if (args.what == "ask") != (args.question is not None):
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
-        if args.library == "":
-            raise ValueError("--library is empty, but a folder needs a name")
         if args.library is None and args.model != "pocket":
             raise ValueError(
                 f"the questions that come along are pocket's, not {args.model}'s: make a library by "

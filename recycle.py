@@ -466,8 +466,6 @@ def main(argv: list[str] | None = None) -> None:
     cli.only("chat", "--store", "--capacity", "--trace")
     cli.only("run", "--encoder")
     with cli.parse(argv) as args:
-        if args.store == "":
-            raise ValueError("--store is empty, but a folder needs a name")
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.what == "run":

@@ -235,7 +235,11 @@ class CommandLine(argparse.ArgumentParser):
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return the arguments with device and dtype as PyTorch's, and set its threads and seed. Raises ValueError if
-        an action is given an option that it doesn't have."""
+        an option is empty, or an action is given one that it doesn't have."""
+        for action in self._actions:
+            if getattr(args, action.dest, None) == "" and action.default != "":
+                name = "/".join(action.option_strings) or action.metavar
+                raise ValueError(f"{name} is empty: give a value, or leave it out")
         for option, owner in self.owners.items():
             value = getattr(args, self._option_string_actions[option].dest)
             if args.what != owner and value is not None:

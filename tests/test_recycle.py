@@ -380,7 +380,7 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str) -> None:
 BAD = {  # a command, and what its sentence must hold
     f"recycle --max-new-tokens {N_CTX - 12}": [f"{N_CTX - 12}", f"{N_CTX}"],
     "recycle chat --capacity 0": ["capacity", "0"],
-    "recycle chat --store ''": ["--store is empty", "a folder needs a name"],
+    "recycle chat --store ''": ["--store is empty", "leave it out"],
     "recycle chat --encoder tokens": ["--encoder", "run"],
     "recycle run --capacity 9": ["--capacity", "chat"],
 }

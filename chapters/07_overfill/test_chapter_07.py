@@ -206,6 +206,14 @@ def test_misfits_are_refused_and_change_nothing(
         assert torch.equal(entries(cache), before), f"{case}: check first, then change"
 
 
+@pytest.mark.ex7_1
+def test_more_tokens_than_the_cache_holds_are_refused(impl: ModuleType, teacher: GPT) -> None:
+    whole = cache_of(teacher, text(6))
+    cache = KVCache([kv[..., 4:, :].clone() for kv in whole.layers], whole.pos[4:])
+    with pytest.raises(ValueError, match=r"3.*2|2.*3"):
+        impl.splice_last(cache, whole, 3)
+
+
 # --- 7.2 ------------------------------------------------------------------------------------------------------------
 
 
