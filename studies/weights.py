@@ -14,7 +14,6 @@ import torch
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
-import llama_kv_cache
 from compress import read
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
@@ -37,16 +36,11 @@ WORDINGS = (
 DIALOGUE = "microsoft/DialoGPT-medium"  # the model of the recycling study
 PROMPT = "Explain machine learning in simple terms."  # the first that the recycling paper stores
 
-# By file, or way: the model, what has its generate(), and what makes a cache for a context.
+# By file: its generate() and its model, and what makes a cache for a context.
 WAYS = {
-    "gpt_baseline.py": (gpt_baseline.GPT, gpt_baseline, None),
-    "gpt_kv_cache.py": (gpt_kv_cache.GPT, gpt_kv_cache, lambda n_ctx: KVCache()),
-    "gpt_bounded_cache.py": (gpt_bounded_cache.GPT, gpt_bounded_cache, SlidingWindowCache),
-}
-LLAMA_WAYS = {
-    "llama_kv_cache.py, no cache": (Llama, gpt_baseline, None),
-    "llama_kv_cache.py": (Llama, llama_kv_cache, lambda n_ctx: KVCache()),
-    "llama_kv_cache.py, preallocated": (Llama, gpt_bounded_cache, SlidingWindowCache),
+    "gpt_baseline.py": (gpt_baseline, None),
+    "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: KVCache()),
+    "gpt_bounded_cache.py": (gpt_bounded_cache, SlidingWindowCache),
 }
 
 
@@ -54,16 +48,17 @@ LLAMA_WAYS = {
 def agreement(
     name: str, device: str, dtype: torch.dtype, n_new: int
 ) -> dict[str, tuple[bool, float]]:
-    """Return for each of the three GPT files, or for a Llama's file with three caches, whether it writes the greedy
-    tokens of the first with these weights, and the largest difference of their logits as a share of the largest logit.
+    """Return for each of the three GPT files, which write with a Llama too, whether it writes the greedy tokens of the
+    first with these weights, and the largest difference of their logits as a share of the largest logit.
 
     Raises OSError or ValueError, as load_model() does, if the weights can't be had or read."""
     tokenizer = load_tokenizer(name)
     prompt = torch.tensor([tokenizer.encode(PROMPT)], device=device)
     llama = read_json(find_file(name, "config.json")).get("model_type") == "llama"
     found, first, exact = {}, None, None
-    for file, (model_class, module, new_cache) in (LLAMA_WAYS if llama else WAYS).items():
-        model = load_model(name, model_class=model_class, device=device, dtype=dtype)
+    for file, (module, new_cache) in WAYS.items():
+        kind = Llama if llama else module.GPT
+        model = load_model(name, model_class=kind, device=device, dtype=dtype)
         n_ctx, options = model.config.n_ctx, {"stop_id": tokenizer.eot_token}
         if new_cache:
             options["cache"] = new_cache(n_ctx)

@@ -15,7 +15,7 @@ from gpt_bounded_cache import BoundedMemory, SlidingWindowCache
 from pocket import corpus
 from studies import bounding as memory
 from support.statistics import bootstrap
-from tests.helpers import N_CTX
+from tests.helpers import start
 from tests.test_bounded_cache import SMALL, SMALL_BCT, banded, ids_of, model_of
 
 SENTENCES = [document.text.partition(".")[0] for document in corpus.documents("train", 12)]
@@ -69,14 +69,12 @@ def check_losses(one: memory.Memory, ids: Tensor, logits: Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.slow
-def test_a_reduced_run_has_figures_and_no_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    memory.main(["--quick", "--out", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert "no verdict" in printed and "HOLD" not in printed and "not measured" not in printed
-    assert {path.name for path in tmp_path.iterdir()} == {"perplexity.png", "reduced.jsonl"}
-    lines = (tmp_path / "reduced.jsonl").read_text().splitlines()
-    ends = [row for row in lines if '"way": "ours"' in row and '"tokens"' in row]
-    assert f'"tokens": {N_CTX // 16}' in ends[0] and f'"tokens": {2 * N_CTX}' in ends[-1]
+@pytest.mark.parametrize(
+    "study",
+    ["lengths", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bounding", "compression"))],
+)
+def test_a_quick_run_has_figures_and_no_verdict(study: str, tmp_path: Path) -> None:
+    ran = start(f"studies.{study} --quick --out '{tmp_path}'")
+    assert ran.code == 0 and "A reduced run: figures, and no verdict." in ran.out
+    assert "HOLD" not in ran.out and "not measured" not in ran.out
+    assert not (tmp_path / "rows.jsonl").exists()

@@ -31,9 +31,8 @@ def test_three_files_agree_and_a_fault_in_one_is_seen(
     name = folder(tmp_path / "weights", 2)
     found = weights.agreement(name, "cpu", torch.float32, 20)
     assert len(found) == 3 and all(same and apart < 1e-4 for same, apart in found.values())
-    forgetful = lambda n_ctx: gpt_bounded_cache.SlidingWindowCache(4)  # noqa: E731
-    way = "gpt_bounded_cache.py"
-    monkeypatch.setitem(weights.WAYS, way, (*weights.WAYS[way][:2], forgetful))
+    way, forgets = "gpt_bounded_cache.py", lambda n_ctx: gpt_bounded_cache.SlidingWindowCache(4)
+    monkeypatch.setitem(weights.WAYS, way, (gpt_bounded_cache, forgets))
     assert weights.agreement(name, "cpu", torch.float32, 20)[way][1] > 1e-3
 
 
