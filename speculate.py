@@ -215,7 +215,7 @@ def demo(
         list(generate(pair[0], ids, n))  # a process's first passes are slow
     rows, exact, total = [], [], n * len(prompts)
     for k in (0, *LENGTHS):
-        texts, passes = [], Passes(0 if k else total - len(prompts))
+        texts, passes = [], Passes()
         begun = time.perf_counter()
         for ids in prompts:
             tokens = generate(pair[0], ids, n)
@@ -223,12 +223,15 @@ def demo(
                 tokens = speculate(Pair(*pair, ids), n, k, DRAFTS[by], passes)
             texts.append([int(token) for token in tokens])
         seconds = time.perf_counter() - begun
-        exact = exact or texts
+        if k:
+            name, stay = f"drafts of {k}", f"{passes.agreed / max(1, passes.drafted):.0%}"
+        else:
+            name, stay, exact = "the teacher alone", "", texts
+            passes.count = total - len(prompts)  # a text's first token is the prefill's
         same = sum(text == other for text, other in zip(texts, exact, strict=True))
         at_large = total / (passes.count * large[k + 1] + passes.drafted * drafting)
-        often, stay = 1000 * passes.count / total, passes.agreed / max(1, passes.drafted)
-        figures = [f"{total / seconds:.0f}", f"{often:.0f}", f"{stay:.0%}" if k else ""]
-        name = f"drafts of {k}" if k else "the teacher alone"
+        often = 1000 * passes.count / total
+        figures = [f"{total / seconds:.0f}", f"{often:.0f}", stay]
         rows.append([name, *figures, f"{same} of {len(exact)}", f"{at_large:.0f}"])
     header = ["", "tokens/s", "passes in 1,000 tokens", "drafts stay", "the teacher's text"]
     print(table([*header, "tokens/s at 124M"], rows[::-1]))

@@ -5,7 +5,6 @@ import math
 import random
 import re
 from collections.abc import Iterable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +90,13 @@ def as_ids(tokens: Iterable[Tensor]) -> list[int]:
 
 @pytest.mark.parametrize(("n", "features"), [(5, 40), (40, 5), (12, 12), (1, 3), (3, 1)])
 @pytest.mark.parametrize("penalty", [1e-6, 0.1, 10.0])
-def test_ridge_is_that_of_a_reference_solver(n: int, features: int, penalty: float) -> None:
+def test_ridge_solves_the_normal_equations(n: int, features: int, penalty: float) -> None:
     generator = torch.Generator().manual_seed(n)
     x = torch.randn(2, 3, n, features, generator=generator, dtype=torch.double)
     y = torch.randn(2, 3, n, 4, generator=generator, dtype=torch.double)
-    got = ridge(x, y, penalty)
-    for i, j in product(range(2), range(3)):
-        root = math.sqrt(penalty * x[i, j].square().sum() / features)
-        # ridge as ordinary least squares with more rows
-        stacked = np.vstack([x[i, j], root * np.eye(features)])
-        target = np.vstack([y[i, j], np.zeros((features, 4))])
-        expected = np.linalg.lstsq(stacked, target, rcond=None)[0]
-        np.testing.assert_allclose(got[i, j].numpy(), expected, rtol=1e-6, atol=1e-8)
+    unit = x.square().sum((-2, -1), keepdim=True) / features
+    penalised = x.mT @ x + penalty * unit * torch.eye(features, dtype=torch.double)
+    torch.testing.assert_close(penalised @ ridge(x, y, penalty), x.mT @ y)
 
 
 def test_cross_validation_keeps_families_together_and_finds_the_least_error() -> None:
@@ -186,13 +180,13 @@ def test_by_the_rule_of_the_proposal_turned_summary_tokens_directly_precede_the_
             close(pooled[:, :, j], expected, 1e-3)
 
 
-def test_a_bank_of_no_weight_changes_nothing_and_another_does() -> None:
+def test_a_bank_of_no_weight_changes_nothing() -> None:
     model, layout = MODELS["learned"], Layout(3, tail=2)
     exact = prefill(model, prompt(50))
     others = own_queries(model, prefill(model, prompt(60, seed=1)), 40)
     alone = summarize(measure_segments(model, exact, layout))
     with_bank = measure_segments(model, exact, layout, others)
-    torch.testing.assert_close(summarize(with_bank, bank=0.0), alone)
+    close(summarize(with_bank, bank=0.0), alone)
     assert (summarize(with_bank) - alone).abs().max() > 0.1
 
 
@@ -225,37 +219,25 @@ def problem(N: int = 7, F: int = 30, m: int = 2, D: int = 3) -> tuple[Tensor, ..
     return tuple(torch.randn(shape, generator=generator, dtype=torch.double) for shape in shapes)
 
 
-def test_the_map_in_the_span_is_the_optimum_of_all_dense_maps() -> None:
+def test_no_dense_map_near_the_one_in_the_span_has_a_smaller_loss() -> None:
     x, q, out, start = problem()
-    unit = x.square().sum() / len(x)
 
     def loss_of(weight: Tensor, constant: Tensor) -> Tensor:
         """The source's loss, of a dense map (F, m * 2 D), in the units of fit_map()."""
         k, v = ((x @ weight).unflatten(1, constant.shape) + constant).chunk(2, -1)
         got = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
         error = (got - out).square().sum() / out.square().sum()
-        return error + 0.1 * unit * weight.square().sum() / len(x)
+        return error + 0.1 * x.square().sum() / len(x) ** 2 * weight.square().sum()
 
     weight, constant = fit_map(x, q, out, start, penalty=0.1, steps=2000)
-    found = loss_of(weight, constant)
+    found = [weight.requires_grad_(), constant.requires_grad_()]
+    loss = loss_of(*found)
+    assert all(grad.abs().max() < 1e-6 for grad in torch.autograd.grad(loss, found))
     noise = torch.Generator().manual_seed(0)
-    dense = weight + 0.05 * torch.randn(weight.shape, generator=noise, dtype=torch.double)
-    span = x.mT @ torch.linalg.pinv(x.mT)  # (F, F), onto the span of the prompts
-    assert (dense - span @ dense).norm() > 0.5  # the other fit begins outside of the span
-    assert loss_of(dense, constant) > 1.1 * found
-    free = [dense.requires_grad_(), constant.clone().requires_grad_()]
-    options = {"tolerance_grad": 1e-10, "tolerance_change": 1e-14}
-    optimizer = torch.optim.LBFGS(free, max_iter=2000, line_search_fn="strong_wolfe", **options)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(*free)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    torch.testing.assert_close(loss_of(*free).detach(), found, rtol=1e-7, atol=0)
-    torch.testing.assert_close(dense.detach(), weight, rtol=1e-3, atol=1e-4)
+    for size in (1e-3, 1e-2, 0.1):
+        for _ in range(20):  # also outside of the span
+            step = torch.randn(weight.shape, generator=noise, dtype=torch.double)
+            assert loss_of(weight + size * step, constant) > loss
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -472,20 +454,13 @@ def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: P
 def test_a_damaged_library_is_an_error_and_never_a_wrong_start(
     library: Library, pocket: tuple, tmp_path: Path
 ) -> None:
-    (model, tokenizer), n = pocket, 30
+    (model, tokenizer), rng, refused = pocket, random.Random(30), 0
     library.save(tmp_path, "pairs")
-    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    rng, refused = random.Random(n), 0
-    for i in range(n):
-        for path, content in whole.items():
-            path.write_bytes(content)
-        path = rng.choice(sorted(whole))
-        content = bytearray(whole[path])
-        if i % 3 == 0:
-            del content[rng.randrange(len(content)) :]
-        else:
-            for _ in range(rng.choice([1, 20])):
-                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    for path in sorted(tmp_path.iterdir()) * 15:
+        whole = path.read_bytes()
+        content = bytearray(whole[: rng.choice([len(whole), rng.randrange(len(whole))])])
+        for _ in range(rng.choice([1, 20]) if content else 0):
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
         try:
             again = Library.load(model, tokenizer, tmp_path)
@@ -494,7 +469,8 @@ def test_a_damaged_library_is_an_error_and_never_a_wrong_start(
             refused += 1
         else:
             assert same(library, again, tokenizer)
-    assert refused > 0.9 * n
+        path.write_bytes(whole)
+    assert refused > 27
 
 
 def test_what_all_texts_begin_with_says_nothing(pocket: tuple) -> None:
@@ -513,13 +489,12 @@ def test_what_all_texts_begin_with_says_nothing(pocket: tuple) -> None:
 def test_pair_encoder_learns_which_words_stand_for_which(pocket: tuple) -> None:
     _, tokenizer = pocket
     families = corpus.quiz_families("train", header=0)[:50]
-    held_out = families[::5]
-    learned = [q for family in families if family not in held_out for q in family]
+    learned = [q for i, family in enumerate(families) if i % 5 for q in family]
     names = [q.family for q in learned]
     encoder = PairEncoder.fit(tokenizer, [q.prompt for q in learned], names)
-    stored, asked = (encoder([family[i].prompt for family in held_out]) for i in (0, 5))
+    stored, asked = (encoder([family[i].prompt for family in families[::5]]) for i in (0, 5))
     np.testing.assert_allclose(np.linalg.norm(stored, axis=1), 1.0, rtol=1e-5)
-    assert np.mean((asked @ stored.T).argmax(1) == np.arange(len(held_out))) > 0.8
+    assert np.mean((asked @ stored.T).argmax(1) == np.arange(len(stored))) > 0.8
     assert not np.isnan(encoder(["", "????"])).any()
 
 
@@ -529,18 +504,14 @@ def test_pair_encoder_learns_which_words_stand_for_which(pocket: tuple) -> None:
 def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
     names = {}
     for split in corpus.SPLITS:
-        quiz = corpus.quiz_families(split)
+        quiz, stories = corpus.quiz_families(split), corpus.story_families(split, 6, 3)
         names[split] = {q.family for family in quiz for q in family}
-        heads = {q.prompt[: q.prompt.rindex("Question")] for family in quiz for q in family}
-        assert len(heads) == 1 and heads.pop().count("Answer:") == 4
-        stories = corpus.story_families(split, 6, 3)
         for family in (*quiz, *stories, *corpus.notes_families(split, 6, 3)):
             assert len({q.prompt for q in family}) == len(family) > 1
             assert len({q.family for q in family}) == 1
         for family in stories:
             assert len({q.answer for q in family}) == 1
             assert all(family[0].answer.lower() in q.prompt.lower() for q in family)
-        assert stories == corpus.story_families(split, 6, 3)
     assert sum(map(len, names.values())) == len(set.union(*names.values()))
 
 
