@@ -64,24 +64,9 @@ def model_of(config: object, seed: int = 0, dtype: torch.dtype = torch.float32) 
     return model.to(dtype).requires_grad_(False)
 
 
-def model_pair(seed: int, dtype: torch.dtype = torch.float32, **geometry: int) -> tuple:
-    """The same random weights in both files' models."""
-    configs = [module.GPTConfig(**geometry) for module in (gpt_baseline, gpt_kv_cache)]
-    baseline, cached = (model_of(config, seed, dtype) for config in configs)
-    return baseline, cached
-
-
 def text(tokens: Iterator[Tensor]) -> Tensor:
     """The tokens (B, n) that generate() yields."""
     return torch.cat(list(tokens), dim=1)
-
-
-def feed_in_chunks(model: torch.nn.Module, ids: Tensor, cuts: list[int], cache: KVCache) -> Tensor:
-    """Logits (B, T, V) of ids (B, T), fed in pieces that end at the cuts."""
-    ends = sorted({*cuts, ids.size(1)})
-    return torch.cat(
-        [model(ids[:, a:b], cache) for a, b in zip([0, *ends], ends, strict=False)], dim=1
-    )
 
 
 def parts_of(model: torch.nn.Module) -> list[str]:
@@ -204,6 +189,21 @@ def assert_close_in_half(got: Tensor, expected: Tensor, exact: Tensor) -> None:
     """Weights this large amplify rounding from layer to layer: compare with what rounding alone does."""
     rounding = difference(expected, exact)
     assert difference(got, expected) < 3 * max(TOLERANCE[got.dtype], rounding)
+
+
+def model_pair(seed: int, dtype: torch.dtype = torch.float32, **geometry: int) -> tuple:
+    """The same random weights in both files' models."""
+    configs = [module.GPTConfig(**geometry) for module in (gpt_baseline, gpt_kv_cache)]
+    baseline, cached = (model_of(config, seed, dtype) for config in configs)
+    return baseline, cached
+
+
+def feed_in_chunks(model: torch.nn.Module, ids: Tensor, cuts: list[int], cache: KVCache) -> Tensor:
+    """Logits (B, T, V) of ids (B, T), fed in pieces that end at the cuts."""
+    ends = sorted({*cuts, ids.size(1)})
+    return torch.cat(
+        [model(ids[:, a:b], cache) for a, b in zip([0, *ends], ends, strict=False)], dim=1
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))

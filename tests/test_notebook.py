@@ -100,30 +100,6 @@ def test_a_failure_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert output.text.splitlines()[-1].startswith("2.1: 0 of 4 points; next, stage 1: ")
 
 
-@pytest.mark.slow
-@recorded
-@with_solutions
-def test_a_stale_notebook_is_found_whatever_its_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [path for path in CHAPTERS.glob("[0-9]*/*") if path.suffix in (".md", ".svg")]
-    files = {path: path.read_text(encoding="utf-8") for path in sorted(paths)}
-    (tmp_path / "two_hours.ipynb").write_text(json.dumps(committed()), encoding="utf-8")
-    monkeypatch.setattr(notebook, "FILE", tmp_path / "two_hours.ipynb")
-    monkeypatch.setattr(room, "WORK", tmp_path)
-    fresh = notebook.make(files, build.stub_of)
-    times = re.search(r"decode [\d.]+ ms per token", fresh).group()
-    for old, new, stale in (
-        (times, "decode 0.01 ms per token", False),
-        ("[1.0, 1.5]", "[1.0, 1.6]", True),
-        ("how to read diffs", "how to draw diffs", True),
-    ):
-        changed = fresh.replace(old, new)
-        assert changed != fresh
-        notebook.FILE.write_text(changed, encoding="utf-8")
-        assert (notebook.make(files, build.stub_of) != changed) == stale, new
-
-
 @with_solutions
 def test_a_students_work_is_not_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
