@@ -423,7 +423,9 @@ def page_of(rows: Rows) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal."""
     parts = [f"A {rows.reduced}: figures, and no verdict."] if rows.reduced else []
     measured = [claim for claim in claims(rows) if claim["ours"] != "not measured"]
-    return [*parts, *claim_tables(measured), *table_of(rows)]
+    title, table = table_of(rows)
+    parts += claim_tables(measured)
+    return [*parts, title, table] if table.rows else parts  # a reduced run may fill no line
 
 
 def report(rows: Rows) -> None:

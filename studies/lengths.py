@@ -79,17 +79,11 @@ def seconds(model: GPT, filled: Callable, n: int, turn: int) -> float:
     return statistics.median(taken[1:])
 
 
-def measure(
-    rows: Rows,
-    geometry: dict[str, int],
-    lengths: tuple[int, ...],
-    slots: tuple[int, ...],
-    turns: int,
-) -> None:
+def measure(rows: Rows, geometry: dict[str, int], slots: tuple[int, ...], turns: int) -> None:
     """Append tokens/s and bytes of each cache at each length, all in turn."""
-    if not rows.due(["growing"], "tps", after=lengths[-1]):
+    if not rows.due(["growing"], "tps", after=LENGTHS[-1]):
         return
-    geometry = geometry | {"n_ctx": max(lengths) + DECODED + 1}
+    geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED + 1}
     torch.manual_seed(0)
     plain = GPT(GPTConfig(**geometry)).eval()
     caches: dict[str, tuple[GPT, Callable]] = {
@@ -105,7 +99,7 @@ def measure(
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
         *machine_of(on),
     )
-    for n in lengths:
+    for n in LENGTHS:
         runs, size, at = {}, {}, {"after": n}
         for name, (model, filled) in caches.items():
             size[name] = filled(model, n).nbytes
@@ -119,11 +113,11 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "a small geometry and short lengths"
+    quick = "a small geometry"
     with StudyLine(__doc__, "lengths", quick, model="", turns=5).parse(argv) as args:
-        lengths, slots, geometry = ((16, 64), (4,), SMALL) if args.quick else (LENGTHS, SLOTS, {})
+        slots, geometry = ((4,), SMALL) if args.quick else (SLOTS, {})
         rows = recorded("lengths", args)
-        measure(rows, geometry, lengths, slots, args.turns)
+        measure(rows, geometry, slots, args.turns)
         report(rows)
 
 
