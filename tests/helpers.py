@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -102,6 +103,16 @@ def run(main: Callable, *words: object) -> Ran:
         except SystemExit as end:
             code = end.code or 0
     return Ran(code, out.getvalue(), err.getvalue())
+
+
+def process(*command: object, folder: Path = ROOT, **environment: str) -> Ran:
+    """Run a command in a process of its own, in a folder, with the environment changed."""
+    changed = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"} | environment
+    words = [*map(str, command)]
+    done = subprocess.run(
+        words, cwd=folder, env=changed, capture_output=True, encoding="utf-8", timeout=300
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def start(command: str) -> Ran:

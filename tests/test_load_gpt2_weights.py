@@ -12,7 +12,6 @@ import math
 import os
 import random
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -37,7 +36,7 @@ from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, generate
 from support.cli import ARTICLE
 from support.files import read_json
-from tests.helpers import Ran, refused, run
+from tests.helpers import Ran, process, refused, run
 
 ROOT = Path(loader.__file__).parent
 TINY = {"vocab_size": 97, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4}
@@ -239,26 +238,13 @@ print((peak - before) / sum(parameter.nbytes for parameter in model.parameters()
 """
 
 
-def python(code: str, *words: object, **environment: str) -> Ran:
-    """Run Python code in a process of its own, with the environment changed."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
-    ran = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        timeout=90,
-        encoding="utf-8",
-    )
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
-
-
 @pytest.mark.slow
 def test_peak_memory_is_one_copy(tmp_path: Path) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc/self/status to tell allocated from mapped memory")
     config = config_of(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
-    ran = python(PEAK_MEMORY, write(tmp_path, random_tensors(config | {"n_ctx": 1024}), config))
+    folder = write(tmp_path, random_tensors(config | {"n_ctx": 1024}), config)
+    ran = process(sys.executable, "-c", PEAK_MEMORY, folder)
     assert ran.code == 0, ran.err
     print(f"peak memory while loading 124M: {float(ran.out):.2f} x the weights")
     assert float(ran.out) < 1.3
@@ -298,7 +284,6 @@ class Hub(SimpleHTTPRequestHandler):
 
 
 LOAD = """
-import sys
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from support.cli import CommandLine
@@ -308,6 +293,11 @@ with cli.parse() as args:
     model = load_model(args.model, model_class=GPT)
     print(model.config.n_embd, sum(parameter.double().sum().item() for parameter in model.parameters()))
 """
+
+
+def load(*words: str, **environment: str) -> Ran:
+    """Load a model in a process of its own, and print its width and the sum of its parameters."""
+    return process(sys.executable, "-c", LOAD, *words, **environment)
 
 
 @pytest.mark.slow
@@ -327,11 +317,11 @@ def test_whatever_keeps_a_model_from_being_fetched_is_one_sentence(
 ) -> None:
     online = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     begun = time.perf_counter()
-    ran = python(LOAD, "--model", "gpt2", **{**online, **surroundings})
+    ran = load("--model", "gpt2", **online | surroundings)
     # huggingface_hub's own retries would add 23 seconds; usual: 3 in all
     assert time.perf_counter() - begun < 30
     refused(ran, "can't download config.json of openai-community/gpt2", "once with internet")
-    ran = python(LOAD, **surroundings)  # pocket
+    ran = load(**surroundings)  # pocket
     assert ran.code == 0 and ran.err == ""
 
 
@@ -350,19 +340,19 @@ def test_download_from_a_hub_then_offline(tmp_path: Path) -> None:
         "NO_PROXY": "127.0.0.1",
     }
     try:
-        ran = python(LOAD, "--model", "gpt2", **environment)
+        ran = load("--model", "gpt2", **environment)
         refused(ran, "shows no model.safetensors in openai-community/gpt2 at revision")
-        ran = python(LOAD, "--model", "distilgpt2", **environment)
+        ran = load("--model", "distilgpt2", **environment)
         refused(ran, "shows no config.json in distilbert/distilgpt2")
         write(folder, tensors)
-        online = python(LOAD, "--model", "gpt2", **environment)
+        online = load("--model", "gpt2", **environment)
     finally:
         server.shutdown()
         server.server_close()
     n_embd, total = online.out.split()
     assert n_embd == "16"
     assert float(total) == pytest.approx(sum(float(t.double().sum()) for t in tensors.values()))
-    assert python(LOAD, "--model", "gpt2", **environment) == online  # now from the cache
+    assert load("--model", "gpt2", **environment) == online  # now from the cache
 
 
 def test_pocket_names_are_folders_beside_the_module() -> None:

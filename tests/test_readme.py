@@ -1,7 +1,6 @@
 """README.md and studies/README.md tell the truth: commands, maps and figures."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import benchmarks.pages
 import studies.pages
 from support.blocks import with_blocks
+from tests.helpers import process
 from tests.test_diff import hunks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +27,8 @@ def test_figures_are_those_that_were_recorded() -> None:
 @pytest.mark.slow
 def test_the_python_examples_run_one_after_the_other() -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0 and run.stderr == "" and "slot  position  token" in run.stdout
+    ran = process(sys.executable, "-c", code)
+    assert ran.code == 0 and ran.err == "" and "slot  position  token" in ran.out
 
 
 @pytest.mark.parametrize("page", ["README.md", "studies/README.md"])

@@ -1,13 +1,12 @@
 """Every script as people meet it: --help, the default run, and bad input that gets one sentence and exit status 2."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import Ran, read_pocket_config, refused, start
+from tests.helpers import Ran, process, read_pocket_config, refused, start
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
@@ -36,10 +35,9 @@ def test_help_says_what_it_does(script: str) -> None:
 
 
 def test_a_real_process_writes_text_and_its_cost_from_any_folder(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "gpt_baseline.py"), "--max-new-tokens", "20"]
-    ran = subprocess.run(command, text=True, capture_output=True, cwd=tmp_path, timeout=300)
-    assert ran.returncode == 0 and ran.stderr == ""
-    assert len(ran.stdout.split()) > 15 and "ms per token" in ran.stdout
+    script = ROOT / "gpt_baseline.py"
+    ran = process(sys.executable, script, "--max-new-tokens", 20, folder=tmp_path)
+    assert len(text_of(ran).split()) > 15 and ran.err == ""
     assert list(tmp_path.iterdir()) == []
 
 

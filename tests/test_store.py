@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
 import sys
 import time
 import traceback
@@ -26,9 +25,8 @@ from recycle import read_all
 from support.fingerprints import fingerprint
 from support.prefix import common_prefix
 from support.store import Store
-from tests.helpers import KINDS, class_of, of_kind
+from tests.helpers import KINDS, Ran, class_of, of_kind, process
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)
 TOKEN = 2 * 2 * 2 * 3 * 4  # bytes of a token's keys and values
 
@@ -543,15 +541,8 @@ def test_a_file_that_a_killed_process_leaves_behind_counts_until_it_is_deleted(
 # --- In processes of their own --------------------------------------------------------------------------------------
 
 WORKER = """
-import errno, os, random, resource, sys, warnings
-sys.path[:0] = [{root!r}]
-import torch
-torch.set_num_threads(1)
-from recycle import read_all
-from support.store import Store
-from tests.helpers import KINDS, class_of, of_kind
+import resource
 from tests.test_store import *
-from pathlib import Path
 model, folder = tiny_model(), Path(os.fsdecode(bytes.fromhex({folder!r})))
 held = texts(3, 60, low=5)
 {code}
@@ -560,9 +551,8 @@ print("done", flush=True)
 
 
 def ends_well(code: str, folder: Path) -> None:
-    text = WORKER.format(root=str(ROOT), folder=os.fsencode(folder).hex(), code=code)
-    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0 and ran.stdout.endswith("done\n") and not ran.stderr, ran.stderr
+    text = WORKER.format(folder=os.fsencode(folder).hex(), code=code)
+    assert process(sys.executable, "-c", text) == Ran(0, "done\n", "")
 
 
 def sound(model: GPT, folder: Path) -> int:

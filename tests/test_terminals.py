@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Ran, refused, run
+from tests.helpers import Ran, process, refused, run
 
 ROOT = Path(__file__).resolve().parent.parent
 # Every file with a command line of its own; those in packages are run as modules.
@@ -38,14 +38,7 @@ def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) 
 
 
 def shell(command: str, **environment: str) -> Ran:
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT | environment,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
+    return process("bash", "-c", command, **environment)
 
 
 @pytest.mark.slow

@@ -36,12 +36,18 @@ def sharp(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-def traced(module: object, cache: object, n_prompt: int, n: int, path: Path) -> Trace:
+def begun(ids: list[int], n_ctx: int = CONFIG.n_ctx, path: Path = Path()) -> Trace:
+    """Return a trace of a text that begins with ids."""
+    trace = Trace("title", load_tokenizer("pocket"), n_ctx, path, gpt_baseline.context_start)
+    trace.begin(ids)
+    return trace
+
+
+def traced(module: object, cache: object, n_prompt: int, n: int, path: Path = Path()) -> Trace:
     torch.manual_seed(0)
     config = of_kind("Llama", CONFIG) if module is llama_kv_cache else CONFIG
     model = sharp(class_of(config)(config) if module is llama_kv_cache else module.GPT(config))
-    trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, path, gpt_baseline.context_start)
-    trace.begin(prompt(n_prompt)[0].tolist())
+    trace = begun(prompt(n_prompt)[0].tolist(), path=path)
     trace.watch(model)
     trace.model = model
     options = {} if cache is None else {"cache": cache}
@@ -56,19 +62,17 @@ def held(step: dict) -> dict[int, int]:
     return {slot: token for slot, token in slots.items() if token not in step.get("evicted", [])}
 
 
-def test_without_a_cache_everything_is_computed_again(tmp_path: Path) -> None:
-    steps = traced(gpt_baseline, None, 5, 40, tmp_path / "x.html").steps
+def test_without_a_cache_everything_is_computed_again() -> None:
+    steps = traced(gpt_baseline, None, 5, 40).steps
     assert [step["fed"] for step in steps[:3]] == [(0, 5), (0, 6), (0, 7)]
     for step in steps:
         assert step["bytes"] == 0 and "slots" not in step
         assert step["fed"] == (gpt_baseline.context_start(step["n"], 32), step["n"])
 
 
-def test_with_a_cache_every_token_is_computed_once_until_the_context_is_full(
-    tmp_path: Path,
-) -> None:
+def test_with_a_cache_every_token_is_computed_once_until_the_context_is_full() -> None:
     cache = KVCache()
-    steps = traced(gpt_kv_cache, cache, 5, 40, tmp_path / "x.html").steps
+    steps = traced(gpt_kv_cache, cache, 5, 40).steps
     for step in steps:
         assert [*held(step).values()] == [*range(step["start"], step["n"])]
         first = {5: 0, 33: 16}.get(step["n"], step["n"] - 1)  # half of 32 is read again
@@ -77,22 +81,24 @@ def test_with_a_cache_every_token_is_computed_once_until_the_context_is_full(
     assert steps[-1]["bytes"] == cache.nbytes
 
 
-def test_a_ring_forgets_the_oldest_and_keeps_sinks(tmp_path: Path) -> None:
+def test_a_ring_forgets_the_oldest_and_keeps_sinks() -> None:
     cache = gpt_bounded_cache.SlidingWindowCache(6, 2)
-    for step in traced(gpt_bounded_cache, cache, 12, 15, tmp_path / "x.html").steps:
+    for step in traced(gpt_bounded_cache, cache, 12, 15).steps:
         n, slots = step["n"], held(step)
         assert {*slots.values()} == {0, 1, *range(n - 6, n)} and step["size"] == 9
         assert slots[2 + (n - 1 - 2) % 7] == n - 1
         assert step["evicted"] == [n - 7], "the spare slot holds what has left the window"
 
 
-def test_bct_shows_recent_tokens_and_the_mass_of_slots(tmp_path: Path) -> None:
+def test_bct_shows_recent_tokens_and_the_mass_of_slots() -> None:
     model = load_model("pocket-bct", model_class=gpt_bounded_cache.BCT)
-    cache, tokenizer = gpt_bounded_cache.BoundedMemory(), load_tokenizer("pocket-bct")
-    trace = Trace("title", tokenizer, model.config.n_ctx, tmp_path / "x.html")
-    ids = torch.tensor([tokenizer.encode("Once, in the town of Tolben, there lived a man.")])
-    trace.begin(ids[0].tolist())
-    for token in gpt_bounded_cache.generate(model, ids, 20, cache=cache):
+    cache, text = (
+        gpt_bounded_cache.BoundedMemory(),
+        "Once, in the town of Tolben, there lived a man.",
+    )
+    ids = load_tokenizer("pocket-bct").encode(text)
+    trace = begun(ids, model.config.n_ctx)
+    for token in gpt_bounded_cache.generate(model, torch.tensor([ids]), 20, cache=cache):
         trace.step(int(token), cache)
     for step in trace.steps:
         recent = min(model.config.recent, step["n"])
@@ -104,12 +110,11 @@ def test_bct_shows_recent_tokens_and_the_mass_of_slots(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 @torch.no_grad()
-def test_a_pair_shows_whose_entries_are_whose(window: int | None, tmp_path: Path) -> None:
+def test_a_pair_shows_whose_entries_are_whose(window: int | None) -> None:
     torch.manual_seed(0)
     teacher, student = (gpt_kv_cache.GPT(CONFIG).eval() for _ in range(2))
     pair = overfill.Pair(teacher, student, prompt(6))
-    trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, tmp_path / "x.html")
-    trace.begin(prompt(6)[0].tolist())
+    trace = begun(prompt(6)[0].tolist())
     for token in overfill.generate_refreshed(pair, 38, overfill.Periodic(8, window=window)):
         trace.step(int(token), pair)
     step, reading = trace.steps[-1], KVCache()
@@ -125,8 +130,8 @@ def test_a_pair_shows_whose_entries_are_whose(window: int | None, tmp_path: Path
     assert any("handed over" in event for event in events)  # past the context
 
 
-def test_turns_of_a_conversation_go_on_with_the_text(tmp_path: Path) -> None:
-    trace = Trace("title", load_tokenizer("pocket"), 100, tmp_path / "x.html")
+def test_turns_of_a_conversation_go_on_with_the_text() -> None:
+    trace = begun([], 100)
     for ids, reused, new in [
         ([1, 2, 3], 0, 4),
         ([1, 2, 3, 4, 5, 6], 3, 7),
@@ -248,15 +253,14 @@ def test_attention_is_that_of_an_attention_written_out(
 @pytest.mark.parametrize("rule", ["mean", "sum"])
 @pytest.mark.parametrize("n", [5, 12, 60])
 @torch.no_grad()
-def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, rule: str, tmp_path: Path) -> None:
+def test_attention_of_a_bct_is_that_of_its_recurrence(n: int, rule: str) -> None:
     torch.manual_seed(0)
     config = gpt_bounded_cache.BCTConfig(**vars(CONFIG), slots=3, recent=8, rule=rule)
     model, cache = sharp(gpt_bounded_cache.BCT(config)), gpt_bounded_cache.BoundedMemory()
-    trace, fed = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, tmp_path / "x.html"), []
+    trace, fed = begun(prompt(n)[0].tolist()), []
     for block in model.h:
         block.memory.register_forward_pre_hook(lambda _, args: fed.append(args[:3]))
     trace.watch(model)
-    trace.begin(prompt(n)[0].tolist())
     model(prompt(n), cache)
     trace.step(1, cache)
     for layer, (x, q, k) in enumerate(fed):
