@@ -33,9 +33,10 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import load_tokenizer
 from recycle import Run, timed
-from studies.core import Rows, in_turn, machine_of, recorded, report
+from studies.core import Rows, in_turn, recorded, report
+from studies.measuring import begin
 from studies.protocol import StudyLine
-from support.conditions import conditions, random_model
+from support.conditions import random_model
 
 PROMPT, NEW = "Hello, I am", 200  # the article's
 LONGER = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each
@@ -86,12 +87,8 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
     if after:
         ids, room = torch.randint(50257, (1, after)), model.config.n_ctx
     found = in_turn({way: partial(written, way, models[way], ids, n, room) for way in ways}, turns)
-    on = conditions(size, model)
-    rows.begin(
-        f"{size}, random weights: {on['parameters']:,} parameters",
-        f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}",
-        *machine_of(on),
-    )
+    what = f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}"
+    begin(rows, f"{size}, random weights", model, what)
     *_, (plain, _, _) = found["no-cache"]
     seconds = {}
     for way, several in found.items():

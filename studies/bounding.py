@@ -39,9 +39,9 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
-from studies.core import Figure, Rows, machine_of, recorded, report
+from studies.core import Figure, Rows, recorded, report
+from studies.measuring import begin
 from studies.protocol import StudyLine
-from support.conditions import conditions
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
 from support.tables import table
 
@@ -247,14 +247,15 @@ def measure(rows: Rows, size: Size) -> None:
     if not rows.due(["full", "window", "sinks", "ours"], "long"):
         return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
-    full, bct = memories["full"].model, memories["ours"].config
-    on = conditions("pocket", full)
-    rows.begin(
-        f"pocket: {on['parameters']:,} parameters ({on['layers']} layers of width {on['width']})",
+    full, bct = memories["full"], memories["ours"].config
+    begin(
+        rows,
+        "pocket",
+        full.model,
+        f"{full.config.n_layer} layers of width {full.config.n_embd}",
         f"the BCT, {bct.slots} slots + {bct.recent} recent, is pocket fine-tuned on pocket's own predictions; "
         "full attention is pocket as it is, where that fine-tuning would begin at a loss of 0",
         f"{size.documents} held-out documents, {size.explanations} explanations",
-        *machine_of(on),
     )
     quality(rows, {}, memories, tokenizer, size)
     long_texts(rows, memories, tokenizer, size)

@@ -42,9 +42,10 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
 from studies.bounding import above
-from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
+from studies.core import Figure, Rows, in_turn, recorded, report
+from studies.measuring import begin
 from studies.protocol import StudyLine
-from support.conditions import conditions, random_model
+from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
 
 TEXTS, FACTS = 12, 75  # how many
@@ -190,8 +191,8 @@ def measure(rows: Rows, few: int, turns: int) -> None:
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
     bct = load_model("pocket-bct", model_class=bounded.BCT)
     for name, model in models.items():
-        at, on = {"model": name}, conditions(name, model)
-        rows.begin(f"{name}: {on['parameters']:,} parameters", numbers, *machine_of(on))
+        at = {"model": name}
+        begin(rows, name, model, numbers)
         readers = {way: Reader(model, kind.new, piece) for way, kind in CACHES.items()}
         exact = readers["full"]
         if name == "pocket":
@@ -204,8 +205,7 @@ def measure(rows: Rows, few: int, turns: int) -> None:
         times(rows, at, model, turns)
     if few == 1:
         large = random_model(GPT, "124M")
-        on = conditions("124M", large)
-        rows.begin(f"124M, random weights: {on['parameters']:,} parameters", *machine_of(on))
+        begin(rows, "124M, random weights", large)
         times(rows, {"model": "124M"}, large, turns)
 
 

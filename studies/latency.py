@@ -14,7 +14,6 @@ pays        stored tokens from which reuse pays if one is left to read, in power
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -27,12 +26,12 @@ import torch
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT, generate
-from load_gpt2_weights import NAMES, load_model
+from load_gpt2_weights import NAMES
 from recycle import Store, read_all, timed
-from studies.core import Rows, in_turn, machine_of, recorded, report
+from studies.core import Rows, in_turn, recorded, report
+from studies.measuring import begin, model_of
 from studies.protocol import StudyLine
 from support.cli import GEOMETRIES
-from support.conditions import conditions, is_geometry, random_model
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
 LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
@@ -40,16 +39,6 @@ DEPTHS = tuple(2**i for i in range(9))  # stored, with one more token to read
 STORED = ("memory", "warm-disk", "cold-disk")
 DECODED = 100  # tokens written after a prompt, for times from end to end
 EQUAL = 0.03  # ours: times to a first token that differ by less are equal
-
-
-def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
-    """Return the model that --model names, with random weights if that is a geometry, and its name
-    in a record."""
-    if is_geometry(args.model):
-        model = random_model(GPT, args.model).to(args.device, args.dtype)
-        return model, f"{args.model}, random weights"
-    model = load_model(args.model, device=args.device, dtype=args.dtype)
-    return model, args.model
 
 
 def drop_from_memory(folder: Path) -> None:
@@ -148,8 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         lengths, turns = (QUICK, 1) if args.quick else (LENGTHS, 5)
         rows = recorded("latency", args, "run of another model" if args.model != "124M" else "")
         rows.paper["usual"]["model"] = args.model
-        on = conditions(name, model)
-        rows.begin(f"{name}: {on['parameters']:,} parameters", f"turns: {turns}", *machine_of(on))
+        begin(rows, name, model, f"turns: {turns}")
         measure(rows, model, args.model, lengths, turns)
         report(rows)
 

@@ -31,9 +31,9 @@ from gpt_bounded_cache import (
     KVCache,
     SlidingWindowCache,
 )
-from studies.core import Rows, in_turn, machine_of, recorded, report
+from studies.core import Rows, in_turn, recorded, report
+from studies.measuring import begin
 from studies.protocol import StudyLine
-from support.conditions import conditions
 
 LENGTHS, SLOTS = (128, 1000, 4000, 8000, 16000), (24, 2048)  # 2,048: the source's capacity
 DECODED = 8  # tokens, of which the median counts; one more before them warms up
@@ -92,12 +92,12 @@ def measure(rows: Rows, geometry: dict[str, int], slots: tuple[int, ...], turns:
     }
     for m in slots:
         caches[f"bct:{m}"] = BCT(BCTConfig(**geometry, slots=m)).eval(), written
-    on = conditions("GPT-2's geometry, random weights", plain)
-    rows.begin(
-        f"{on['model']}: {on['parameters']:,} parameters",
+    begin(
+        rows,
+        "GPT-2's geometry, random weights",
+        plain,
         f"caches filled with random numbers, medians of {DECODED} tokens, turns: {turns}",
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
-        *machine_of(on),
     )
     for n in LENGTHS:
         runs, size, at = {}, {}, {"after": n}

@@ -27,9 +27,9 @@ from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies import bounding
 from studies.bounding import Memory
-from studies.core import Rows, machine_of
+from studies.core import Rows
+from studies.measuring import begin
 from studies.recall import WideBCT
-from support.conditions import conditions
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
 MEMORIES: dict[str, dict[str, Any]] = {  # options of a BCTConfig
@@ -83,15 +83,16 @@ def measure(rows: Rows, quick: bool) -> None:
     recipes = {way: recipe_of(way, steps, documents) for way in MEMORIES}
     state = rows.path.parent / f"pretraining-{steps}"
     memories = {way: trained(way, recipe, state) for way, recipe in recipes.items()}
-    on, (_, tokens) = conditions("", memories["full"].model), size_of(recipes["full"])
-    rows.begin(
-        f"GPT-2 of pocket's layers and width, trained from scratch: {on['parameters']:,} parameters",
+    _, tokens = size_of(recipes["full"])
+    begin(
+        rows,
+        "GPT-2 of pocket's layers and width, trained from scratch",
+        memories["full"].model,
         f"{steps:,} steps, {tokens / 1e6:.1f} million tokens in rows of {GEOMETRY['n_ctx']}",
         f"{MEMORIES['sum']['slots']} slots, or ours of {MEMORY['slots']} and the last {MEMORY['recent']} tokens, "
         f"or a window of {recipes['window'].window}",
         f"{size.documents} held-out documents, {size.explanations} explanations",
         "one seed",
-        *machine_of(on),
     )
     bounding.quality(rows, at, memories, read_tokenizer(TOKENIZER), size)
 

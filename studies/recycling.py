@@ -34,11 +34,11 @@ import numpy as np
 
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
-from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
-from studies.latency import model_of
+from studies.core import Figure, Rows, in_turn, recorded, report
+from studies.measuring import begin, model_of
 from studies.protocol import HERE, StudyLine
 from support.cli import GEOMETRIES
-from support.conditions import conditions, is_geometry
+from support.conditions import is_geometry
 from support.encoders import load_encoder
 from support.statistics import bootstrap
 
@@ -221,12 +221,14 @@ def main(argv: list[str] | None = None) -> None:
         rows, at = recorded("recycling", args, different(args)), {"model": args.model}
         rows.paper["claims"] = claims_of(rows, args.model)
         rows.paper["usual"] |= at
-        turns, on = 1 if args.quick else 5, conditions(name, model)
-        rows.begin(
-            f"{name}: {on['parameters']:,} parameters ({on['layers']} layers of width {on['width']:,})",
+        turns, c = 1 if args.quick else 5, model.config
+        begin(
+            rows,
+            name,
+            model,
+            f"{c.n_layer} layers of width {c.n_embd:,}",
             f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}",
             f"embeddings by {Path(args.encoder or ENCODER).name}",
-            *machine_of(on),
         )
         settings = [("source", "own", stored), ("interleaved", "own", stored)]
         others = trial.unrelated(stored)

@@ -12,10 +12,6 @@ from studies.core import Rows, claims
 from tests.helpers import given
 
 
-def verdict(rows: Rows, start: str) -> str:
-    return next(claim["verdict"] for claim in claims(rows) if claim["quote"].startswith(start))
-
-
 def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
     right, *wrong = article.window_check().values()
     assert right == 0 and len(wrong) == 3 and min(wrong) > 0.5
@@ -50,10 +46,8 @@ def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ("claim", "way", "after", "times", "expected"),
     [
         ("we already get", "all-logits", None, [4.3, 4.5, 4.7], "NOT SHOWN"),
-        ("we already get", "all-logits", None, [5.0], "NOT SHOWN"),  # of one turn
         ("we already get", "all-logits", None, [2.8, 3, 3.2], "DOES NOT HOLD"),
-        ("This ensures", "preallocated", 1000, [0.8, 0.9, 1.0], "NOT SHOWN"),
-        ("the longer the", "no-cache", 512, [9.0, 9.0, 5.0], "NOT SHOWN"),
+        ("This ensures c", "preallocated", 1000, [0.8, 0.9, 1.0], "NOT SHOWN"),
         ("the longer the", "no-cache", 512, [5.0, 5.0, 5.0], "DOES NOT HOLD"),
     ],
 )
@@ -61,6 +55,6 @@ def test_verdicts_follow_the_times(
     claim: str, way: str, after: int | None, times: list[float], expected: str
 ) -> None:
     rows = Rows("article")
-    assert verdict(rows, claim) == "HOLDS"
     given(rows, way, {"after": after} if after else {}, time=times)
-    assert verdict(rows, claim) == expected
+    found = {each["quote"][:14]: each["verdict"] for each in claims(rows)}
+    assert found[claim] == expected
