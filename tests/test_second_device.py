@@ -31,6 +31,7 @@ RUNS = [
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
+            "compress --tokens 64",
             "gpt_kv_cache --dtype bfloat16",
             "gpt_bounded_cache --memory window --slots 8",
             "speculate write --by text",
@@ -87,7 +88,7 @@ def test_a_script_prints_the_same(
     monkeypatch.chdir(tmp_path)  # where results go
     for word, path in places.items():
         command = command.replace(word, str(path))
-    if not command.startswith("load"):
+    if not command.startswith(("load", "compress")):
         command += " --max-new-tokens 12"
     expected = printed(f"{command} --device cpu")
     request.getfixturevalue("second")
