@@ -427,7 +427,7 @@ def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     for name in positive:
         if not rope[name] > 0:
             raise ValueError(f"{where}: {name} must be more than 0, got {rope[name]}")
-    found["rope_theta"], *scaling = [kind(rope[name]) for name, kind in positive.items()]
+    found["rope_theta"], *scaling = [number(rope[name]) for name, number in positive.items()]
     if scaling:
         found["rope_scaling"] = tuple(scaling)
         _, low, high, _ = scaling
@@ -576,10 +576,10 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
         tokenizer = read_tokenizer(path)
         fits = tokenizer.n_vocab == vocab_size
     elif llama or there:
-        read = ["tokenizer.json", LLAMA3_FILE, "vocab.json"]
-        if not llama:
-            read.remove(LLAMA3_FILE)
-        filename = next((name for name in read if name in there), "tokenizer.json")
+        wanted = ["tokenizer.json", "vocab.json"]
+        if llama:
+            wanted.insert(1, LLAMA3_FILE)
+        filename = next((name for name in wanted if name in there), "tokenizer.json")
         path = find_file(name_or_path, filename)
         tokenizer = llama3(path) if filename == LLAMA3_FILE else byte_level(path)
         tokenizer.ends = ends_of(name_or_path, config, tokenizer, path)
