@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import compress
 import gpt_bounded_cache as bounded
-from compress import read
 from gpt_bounded_cache import KVCache, SlidingWindowCache
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
@@ -131,7 +131,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     rows, expected = [], None
     for memory in memories.values():
         cache = memory.new_cache()
-        logits, ms = read(memory.model, cache, text)
+        logits, ms = compress.read(memory.model, cache, text)
         expected = logits if expected is None else expected
         same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
         apart, took = kl(expected, logits).mean(), statistics.median(ms)
