@@ -273,11 +273,9 @@ def test_the_study_answers_as_a_cold_run_and_in_the_sources_order_all_cold_runs_
 
 def test_the_recorded_embeddings_are_of_all_prompts_and_of_no_other_text() -> None:
     known = recycling.Known()
-    for own in ("", "pocket_"):
-        files = (ROOT / "data" / f"{own}{kind}_prompts.csv" for kind in ("cache", "test"))
-        stored, tests = map(module.read_prompts, files)
+    for model in ("DialoGPT", "pocket"):
+        stored, tests = map(module.read_prompts, module.prompt_files(model))
         vectors = known([*stored, *tests])
-        assert vectors.shape == (16, 384)
         np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
         for test, i in zip(tests, nearest(vectors[:10], vectors[10:]), strict=True):
             assert test.startswith(stored[i])
@@ -307,15 +305,14 @@ def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
     recorded, again = Rows("recycling"), Rows("recycling", tmp_path)
     for line in (tmp_path / "reduced.jsonl").read_text().splitlines():
         again.take(json.loads(line))
-    for way, metric in (
+    for way, metric in [
         ("published", "answers"),
         ("published", "positions"),
         ("recycled", "depth"),
-    ):
+    ]:
         assert again.figure(way, metric) == recorded.figure(way, metric)
-    assert again.figure("published", "similarity").value == pytest.approx(
-        recorded.figure("published", "similarity").value, abs=1e-3
-    )
+    found, known = (rows.figure("published", "similarity").value for rows in (again, recorded))
+    assert found == pytest.approx(known, abs=1e-3)
 
 
 def test_latency_measures_every_cell(tmp_path: Path) -> None:
@@ -324,11 +321,9 @@ def test_latency_measures_every_cell(tmp_path: Path) -> None:
     for m in (16, 32, 2, 3, 5, 9, 17):
         for share in latency.SHARES if m in (16, 32) else (100,):
             for way in ("memory", "warm-disk"):
-                restore, first = (
-                    rows.figure(way, metric, m=m, share=share).value
-                    for metric in ("restore", "first")
-                )
-                assert 0 < restore < first and rows.figure(way, "saved", m=m, share=share).value < 1
+                at = {"m": m, "share": share}
+                restore, first = (rows.figure(way, x, **at).value for x in ("restore", "first"))
+                assert 0 < restore < first and rows.figure(way, "saved", **at).value < 1
     assert rows.find("memory", "cost")["n"] == 7
 
 
