@@ -24,6 +24,7 @@ cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import time
@@ -482,28 +483,23 @@ def ways_for(train: str, fits: bool) -> Sequence[str]:
     return ways if fits else [way for way in ways if way not in PUBLISHED]
 
 
-def measure(
-    rows: Rows,
-    names: list[str],
-    path: str | None,
-    quick: bool,
-    chat: bool = False,
-    **options: Any,
-) -> None:
+def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
     """Measure what the rows lack, or what is to be measured again. names: teacher, student. Models
     of the user's own, with prompts from a file, begin with what they need."""
-    n, count, turns = (72, 4, 1) if quick else (1000, 50, 9)
-    tokenizer = load_tokenizer(names[0])
+    n, count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
+    tokenizer, path = load_tokenizer(names[0]), args.prompts
     trained = TRAINED if names[1] == TRAINED["segments"] else {"segments": names[1]}
     if path is not None:
-        many, length = prompts_of(tokenizer, path, count, 2**31, chat)["test"].shape
-        print(memory_needed(names, many, length + n, options["dtype"]), flush=True)
+        many, length = prompts_of(tokenizer, path, count, 2**31, args.chat)["test"].shape
+        print(memory_needed(names, many, length + n, args.dtype), flush=True)
     for train, name in trained.items():
-        teacher, student, _ = overfill.load_pair(names[0], name, **options)
+        teacher, student, _ = overfill.load_pair(
+            names[0], name, device=args.device, dtype=args.dtype
+        )
         room = min(teacher.config.n_ctx, student.config.n_ctx)
         n = min(n, room - 192) if path is None else n
-        prompts = prompts_of(tokenizer, path, count, room - n, chat)
-        prompts = {split: ids.to(teacher.wte.weight.device) for split, ids in prompts.items()}
+        prompts = prompts_of(tokenizer, path, count, room - n, args.chat)
+        prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
         at = {} if train == "segments" else {"trained": train}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
         if train == "dropout":
@@ -548,8 +544,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.model != "pocket" and not args.prompts:
             raise ValueError(f"{args.model} needs prompts of its own world: give it --prompts FILE")
         rows = recorded("refreshing", args, "run of other models" if others else "")
-        options = {"device": args.device, "dtype": args.dtype}
-        measure(rows, names, args.prompts, args.quick, args.chat, **options)
+        measure(rows, names, args)
         if not others:
             sized(rows, args.quick)
         report(rows)
