@@ -100,12 +100,13 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("the three files write different texts, as the table above says")
         pairs = args.out / "pairs.csv"
         write_pairs(pairs)
-        print(f"\n=== Recycling, on {DIALOGUE}\n", flush=True)
-        out = ["--out", f"{args.out / 'recycling'}"]
-        recycling.main(["--model", DIALOGUE, *out, *common])
-        print(f"\n=== Projection, on {args.model}\n", flush=True)
-        out = ["--out", f"{args.out / 'projection'}"]
-        projection.main(["--model", args.model, "--pairs", f"{pairs}", *out, *common])
+        runs = {
+            "Recycling": (recycling, DIALOGUE, []),
+            "Projection": (projection, args.model, ["--pairs", f"{pairs}"]),
+        }
+        for title, (study, model, more) in runs.items():
+            print(f"\n=== {title}, on {model}\n", flush=True)
+            study.main(["--model", model, "--out", f"{args.out / title.lower()}", *more, *common])
         print(f"Everything is in {args.out}.")
 
 
