@@ -302,12 +302,13 @@ def teacher_nats(teacher: nn.Module, ids: Tensor, new: Tensor) -> Tensor:
 
 # --- When to refresh ------------------------------------------------------------------------------
 
+# The smallest and the largest value that a policy's fields may have.
 LIMITS = {
     "window": (1, 2**31 - 1),
     "every": (1, 2**31 - 1),
     "cooldown": (1, 2**31 - 1),
     "passes": (2, 1024),
-}  # of policies' fields
+}
 
 
 @dataclass(frozen=True)

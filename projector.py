@@ -211,12 +211,12 @@ class Compressor:
         x, shown = self.padded(caches, layer)
         count = shown.sum(0).clamp(min=1)  # (T, 1)
         mean = x.sum(1) / count
-        deviation = (x - mean[:, None]) * shown  # (H, N, T, 2 D)
-        scale = deviation.square().sum(1).div(count).sqrt()
+        x = (x - mean[:, None]) * shown  # (H, N, T, 2 D)
+        scale = x.square().sum(1).div(count).sqrt()
         scale = scale.clamp(min=float(LEAST_SCALE * scale.mean()))
-        features = (deviation / scale[:, None]).flatten(2)  # (H, N, F)
+        x = (x / scale[:, None]).flatten(2)  # (H, N, F)
         weights, constants = [], []
-        for head in zip(features, q, out, start, strict=True):
+        for head in zip(x, q, out, start, strict=True):
             weight, constant = fit_map(*head, self.penalty, steps)
             weights.append(weight)
             constants.append(constant)
@@ -713,7 +713,7 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
     def control(text: str, ids: list[int]) -> Tensor:
         return of_neighbours[proposal.find(text)[0]]
 
-    ways: dict[str, Callable[[str, list[int]], Tensor]] = {
+    ways = {
         "cold: the prompt is read": cold,
         "rival: exact shared beginning, the rest read": rival,
         "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
