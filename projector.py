@@ -526,7 +526,7 @@ class Library:
         else:
             encoder = load_encoder(about["encoder"], model, tokenizer)
         settings = {name: about[name] for name in ("threshold", "guard", "skip")}
-        layout = check_fields(about["layout"], f"layout in {folder / 'library.json'}", **LAYOUT)
+        layout = check_fields(about["layout"], f"layout in {folder}", **LAYOUT)
         layout = Layout(**{name: layout[name] for name in LAYOUT})
         return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)
 

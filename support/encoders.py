@@ -89,8 +89,9 @@ def load_encoder(
     if name == "tokens":
         return TokenEncoder(model, tokenizer)
     if not importlib.util.find_spec("sentence_transformers"):
-        needed = "needs `pip install sentence-transformers`, tokens nothing"
-        raise ValueError(f"the encoder {name} {needed}")
+        raise ValueError(
+            f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing"
+        )
     device = str(model.wte.weight.device)
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url

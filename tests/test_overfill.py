@@ -1,4 +1,4 @@
-"""overfill.py: identities that hold whatever the models are, and policies against what they say."""
+"""overfill.py: identities that hold whatever the models are, policies against what they say, and the real formats."""
 
 import math
 import re
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import overfill
-from gpt_kv_cache import GPTConfig, KVCache, generate
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from load_gpt2_weights import load_model
 from overfill import (
     POLICIES,
     Entropy,
@@ -380,6 +381,73 @@ def test_nats_are_those_of_the_text_read_at_once(teacher) -> None:
     logits = teacher(torch.cat([ids, new], 1)).log_softmax(-1)
     expected = -logits[:, 8:-1].gather(2, new[..., None])[..., 0]
     torch.testing.assert_close(teacher_nats(teacher, ids, new), expected)
+
+
+# --- The real formats -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def public_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two folders as transformers writes them: a GPT-2 and one with half its MLP."""
+    transformers = pytest.importorskip("transformers")
+    folders = []
+    for name, inner in (("teacher", 256), ("student", 128)):
+        torch.manual_seed(len(name))
+        config = transformers.GPT2Config(
+            vocab_size=50257,
+            n_positions=64,
+            n_embd=64,
+            n_layer=3,
+            n_head=4,
+            n_inner=inner,
+            initializer_range=0.2,
+        )
+        folders.append(tmp_path_factory.mktemp("public") / name)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folders[-1])
+    return folders[0], folders[1]
+
+
+@torch.no_grad()
+def published_loop(
+    teacher, student, ids: Tensor, n: int, every: int, window: int | None
+) -> list[int]:
+    """The source's loop over transformers, with a student that has read the newest token when the cache is spliced."""
+    from transformers import DynamicCache
+
+    read = teacher(input_ids=ids, use_cache=True, past_key_values=DynamicCache())
+    teacher_kv, kv = read.past_key_values, DynamicCache()
+    for i, layer in enumerate(teacher_kv.layers):
+        kv.update(layer.keys.clone(), layer.values.clone(), i)
+    out, last = [int(read.logits[0, -1].argmax())], 0
+    while len(out) < n:
+        step = student(input_ids=torch.tensor([out[-1:]]), past_key_values=kv, use_cache=True)
+        logits, t = step.logits[0, -1], len(out)
+        if t % every == 0:
+            teacher(
+                input_ids=torch.tensor([out[last:t]]), past_key_values=teacher_kv, use_cache=True
+            )
+            k = min(window or every, t - last)
+            for mine, its in zip(kv.layers, teacher_kv.layers, strict=True):
+                mine.keys[:, :, -k:], mine.values[:, :, -k:] = (
+                    its.keys[:, :, -k:],
+                    its.values[:, :, -k:],
+                )
+            last = t
+        out.append(int(logits.argmax()))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "window"), [(100, None), (8, None), (8, 3), (1, None)])
+def test_tokens_are_those_of_the_sources_loop_over_transformers(
+    public_pair, every: int, window: int | None
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = [transformers.GPT2LMHeadModel.from_pretrained(folder).eval() for folder in public_pair]
+    ours = [load_model(str(folder), model_class=GPT) for folder in public_pair]
+    ids = torch.randint(50257, (1, 12), generator=torch.Generator().manual_seed(0))
+    new, _ = run(*ours, ids, 40, Periodic(every, window=window))
+    assert new[0].tolist() == published_loop(*theirs, ids, 40, every, window)
 
 
 # --- The command line -----------------------------------------------------------------------------------------------

@@ -202,13 +202,9 @@ def test_encoder_that_is_not_installed_is_one_sentence(pocket: GPT, monkeypatch)
 
 
 def test_encoder_that_cannot_be_downloaded_is_one_sentence(pocket: GPT, monkeypatch) -> None:
-    def refuse(*_: object, **options: object) -> None:
-        raise OSError("no such folder") if options.get("local_files_only") else RuntimeError("'::'")
-
-    package = SimpleNamespace(__spec__="there", SentenceTransformer=refuse)
+    package = SimpleNamespace(__spec__="there", SentenceTransformer=None)  # any error will do
     monkeypatch.setitem(sys.modules, "sentence_transformers", package)
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)  # before any retries
-    with pytest.raises(OSError, match=r"can't download the encoder nope \('::'\).*tokens needs no"):
+    with pytest.raises(OSError, match="can't download the encoder nope .*tokens needs no"):
         load_encoder("nope", pocket, load_tokenizer("pocket"))
 
 
@@ -375,9 +371,7 @@ def test_bad_traces_get_one_sentence(tmp_path: Path, line: str) -> None:
 BAD = {  # a command, and what its sentence must hold
     f"recycle --max-new-tokens {N_CTX - 12}": [f"{N_CTX - 12}", f"{N_CTX}"],
     "recycle chat --capacity 0": ["capacity", "0"],
-    "recycle chat --store ''": ["--store is empty", "leave it out"],
     "recycle chat --encoder tokens": ["--encoder", "run"],
-    "recycle run --capacity 9": ["--capacity", "chat"],
 }
 
 

@@ -146,6 +146,7 @@ BAD = {  # a command, and what its sentence must hold
     "overfill --max-new-tokens 5000": f"5000 context of {CONFIG['n_ctx']}",
     "overfill --top-k 2": "demo has no --top-k",
     "recycle --trace x.html": "has no --trace",
+    "recycle chat --store ''": "--store is empty",
     "paged serve": "needs a FILE",
     "paged run x.txt": "run takes none",
     "paged serve nowhere.txt": "nowhere.txt",
