@@ -62,28 +62,19 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "ring": ["gpt_bounded_cache.py", "--memory", "sinks", "--slots", "20"],
         "pair": ["overfill.py", "write", "--policy", "periodic:8"],
     }
+    pages = {name: folder / f"{name}.html" for name in commands}
     for name, words in commands.items():
         subprocess.run(
-            [sys.executable, *words, "--max-new-tokens", "40", "--trace", str(folder / name)],
+            [sys.executable, *words, "--max-new-tokens", "40", "--trace", str(pages[name])],
             cwd=ROOT,
             check=True,
             capture_output=True,
         )
-    return {name: (folder / name).as_uri() for name in commands}
+    return {name: path.as_uri() for name, path in pages.items()}
 
 
-def goto(page: Any, uri: str, tmp_path: Path) -> None:
-    """Open a page as HTML, whatever its name."""
-    path = Path(uri.removeprefix("file://"))
-    copy = tmp_path / "page.html"
-    shutil.copy(path, copy)
-    page.goto(copy.as_uri())
-
-
-def test_keys_and_slider_move_through_a_trace(
-    page: Any, traces: dict[str, str], tmp_path: Path
-) -> None:
-    goto(page, traces["cache"], tmp_path)
+def test_keys_and_slider_move_through_a_trace(page: Any, traces: dict[str, str]) -> None:
+    page.goto(traces["cache"])
     step = lambda: page.text_content("#step")  # noqa: E731
     assert (
         step() == "1 / 40"
@@ -109,24 +100,22 @@ def test_keys_and_slider_move_through_a_trace(
     assert step() == stopped and page.text_content("#play") == "play"
 
 
-def test_counts_of_a_trace(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
-    goto(page, traces["none"], tmp_path)
+def test_counts_of_a_trace(page: Any, traces: dict[str, str]) -> None:
+    page.goto(traces["none"])
     page.keyboard.press("End")
     n = int(page.text_content("#computed"))
     assert page.locator("#text .new").count() == n == page.locator("#cache .cell.new").count()
     assert page.text_content("#total").replace(",", "") in page.text_content("#uncached").replace(
         ",", ""
     )
-    goto(page, traces["cache"], tmp_path)
+    page.goto(traces["cache"])
     page.keyboard.press("End")
     assert int(page.text_content("#read")) == n - 1 == page.locator("#cache .kept").count()
     assert int(page.text_content("#total")) == n
 
 
-def test_a_ring_strikes_out_what_it_forgot(
-    page: Any, traces: dict[str, str], tmp_path: Path
-) -> None:
-    goto(page, traces["ring"], tmp_path)
+def test_a_ring_strikes_out_what_it_forgot(page: Any, traces: dict[str, str]) -> None:
+    page.goto(traces["ring"])
     page.keyboard.press("End")
     assert page.locator("#cache .cell").count() == 20 and "Evicted: token" in page.text_content(
         "#events"
@@ -145,10 +134,8 @@ def test_a_ring_strikes_out_what_it_forgot(
 
 
 @pytest.mark.parametrize("name", ["none", "cache", "ring", "bct", "pair"])
-def test_attention_is_shading_and_numbers(
-    name: str, page: Any, traces: dict[str, str], tmp_path: Path
-) -> None:
-    goto(page, traces[name], tmp_path)
+def test_attention_is_shading_and_numbers(name: str, page: Any, traces: dict[str, str]) -> None:
+    page.goto(traces[name])
     page.keyboard.press("End")
     page.locator("#percent").check()
     percent = [
@@ -169,9 +156,9 @@ def test_attention_is_shading_and_numbers(
 
 
 def test_the_curve_ends_at_the_counts_and_tokens_are_whole(
-    page: Any, traces: dict[str, str], tmp_path: Path
+    page: Any, traces: dict[str, str]
 ) -> None:
-    goto(page, traces["cache"], tmp_path)
+    page.goto(traces["cache"])
     page.keyboard.press("End")
     labels = page.locator("#curve text").all_text_contents()
     without = page.text_content("#uncached").split()[1]
@@ -188,8 +175,8 @@ def test_the_curve_ends_at_the_counts_and_tokens_are_whole(
         assert page.evaluate("document.body.scrollWidth <= innerWidth")
 
 
-def test_slots_of_a_bct_are_bars(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
-    goto(page, traces["bct"], tmp_path)
+def test_slots_of_a_bct_are_bars(page: Any, traces: dict[str, str]) -> None:
+    page.goto(traces["bct"])
     page.keyboard.press("End")
     assert page.is_visible("#mass-title") and page.locator(".slot").count() > 10
     heights = page.eval_on_selector_all(
@@ -198,8 +185,8 @@ def test_slots_of_a_bct_are_bars(page: Any, traces: dict[str, str], tmp_path: Pa
     assert max(heights) > 10 and page.locator("#cache .new").count() == 1
 
 
-def test_a_refresh_is_framed(page: Any, traces: dict[str, str], tmp_path: Path) -> None:
-    goto(page, traces["pair"], tmp_path)
+def test_a_refresh_is_framed(page: Any, traces: dict[str, str]) -> None:
+    page.goto(traces["pair"])
     for _ in range(8):
         page.keyboard.press("ArrowRight")
     assert "Refresh: the teacher has read 8 tokens" in page.text_content("#events")
