@@ -213,19 +213,19 @@ def grows(path: Path, most: int) -> int:
     """A job that fails when it has run `most` times."""
     n = len(path.read_text()) if path.exists() else 0
     path.write_text("." * (n + 1))
-    return [10, 20, 30][:most][n]
+    return [10, 20][:most][n]
 
 
 @pytest.mark.slow
 def test_a_job_that_fails_is_left_out_and_said(tmp_path: Path) -> None:
-    jobs = {"good": (grows, tmp_path / "good", 3), "bad": (grows, tmp_path / "bad", 1)}
+    jobs = {"good": (grows, tmp_path / "good", 2), "bad": (grows, tmp_path / "bad", 1)}
     jobs["absent"] = (Int8, Where(tmp_path, "cuda"))
-    found, failed = processes.in_turns(jobs, 3, 1, needed=["good"])
-    assert found == {"good": [10, 20, 30]} and (tmp_path / "bad").read_text() == ".."
+    found, failed = processes.in_turns(jobs, 2, 1, needed=["good"])
+    assert found == {"good": [10, 20]} and (tmp_path / "bad").read_text() == ".."
     why = {"bad": "IndexError: list index out of range", "absent": "runs on cpu only"}
     assert failed == why
     with pytest.raises(ValueError, match="good failed: IndexError"):
-        processes.in_turns(jobs, 1, 1, needed=["good"])
+        processes.in_turns({"good": jobs["good"]}, 1, 1, needed=["good"])
 
 
 def test_floors_are_of_all_layers() -> None:
