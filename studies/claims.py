@@ -42,7 +42,7 @@ def glance() -> list[str | Table]:
     for source, claims in every_claim().items():
         lines = []
         for claim in claims:
-            quote = textwrap.shorten(claim["quote"], 26, placeholder=" …")
+            quote = textwrap.shorten(claim["quote"], 50, placeholder=" …")
             if claim["source"]:
                 quote = f'"{quote}"'
             command = claim["command"]
