@@ -11,12 +11,10 @@ import json
 import math
 import os
 import random
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
@@ -32,7 +30,6 @@ from torch import Tensor
 
 import load_gpt2_weights as loader
 from gpt_baseline import GPT as BaselineGPT
-from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, generate
 from support.cli import ARTICLE
 from support.files import read_json
@@ -43,38 +40,28 @@ TINY = {"vocab_size": 97, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head
 
 
 def config_of(**changes: object) -> dict[str, object]:
-    return {
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        **TINY,
-        **changes,
-    }
+    return {"model_type": "gpt2", "activation_function": "gelu_new", **TINY, **changes}
 
 
-def random_tensors(config: dict[str, object] | None = None, seed: int = 0) -> dict[str, Tensor]:
+def random_tensors(**config: int) -> dict[str, Tensor]:
     """Every parameter of a GPT-2, by public name, none of them at a value that would hide a mistake."""
-    given = {"n_ctx": TINY["n_positions"]} | (config or TINY)
-    names = {field.name for field in fields(GPTConfig)}
-    model = GPT(GPTConfig(**{name: given[name] for name in names if name in given}))
-    generator = torch.Generator().manual_seed(seed)
+    given = TINY | config
+    given["n_ctx"] = given.pop("n_positions")
+    model = GPT(GPTConfig(**given))
+    generator = torch.Generator().manual_seed(0)
     return {
         name: 0.2 * torch.randn(parameter.shape, generator=generator) + name.endswith("ln_1.weight")
         for name, parameter in model.named_parameters()
     }
 
 
-def masks(n_layer: int, n_ctx: int, prefix: str) -> dict[str, Tensor]:
+def masks(prefix: str) -> dict[str, Tensor]:
     """The causal masks that the public files hold beside the weights."""
     found = {}
-    for layer in range(n_layer):
-        found[f"{prefix}h.{layer}.attn.bias"] = torch.ones(1, 1, n_ctx, n_ctx).tril()
+    for layer in range(TINY["n_layer"]):
+        found[f"{prefix}h.{layer}.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
         found[f"{prefix}h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     return found
-
-
-def prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"transformer.{name}": tensor for name, tensor in tensors.items()}
 
 
 def write(
@@ -82,16 +69,15 @@ def write(
     tensors: dict[str, Tensor] | None,
     config: dict[str, object] | None = None,
     filename: str = "model.safetensors",
-    **torch_save: object,
+    zipped: bool = True,
 ) -> str:
+    """Write a model's folder; zipped: as PyTorch does from 1.6 on, in a .bin file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config or config_of()))
     if tensors is not None and filename.endswith(".safetensors"):
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / filename
-        )
+        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / filename)
     elif tensors is not None:
-        torch.save(tensors, folder / filename, **torch_save)
+        torch.save(tensors, folder / filename, _use_new_zipfile_serialization=zipped)
     return str(folder)
 
 
@@ -102,10 +88,7 @@ def assert_loaded(
         assert parameter.dtype == dtype
         assert torch.equal(parameter, tensors[name].to(dtype)), name
     assert not model.training
-    assert model.wte.weight.stride() == (
-        1,
-        model.config.vocab_size,
-    )  # column-first, as the model file wants it
+    assert model.wte.weight.stride(0) == 1  # column-first, as the model file wants it
 
 
 def write_tokenizer(folder: Path, merges: tuple[bytes, ...] = ()) -> int:
@@ -115,13 +98,6 @@ def write_tokenizer(folder: Path, merges: tuple[bytes, ...] = ()) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.tiktoken").write_text("\n".join(lines) + "\n")
     return len(tokens) + 1
-
-
-def gpt2_encoding() -> tiktoken.Encoding:
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except requests.exceptions.RequestException:
-        pytest.skip("GPT-2's tokenizer is neither in tiktoken's cache nor reachable")
 
 
 # --- against transformers -------------------------------------------------------------------------------------------
@@ -135,43 +111,33 @@ def test_public_layouts_equal_transformers(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": None}
     config = transformers.GPT2Config(initializer_range=0.2, **TINY, **ends)
-    reference, options = transformers.GPT2LMHeadModel(config).eval(), {}
+    reference, filename = transformers.GPT2LMHeadModel(config).eval(), "model.safetensors"
     prefix = "" if kind == "gpt2" else "transformer."
     tensors = {prefix + name: tensor for name, tensor in reference.transformer.state_dict().items()}
     if "DialoGPT" in kind:
         tensors = {name: tensor.clone() for name, tensor in reference.half().state_dict().items()}
-        assert "lm_head.weight" in tensors and "transformer.h.1.attn.c_attn.weight" in tensors
-        zipped = {"_use_new_zipfile_serialization": kind == "DialoGPT"}
-        options = {"filename": "pytorch_model.bin", **zipped}
-    folder = write(tmp_path, tensors | masks(2, 32, prefix), **options)
+        assert "lm_head.weight" in tensors
+        filename = "pytorch_model.bin"
+    tensors |= masks(prefix)
+    folder = write(tmp_path, tensors, filename=filename, zipped=kind == "DialoGPT")
     model, reference = loader.load_model(folder, model_class=GPT), reference.float()
     ids = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(1))
     assert (model(ids) - reference(ids).logits).abs().max() < 1e-4
-    expected = reference.generate(ids[:1, :9], max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assert (
-        torch.cat([ids[:1, :9], *generate(model, ids[:1, :9], 20)], 1).tolist() == expected.tolist()
-    )
 
 
-def test_sharded_bin(tmp_path: Path) -> None:
-    folder, tensors, weight_map = write(tmp_path, None), random_tensors(), {}
-    for i, file in enumerate(("1.bin", "2.bin", "3.bin")):
-        held = dict([*prefixed(tensors).items()][i::3])
-        torch.save(held, tmp_path / file)
-        weight_map |= dict.fromkeys(held, file)
-    index = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (tmp_path / "pytorch_model.bin.index.json").write_text(index)
-    assert_loaded(loader.load_model(folder, model_class=GPT), tensors)
-
-
-def test_narrow_model_with_wide_heads(tmp_path: Path) -> None:
-    config = config_of(head_dim=8, n_inner=24)  # 4 heads of 8, width 16
-    folder = write(tmp_path, tensors := random_tensors(config), config)
-    for model_class in (BaselineGPT, GPT):
-        model = loader.load_model(folder, model_class=model_class)
-        assert_loaded(model, tensors)
-        c = model.config
-        assert (c.head_dim, c.n_inner, c.n_embd) == (8, 24, 16)
+@pytest.mark.parametrize(
+    ("config", "sizes", "expected"),
+    [
+        ({"head_dim": 8, "n_inner": 24}, {"head_dim": 8, "n_inner": 24}, {"head_dim": 8}),
+        ({"n_ctx": 32, "n_positions": None}, {}, {"n_ctx": 32}),  # an older file
+        ({"attn_pdrop": 0.1, "dropout": 0.5}, {}, {"dropout": 0.0}),
+    ],
+)
+def test_unusual_configs(tmp_path: Path, config: dict, sizes: dict, expected: dict) -> None:
+    folder = write(tmp_path, tensors := random_tensors(**sizes), config_of(**config))
+    model = loader.load_model(folder, model_class=BaselineGPT)
+    assert_loaded(model, tensors)
+    assert vars(model.config).items() >= expected.items()
 
 
 # --- dtype, memory, parameters of our own ----------------------------------------------------------------------------
@@ -183,32 +149,24 @@ def test_dtype(tmp_path: Path, dtype: torch.dtype, stored: torch.dtype) -> None:
     tensors = {name: tensor.to(stored) for name, tensor in random_tensors().items()}
     model = loader.load_model(write(tmp_path, tensors), model_class=GPT, dtype=dtype)
     assert_loaded(model, tensors, dtype)
-    assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("value", "dtype", "words"),
     [
-        (math.nan, "float32", "aren't finite"),
-        (-math.inf, "float32", "aren't finite"),
-        (math.nan, "float16", "aren't finite"),
-        (1e6, "float16", r"holds 1e\+06, and float16 at most 65504"),
+        (math.nan, torch.float32, "aren't finite"),
+        (-math.inf, torch.float16, "aren't finite"),
+        (1e6, torch.float16, r"holds 1e\+06, and float16 at most 65504"),
     ],
 )
 def test_every_number_is_finite_also_after_a_cast(
-    tmp_path: Path, value: float, dtype: str, words: str
+    tmp_path: Path, value: float, dtype: torch.dtype, words: str
 ) -> None:
     tensors = random_tensors()
     tensors["h.1.mlp.c_fc.bias"][3] = value
     folder = write(tmp_path, tensors)
     with pytest.raises(ValueError, match=f"h.1.mlp.c_fc.bias of .*{words}"):
-        loader.load_model(folder, model_class=GPT, dtype=getattr(torch, dtype))
-
-
-def test_a_config_of_an_older_file_and_with_dropout(tmp_path: Path) -> None:
-    config = config_of(n_ctx=32, n_positions=None, attn_pdrop=0.1, dropout=0.5)
-    model = loader.load_model(write(tmp_path, random_tensors(), config), model_class=GPT)
-    assert (model.config.n_ctx, model.config.dropout) == (32, 0.0)
+        loader.load_model(folder, model_class=GPT, dtype=dtype)
 
 
 PEAK_MEMORY = """
@@ -242,11 +200,10 @@ print((peak - before) / sum(parameter.nbytes for parameter in model.parameters()
 def test_peak_memory_is_one_copy(tmp_path: Path) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc/self/status to tell allocated from mapped memory")
-    config = config_of(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
-    folder = write(tmp_path, random_tensors(config | {"n_ctx": 1024}), config)
+    sizes = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+    folder = write(tmp_path, random_tensors(**sizes), config_of(**sizes))
     ran = process(sys.executable, "-c", PEAK_MEMORY, folder)
     assert ran.code == 0, ran.err
-    print(f"peak memory while loading 124M: {float(ran.out):.2f} x the weights")
     assert float(ran.out) < 1.3
 
 
@@ -265,8 +222,7 @@ def test_public_names_load_from_the_hub_cache(
     commit = revision if len(revision) == 40 else "0123456789" * 4
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(commit)
-    stored = prefixed(tensors) if "GPT" in name else tensors
-    write(folder / "snapshots" / commit, stored, config_of(), weights)
+    write(folder / "snapshots" / commit, tensors, filename=weights)
     assert_loaded(loader.load_model(name, model_class=GPT), tensors)
 
 
@@ -290,13 +246,13 @@ from support.cli import CommandLine
 cli = CommandLine("x", "y")
 cli.add_model_arguments()
 with cli.parse() as args:
-    model = load_model(args.model, model_class=GPT)
-    print(model.config.n_embd, sum(parameter.double().sum().item() for parameter in model.parameters()))
+    parameters = load_model(args.model, model_class=GPT).parameters()
+    print(sum(parameter.double().sum().item() for parameter in parameters))
 """
 
 
 def load(*words: str, **environment: str) -> Ran:
-    """Load a model in a process of its own, and print its width and the sum of its parameters."""
+    """Load a model in a process of its own, and print the sum of its parameters."""
     return process(sys.executable, "-c", LOAD, *words, **environment)
 
 
@@ -342,46 +298,38 @@ def test_download_from_a_hub_then_offline(tmp_path: Path) -> None:
     try:
         ran = load("--model", "gpt2", **environment)
         refused(ran, "shows no model.safetensors in openai-community/gpt2 at revision")
-        ran = load("--model", "distilgpt2", **environment)
-        refused(ran, "shows no config.json in distilbert/distilgpt2")
         write(folder, tensors)
         online = load("--model", "gpt2", **environment)
     finally:
         server.shutdown()
         server.server_close()
-    n_embd, total = online.out.split()
-    assert n_embd == "16"
-    assert float(total) == pytest.approx(sum(float(t.double().sum()) for t in tensors.values()))
+    total = sum(float(tensor.double().sum()) for tensor in tensors.values())
+    assert float(online.out) == pytest.approx(total)
     assert load("--model", "gpt2", **environment) == online  # now from the cache
-
-
-def test_pocket_names_are_folders_beside_the_module() -> None:
-    tokens = loader.load_tokenizer("pocket").encode("The yaffin eats lichen.")
-    for name, folder in loader.POCKET.items():
-        assert loader.find_file(name, "config.json").parent == ROOT / "pocket" / folder
-        assert loader.load_tokenizer(name).encode("The yaffin eats lichen.") == tokens
 
 
 # --- refusals: one sentence that names the culprit -------------------------------------------------------------------
 
 
-def assert_refused(
-    folder: str, *culprits: str, error: type | tuple[type, ...] = ValueError
-) -> None:
+def assert_refused(folder: str, *culprits: str, error: type = ValueError) -> None:
     with pytest.raises(error) as raised:
         loader.load_model(folder, model_class=GPT)
     message = str(raised.value)
     assert "\n" not in message and all(culprit in message for culprit in culprits), message
 
 
-FOUR_BITS = torch.zeros(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+def assert_no_tokenizer(folder: Path, words: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        loader.load_tokenizer(str(folder))
+
+
 WPE, HEAD = "wpe.weight", "lm_head.weight"
 SPOILED: list[tuple[dict[str, Callable[[Tensor], Tensor] | None], list[str]]] = [
     # by name: what becomes of a tensor, or of the embeddings if there is none of that name; None: it goes
     (
         {
             "h.1.mlp.c_fc.bias": None,
-            "h.2.ln_1.weight": lambda _: torch.ones(16),
+            "h.2.ln_1.weight": torch.clone,
             WPE: lambda wpe: wpe[1:],
             "ln_f.bias": lambda bias: bias.to(torch.int8),
         },
@@ -398,8 +346,6 @@ SPOILED: list[tuple[dict[str, Callable[[Tensor], Tensor] | None], list[str]]] = 
     ({HEAD: lambda wte: wte + 1e-3 * (wte == wte[5, 3])}, [HEAD, "differs from wte.weight"]),
     ({HEAD: Tensor.half}, [HEAD, "differs from wte.weight"]),
     ({WPE: lambda wpe: wpe.to(torch.float8_e4m3fn)}, ["wpe.weight holds torch.float8_e4m3fn"]),
-    ({WPE: lambda wpe: wpe.to(torch.float8_e8m0fnu)}, ["wpe.weight"]),
-    ({"four bits": lambda _: FOUR_BITS}, ["four bits"]),
 ]
 
 
@@ -429,42 +375,14 @@ def test_damaged_weights(tmp_path: Path, filename: str, damage: Callable) -> Non
     assert_refused(folder, str(path), "cut off, a Git LFS pointer")
 
 
-class Code:
-    def __reduce__(self):
-        return os.mkdir, ("a folder that must not appear",)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_pickle_with_code_is_refused_and_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = write(
-        tmp_path,
-        {"wte.weight": torch.ones(2), "x": Code()},
-        filename="pytorch_model.bin",
-        _use_new_zipfile_serialization=zipped,
-    )
-    assert_refused(folder, "not a PyTorch file of plain tensors")
-    assert not (tmp_path / "a folder that must not appear").exists()
-
-
 def test_missing_files(tmp_path: Path) -> None:
     assert_refused(str(tmp_path), "no config.json", error=FileNotFoundError)
     folder = write(tmp_path, None)
-    assert_refused(folder, "no weights", str(tmp_path), error=FileNotFoundError)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"wte.weight": "model-00001-of-00002.safetensors"}}))
-    assert_refused(folder, "no model-00001-of-00002.safetensors", error=FileNotFoundError)
-    index.write_text('{"weight_map": ["x"]}')
-    assert_refused(folder, str(index))
-
-
-@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"n_embd": 16}'])
-def test_malformed_config(tmp_path: Path, content: str) -> None:
-    folder = write(tmp_path, random_tensors())
-    (tmp_path / "config.json").write_text(content)
-    assert_refused(folder, "config.json")
+    assert_refused(folder, "no weights", folder, error=FileNotFoundError)
+    shard = "pytorch_model-00001-of-00002.bin"
+    index = {"weight_map": {"wte.weight": shard}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert_refused(folder, f"no {shard}", error=FileNotFoundError)
 
 
 SIZES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "head_dim", "n_inner")
@@ -474,7 +392,6 @@ SIZES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "head_dim",
     ("key", "value"),
     [
         ("activation_function", "relu"),
-        ("activation_function", "gelu"),
         ("layer_norm_epsilon", 1e-6),
         ("scale_attn_weights", False),
         ("scale_attn_by_inverse_layer_idx", True),
@@ -487,24 +404,22 @@ SIZES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "head_dim",
         ("n_embd", "16"),
         ("n_embd", 16.0),
         ("n_head", True),
+        ("n_embd", None),
         *product(SIZES, [2**62, 2**100, 10**9]),  # before anything is allocated
     ],
 )
 def test_what_our_model_can_not_represent(tmp_path: Path, key: str, value: object) -> None:
     given = {} if value == 3 else {"head_dim": 4}  # which makes any number of heads possible
     folder = write(tmp_path, random_tensors(), config_of(**given | {key: value}))
-    supported = [repr(one) for one in loader.SUPPORTED["GPT-2"].get(key, [])[:1]]
     name = "n_ctx" if key == "n_positions" else key
-    assert_refused(folder, name, str(value), *supported)
+    supported = [repr(one) for one in loader.SUPPORTED["GPT-2"].get(key, [])[:1]]
+    shown = "lacks" if value is None else str(value)
+    assert_refused(folder, name, shown, *supported)
 
 
-@pytest.mark.parametrize("name", ["slots", "recent"])
-def test_impossible_memory(tmp_path: Path, name: str) -> None:
-    shutil.copytree(ROOT / "pocket" / "bct", tmp_path, dirs_exist_ok=True)
-    config = read_json(tmp_path / "config.json") | {name: 2**62}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=rf"{name}.* {2**62}"):
-        loader.load_model(str(tmp_path), model_class=BCT)
+class Code:
+    def __reduce__(self):
+        return os.mkdir, ("a folder that must not appear",)
 
 
 UNUSUAL = {
@@ -514,73 +429,57 @@ UNUSUAL = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(16), 0.1, 0, torch.qint8),
     "of one number": lambda: torch.ones(1).expand(16),
     "complex": lambda: torch.ones(16, dtype=torch.complex64),
-    "four bits": lambda: FOUR_BITS,
+    "four bits": lambda: torch.zeros(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+}
+NO_TENSORS = {
+    "code": ({"wte.weight": torch.ones(2), "x": Code()}, "a PyTorch file of plain tensors"),
+    "a tensor": (torch.ones(2), "something else than named tensors"),
+    "a list": ([["wte.weight", torch.ones(2)]], "something else than named tensors"),
+    "deeper": ({"model": {"wte.weight": torch.ones(2)}}, "something else than named tensors"),
+    "no names": ({0: torch.ones(2)}, "something else than named tensors"),
 }
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
 @pytest.mark.filterwarnings("ignore")
 def test_unusual_tensors_are_refused(tmp_path: Path, kind: str) -> None:
-    for name in ("ln_f.bias", "lm_head.weight", "x"):
+    for name in ("ln_f.bias", HEAD, "x"):
         tensors = random_tensors() | {name: UNUSUAL[kind]()}
         assert_refused(write(tmp_path, tensors, filename="pytorch_model.bin"), name)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        torch.ones(2),
-        [["wte.weight", torch.ones(2)]],
-        {"model": {"wte.weight": torch.ones(2)}},
-        {"step": 3},
-        {0: torch.ones(2)},
-    ],
-    ids=str,
-)
-def test_something_else_than_named_tensors(tmp_path: Path, content: object) -> None:
-    folder = write(tmp_path, None)
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    assert_refused(folder, "pytorch_model.bin holds something else than named tensors")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("kind", NO_TENSORS)
+def test_what_is_no_named_tensors_is_refused_and_code_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, zipped: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, words = NO_TENSORS[kind]
+    folder = write(tmp_path, content, filename="pytorch_model.bin", zipped=zipped)
+    assert_refused(folder, "pytorch_model.bin", words)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "pytorch_model.bin"}
 
 
-@pytest.mark.parametrize(
-    "shard",
-    [
-        "../x.safetensors",
-        "/x.safetensors",
-        "sub/x.safetensors",
-        "..",
-        "",
-        "a\0b",
-        "model.safetensors.index.json",
-        3,
-    ],
-)
+@pytest.mark.parametrize("shard", ["../x.bin", "/x.bin", "sub/x.bin", "..", "", "a\0b", 3])
 def test_shards_are_files_beside_their_index(tmp_path: Path, shard: object) -> None:
     folder, index = write(tmp_path, None), tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"wte.weight": shard}}))
     assert_refused(folder, str(index), "not the name of a file of weights beside it")
 
 
-@pytest.mark.parametrize("name", ["gpt3", "", "no/such/folder"])
-def test_unknown_name(name: str) -> None:
-    if name:
-        assert_refused(name, repr(name), "pocket", "microsoft/DialoGPT-large", "or a folder")
-    with pytest.raises((ValueError, OSError)):
-        loader.load_tokenizer(name)
-
-
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
 def test_own_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path, None, config_of(vocab_size=300))
+    assert_no_tokenizer(tmp_path, r"no tokenizer\.tiktoken .* 300 tokens .* 50257")
     for merges in ((b"th",), (b"th", b" a", b" th", "é".encode(), b"  ")):  # no cached content
         vocab_size = write_tokenizer(tmp_path, merges)
+        assert_no_tokenizer(tmp_path, f"makes {vocab_size} tokens, but ")
         tokenizer = loader.load_tokenizer(write(tmp_path, None, config_of(vocab_size=vocab_size)))
-        assert tokenizer.n_vocab == 257 + len(merges)
+        write(tmp_path, None, config_of(vocab_size=300))
     assert tokenizer.encode("a the é") == [97, 258, 101, 32, 259]
     assert tokenizer.encode("x<|endoftext|>", allowed_special="all") == [120, 261]
-    assert tokenizer.eot_token == 261
     rng = random.Random(0)
     anything = [*map(chr, range(0x250)), "語", "🙂", "\u0301", "\x00", *"theth a é\n<|endoftext|>"]
     for _ in range(300):
@@ -588,38 +487,18 @@ def test_own_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text, disallowed_special=())) == text
 
 
-@pytest.mark.parametrize(
-    "content", ["", "!!!! 0\n", "YQ== 0 1\n", "YQ== zero\n", "YQ== 0\nYg== 0\n", "é 0"]
-)
-def test_malformed_tokenizer(tmp_path: Path, content: str) -> None:
-    folder = write(tmp_path, None)
-    (tmp_path / "tokenizer.tiktoken").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"tokenizer\.tiktoken"):
-        loader.load_tokenizer(folder)
-
-
-def test_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
-    folder = write(tmp_path, None, config_of(vocab_size=300))
-    with pytest.raises(ValueError, match=r"no tokenizer\.tiktoken .* 300 tokens .* 50257"):
-        loader.load_tokenizer(folder)
-    write_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"makes 257 tokens, but .* 300"):
-        loader.load_tokenizer(folder)
-
-
 def test_gpt2_tokenizer(tmp_path: Path) -> None:
-    gpt2_encoding()
-    for name in (
-        "gpt2-xl",
-        "microsoft/DialoGPT-small",
-        write(tmp_path, None, config_of(vocab_size=50257)),
-    ):
-        tokenizer = loader.load_tokenizer(name)
-        assert tokenizer.encode("Hello world") == [15496, 995]
-        assert tokenizer.eot_token == 50256
-        assert (
-            tokenizer._pat_str == loader.GPT2_PATTERN
-        )  # so that the pocket's text is cut as GPT-2's is
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except requests.exceptions.RequestException:
+        pytest.skip("GPT-2's tokenizer is neither in tiktoken's cache nor reachable")
+    folder = write(tmp_path, None, config_of(vocab_size=50257))
+    for name in ("gpt2-xl", "microsoft/DialoGPT-small", folder):
+        assert loader.load_tokenizer(name) is encoding
+    assert (
+        encoding._pat_str == loader.GPT2_PATTERN
+    )  # so that the pocket's text is cut as GPT-2's is
+    assert loader.Numbers().encode(ARTICLE["prompt"]) == encoding.encode(ARTICLE["prompt"])
 
 
 def write_vocabulary(folder: Path, merges: str) -> str:
@@ -633,41 +512,40 @@ def write_vocabulary(folder: Path, merges: str) -> str:
 
 def test_a_vocabulary_of_its_own_is_read_as_it_is(tmp_path: Path) -> None:
     """Another language's GPT-2 has 50,257 tokens too; two that have changed places are no vocabulary."""
-    folder = write(tmp_path / "other", None, config_of(vocab_size=50257))
+    write(tmp_path / "other", None, config_of(vocab_size=50257))
     (tmp_path / "other" / "tokenizer.model").write_text("of another kind")
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
-        loader.load_tokenizer(folder)
+    assert_no_tokenizer(tmp_path / "other", r"no tokenizer\.json")
     tokenizer = loader.load_tokenizer(write_vocabulary(tmp_path, "t h\nth e"))
     assert tokenizer.encode("the<|endoftext|>", allowed_special="all") == [257, 258]
     assert (tokenizer.eot_token, tokenizer.n_vocab) == (258, 259)
     write(tmp_path, None, config_of(vocab_size=258))
-    with pytest.raises(ValueError, match=r"makes 259 tokens, but .* 258"):
-        loader.load_tokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match="in the order of its merges"):
-        loader.load_tokenizer(write_vocabulary(tmp_path, "th e\nt h"))
+    assert_no_tokenizer(tmp_path, "makes 259 tokens, but .* 258")
+    write_vocabulary(tmp_path, "th e\nt h")
+    assert_no_tokenizer(tmp_path, "in the order of its merges")
 
 
 DAMAGED = ["", "{}", '{"model": 3}', '{"model": {"vocab": []}}', "\xff"]
 DAMAGED += ["a pipe"] if hasattr(os, "mkfifo") else []
 
 
-@pytest.mark.parametrize("content", DAMAGED)
+RANKS = ["!!!! 0\n", "YQ== 0 1\n", "YQ== zero\n", "YQ== 0\nYg== 0\n", "é 0"]
+
+
 @pytest.mark.parametrize(
-    "file", ["tokenizer.tiktoken", "tokenizer.json", "vocab.json", "merges.txt"]
+    ("file", "content"),
+    [
+        *product(["tokenizer.tiktoken", "tokenizer.json", "vocab.json", "merges.txt"], DAMAGED),
+        *product(["tokenizer.tiktoken"], RANKS),
+    ],
 )
 def test_a_damaged_vocabulary_is_refused(tmp_path: Path, file: str, content: str) -> None:
-    folder = write_vocabulary(tmp_path, "t h\nth e")
+    write_vocabulary(tmp_path, "t h\nth e")
     (tmp_path / file).unlink(missing_ok=True)
     if content == "a pipe":  # is not waited for
         os.mkfifo(tmp_path / file)
     else:
         (tmp_path / file).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=f"vocab.json|{file}"):
-        loader.load_tokenizer(folder)
-
-
-def test_the_articles_prompt_is_known_without_the_tokenizer() -> None:
-    assert loader.Numbers().encode(ARTICLE["prompt"]) == gpt2_encoding().encode(ARTICLE["prompt"])
+    assert_no_tokenizer(tmp_path, f"vocab.json|{file}")
 
 
 def test_a_folder_that_transformers_wrote(tmp_path: Path) -> None:
@@ -685,25 +563,10 @@ def test_a_folder_that_transformers_wrote(tmp_path: Path) -> None:
     written = read_json(tmp_path / "tokenizer.json")
     written["pre_tokenizer"]["add_prefix_space"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match="none that tiktoken can do"):
-        loader.load_tokenizer(folder)
-
-
-def test_gpt2_tokenizer_that_can_not_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_network(name: str) -> tiktoken.Encoding:
-        raise requests.exceptions.ConnectionError("no route")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    with pytest.raises(OSError, match=r"can't download GPT-2's tokenizer.*the model pocket"):
-        loader.load_tokenizer("gpt2")
+    assert_no_tokenizer(tmp_path, "none that tiktoken can do")
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
-
-
-def test_what_has_no_published_text_is_not_verified() -> None:
-    known = "gpt2, gpt2-xl, micro"
-    refused(run(loader.main, "pocket", "--verify"), "no published continuation of pocket ", known)
 
 
 def test_verify_tells_same_from_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -715,9 +578,10 @@ def test_verify_tells_same_from_different(tmp_path: Path, monkeypatch: pytest.Mo
         ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")])
         text = tokenizer.decode([int(token) for token in generate(model, ids, 12)])
         entries.append({"model": "pocket", "prompt": prompt, "continuation": text, "source": "us"})
-    for right, said in ((2, "2 of 2 published continuations reproduced"), (1, "1 of 2")):
+    for right in (2, 1):
         loader.EXPECTED_OUTPUTS.write_text(json.dumps({"continuations": entries}))
         ran = run(loader.main, "pocket", "--verify", "--device", "cpu")
-        assert ran.code == 2 - right and said in ran.out, ran.err
-        entries[1]["continuation"] = "x" + entries[1]["continuation"][1:]
-    assert "DIFFERENT: 'Hi<|endoftext|>'" in ran.out and "by: us" in ran.out
+        assert ran.code == 2 - right, ran.err
+        assert f"{right} of 2 published continuations reproduced" in ran.out
+        entries[1]["continuation"] = "x" + text
+    assert "DIFFERENT: 'Hi<|endoftext|>'" in ran.out
