@@ -4,8 +4,8 @@ import io
 import json
 import random
 import re
-import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from studies.core import Rows
 from support.encoders import TokenEncoder, load_encoder, nearest
 from support.files import read_csv
 from support.store import Store
-from tests.helpers import N_CTX, Ran, refused, run, start
+from tests.helpers import N_CTX, Ran, refused, run
 from tests.test_store import found, put, texts, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,10 +49,9 @@ def test_recycled_identity_with_cold(tmp_path: Path, place: str, kind: str) -> N
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
         if len(ids) + n <= 32:
             assert found(store, ids) == len(ids)
-    assert store.nbytes > 0
 
 
-def test_what_is_read_again_after_the_context_was_full_is_stored_where_it_belongs(kind) -> None:
+def test_what_was_read_is_stored_past_the_context_and_if_nobody_wants_the_rest(kind: str) -> None:
     model = tiny_model(kind=kind)
     store, row = Store(model), torch.tensor([[3, 1, 4, 1, 5] * 5])
     text = row[0].tolist() + written(recycle(store, row, 20))
@@ -60,20 +59,12 @@ def test_what_is_read_again_after_the_context_was_full_is_stored_where_it_belong
     assert found(store, kept) == len(kept)
     long = torch.tensor([text])
     assert written(recycle(store, long, 5)) == written(generate(model, long, 5))
-
-
-def test_a_recycled_generation_that_nobody_finishes_is_stored_too() -> None:
-    store = Store(tiny_model())
     tokens = recycle(store, torch.tensor([[1, 2, 3]]), 20)
-    text = [1, 2, 3, *(int(next(tokens)) for _ in range(4))]
+    started = [1, 2, 3, *(int(next(tokens)) for _ in range(4))]
     tokens.close()
-    assert len(store.get([*text, 0])) == 6
-
-
-@pytest.mark.parametrize("shape", [(1,), (2,), (2, 3)])
-def test_ids_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"must have shape \(1, T\), got"):
-        next(recycle(Store(tiny_model()), torch.zeros(shape, dtype=torch.long), 2))
+    assert found(store, started) == 6
+    with pytest.raises(ValueError, match=r"must have shape \(1, T\), got \(2, 3\)"):
+        next(recycle(store, torch.ones(2, 3, dtype=torch.long), 2))
 
 
 # --- The source's way -----------------------------------------------------------------------------------------------
@@ -108,9 +99,10 @@ def test_a_prompt_is_stored_with_text_ids_cache_and_embedding(
     for text in ("abc", "ab", "a"):  # the two last ones end in the middle of the first
         recycler.add(text)
     again = Store(recycler.store.model, tmp_path)  # another process
-    for text, ids, vector in again.prompts("tokens"):
-        assert ids == Letters().encode(text) and vector.tolist() == pytest.approx(ENCODED[text])
-    assert len(again.prompts("tokens")) == 3 and again.prompts("another") == []
+    stored = {text: (ids, vector.tolist()) for text, ids, vector in again.prompts("tokens")}
+    for text in ("abc", "ab", "a"):
+        assert stored.pop(text) == (Letters().encode(text), pytest.approx(ENCODED[text]))
+    assert stored == {} and again.prompts("another") == []
     assert found(again, [0, 1, 2]) == 3
     again.clear()
     assert again.prompts("tokens") == []
@@ -176,11 +168,11 @@ def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> No
 
 def test_token_encoder_gives_unit_vectors_of_centred_means(pocket: GPT) -> None:
     tokenizer = load_tokenizer("pocket")
-    vectors = TokenEncoder(pocket, tokenizer)(["Halek met Varus.", "Varus met Halek.", ""])
+    first, empty = TokenEncoder(pocket, tokenizer)(["Halek met Varus.", ""])
     ids, table = tokenizer.encode("Halek met Varus."), pocket.wte.weight.detach()
     mean = table[ids].mean(0) - table.mean(0)
-    np.testing.assert_allclose(vectors[0], (mean / mean.norm()).numpy(), atol=1e-5)
-    assert np.allclose(np.linalg.norm(vectors[:2], axis=1), 1, atol=1e-5) and not vectors[2].any()
+    np.testing.assert_allclose(first, (mean / mean.norm()).numpy(), atol=1e-5)
+    assert not empty.any()
 
 
 @pytest.mark.slow
@@ -195,17 +187,19 @@ def test_real_sentence_encoder(pocket: GPT) -> None:
     assert np.allclose(encoder(tests), recycling.Known()(tests), atol=1e-3)
 
 
-def test_encoder_that_is_not_installed_is_one_sentence(pocket: GPT, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(ValueError, match=r"all-MiniLM-L6-v2.*pip install sentence-transformers"):
-        load_encoder("all-MiniLM-L6-v2", pocket, load_tokenizer("pocket"))
-
-
-def test_encoder_that_cannot_be_downloaded_is_one_sentence(pocket: GPT, monkeypatch) -> None:
-    package = SimpleNamespace(__spec__="there", SentenceTransformer=None)  # any error will do
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        (None, "all-MiniLM-L6-v2.*pip install sentence-transformers"),
+        (SimpleNamespace(__spec__="there"), "can't download the encoder all-MiniLM-L6-v2 "),
+    ],
+)
+def test_an_encoder_that_cannot_be_had_is_one_sentence(
+    pocket: GPT, monkeypatch: pytest.MonkeyPatch, package: object, words: str
+) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", package)
-    with pytest.raises(OSError, match="can't download the encoder nope .*tokens needs no"):
-        load_encoder("nope", pocket, load_tokenizer("pocket"))
+    with pytest.raises((ValueError, OSError), match=words):
+        load_encoder("all-MiniLM-L6-v2", pocket, load_tokenizer("pocket"))
 
 
 # --- The scripts ----------------------------------------------------------------------------------------------------
@@ -217,7 +211,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> Ran:
     return run(module.main, *words)
 
 
-def test_bare_run_shows_every_way_and_names_the_study(tmp_path: Path, monkeypatch) -> None:
+def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = run(module.main, "--max-new-tokens", "12")
     assert ran.code == 0, ran.err
@@ -229,11 +223,9 @@ def test_bare_run_shows_every_way_and_names_the_study(tmp_path: Path, monkeypatc
     recycled = read_csv(folder / "recycled.csv", "way", "reused_tokens")
     assert [row["way"] for row in recycled] == ["source", "published", "longest"] * 7
     for i, row in enumerate(recycled):
-        before, way = cold[i // 3], row["way"]
-        assert row["prompt"] == before["prompt"]
+        assert row["prompt"] == cold[i // 3]["prompt"]
+        assert row["output"] == cold[i // 3]["output"] or row["way"] == "published"
         assert 0 < float(row["first_token_s"]) < float(row["latency_s"])
-        assert (row["cache_similarity"] > "0.3") == (way != "longest")
-        assert row["output"] == before["output"] or way == "published"
     source, longest = ([int(row["reused_tokens"]) for row in recycled[i::3]] for i in (0, 2))
     assert all(a <= b for a, b in zip(source, longest, strict=True)) and source != longest
 
@@ -249,22 +241,25 @@ def test_the_study_answers_as_a_cold_run_and_in_the_sources_order_all_cold_runs_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["Notes: a goat", "Question: who?"]
-    tests = [f"{text} And?" for text in texts]
-    trial = tiny_trial(tests)
+    trial = tiny_trial([f"{text} And?" for text in texts])
     events, answer, add = [], trial.answer, trial.add
     monkeypatch.setattr(trial, "answer", lambda way, *a: events.append(way) or answer(way, *a))
     monkeypatch.setattr(trial, "add", lambda texts: events.append("store") or add(texts))
     found = trial.run(texts, "source", 3)
     assert events == ["cold"] * 2 + ["store"] + ["published"] * 2 + ["recycled"] * 2
-    rows, at = Rows("recycling", tmp_path, reduced="trial"), {"model": "x"}
-    recycling.add_rows(rows, trial, found, at)
-    figure = lambda *names: rows.figure(*names, **at).value  # noqa: E731
+    rows = Rows("recycling", tmp_path, reduced="trial")
+    recycling.add_rows(rows, trial, found, {"model": "x"})
+
+    def figure(way: str, metric: str) -> float:
+        return rows.figure(way, metric, model="x").value
+
     assert figure("recycled", "answers") == 2
     assert 0.4 < figure("published", "depth") <= figure("recycled", "depth") < 1
     assert figure("recycled", "positions") == figure("cold", "positions")
     assert tiny_trial(["Question: what?"]).unrelated(texts) == texts[:1]
-    with pytest.raises(ValueError, match="exceed the context"):
+    with pytest.raises(ValueError, match="exceed the context, 64"):
         tiny_trial(["goat " * 200])
+    assert recycling.slope(np.array([[0.2, 0.06], [0.5, 0.15]])) == pytest.approx(0.3)
 
 
 def test_the_recorded_embeddings_are_of_all_prompts_and_of_no_other_text() -> None:
@@ -282,12 +277,12 @@ def test_the_recorded_embeddings_are_of_all_prompts_and_of_no_other_text() -> No
 def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [recycling.Answer([1], 1.0, 1.0, 0, 9)]
-    found = {(way, text): made for way in recycling.WAYS for text in ("a", "b", "c", "d")}
-    prompts = iter((list("xy"), list("abcd")))
-    monkeypatch.setattr(recycling, "read_prompts", lambda path: next(prompts))
-    monkeypatch.setattr(recycling.Trial, "run", lambda *given: found)
-    ran = run(recycling.main, "--out", str(tmp_path), *words)
+    def answered(trial: recycling.Trial, *_: object) -> recycling.Found:
+        made = [recycling.Answer([1], 1.0, 1.0, 0, 9)]
+        return {(way, text): made for way in recycling.WAYS for text in trial.tests}
+
+    monkeypatch.setattr(recycling.Trial, "run", answered)
+    ran = run(recycling.main, "--out", tmp_path, *words)
     assert ran.code == 0, ran.err
     assert ("and no verdict" in ran.out) == bool(words) == ("HOLDS" not in ran.out)
     assert (tmp_path / "rows.jsonl").exists() != bool(words)
@@ -295,18 +290,14 @@ def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
 
 @pytest.mark.slow
 def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
-    ran = run(recycling.main, "--quick", "--out", str(tmp_path))
+    ran = run(recycling.main, "--quick", "--out", tmp_path)
     assert ran.code == 0, ran.err
-    assert "6 of 6 answers are the cold run's" in ran.out and "no verdict" in ran.out
     recorded, again = Rows("recycling"), Rows("recycling", tmp_path)
     for line in (tmp_path / "reduced.jsonl").read_text().splitlines():
         again.take(json.loads(line))
-    for way, metric in [
-        ("published", "answers"),
-        ("published", "positions"),
-        ("recycled", "depth"),
-    ]:
-        assert again.figure(way, metric) == recorded.figure(way, metric)
+    for way in ("published", "recycled"):
+        for metric in ("answers", "positions", "depth"):
+            assert again.figure(way, metric) == recorded.figure(way, metric)
     found, known = (rows.figure("published", "similarity").value for rows in (again, recorded))
     assert found == pytest.approx(known, abs=1e-3)
 
@@ -314,49 +305,41 @@ def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
 def test_latency_measures_every_cell(tmp_path: Path) -> None:
     rows = Rows("latency", tmp_path, reduced="trial")
     latency.measure(rows, tiny_model(), "124M", [16, 32], 1)
-    for m in (16, 32, 2, 3, 5, 9, 17):
-        for share in latency.SHARES if m in (16, 32) else (100,):
-            for way in ("memory", "warm-disk"):
-                at = {"m": m, "share": share}
-                restore, first = (rows.figure(way, x, **at).value for x in ("restore", "first"))
-                assert 0 < restore < first and rows.figure(way, "saved", **at).value < 1
+    cells = [(m, share) for m in (16, 32) for share in latency.SHARES]
+    cells += [(m, 100) for m in (2, 3, 5, 9, 17)]
+    for way, (m, share) in product(("memory", "warm-disk"), cells):
+        at = {"m": m, "share": share}
+        restore, first = (rows.figure(way, x, **at).value for x in ("restore", "first"))
+        assert 0 < restore < first and rows.figure(way, "saved", **at).value < 1
     assert rows.find("memory", "cost")["n"] == 7
 
 
-def test_alpha_is_the_slope_through_zero() -> None:
-    assert recycling.slope(np.array([[0.2, 0.06], [0.5, 0.15], [0.9, 0.27]])) == pytest.approx(0.3)
-
-
 def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
-    rng, requests, chains = random.Random(0), [], [[]]
+    rng, requests, chains, seen, tokens = random.Random(0), [], [[]], set(), 0
     for i in range(300):
         chain = [*rng.choice(chains), *range(1000 * i, 1000 * i + rng.randint(1, 6))]
+        length = 512 * len(chain) - rng.randrange(512)
         chains.append(chain)
-        requests.append(replay.Request(512 * len(chain) - rng.randrange(512), tuple(chain)))
-    lines = [{"input_length": r.tokens, "hash_ids": r.blocks} for r in requests]
+        requests.append({"input_length": length, "hash_ids": chain})
+        known = next((i for i, block in enumerate(chain) if block not in seen), len(chain))
+        tokens += min(512 * known, length - 1)
+        seen |= {*chain}
     trace, out = tmp_path / "small.jsonl", tmp_path / "out"
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    seen, tokens = set(), 0
-    for r in requests:
-        known = next((i for i, b in enumerate(r.blocks) if b not in seen), len(r.blocks))
-        tokens += min(512 * known, r.tokens - 1)
-        seen |= set(r.blocks)
-    sizes = [1, 20, 80, 300, 10**6]
-    ran = run(replay.main, trace, "--blocks", *sizes, "--out", out)
-    assert ran.code == 0 and "300 requests" in ran.out, ran.err
-    assert {path.name for path in out.iterdir()} == {"replay_small.csv", "replay_small.png"}
-    rows = [line.split(",") for line in (out / "replay_small.csv").read_text().splitlines()]
-    *rates, unlimited = [float(row[3]) for row in rows[1:]]
-    assert unlimited == pytest.approx(tokens / sum(r.tokens for r in requests), rel=1e-3)
+    trace.write_text("\n".join(map(json.dumps, requests)))
+    ran = run(replay.main, trace, "--blocks", 1, 20, 80, 300, 10**6, "--out", out)
+    assert ran.code == 0, ran.err
+    assert (out / "replay_small.png").exists()
+    *rates, unlimited = [float(row["token_hit_rate"]) for row in read_csv(out / "replay_small.csv")]
+    in_all = sum(request["input_length"] for request in requests)
+    assert unlimited == pytest.approx(tokens / in_all, rel=1e-3)
     assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited
 
 
 BAD_TRACES = {
-    "": ["empty"],
-    "nothing": ["line 2"],
-    '{"input_length": 512}': ["line 2", "hash_ids"],
-    '{"input_length": 513, "hash_ids": [1]}': ["line 2", "513 tokens", "1 blocks"],
-    '{"input_length": "5", "hash_ids": [1]}': ["line 2", "whole number"],
+    "": "empty",
+    "nothing": "line 2",
+    '{"input_length": 512}': "line 2 hash_ids",
+    '{"input_length": 513, "hash_ids": [1]}': "line 2 513 1 blocks",
 }
 
 
@@ -364,20 +347,8 @@ BAD_TRACES = {
 def test_bad_traces_get_one_sentence(tmp_path: Path, line: str) -> None:
     trace = tmp_path / "bad.jsonl"
     trace.write_text('{"input_length": 512, "hash_ids": [1]}\n' + line if line else "")
-    refused(run(replay.main, trace, "--out", tmp_path / "out"), *BAD_TRACES[line])
+    refused(run(replay.main, trace, "--out", tmp_path / "out"), *BAD_TRACES[line].split())
     assert not (tmp_path / "out").exists()
-
-
-BAD = {  # a command, and what its sentence must hold
-    f"recycle --max-new-tokens {N_CTX - 12}": [f"{N_CTX - 12}", f"{N_CTX}"],
-    "recycle chat --capacity 0": ["capacity", "0"],
-    "recycle chat --encoder tokens": ["--encoder", "run"],
-}
-
-
-@pytest.mark.parametrize("command", BAD)
-def test_bad_input_gets_one_sentence_and_exit_status_2(command: str) -> None:
-    refused(start(command), *BAD[command])
 
 
 def reused(text: str) -> list[int]:
@@ -385,82 +356,68 @@ def reused(text: str) -> list[int]:
 
 
 def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path, monkeypatch) -> None:
-    words = ["chat", "--store", str(tmp_path), "--max-new-tokens", "30"]
-    questions = "What does the yaffin like to eat?\n\nWhich river does Tolben stand on?\n"
-    script = [sys.executable, str(ROOT / "recycle.py"), *words]
-    first = subprocess.run(script, input=questions, text=True, capture_output=True)
-    assert first.returncode == 0 and first.stderr == ""
-    again = typed(monkeypatch, questions, *words)
-    assert again.code == 0 and again.err == ""
-    for out in (first.stdout, again.out):
-        assert "lichen" in out and "Tamble" in out
-    a, b = reused(first.stdout), reused(again.out)
-    assert a[0] == 0 and a[1] > 15 and b[0] > 10 and b[1] > a[1]
+    text = "What does the yaffin like to eat?\n\nWhich river does Tolben stand on?\n"
+    counts = []
+    for _ in range(2):
+        ran = typed(monkeypatch, text, "chat", "--store", tmp_path, "--max-new-tokens", 30)
+        assert ran.code == 0 and ran.err == ""
+        assert "lichen" in ran.out and "Tamble" in ran.out
+        counts.append(reused(ran.out))
+    (first, second), (first_again, second_again) = counts
+    assert first == 0 and second > 15 and first_again > 10 and second_again > second
 
 
 @pytest.mark.slow
 def test_the_pages_conversation_is_answered_rightly_and_long_enough(tmp_path, monkeypatch) -> None:
     text = (ROOT / "data" / "pocket_chat.txt").read_text("utf-8")
     ran = typed(monkeypatch, text, "chat", "--store", tmp_path)
-    answers = re.findall(r"^(.+)\n\[reused", ran.out, re.M)
-    assert " ".join(answers) == (
+    assert " ".join(re.findall(r"^(.+)\n\[reused", ran.out, re.M)) == (
         "Tamble Quentil lichen stone walls golden August paper kites Wychet Wood Neth Sigmar minnows attics"
     )
-    *_, last = re.findall(r"reused (\d+) of (\d+) tokens", ran.out)
-    assert int(last[0]) > 0.9 * int(last[1]) > 150
+    assert reused(ran.out)[-1] > 150
 
 
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeypatch) -> None:
-    towns = ("Tolben", "Lindral", "Grismouth", "Saltry", "Foxham") * 3
-    text = "".join(f"{i}: where is {town}? {'Say which. ' * 30}\n" for i, town in enumerate(towns))
+    text = "".join(f"{i}: where is Tolben? {'Say which. ' * 30}\n" for i in range(15))
     text += "word " * N_CTX
     ran = typed(monkeypatch, text, "chat", "--store", tmp_path, "--max-new-tokens", 4)
     assert ran.code == 0, ran.err
     assert f"context of {N_CTX} tokens is full" in ran.out and "don't fit" in ran.out
     counts = reused(ran.out)
-    assert len(counts) == len(towns) and max(counts) > 2 * N_CTX // 3
+    assert len(counts) == 15 and max(counts) > 2 * N_CTX // 3
     assert min(counts[5:]) < 20, "what moves to other positions is read again"
 
 
 def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> None:
     store, tokenizer = Store(pocket), load_tokenizer("pocket")
-    lines = ["What is it?", "Where do you live?"]
-    module.chat(store, tokenizer, lines, 5, dialogue=True)
-    counts = reused(capsys.readouterr().out)
-    first = tokenizer.encode(f"{lines[0]}<|endoftext|>", allowed_special="all")
-    assert counts[0] == 0 and counts[1] > len(first)
-    cache = store.get([*first, 0])
-    assert len(cache) == len(first)
+    module.chat(store, tokenizer, ["What is it?", "Where do you live?"], 5, dialogue=True)
+    first = tokenizer.encode("What is it?<|endoftext|>", allowed_special="all")
+    assert reused(capsys.readouterr().out)[1] > len(first) == found(store, first)
 
 
 @pytest.fixture(scope="module")
 def dialogue_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder named and laid out as microsoft/DialoGPT-medium, of small geometry, as transformers writes it."""
     transformers = pytest.importorskip("transformers")
-    import tiktoken
-
     try:
-        tiktoken.get_encoding("gpt2")
-    except OSError:
-        pytest.skip("GPT-2's tokenizer is not in tiktoken's cache, and can't be downloaded")
+        load_tokenizer("gpt2")
+    except OSError as error:
+        pytest.skip(f"GPT-2's tokenizer isn't here: {error}")
     folder = tmp_path_factory.mktemp("models") / "DialoGPT-tiny"
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=16, n_positions=256, initializer_range=0.5
-    )
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 256}
+    config = transformers.GPT2Config(initializer_range=0.5, **sizes)
     transformers.GPT2LMHeadModel(config).half().save_pretrained(folder)
     return folder
 
 
 @pytest.mark.slow
 def test_papers_prompts_on_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
-    words = ("--model", dialogue_model, "--quick", "--out", tmp_path)
-    ran = run(recycling.main, *words)
+    ran = run(recycling.main, "--model", dialogue_model, "--quick", "--out", tmp_path)
     assert ran.code == 0, ran.err
     lines = [json.loads(line) for line in (tmp_path / "reduced.jsonl").read_text().splitlines()]
     rows = {(row["way"], row["metric"]): row for row in lines if "way" in row}
     assert sum(rows["recycled", "reused"]["values"]) == 40, "as many as the paper has"
     assert rows["recycled", "answers"]["value"] == 6
-    assert rows["cold", "tokens"]["value"] == 14 + 15 + 11 + 15 + 16 + 15, (
-        "a turn ends with <|endoftext|>"
-    )
+    # a turn ends with <|endoftext|>
+    assert rows["cold", "tokens"]["value"] == 14 + 15 + 11 + 15 + 16 + 15
