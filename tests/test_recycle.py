@@ -355,7 +355,7 @@ def reused(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"reused (\d+) of", text)]
 
 
-def test_chat_reuses_the_history_also_of_an_earlier_process(tmp_path: Path, monkeypatch) -> None:
+def test_chat_reuses_the_history_also_of_an_earlier_run(tmp_path: Path, monkeypatch) -> None:
     text = "What does the yaffin like to eat?\n\nWhich river does Tolben stand on?\n"
     counts = []
     for _ in range(2):
