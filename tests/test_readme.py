@@ -34,19 +34,14 @@ def test_the_python_examples_run_one_after_the_other() -> None:
 @pytest.mark.parametrize("page", ["README.md", "studies/README.md"])
 def test_every_file_that_is_linked_or_run_exists(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    linked = [(ROOT / page).parent / name for name in re.findall(r"\]\(([^)#:]+)\)", text)]
-    run = [ROOT / name for name in re.findall(r"python3? ([\w/]+\.py)", text)]
-    assert len(linked) > 5 and [path for path in linked + run if not path.exists()] == []
+    paths = [(ROOT / page).parent / name for name in re.findall(r"\]\(([^)#:]+)\)", text)]
+    paths += [ROOT / name for name in re.findall(r"python3? ([\w/]+\.py)", text)]
+    assert len(paths) > 5 and [path for path in paths if not path.exists()] == []
 
 
-def test_diffs_are_as_small_as_the_readme_says() -> None:
-    base, kv, llama = (
-        (ROOT / f"{name}.py").read_text(encoding="utf-8")
-        for name in ("gpt_baseline", "gpt_kv_cache", "llama_kv_cache")
-    )
+def test_counts_are_right() -> None:
+    names = ("gpt_baseline", "gpt_kv_cache", "llama_kv_cache")
+    base, kv, llama = ((ROOT / f"{name}.py").read_text(encoding="utf-8") for name in names)
     assert f"{len(hunks(base, kv))} hunks" in README
     assert f"{len(hunks(kv, llama))} hunks from `gpt_kv_cache.py`" in README
-
-
-def test_the_number_of_mutants_is_right() -> None:
-    assert f"{len(list((ROOT / 'tests' / 'mutants').glob('*.patch')))} small bugs" in README
+    assert f"{len([*(ROOT / 'tests' / 'mutants').glob('*.patch')])} small bugs" in README

@@ -34,13 +34,6 @@ def test_help_says_what_it_does(script: str) -> None:
     assert len(ran.out.splitlines()) > 5 and "usage:" in ran.out
 
 
-def test_a_real_process_writes_text_and_its_cost_from_any_folder(tmp_path: Path) -> None:
-    script = ROOT / "gpt_baseline.py"
-    ran = process(sys.executable, script, "--max-new-tokens", 20, folder=tmp_path)
-    assert len(text_of(ran).split()) > 15 and ran.err == ""
-    assert list(tmp_path.iterdir()) == []
-
-
 def text_of(ran: Ran) -> str:
     assert ran.code == 0, ran.err
     assert re.search(
@@ -48,6 +41,13 @@ def text_of(ran: Ran) -> str:
         ran.out,
     )
     return ran.out.split("\n\n[prefill")[0]
+
+
+def test_a_real_process_writes_text_and_its_cost_from_any_folder(tmp_path: Path) -> None:
+    script = ROOT / "gpt_baseline.py"
+    ran = process(sys.executable, script, "--max-new-tokens", 20, folder=tmp_path)
+    assert len(text_of(ran).split()) > 15 and ran.err == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -60,18 +60,18 @@ def test_all_files_write_the_same(options: str) -> None:
     assert text_of(start("gpt_kv_cache --max-new-tokens 60 --temperature 2")) != texts[0]
 
 
-@pytest.mark.parametrize("memory", ["full", "window", "sinks", "bct"])
-def test_every_memory_writes_text_and_says_its_bytes(memory: str) -> None:
-    slots = "--slots 50" if memory in ("window", "sinks") else ""
-    ran = start(f"gpt_bounded_cache --memory {memory} --max-new-tokens 40 {slots}")
+def test_every_memory_writes_text_and_says_its_bytes() -> None:
     bct = read_pocket_config("bct")
     head = bct["slots"] * (2 * 32 + 1) + bct["recent"] * (2 * 32 + 1 + bct["slots"])
-    nbytes = {
+    for memory, nbytes in {
         "full": TOKEN * (CONFIG["n_ctx"] + 1),
+        "window --slots 50": 50 * TOKEN,
+        "sinks --slots 50": 50 * TOKEN,
         "bct": 4 * bct["n_layer"] * bct["n_head"] * head,
-    }
-    assert len(text_of(ran).split()) > 20
-    assert f"KV cache {nbytes.get(memory, 50 * TOKEN):,} bytes" in ran.out
+    }.items():
+        ran = start(f"gpt_bounded_cache --memory {memory} --max-new-tokens 40")
+        assert len(text_of(ran).split()) > 20
+        assert f"KV cache {nbytes:,} bytes" in ran.out
 
 
 def test_a_bare_run_compares_the_memories_on_one_text() -> None:
@@ -83,9 +83,9 @@ def test_a_bare_run_compares_the_memories_on_one_text() -> None:
 
 def test_bct_goes_on_past_the_context() -> None:
     long = f"--prompt '{'Notes: ' * (CONFIG['n_ctx'] // 2)}' --max-new-tokens 5"
-    assert "holds only" not in start(f"gpt_bounded_cache --memory bct {long}").out
-    full = start(f"gpt_bounded_cache --memory full {long}")
-    assert f"context of {CONFIG['n_ctx']} holds only the last" in full.out
+    for memory, full in (("bct", False), ("full", True)):
+        ran = start(f"gpt_bounded_cache --memory {memory} {long}")
+        assert (f"context of {CONFIG['n_ctx']} holds only the last" in ran.out) == full
 
 
 def test_an_untrained_model_writes_what_the_article_lets_it_write(
@@ -98,30 +98,29 @@ def test_an_untrained_model_writes_what_the_article_lets_it_write(
     ran = start("gpt_kv_cache --compare --random 2x2x8 --threads 1")
     assert ran.code == 0 and re.search(r"\nHello, I am( \d+){200}\n", ran.out)
     assert "Same tokens: yes (no cache: 200, KV cache: 200)" in ran.out
-    assert re.search(r"In all, prefill included: .* s, [\d.]+ times as fast", ran.out)
-    assert "tokens are shown as numbers: can't download GPT-2's tokenizer" in ran.err
+    offline = "can't download GPT-2's tokenizer (no network for gpt2): run this once with internet"
+    assert f"tokens are shown as numbers: {offline}" in ran.err
     other = start("gpt_kv_cache --random 2x2x8 --prompt Hi")
     assert other.code == 2 and "the prompt must be 'Hello, I am', got 'Hi'" in other.err
 
 
 def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
-    file = tmp_path / "exercise.py"
-    words = f"--max-new-tokens 20 --cache '{file}'"
-    refused(start(f"gpt_kv_cache {words}"), "there is no Python file")
+    command = f"gpt_kv_cache --compare --max-new-tokens 20 --cache {tmp_path / 'exercise.py'}"
+    refused(start(command), "there is no Python file")
     ours = "from gpt_kv_cache import KVCache\n\nclass Cache(KVCache):\n    "
-    file.write_text(f"{ours}nbytes = 12345\n")
-    ran = start(f"gpt_kv_cache --compare {words}")
-    assert ran.code == 0 and "Same tokens: yes" in ran.out and "12,345 bytes" in ran.out
     stub = "def append(self, *_):\n        raise NotImplementedError('exercise 2.1')\n"
     for source, said in [
         ("x = 1\n", "has no class Cache"),
         (ours + stub, "exercise 2.1 isn't written"),
         ("class Cache(\n", "line 1"),
     ]:
-        file.write_text(source)
-        ran = start(f"gpt_kv_cache {words}")
+        (tmp_path / "exercise.py").write_text(source)
+        ran = start(command)
         refused(ran, said)
         assert ran.out == "" or ran.out.endswith("\n")  # the sentence begins a line
+    (tmp_path / "exercise.py").write_text(f"{ours}nbytes = 12345\n")
+    ran = start(command)
+    assert ran.code == 0 and "Same tokens: yes" in ran.out and "12,345 bytes" in ran.out
 
 
 BAD = {  # a command, and what its sentence must hold
@@ -146,7 +145,6 @@ BAD = {  # a command, and what its sentence must hold
     "overfill --max-new-tokens 1": "at least 2 '1'",
     "overfill --max-new-tokens 5000": f"5000 context of {CONFIG['n_ctx']}",
     "overfill --top-k 2": "demo has no --top-k",
-    "recycle --trace x.html": "has no --trace",
     "recycle chat --store ''": "--store is empty",
     "recycle chat --capacity 0": "--capacity at least 1 '0'",
     "recycle chat --encoder tokens": "chat has no --encoder",
@@ -157,9 +155,7 @@ BAD = {  # a command, and what its sentence must hold
     "paged --blocks 3": "blocks there are 3",
     "paged --blocks 2000000000 --max-new-tokens 2": "2000000000 blocks of 16 tokens take",
     "paged --max-new-tokens 5000": "5000 more context of",
-    "paged --top-k 3": "run has no --top-k",
     "speculate write --draft 0": "--draft at least 1 '0'",
-    "speculate --draft 4": "demo has no --draft",
     "studies.projection --pairs pairs.csv --kinds quiz": "--pairs --kinds",
 }
 

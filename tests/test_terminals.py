@@ -37,22 +37,18 @@ def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) 
     refused(run(main, *trace, "--out", file), "argument --out: ")
 
 
-def shell(command: str, **environment: str) -> Ran:
-    return process("bash", "-c", command, **environment)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["gpt_kv_cache.py", "-m studies.replay"])
-def test_streams_that_take_nothing(script: str) -> None:
-    python = f"{sys.executable} {script}"
-    if script == "gpt_kv_cache.py":
-        full = shell(f"{python} --max-new-tokens 5 > /dev/full")
-        refused(full, "can't write the output: No space left on device")
-        early = shell(f"{python} --max-new-tokens 60 | head -c 20; exit ${{PIPESTATUS[0]}}")
-        assert (early.code, early.err) == (0, "")
-    gone = shell(f"{python} --help | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="1")
+def test_streams_that_take_nothing() -> None:
+    def shell(words: str, **environment: str) -> Ran:
+        return process("bash", "-c", f"{sys.executable} gpt_kv_cache.py {words}", **environment)
+
+    full = shell("--max-new-tokens 5 > /dev/full")
+    refused(full, "can't write the output: No space left on device")
+    early = shell("--max-new-tokens 60 | head -c 20; exit ${PIPESTATUS[0]}")
+    assert (early.code, early.err) == (0, "")
+    gone = shell("--help | true; exit ${PIPESTATUS[0]}", PYTHONUNBUFFERED="1")
     assert (gone.code, gone.err) == (0, "")
-    ascii_only = shell(f"{python} --help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")
+    ascii_only = shell("--help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")
     assert ascii_only.code == 0 and ascii_only.out.isascii() and ascii_only.err == ""
 
 

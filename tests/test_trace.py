@@ -172,7 +172,7 @@ def windowed(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("module", "cache", "sees", "n_prompt", "n"),
+    ("module", "cache", "sees", "n_prompt", "n_new"),
     [
         (gpt_baseline, None, causal, 5, 40),
         (gpt_kv_cache, KVCache(), causal, 5, 40),
@@ -184,15 +184,17 @@ def windowed(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 )
 @torch.no_grad()
 def test_steps_are_what_happened_and_attention_is_that_of_one_written_out(
-    module: ModuleType, cache: Any, sees: Callable, n_prompt: int, n: int, tmp_path: Path
+    module: ModuleType, cache: Any, sees: Callable, n_prompt: int, n_new: int, tmp_path: Path
 ) -> None:
-    trace, before = traced(module, cache, n_prompt, n, tmp_path / "x.html"), 0
+    trace, before = traced(module, cache, n_prompt, n_new, tmp_path / "x.html"), 0
     for i, step in enumerate(trace.steps):
         n, start = step["n"], gpt_baseline.context_start(step["n"], 32)
         tokens = [*range(start, n)]
         computed = tokens  # without a cache, for a prompt, and when the context was full
         if cache is not None:
-            visible = [token for token in tokens if sees(torch.tensor(n - 1), token - start)]
+            visible = [
+                token for token in tokens if sees(torch.tensor(n - 1 - start), token - start)
+            ]
             tokens = held(step)
             assert sorted({*tokens} - {*step.get("evicted", [])}) == visible
             assert ("tokens is full" in "".join(step["events"])) == (start != before)

@@ -1,6 +1,5 @@
 """The study of real weights, on folders as they are downloaded, with random weights."""
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_tokenizer
 from pocket.checkpoints import export
 from studies import weights
+from support.files import read_csv
 from tests.helpers import refused, run, write_llama
 
 
@@ -25,29 +25,26 @@ def folder(path: Path, n_layer: int) -> str:
     return str(path)
 
 
+def assert_agreement(name: str) -> None:
+    found = weights.agreement(name, "cpu", torch.float32, 20)
+    assert len(found) == 3 and all(same and apart < 1e-4 for same, apart in found.values())
+
+
 def test_three_files_agree_and_a_fault_in_one_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = folder(tmp_path / "weights", 2)
-    found = weights.agreement(name, "cpu", torch.float32, 20)
-    assert len(found) == 3 and all(same and apart < 1e-4 for same, apart in found.values())
+    assert_agreement(str(write_llama(tmp_path / "llama")))
+    assert_agreement(name := folder(tmp_path / "weights", 2))
     way, forgets = "gpt_bounded_cache.py", lambda n_ctx: gpt_bounded_cache.SlidingWindowCache(4)
     monkeypatch.setitem(weights.WAYS, way, (gpt_bounded_cache, forgets))
     assert weights.agreement(name, "cpu", torch.float32, 20)[way][1] > 1e-3
 
 
-def test_three_caches_of_a_llama_agree(tmp_path: Path) -> None:
-    found = weights.agreement(str(write_llama(tmp_path)), "cpu", torch.float32, 20)
-    assert len(found) == 3 and all(same and apart < 1e-4 for same, apart in found.values())
-    assert max(apart for _, apart in found.values()) > 0
-
-
 def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
     weights.write_pairs(tmp_path / "pairs.csv")
-    with (tmp_path / "pairs.csv").open(newline="") as handle:
-        rows = [*csv.DictReader(handle)]
-    assert rows[0]["source"] == rows[1]["source"] and rows[0]["target"] != rows[1]["target"]
-    assert rows[0]["source"].startswith(weights.HEADER) and rows[1]["answer"] == " Paris"
+    first, second, *_ = read_csv(tmp_path / "pairs.csv", "source", "target", "answer")
+    assert first["source"] == second["source"] and first["target"] != second["target"]
+    assert first["source"].startswith(weights.HEADER) and second["answer"] == " Paris"
 
 
 @pytest.mark.slow
