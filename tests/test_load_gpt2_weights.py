@@ -126,15 +126,15 @@ def test_public_layouts_equal_transformers(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes", "expected"),
+    ("sizes", "config", "expected"),
     [
-        ({"head_dim": 8, "n_inner": 24}, {"head_dim": 8, "n_inner": 24}, {"head_dim": 8}),
-        ({"n_ctx": 32, "n_positions": None}, {}, {"n_ctx": 32}),  # an older file
-        ({"attn_pdrop": 0.1, "dropout": 0.5}, {}, {"dropout": 0.0}),
+        ({"head_dim": 8, "n_inner": 24}, {}, {"head_dim": 8, "n_inner": 24}),
+        ({}, {"n_ctx": 32, "n_positions": None}, {"n_ctx": 32}),  # an older file
+        ({}, {"attn_pdrop": 0.1, "dropout": 0.5}, {"dropout": 0.0}),
     ],
 )
-def test_unusual_configs(tmp_path: Path, config: dict, sizes: dict, expected: dict) -> None:
-    folder = write(tmp_path, tensors := random_tensors(**sizes), config_of(**config))
+def test_unusual_configs(tmp_path: Path, sizes: dict, config: dict, expected: dict) -> None:
+    folder = write(tmp_path, tensors := random_tensors(**sizes), config_of(**sizes, **config))
     model = loader.load_model(folder, model_class=BaselineGPT)
     assert_loaded(model, tensors)
     assert vars(model.config).items() >= expected.items()
@@ -340,7 +340,6 @@ SPOILED: list[tuple[dict[str, Callable[[Tensor], Tensor] | None], list[str]]] = 
             "ln_f.bias holds torch.int8",
         ],
     ),
-    ({f"x.{i}": torch.clone for i in range(36)}, ["is unexpected; and 28 more"]),
     ({"h.0.attn.c_attn.weight": Tensor.t}, ["has shape (48, 16) instead of (16, 48)"]),
     ({"transformer.ln_f.bias": torch.clone}, ["ln_f.bias", "second time"]),
     ({HEAD: lambda wte: wte + 1e-3 * (wte == wte[5, 3])}, [HEAD, "differs from wte.weight"]),
@@ -573,15 +572,14 @@ def test_verify_tells_same_from_different(tmp_path: Path, monkeypatch: pytest.Mo
     """The whole of --verify: the model's own text stands for the published one."""
     monkeypatch.setattr(loader, "EXPECTED_OUTPUTS", tmp_path / "expected.json")
     model, tokenizer = loader.load_model("pocket"), loader.load_tokenizer("pocket")
-    entries = []
-    for prompt in ("One morning", "Hi<|endoftext|>"):
-        ids = torch.tensor([tokenizer.encode(prompt, allowed_special="all")])
-        text = tokenizer.decode([int(token) for token in generate(model, ids, 12)])
-        entries.append({"model": "pocket", "prompt": prompt, "continuation": text, "source": "us"})
-    for right in (2, 1):
-        loader.EXPECTED_OUTPUTS.write_text(json.dumps({"continuations": entries}))
+    entry = {"model": "pocket", "prompt": "Hi<|endoftext|>", "source": "us"}
+    ids = torch.tensor([tokenizer.encode(entry["prompt"], allowed_special="all")])
+    text = tokenizer.decode([int(token) for token in generate(model, ids, 12)])
+    for published, code, said in (
+        (text, 0, "1 of 1 published continuations reproduced"),
+        (f"x{text}", 1, "DIFFERENT: 'Hi<|endoftext|>'"),
+    ):
+        entry["continuation"] = published
+        loader.EXPECTED_OUTPUTS.write_text(json.dumps({"continuations": [entry]}))
         ran = run(loader.main, "pocket", "--verify", "--device", "cpu")
-        assert ran.code == 2 - right, ran.err
-        assert f"{right} of 2 published continuations reproduced" in ran.out
-        entries[1]["continuation"] = "x" + text
-    assert "DIFFERENT: 'Hi<|endoftext|>'" in ran.out
+        assert ran.code == code and said in ran.out, ran.err

@@ -102,42 +102,29 @@ def data_of(path: Path) -> dict:
     return json.loads(re.search(r"const data = (.*);\n", path.read_text()).group(1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        "gpt_baseline",
-        "gpt_kv_cache",
-        "gpt_bounded_cache --memory bct",
-        "overfill write --policy periodic:8",
-        "recycle chat --store STORE",
-    ],
-)
-def test_scripts_write_a_page_of_what_they_print(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_page_has_the_text_that_cannot_break_out_and_nothing_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.html"
+    evil = "<!--<script></script><b>&amp; null /* data */ h\u00e9llo \U0001f600"
+    monkeypatch.setattr("sys.argv", ["x.py", evil])  # which the page names
+    ran = run(gpt_kv_cache.main, "--prompt", evil, "--max-new-tokens", 2, "--trace", page)
+    assert ran.code == 0 and f"[step by step: {page}]" in ran.out
+    text, data = page.read_text(), data_of(page)
+    assert text.count("</script>") == 1 == text.count("<script>")
+    assert "<b>" not in text.partition("<style>")[0]
+    assert not re.search(r"(src|href)=|https?://|@import", text)
+    assert "".join(data["tokens"]).startswith(evil)
+    assert data["steps"][-1]["n"] + 1 == len(data["tokens"])
+
+
+def test_a_chats_page_shows_what_was_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Where is Tolben?\nWho is Halek?\n"))
     page = tmp_path / "page.html"
-    ran = start(f"{words.replace('STORE', str(tmp_path))} --max-new-tokens 20 --trace {page}")
-    assert ran.code == 0 and f"[step by step: {page}]" in ran.out
-    data = data_of(page)
-    assert data["steps"][-1]["n"] + 1 == len(data["tokens"])
-    assert not re.search(r"(src|href)=|https?://|@import", page.read_text())  # from elsewhere
-    if "chat" in words:
-        assert any(step.get("reused") for step in data["steps"])
-    else:
-        assert "".join(data["tokens"]).strip()[:20] in ran.out
-
-
-def test_text_cannot_break_out_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "page.html"
-    evil = "<!--<script></script><b>&amp; null /* data */ h\u00e9llo \U0001f600"
-    monkeypatch.setattr("sys.argv", ["x.py", evil])  # which the page names
-    run(gpt_kv_cache.main, "--prompt", evil, "--max-new-tokens", 2, "--trace", out)
-    text = out.read_text()
-    assert text.count("</script>") == 1 == text.count("<script>")
-    assert "".join(data_of(out)["tokens"]).startswith(evil)
-    assert "<b>" not in text.partition("<style>")[0]
+    ran = start(f"recycle chat --store {tmp_path} --max-new-tokens 20 --trace {page}")
+    assert ran.code == 0 and any(step.get("reused") for step in data_of(page)["steps"])
 
 
 def written_out(trace: Trace, step: dict, sees: Callable) -> list[dict]:
