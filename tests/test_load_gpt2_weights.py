@@ -103,24 +103,36 @@ def write_tokenizer(folder: Path, merges: tuple[bytes, ...] = ()) -> int:
 # --- against transformers -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "distilgpt2", "DialoGPT", "DialoGPT, before PyTorch 1.6"])
+GPT2S = [name for name in loader.PUBLIC if "gpt" in name.lower()]
+
+
+@pytest.mark.parametrize(
+    ("name", "zipped"),
+    [*product(GPT2S, [True]), ("microsoft/DialoGPT-medium", False)],  # from before PyTorch 1.6
+)
 @torch.inference_mode()
-def test_public_layouts_equal_transformers(tmp_path: Path, kind: str) -> None:
+def test_public_names_and_layouts_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, zipped: bool
+) -> None:
     """gpt2's file has bare names, distilgpt2's prefixed ones, DialoGPT's also its head, in fp16; all hold masks."""
     transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": None}
-    config = transformers.GPT2Config(initializer_range=0.2, **TINY, **ends)
-    reference, filename = transformers.GPT2LMHeadModel(config).eval(), "model.safetensors"
-    prefix = "" if kind == "gpt2" else "transformer."
-    tensors = {prefix + name: tensor for name, tensor in reference.transformer.state_dict().items()}
-    if "DialoGPT" in kind:
-        tensors = {name: tensor.clone() for name, tensor in reference.half().state_dict().items()}
+    config = transformers.GPT2Config(initializer_range=0.2, bos_token_id=0, eos_token_id=1, **TINY)
+    reference = transformers.GPT2LMHeadModel(config).eval()
+    prefix = "transformer." if "GPT" in name or name == "distilgpt2" else ""
+    tensors = {prefix + key: tensor for key, tensor in reference.transformer.state_dict().items()}
+    if "GPT" in name:
+        tensors = {key: tensor.clone() for key, tensor in reference.half().state_dict().items()}
         assert "lm_head.weight" in tensors
-        filename = "pytorch_model.bin"
-    tensors |= masks(prefix)
-    folder = write(tmp_path, tensors, filename=filename, zipped=kind == "DialoGPT")
-    model, reference = loader.load_model(folder, model_class=GPT), reference.float()
+    repo, revision, filename = loader.PUBLIC[name]
+    folder = tmp_path / f"models--{repo.replace('/', '--')}"
+    commit = revision if len(revision) == 40 else "0123456789" * 4
+    write(folder / "snapshots" / commit, tensors | masks(prefix), filename=filename, zipped=zipped)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    model, reference = loader.load_model(name, model_class=GPT), reference.float()
     ids = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(1))
     assert (model(ids) - reference(ids).logits).abs().max() < 1e-4
 
@@ -208,22 +220,6 @@ def test_peak_memory_is_one_copy(tmp_path: Path) -> None:
 
 
 # --- names and the Hugging Face cache --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in loader.PUBLIC if "gpt" in name.lower()])
-def test_public_names_load_from_the_hub_cache(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    tensors = random_tensors()
-    repo, revision, weights = loader.PUBLIC[name]
-    folder = tmp_path / f"models--{repo.replace('/', '--')}"
-    commit = revision if len(revision) == 40 else "0123456789" * 4
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text(commit)
-    write(folder / "snapshots" / commit, tensors, filename=weights)
-    assert_loaded(loader.load_model(name, model_class=GPT), tensors)
 
 
 class Hub(SimpleHTTPRequestHandler):

@@ -2,6 +2,7 @@
 index and to the processes that use it; and nothing that is sound is ever lost."""
 
 import errno
+import multiprocessing
 import os
 import random
 import shutil
@@ -9,11 +10,11 @@ import signal
 import sqlite3
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -528,47 +529,41 @@ assert 1 <= len(said) <= 2 and all("can't be used in full" in one for one in sai
     assert sound(tiny, tmp_path) == n
 
 
-def hammer(folder: Path, seed: int, capacity: float, rounds: int = 10**9) -> int:
-    """Start a process that uses a store without end; any warning ends it. Return its id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        warnings.simplefilter("error")
-        store, rng = Store(tiny_model(), folder, capacity), random.Random(seed)
-        held = texts(3, 60, low=5)
-        for _ in range(rounds):
-            ids = rng.choice(held)
-            found(store, ids)
-            put(store, ids)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+def hammer(folder: Path, seed: int, capacity: float, rounds: int = 10**9) -> None:
+    """Use a store; any warning ends it."""
+    warnings.simplefilter("error")
+    store, rng = Store(tiny_model(), folder, capacity), random.Random(seed)
+    held = texts(3, 60, low=5)
+    for _ in range(rounds):
+        ids = rng.choice(held)
+        found(store, ids)
+        put(store, ids)
 
 
-def ended(pid: int) -> int:
-    """Return the exit status of a process, less than 0 if a signal has ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def begun(*args: Any) -> multiprocessing.Process:
+    """Return a process that hammers on a store."""
+    process = multiprocessing.get_context("fork").Process(target=hammer, args=args)
+    process.start()
+    return process
 
 
 def together(folder: Path) -> None:
-    workers = [hammer(folder, seed, float("inf"), 300) for seed in (1, 2, 3)]
-    assert [ended(pid) for pid in workers] == [0, 0, 0]
+    workers = [begun(folder, seed, float("inf"), 300) for seed in range(3)]
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert sound(tiny_model(), folder) > 500
 
 
-def frozen(workers: list[int], folder: Path) -> int:
+def frozen(workers: list[multiprocessing.Process], folder: Path) -> int:
     """Bytes of all files, of a moment at which no worker runs."""
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
-    for pid in workers:
-        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    for worker in workers:
+        assert os.WIFSTOPPED(os.waitpid(worker.pid, os.WUNTRACED)[1])
     used = taken(folder)
-    for pid in workers:
-        os.kill(pid, signal.SIGCONT)
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGCONT)
     return used
 
 
@@ -576,19 +571,19 @@ def bounded(folder: Path) -> None:
     """Three writers, one of which is killed and replaced again and again, keep to the capacity at
     every moment, and leave a sound store."""
     rng, peak = random.Random(0), 0
-    workers = [hammer(folder, seed, 12_000) for seed in range(3)]
+    workers = [begun(folder, seed, 12_000) for seed in range(3)]
     while frozen(workers, folder) < 10_000:  # until the store is full
         time.sleep(0.2)
     for moment in range(1, 401):
         time.sleep(rng.uniform(0, 0.006))
         peak = max(peak, frozen(workers, folder))
         if moment % 20 == 0:
-            os.kill(workers[0], signal.SIGKILL)
-            assert ended(workers.pop(0)) == -signal.SIGKILL
-            workers.append(hammer(folder, moment, 12_000))
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-        ended(pid)
+            workers[0].kill()
+            workers.pop(0).join()
+            workers.append(begun(folder, moment, 12_000))
+    for worker in workers:
+        worker.kill()
+        worker.join()
     assert 10_000 < peak <= 12_000
     assert sound(tiny_model(), folder) > 30
 
