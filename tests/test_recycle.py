@@ -16,7 +16,7 @@ import torch
 import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from recycle import Recycler, generate_as_published, read_all, recycle
+from recycle import Record, Recycler, generate_as_published, read_all, recycle
 from studies import latency, recycling, replay
 from studies.core import Rows
 from support.encoders import TokenEncoder, load_encoder
@@ -24,6 +24,7 @@ from support.files import read_csv
 from support.store import Store
 from tests.helpers import N_CTX, Ran, refused, run
 from tests.test_store import found, put, texts, tiny_model
+from tests.test_weights import write_gpt2
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -111,9 +112,7 @@ def test_a_prompt_is_stored_with_text_ids_cache_and_embedding(
 def test_the_nearest_prompt_is_that_of_the_largest_dot_product(recycler: Recycler) -> None:
     for text in ("a", "ab", "x"):
         recycler.add(text)
-    record = recycler.nearest("abc")
-    assert (record.text, record.ids) == ("a", [0])
-    assert record.similarity == pytest.approx(0.8 * 0.6 + 0.6 * 0.8)
+    assert recycler.nearest("abc") == Record("a", [0], pytest.approx(0.8 * 0.6 + 0.6 * 0.8))
     assert recycler.nearest("ab").text == "ab"
 
 
@@ -275,28 +274,29 @@ def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
     assert (tmp_path / "rows.jsonl").exists() != bool(words)
 
 
+def reduced(folder: Path) -> dict[tuple[str, str], dict]:
+    """Return the rows of a reduced run, by way and metric."""
+    lines = map(json.loads, (folder / "reduced.jsonl").read_text().splitlines())
+    return {(row["way"], row["metric"]): row for row in lines if "way" in row}
+
+
 @pytest.mark.slow
 def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
     ran = run(recycling.main, "--quick", "--out", tmp_path)
     assert ran.code == 0, ran.err
-    recorded, again = Rows("recycling"), Rows("recycling", tmp_path)
-    for line in (tmp_path / "reduced.jsonl").read_text().splitlines():
-        again.take(json.loads(line))
-    for way in ("published", "recycled"):
-        for metric in ("answers", "positions", "depth"):
-            assert again.figure(way, metric) == recorded.figure(way, metric)
-    found, known = (rows.figure("published", "similarity").value for rows in (again, recorded))
-    assert found == pytest.approx(known, abs=1e-3)
+    again, recorded = reduced(tmp_path), Rows("recycling")
+    for way, metric in product(("published", "recycled"), ("answers", "positions", "depth")):
+        assert again[way, metric]["value"] == recorded.figure(way, metric).value
+    known = recorded.figure("published", "similarity").value
+    assert again["published", "similarity"]["value"] == pytest.approx(known, abs=1e-3)
 
 
 def test_latency_measures_every_cell(tmp_path: Path) -> None:
     rows = Rows("latency", tmp_path, reduced="trial")
     latency.measure(rows, tiny_model(), "124M", [16, 32], 1)
     for way, m, share in product(("memory", "warm-disk"), (16, 32), latency.SHARES):
-        restore, first = (
-            rows.figure(way, metric, m=m, share=share).value for metric in ("restore", "first")
-        )
-        assert 0 < restore < first
+        restore, first = (rows.figure(way, x, m=m, share=share) for x in ("restore", "first"))
+        assert 0 < restore.value < first.value
     assert rows.find("memory", "cost")["n"] == 7
 
 
@@ -381,28 +381,12 @@ def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> 
     assert reused(capsys.readouterr().out)[1] > len(first) == found(store, first)
 
 
-@pytest.fixture(scope="module")
-def dialogue_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder named and laid out as microsoft/DialoGPT-medium, of small geometry, as transformers writes it."""
-    transformers = pytest.importorskip("transformers")
-    try:
-        load_tokenizer("gpt2")
-    except OSError as error:
-        pytest.skip(f"GPT-2's tokenizer isn't here: {error}")
-    folder = tmp_path_factory.mktemp("models") / "DialoGPT-tiny"
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 256}
-    config = transformers.GPT2Config(initializer_range=0.5, **sizes)
-    transformers.GPT2LMHeadModel(config).half().save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow
-def test_papers_prompts_on_a_dialogue_model(dialogue_model: Path, tmp_path: Path) -> None:
-    ran = run(recycling.main, "--model", dialogue_model, "--quick", "--out", tmp_path)
+def test_papers_prompts_on_a_dialogue_model(tmp_path: Path) -> None:
+    name = write_gpt2(tmp_path / "DialoGPT", 2)
+    ran = run(recycling.main, "--model", name, "--quick", "--out", tmp_path)
     assert ran.code == 0, ran.err
-    lines = [json.loads(line) for line in (tmp_path / "reduced.jsonl").read_text().splitlines()]
-    rows = {(row["way"], row["metric"]): row for row in lines if "way" in row}
+    rows = reduced(tmp_path)
     assert sum(rows["recycled", "reused"]["values"]) == 40, "as many as the paper has"
     assert rows["recycled", "answers"]["value"] == 6
     # a turn ends with <|endoftext|>

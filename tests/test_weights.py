@@ -14,7 +14,7 @@ from support.files import read_csv
 from tests.helpers import refused, run, write_llama
 
 
-def folder(path: Path, n_layer: int) -> str:
+def write_gpt2(path: Path, n_layer: int) -> str:
     """A folder with GPT-2's vocabulary and tokenizer, as on Hugging Face."""
     try:
         load_tokenizer("gpt2")
@@ -34,7 +34,7 @@ def test_three_files_agree_and_a_fault_in_one_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_agreement(str(write_llama(tmp_path / "llama")))
-    assert_agreement(name := folder(tmp_path / "weights", 2))
+    assert_agreement(name := write_gpt2(tmp_path / "weights", 2))
     way, forgets = "gpt_bounded_cache.py", lambda n_ctx: gpt_bounded_cache.SlidingWindowCache(4)
     monkeypatch.setitem(weights.WAYS, way, (gpt_bounded_cache, forgets))
     assert weights.agreement(name, "cpu", torch.float32, 20)[way][1] > 1e-3
@@ -52,8 +52,8 @@ def test_the_whole_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr(weights, "DIALOGUE", folder(tmp_path / "DialoGPT", 3))
-    weights.main(["--model", folder(tmp_path / "tiny", 2), "--quick", "--out", str(out)])
+    monkeypatch.setattr(weights, "DIALOGUE", write_gpt2(tmp_path / "DialoGPT", 3))
+    weights.main(["--model", write_gpt2(tmp_path / "tiny", 2), "--quick", "--out", str(out)])
     assert "3 layers" in (out / "recycling" / "reduced.jsonl").read_text(encoding="utf-8")
     assert '{"kind": "pairs"' in (out / "projection" / "reduced.jsonl").read_text(encoding="utf-8")
     assert " NO " not in capsys.readouterr().out
