@@ -14,6 +14,7 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 from gpt_kv_cache import KVCache
+from llama_kv_cache import Llama, LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 # Largest difference of logits, relative to their largest size: sums are taken in another order when a text is fed in
@@ -27,6 +28,7 @@ MODELS = {
     gpt_kv_cache.GPTConfig: gpt_kv_cache.GPT,
     gpt_bounded_cache.GPTConfig: gpt_bounded_cache.GPT,
     gpt_bounded_cache.BCTConfig: gpt_bounded_cache.BCT,
+    LlamaConfig: Llama,
 }
 
 
@@ -191,10 +193,10 @@ def assert_close_in_half(got: Tensor, expected: Tensor, exact: Tensor) -> None:
     assert difference(got, expected) < 3 * max(TOLERANCE[got.dtype], rounding)
 
 
-def model_pair(seed: int, dtype: torch.dtype = torch.float32, **geometry: int) -> tuple:
+def model_pair(seed: int, **geometry: int) -> tuple:
     """The same random weights in both files' models."""
-    configs = [module.GPTConfig(**geometry) for module in (gpt_baseline, gpt_kv_cache)]
-    baseline, cached = (model_of(config, seed, dtype) for config in configs)
+    baseline = model_of(gpt_baseline.GPTConfig(**geometry), seed)
+    cached = model_of(gpt_kv_cache.GPTConfig(**geometry), seed)
     return baseline, cached
 
 
@@ -207,20 +209,18 @@ def feed_in_chunks(model: torch.nn.Module, ids: Tensor, cuts: list[int], cache: 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_equivalence_of_logits_under_any_chunking(seed: int) -> None:
+def test_equivalence_of_logits_under_any_feeding(seed: int) -> None:
     rng = random.Random(seed)
     geometry = random_geometry(rng)
     baseline, cached = model_pair(seed, **geometry)
     ids = torch.randint(
         geometry["vocab_size"], (rng.randint(1, 4), rng.randint(1, geometry["n_ctx"]))
     )
-    cuts = [rng.randint(1, ids.size(1)) for _ in range(rng.choice([0, 1, 3, 50]))]
-    expected, cache = baseline(ids), KVCache()
+    expected = baseline(ids)
     assert_close(expected, oracle(baseline, ids), torch.float32)
-    assert_close(feed_in_chunks(cached, ids, cuts, cache), expected, torch.float32)
     assert_close(cached(ids), expected, torch.float32)
     assert_close(baseline(ids, last_only=True), expected[:, -1:], torch.float32)
-    assert len(cache) == ids.size(1) and cache.pos.tolist() == list(range(ids.size(1)))
+    check_any_feeding(cached, ids, expected, KVCache(), seed)
 
 
 @pytest.mark.parametrize("seed", range(20, 34))
