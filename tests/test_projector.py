@@ -6,7 +6,6 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import projector as module
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from llama_kv_cache import Llama, rotate, rotation
+from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import (
@@ -35,27 +34,15 @@ from support import statistics
 from support.encoders import PairEncoder
 from support.regression import PENALTIES, cross_validate, ridge
 from tests.helpers import of_kind, refused, start
+from tests.test_equivalence import model_of
 
 ROOT = Path(__file__).resolve().parent.parent
-GEOMETRY = {"vocab_size": 61, "n_ctx": 96, "n_layer": 3, "n_head": 2, "n_embd": 16}
-
-
-def made(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """A random model whose attention is sharp and whose positions matter."""
-    torch.manual_seed(1)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and name != "wpe.weight":
-                parameter.mul_(12.0 if name.endswith("c_attn.weight") else 4.0)
-        if model_class is GPT:
-            model.wpe.weight.mul_(10.0)
-    return model
+CONFIG = GPTConfig(vocab_size=50, n_ctx=96, n_layer=3, n_head=2, n_embd=16)
 
 
 MODELS = {
-    "learned": made(GPT, GPTConfig(**GEOMETRY)),
-    "grouped": made(Llama, of_kind("Llama", GPTConfig(**GEOMETRY))),
+    "learned": model_of(CONFIG),
+    "grouped": model_of(of_kind("Llama", CONFIG)),
 }
 
 
@@ -65,7 +52,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(GEOMETRY["vocab_size"]), k=length)
+    return random.Random(seed).choices(range(50), k=length)
 
 
 @torch.no_grad()
@@ -141,24 +128,9 @@ def test_identity_of_one_query_read_from_its_own_summary_tokens(model: nn.Module
     assert (plain - exact.logits).abs().max() > 0.05  # segment means alone are not that
 
 
-def test_summary_weighs_segments_by_their_log_sum_exp(model: nn.Module) -> None:
-    exact = prefill(model, prompt(33))
-    segments = measure_segments(model, exact, Layout(5, tail=3))
-    k, v = exact.kv[:, :, :, :30].unbind(1)
-    q = exact.q[:, :, -3:].unflatten(1, (2, -1))  # (L, 2, R, 3, D): heads of keys, their queries
-    scores = q.transpose(2, 3).flatten(2, 3) @ k.mT / math.sqrt(k.size(-1))
-    close(segments.out, scores.softmax(-1) @ v)
-    close(segments.mass.logsumexp(-1), scores.logsumexp(-1))
-
-
-def test_recorded_queries_are_those_of_the_model() -> None:
-    model, ids = MODELS["learned"], prompt(20)
-    exact = prefill(model, ids, tail=6)
-    x = model.wte(torch.tensor([ids])) + model.wpe(torch.arange(20))
-    q = model.h[0].attn.project(model.h[0].ln_1(x))[0]
-    torch.testing.assert_close(exact.q[0], q[0, :, -6:])
-    torch.testing.assert_close(model.head(exact.hidden[None, None])[0, 0], exact.logits)
-    assert not any(block.attn._forward_pre_hooks or block._forward_hooks for block in model.h)
+def test_a_prefill_keeps_the_last_output_and_the_queries_of_a_tail(model: nn.Module) -> None:
+    exact = prefill(model, prompt(20), tail=6)
+    close(model.head(exact.hidden[None, None])[0, 0], exact.logits)
     with pytest.raises(ValueError, match=r"7 .* 6"):
         own_queries(model, exact, 7)
 
@@ -260,19 +232,6 @@ def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(compressed: tupl
         k, v = exact.kv[..., :-1, :].unbind(1)
         raw = exact.q[:, :, -1].unflatten(1, (2, -1)) @ k.mT / math.sqrt(8)
         close(got, raw.softmax(-1) @ v, 0.2)
-
-
-def test_padding_counts_for_nothing(compressed: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    compressor, prompts = compressed
-    expected, padded = compressor(prompts), Compressor.padded
-
-    def noisy(self: Compressor, *args: object) -> tuple[Tensor, Tensor]:
-        x, shown = padded(self, *args)
-        assert not shown.all()
-        return torch.where(shown, x, torch.full_like(x, 1e3)), shown
-
-    monkeypatch.setattr(Compressor, "padded", noisy)
-    torch.testing.assert_close(compressor(prompts), expected)
 
 
 def test_stage_1_refuses_what_it_has_no_columns_for(compressed: tuple) -> None:
@@ -441,12 +400,6 @@ def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: P
     file.write_text(json.dumps(about | {"threshold": -1.0}))
     with pytest.raises(ValueError, match="has changed since it was saved"):
         Library.load(model, tokenizer, tmp_path)
-    del about["checksum"]
-    about["layout"] = {"m": 1}
-    tensors = module.read_tensors(tmp_path / "library.safetensors")
-    file.write_text(json.dumps(about | {"checksum": module.checksum(about, tensors)}))
-    with pytest.raises(ValueError, match="layout in .* lacks tail, true_positions"):
-        Library.load(model, tokenizer, tmp_path)
 
 
 def test_a_damaged_library_is_an_error_and_never_a_wrong_start(
@@ -507,9 +460,6 @@ def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
         for family in (*quiz, *stories, *corpus.notes_families(split, 6, 3)):
             assert len({q.prompt for q in family}) == len(family) > 1
             assert len({q.family for q in family}) == 1
-        for family in stories:
-            assert len({q.answer for q in family}) == 1
-            assert all(family[0].answer.lower() in q.prompt.lower() for q in family)
     assert sum(map(len, names.values())) == len(set.union(*names.values()))
 
 
@@ -548,8 +498,6 @@ def test_a_question_is_answered_three_times() -> None:
 
 BAD = {  # a command, and what its sentence must hold
     "ask": "ask needs a QUESTION",
-    "ask ''": "empty",
-    "--max-new-tokens 9": "demo has no --max-new-tokens",
     "ask x --library README.md": "README.md",
     "--model gpt2": "--pairs FILE",
 }
