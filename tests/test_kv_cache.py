@@ -186,26 +186,30 @@ def test_more_tokens_than_the_context_are_refused(kind: Kind, held: int, fed: in
 
 
 @pytest.mark.parametrize("kind", [KINDS["growing"], KINDS["window"]])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_a_cache_that_is_moved_to_another_dtype_goes_on(kind: Kind, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("there", "tolerance"),
+    [
+        ({"dtype": torch.float64}, 1e-4),
+        ({"dtype": torch.float16}, 0.2),
+        ({"dtype": torch.bfloat16}, 0.2),
+        pytest.param(
+            {"device": "cuda"},
+            1e-4,
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+)
+def test_a_cache_that_is_moved_goes_on(kind: Kind, there: dict, tolerance: float) -> None:
     model, ids, cache = model_of(kind.config), ids_of(2, 12), kind.new_cache()
     model(ids[:, :8], cache)
-    moved = cache.to(dtype=dtype)
-    assert moved.layers[0].dtype == dtype and moved.pos.dtype == torch.long
-    got = model_of(kind.config, dtype=dtype)(ids[:, 8:], moved)
-    assert difference(got, model(ids[:, 8:], cache)) < (1e-4 if dtype == torch.float64 else 0.2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@every_kind
-def test_a_cache_that_is_moved_to_another_device_goes_on(kind: Kind) -> None:
-    model, ids, cache = model_of(kind.config), ids_of(2, 12), kind.new_cache()
-    model(ids[:, :8], cache)
-    with pytest.raises(ValueError, match=r"cpu.*cuda"):
-        model.to("cuda")(ids[:, 8:].to("cuda"), cache)
-    if not isinstance(cache, BoundedMemory):
-        got = model(ids[:, 8:].to("cuda"), cache.to("cuda"))
-        assert_close(got.cpu(), model.to("cpu")(ids[:, 8:], cache), torch.float32)
+    moved = cache.to(**there)
+    assert moved.pos.dtype == torch.long
+    other = model_of(kind.config).to(**there)
+    got = other(ids[:, 8:].to(other.wte.weight.device), moved)
+    assert got.dtype == there.get("dtype", torch.float32)
+    if "device" in there:
+        refused(cache, "cpu.*cuda", lambda: other(ids[:, 8:].to("cuda"), cache))
+    assert difference(got.to(ids.device), model(ids[:, 8:], cache)) < tolerance
 
 
 @every_kind

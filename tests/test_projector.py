@@ -191,7 +191,7 @@ def problem(N: int = 7, F: int = 30, m: int = 2, D: int = 3) -> tuple[Tensor, ..
     return tuple(torch.randn(shape, generator=generator, dtype=torch.double) for shape in shapes)
 
 
-def test_no_dense_map_near_the_one_in_the_span_has_a_smaller_loss() -> None:
+def test_the_map_in_the_span_is_an_optimum_of_all_dense_maps() -> None:
     x, q, out, start = problem()
 
     def loss_of(weight: Tensor, constant: Tensor) -> Tensor:
@@ -203,13 +203,8 @@ def test_no_dense_map_near_the_one_in_the_span_has_a_smaller_loss() -> None:
 
     weight, constant = fit_map(x, q, out, start, penalty=0.1, steps=2000)
     found = [weight.requires_grad_(), constant.requires_grad_()]
-    loss = loss_of(*found)
-    assert all(grad.abs().max() < 1e-6 for grad in torch.autograd.grad(loss, found))
-    noise = torch.Generator().manual_seed(0)
-    for size in (1e-3, 1e-2, 0.1):
-        for _ in range(20):  # also outside of the span
-            step = torch.randn(weight.shape, generator=noise, dtype=torch.double)
-            assert loss_of(weight + size * step, constant) > loss
+    gradients = torch.autograd.grad(loss_of(*found), found)  # also outside of the span
+    assert all(gradient.abs().max() < 1e-6 for gradient in gradients)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -444,7 +439,6 @@ def test_pair_encoder_learns_which_words_stand_for_which(pocket: tuple) -> None:
     names = [q.family for q in learned]
     encoder = PairEncoder.fit(tokenizer, [q.prompt for q in learned], names)
     stored, asked = (encoder([family[i].prompt for family in families[::5]]) for i in (0, 5))
-    np.testing.assert_allclose(np.linalg.norm(stored, axis=1), 1.0, rtol=1e-5)
     assert np.mean((asked @ stored.T).argmax(1) == np.arange(len(stored))) > 0.8
     assert not np.isnan(encoder(["", "????"])).any()
 
