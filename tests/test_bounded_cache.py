@@ -260,27 +260,6 @@ def test_identity_of_recent_tokens_without_writes_with_a_sliding_window(recent: 
     assert_close(model(ids), banded(plain, ids, recent, 0), torch.float32)
 
 
-@pytest.mark.parametrize("rule", ["mean", "sum"])
-@pytest.mark.parametrize("form", ["parallel", "recurrent"])
-def test_gradients_of_both_forms_are_right(rule: str, form: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def random_tensor(*shape: int) -> Tensor:
-        return torch.rand(1, 2, *shape, generator=generator, dtype=torch.double).requires_grad_()
-
-    T, R, M, D = 4 if form == "parallel" else 1, 2, 3, 3
-    memory = WriteMemory(replace(SMALL_BCT, recent=R, rule=rule, head_dim=D))
-    slots = [random_tensor(M, D), random_tensor(M, D)] + [random_tensor(M, 1)] * (rule == "mean")
-    tokens = [random_tensor(R + T, size) for size in (D, D, M)]
-
-    def function(q: Tensor, share: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        return (*getattr(memory, form)(q, [*more[:-3]], [*more[-3:], -share], 1),)
-
-    assert torch.autograd.gradcheck(
-        function, (random_tensor(T, D), random_tensor(R + T, 1), *slots, *tokens)
-    )
-
-
 # A write weight near 0 makes a slot of next to no mass: dividing by it must not blow up.
 EMPTY = replace(SMALL_BCT, recent=8, slots=24)
 

@@ -118,13 +118,11 @@ def test_a_window_goes_on_past_the_context_without_a_second_reading(tmp_path: Pa
     ids, window = ids_of(1, 20), 16
     written = torch.cat([ids, *generate(model, ids, 400, cache=SlidingWindowCache(window))], 1)
     assert fed == [20] + [1] * 399  # 419 tokens in a context of 64
-    cache = SlidingWindowCache(window)  # in chunks
-    logits = torch.cat([model(part, cache) for part in written[:, :-1].split(9, dim=1)], 1)
-    assert torch.equal(logits[:, 19:].argmax(-1), written[:, 20:])
     # What 3 layers see through the window, as a text of its own: how far apart is all that counts.
-    seen = written[:, -1 - 3 * window : -1]
-    alone = model(seen, SlidingWindowCache(window))[:, -1]
-    assert (alone - logits[:, -1]).abs().max() <= 1e-4 * logits[:, -1].abs().max()
+    logits = model(written[:, :-1], SlidingWindowCache(window))[:, -1]
+    alone = model(written[:, -1 - 3 * window : -1], SlidingWindowCache(window))[:, -1]
+    assert (alone - logits).abs().max() <= 1e-4 * logits.abs().max()
+    assert int(logits.argmax()) == written[0, -1]
 
 
 @torch.no_grad()

@@ -367,11 +367,11 @@ def test_serve_continues_every_line_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("Notes:\n\nQuestion: Who was it that founded Dunsey?\n")
     words = ["serve", file, "--max-new-tokens", 6]
-    ran = run(main, *words, "--blocks", 3)
-    for start in (r"\[1\] Notes:", r"\[2\] Question: .*\?"):
-        assert re.search(rf"^{start}\s*\S", ran.out, re.M)
-    ran = run(main, *words, "--samples", 2, "--temperature", 0.9, "--seed", 3)
-    samples = re.findall(r"^\[\d\] Notes:(.*?)\n\n", ran.out, re.M | re.S)
-    assert len({*samples}) == 2
+    printed = run(main, *words, "--blocks", 3).out
+    assert re.search(r"^\[1\] Notes:\s*\S", printed, re.M)
+    assert re.search(r"^\[2\] Question: .*\?\s*\S", printed, re.M)
+    printed = run(main, *words, "--samples", 2, "--temperature", 0.9, "--seed", 3).out
+    first, second = re.findall(r"^\[\d\] Notes:(.*?)\n\n", printed, re.M | re.S)
+    assert first != second
     file.write_text("\n")
     refused(run(main, *words), "prompts.txt has no line to continue")

@@ -1,6 +1,5 @@
 """The two ridge regressions against references, summary tokens that are exact where they must be, an exact swap."""
 
-import json
 import math
 import random
 import re
@@ -390,11 +389,6 @@ def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: P
         Library.load(half, tokenizer, tmp_path)
     with pytest.raises(FileNotFoundError):
         Library.load(model, tokenizer, tmp_path / "nowhere")
-    file = tmp_path / "library.json"
-    about = json.loads(file.read_text())
-    file.write_text(json.dumps(about | {"threshold": -1.0}))
-    with pytest.raises(ValueError, match="has changed since it was saved"):
-        Library.load(model, tokenizer, tmp_path)
 
 
 def test_a_damaged_library_is_an_error_and_never_a_wrong_start(
