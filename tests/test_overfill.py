@@ -304,20 +304,6 @@ def test_dropout_passes_are_those_of_the_model_in_training(student) -> None:
     assert not student.training and student.drop.p == 0 and student.h[0].attn.dropout == 0
 
 
-@torch.no_grad()
-def test_dropout_passes_do_not_see_one_another(student, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, cache = prompts(1), KVCache()
-    plain = student(ids, cache)[:, -1]
-
-    def spoil(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :1], x[:, 1:] * 0], 1)
-
-    monkeypatch.setattr(student.drop, "forward", spoil)
-    passes = dropout_logits(student, ids[:, -1:], cache, 3, 0.0)[0]
-    close(passes[0], plain[0])
-    assert not torch.allclose(passes[1], plain[0], atol=1e-2)
-
-
 def test_what_a_teacher_reads_when_the_context_is_full_counts(teacher, student) -> None:
     # 9 + 35 tokens of 40: one slide, at the 41st, after which 21 are read again
     for policy, read in ((Policy(), 21), (Periodic(3), 30 + 21 + 3)):
