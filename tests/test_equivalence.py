@@ -124,9 +124,10 @@ def check_any_feeding(
                 [1, rng.randint(1, min(4, ids.size(1) - n)), rng.randint(1, ids.size(1) - n)]
             )
             if action == "fail":
+                nbytes = cache.nbytes
                 with failing(model, rng.choice(parts), nan=rng.random() < 0.5):
                     model((ids[:, n : n + T] + 1) % model.config.vocab_size, cache)
-                assert len(cache) == cache.next_pos == n
+                assert len(cache) == cache.next_pos == n and cache.nbytes == nbytes
             else:
                 assert_close(model(ids[:, n : n + T], cache), expected[:, n : n + T], torch.float32)
 

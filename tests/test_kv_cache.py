@@ -24,7 +24,6 @@ from tests.test_equivalence import (
     feed_in_chunks,
     model_of,
     oracle,
-    parts_of,
     text,
 )
 
@@ -102,29 +101,6 @@ def test_equivalence_of_chunks_in_half_precision(kind: Kind, dtype: torch.dtype)
     exact = model_of(kind.config)(ids, kind.new_cache())
     assert got.dtype == dtype
     assert_close_in_half(got, model(ids, kind.new_cache()), exact)
-
-
-@every_kind
-@pytest.mark.parametrize("held", [0, 3, 6, 11])
-@pytest.mark.parametrize(("failed", "then"), [((7, 1), [4, 5]), ((1, 4), [1, 5])])
-def test_a_pass_that_fails_anywhere_leaves_the_cache_as_it_was(
-    kind: Kind, held: int, failed: tuple[int, int], then: list[int]
-) -> None:
-    """Twice: a second failure must not find what the first one left. Not even NaN is left in a slot
-    that no query sees: 0 times NaN is NaN."""
-    model, ids = model_of(kind.config), ids_of(2, 20)
-    expected = feed_in_chunks(model, ids, [held] if held else [], kind.new_cache())[:, held:]
-    for part in parts_of(model):
-        cache = kind.new_cache()
-        if held:
-            model(ids[:, :held], cache)
-        before, nbytes = snapshot(cache), cache.nbytes
-        for fed in failed:
-            with failing(model, part, nan=True):
-                model(ids[:, held : held + fed], cache)
-        assert same(snapshot(cache), before) and (len(cache), cache.nbytes) == (held, nbytes)
-        assert len(cache.clone()) == held
-        assert_close(feed_in_chunks(model, ids[:, held:], then, cache), expected, torch.float32)
 
 
 @every_kind
