@@ -24,6 +24,7 @@ from gpt_bounded_cache import (
 from tests.test_equivalence import (
     assert_close,
     attention,
+    check_any_feeding,
     failing,
     feed_in_chunks,
     model_of,
@@ -31,9 +32,19 @@ from tests.test_equivalence import (
     random_geometry,
     text,
 )
-from tests.test_kv_cache import PAPER, SMALL, SMALL_BCT, VARIANTS, ids_of, refused
+from tests.test_kv_cache import PAPER, SMALL, SMALL_BCT, ids_of, refused
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
+
+
+VARIANTS = [
+    *(replace(SMALL_BCT, recent=recent) for recent in (0, 3, 9)),
+    *(replace(PAPER, recent=recent) for recent in (0, 3, 9)),
+    replace(SMALL_BCT, slots=1, recent=9),
+    replace(SMALL_BCT, slots=9, recent=1),
+    replace(PAPER, write_first=False, random_start=True),
+    replace(SMALL_BCT, write_first=False),
+]
 
 
 def banded(model: GPT, ids: Tensor, window: int, sinks: int, held: int = 0) -> Tensor:
@@ -69,17 +80,13 @@ def random_case(seed: int, rows: int) -> tuple[random.Random, GPT, Tensor]:
 # --- The window -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_equivalence_of_a_window_under_any_chunking(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_equivalence_of_a_window_under_any_feeding(seed: int) -> None:
     rng, model, ids = random_case(seed, 3)
     ids = ids[:, : model.config.n_ctx]
     window, sinks = rng.randint(1, rng.choice([3, 8, ids.size(1) + 3])), rng.choice([0, 0, 1, 4])
-    cuts = [rng.randint(1, ids.size(1)) for _ in range(rng.choice([0, 1, 3, 50]))]
-    cache, expected = SlidingWindowCache(window, sinks), banded(model, ids, window, sinks)
-    assert_close(feed_in_chunks(model, ids, cuts, cache), expected, torch.float32)
-    held = {*range(min(sinks, ids.size(1))), *range(max(0, ids.size(1) - window), ids.size(1))}
-    assert len(cache) == ids.size(1) and set(cache.pos.tolist()) >= held
-    assert len(cache.pos) == min(ids.size(1), sinks + window + 1) == len(set(cache.pos.tolist()))
+    expected = banded(model, ids, window, sinks)
+    check_any_feeding(model, ids, expected, SlidingWindowCache(window, sinks), seed)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -194,15 +201,16 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_identity_of_the_parallel_form_with_the_recurrence(
+def test_identity_of_the_parallel_form_and_of_any_feeding_with_the_recurrence(
     config: GPTConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids = model_of(config, seed=3), ids_of(1, 70)  # past n_ctx = 24
-    expected = recurrence(model, ids)
+    model, ids = model_of(config, seed=3), ids_of(2, 70)  # past n_ctx = 24
+    expected = torch.cat([recurrence(model, row) for row in ids.split(1)])
     assert model.h[0].memory.empty(ids)[0].any() == config.random_start
     for chunk in (1, 7, 64, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
         assert_close(model(ids), expected, torch.float32)
+        check_any_feeding(model, ids, expected, BoundedMemory(), seed=chunk)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -250,27 +258,6 @@ def test_identity_of_recent_tokens_without_writes_with_a_sliding_window(recent: 
         block.memory.c_gate.weight.zero_()
         block.memory.c_gate.bias[: SMALL.n_head] = -200  # steps of size 0
     assert_close(model(ids), banded(plain, ids, recent, 0), torch.float32)
-
-
-@pytest.mark.parametrize("rule", ["mean", "sum"])
-@pytest.mark.parametrize("form", ["parallel", "recurrent"])
-def test_gradients_of_both_forms_are_right(rule: str, form: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def random_tensor(*shape: int) -> Tensor:
-        return torch.rand(1, 2, *shape, generator=generator, dtype=torch.double).requires_grad_()
-
-    T, R, M, D = 4 if form == "parallel" else 1, 2, 3, 3
-    memory = WriteMemory(replace(SMALL_BCT, recent=R, rule=rule, head_dim=D))
-    slots = [random_tensor(M, D), random_tensor(M, D)] + [random_tensor(M, 1)] * (rule == "mean")
-    tokens = [random_tensor(R + T, size) for size in (D, D, M)]
-
-    def function(q: Tensor, share: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        return (*getattr(memory, form)(q, [*more[:-3]], [*more[-3:], -share], 1),)
-
-    assert torch.autograd.gradcheck(
-        function, (random_tensor(T, D), random_tensor(R + T, 1), *slots, *tokens)
-    )
 
 
 # A write weight near 0 makes a slot of next to no mass: dividing by it must not blow up.

@@ -4,6 +4,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 from gpt_kv_cache import KVCache
+from llama_kv_cache import Llama, LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 # Largest difference of logits, relative to their largest size: sums are taken in another order when a text is fed in
@@ -27,7 +29,9 @@ MODELS = {
     gpt_kv_cache.GPTConfig: gpt_kv_cache.GPT,
     gpt_bounded_cache.GPTConfig: gpt_bounded_cache.GPT,
     gpt_bounded_cache.BCTConfig: gpt_bounded_cache.BCT,
+    LlamaConfig: Llama,
 }
+every_file = pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
 
 
 def random_geometry(rng: random.Random) -> dict[str, int]:
@@ -120,9 +124,10 @@ def check_any_feeding(
                 [1, rng.randint(1, min(4, ids.size(1) - n)), rng.randint(1, ids.size(1) - n)]
             )
             if action == "fail":
+                nbytes = cache.nbytes
                 with failing(model, rng.choice(parts), nan=rng.random() < 0.5):
                     model((ids[:, n : n + T] + 1) % model.config.vocab_size, cache)
-                assert len(cache) == cache.next_pos == n
+                assert len(cache) == cache.next_pos == n and cache.nbytes == nbytes
             else:
                 assert_close(model(ids[:, n : n + T], cache), expected[:, n : n + T], torch.float32)
 
@@ -191,10 +196,10 @@ def assert_close_in_half(got: Tensor, expected: Tensor, exact: Tensor) -> None:
     assert difference(got, expected) < 3 * max(TOLERANCE[got.dtype], rounding)
 
 
-def model_pair(seed: int, dtype: torch.dtype = torch.float32, **geometry: int) -> tuple:
+def model_pair(seed: int, **geometry: int) -> tuple:
     """The same random weights in both files' models."""
-    configs = [module.GPTConfig(**geometry) for module in (gpt_baseline, gpt_kv_cache)]
-    baseline, cached = (model_of(config, seed, dtype) for config in configs)
+    baseline = model_of(gpt_baseline.GPTConfig(**geometry), seed)
+    cached = model_of(gpt_kv_cache.GPTConfig(**geometry), seed)
     return baseline, cached
 
 
@@ -207,20 +212,18 @@ def feed_in_chunks(model: torch.nn.Module, ids: Tensor, cuts: list[int], cache: 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_equivalence_of_logits_under_any_chunking(seed: int) -> None:
+def test_equivalence_of_logits_under_any_feeding(seed: int) -> None:
     rng = random.Random(seed)
     geometry = random_geometry(rng)
     baseline, cached = model_pair(seed, **geometry)
     ids = torch.randint(
         geometry["vocab_size"], (rng.randint(1, 4), rng.randint(1, geometry["n_ctx"]))
     )
-    cuts = [rng.randint(1, ids.size(1)) for _ in range(rng.choice([0, 1, 3, 50]))]
-    expected, cache = baseline(ids), KVCache()
+    expected = baseline(ids)
     assert_close(expected, oracle(baseline, ids), torch.float32)
-    assert_close(feed_in_chunks(cached, ids, cuts, cache), expected, torch.float32)
     assert_close(cached(ids), expected, torch.float32)
     assert_close(baseline(ids, last_only=True), expected[:, -1:], torch.float32)
-    assert len(cache) == ids.size(1) and cache.pos.tolist() == list(range(ids.size(1)))
+    check_any_feeding(cached, ids, expected, KVCache(), seed)
 
 
 @pytest.mark.parametrize("seed", range(20, 34))
@@ -283,11 +286,10 @@ def test_past_the_context_half_of_it_is_read_again_and_then_token_by_token() -> 
     assert set(projected) == {1}  # logits of the last position only
 
 
-@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
-def test_context_forgets_its_oldest_half_when_full(module) -> None:
-    assert [module.context_start(n, 8) for n in range(1, 22)] == [0] * 8 + [4] * 4 + [8] * 4 + [
-        12
-    ] * 4 + [16]
+@every_file
+def test_context_forgets_its_oldest_half_when_full(module: ModuleType) -> None:
+    starts = [module.context_start(n, 8) for n in range(1, 22)]
+    assert starts == [0] * 8 + [4] * 4 + [8] * 4 + [12] * 4 + [16]
     for n_ctx in range(1, 12):
         for n in range(1, 100):
             start = module.context_start(n, n_ctx)
@@ -295,8 +297,8 @@ def test_context_forgets_its_oldest_half_when_full(module) -> None:
             assert module.context_start(n, math.inf) == 0
 
 
-@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
-def test_stop_id_ends_each_row_and_then_the_batch(module) -> None:
+@every_file
+def test_stop_id_ends_each_row_and_then_the_batch(module: ModuleType) -> None:
     ids = torch.tensor([[1, 2], [3, 4]])
     config = module.GPTConfig(**TINY | {"vocab_size": 12, "n_ctx": 64})
     for seed in range(100):  # to one whose rows come to a common token, and vary before and after
@@ -313,8 +315,8 @@ def test_stop_id_ends_each_row_and_then_the_batch(module) -> None:
         assert row == free_row[:end] + [stop] * (max(ends) + 1 - end)
 
 
-@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
-def test_sampling_follows_the_softmax_of_the_best_k(module) -> None:
+@every_file
+def test_sampling_follows_the_softmax_of_the_best_k(module: ModuleType) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).repeat(20_000, 1)
 
     def frequencies(temperature: float, top_k: int | None) -> Tensor:
@@ -331,8 +333,8 @@ def test_sampling_follows_the_softmax_of_the_best_k(module) -> None:
         assert frequencies(temperature, top_k)[1] == 1
 
 
-@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
-def test_random_start_is_that_of_gpt2(module) -> None:
+@every_file
+def test_random_start_is_that_of_gpt2(module: ModuleType) -> None:
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(vocab_size=500, n_ctx=100, n_layer=8, n_head=2, n_embd=64))
     for name, parameter in model.named_parameters():
@@ -343,39 +345,27 @@ def test_random_start_is_that_of_gpt2(module) -> None:
             assert parameter.std().item() == pytest.approx(expected, rel=0.05)
 
 
-def refuses(words: str, make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError) as error:
-        make()
-    assert all(word in str(error.value) for word in words.split()), error.value
-
-
-@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
+@every_file
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("geometry", "options", "words"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens 0 -1"),
-        ({"temperature": -0.5}, "temperature 0 -0.5"),
-        ({"temperature": math.nan}, "temperature nan"),
-        ({"top_k": 0}, "top_k 1 0"),
+        ({}, {"max_new_tokens": -1}, "max_new_tokens .* 0, got -1"),
+        ({}, {"temperature": -0.5}, "temperature .* 0, .* got -0.5"),
+        ({}, {"temperature": math.nan}, "temperature .* got nan"),
+        ({}, {"top_k": 0}, "top_k .* 1, got 0"),
+        ({"n_embd": 770, "n_head": 12}, {}, "n_embd = 770 .* n_head = 12.* head_dim"),
+        ({"n_layer": 0}, {}, "n_layer .* 1, got 0"),
+        ({"head_dim": -4}, {}, "head_dim .* -4"),
+        ({"dropout": 1.0}, {}, "dropout .* 1.0"),
     ],
 )
-def test_generate_refuses_bad_options(module, options: dict, words: str) -> None:
-    model, ids = model_of(module.GPTConfig(**TINY)), torch.zeros(1, 2, dtype=torch.long)
-    refuses(words, lambda: next(module.generate(model, ids, **{"max_new_tokens": 3} | options)))
-
-
-@pytest.mark.parametrize("module", [gpt_baseline, gpt_kv_cache])
-@pytest.mark.parametrize(
-    ("geometry", "words"),
-    [
-        ({"n_embd": 770}, "n_embd = 770 n_head = 12 head_dim"),
-        ({"n_layer": 0}, "n_layer 1 0"),
-        ({"head_dim": -4}, "head_dim -4"),
-        ({"dropout": 1.0}, "dropout 1.0"),
-    ],
-)
-def test_geometry_that_can_not_be_is_refused(module, geometry: dict, words: str) -> None:
-    refuses(words, lambda: module.GPTConfig(**geometry))
+def test_geometry_and_options_that_can_not_be_are_refused(
+    module: ModuleType, geometry: dict, options: dict, words: str
+) -> None:
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match=words):
+        model = model_of(module.GPTConfig(**TINY | geometry))
+        next(module.generate(model, ids, **{"max_new_tokens": 3} | options))
 
 
 def test_dropout_acts_in_training_only_and_gradients_are_finite() -> None:

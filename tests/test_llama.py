@@ -3,14 +3,15 @@
 import importlib.util
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
 import torch
-from torch import Tensor
 
 import load_gpt2_weights as loader
 from gpt_bounded_cache import SlidingWindowCache
@@ -19,9 +20,12 @@ from llama_kv_cache import KVCache, Llama, generate, main
 from load_gpt2_weights import load_model
 from support.chat import as_question
 from support.cli import PROMPT
-from tests.helpers import LLAMA3, random_llama, write_llama
+from support.printing import stream
+from tests.helpers import LLAMA3, random_llama, refused, run, write_llama
+from tests.test_equivalence import assert_close, check_any_feeding
+from tests.test_kv_cache import ids_of
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 COMMIT = "0123456789" * 4
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "2 to 1": {},
@@ -45,21 +49,13 @@ def reference(folder: Path, shards: bool = False, **geometry: Any) -> Any:
     return model
 
 
-def ids_of(B: int, T: int) -> Tensor:
-    return torch.randint(97, (B, T), generator=torch.Generator().manual_seed(1))
-
-
 @torch.no_grad()
-def assert_equal(model: Llama, expected: Any, tolerance: float = 1e-4) -> None:
-    ids = ids_of(2, 40)
-    logits = expected(ids).logits.float()
-    scale = logits.abs().max()
-    assert (model(ids).float() - logits).abs().max() <= tolerance * scale
-    for pieces in ([1] * 40, [7, 1, 32], [39, 1]):  # any feeding
-        cache = KVCache()
-        fed = torch.cat([model(part, cache) for part in ids.split(pieces, dim=1)], 1)
-        assert (fed.float() - logits).abs().max() <= tolerance * scale
+def assert_equal(model: Llama, expected: Any) -> None:
+    ids, cache = ids_of(2, 40), KVCache()
+    logits = expected(ids).logits
+    assert_close(model(ids, cache), logits, torch.float32)
     assert cache.layers[0].size(2) == model.config.n_kv_head
+    check_any_feeding(model, ids, logits, KVCache(), 0)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
@@ -85,22 +81,20 @@ def test_bfloat16_is_as_near_as_transformers(tmp_path: Path) -> None:
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
-def test_shards_and_files_of_older_versions(tmp_path: Path) -> None:
-    expected = reference(tmp_path, shards=True, rope_parameters=LLAMA3)
-    assert len([*tmp_path.glob("model-*.safetensors")]) > 2
-    config = json.loads((tmp_path / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    (tmp_path / "config.json").write_text(json.dumps(config | old))
-    assert_equal(load_model(str(tmp_path)), expected)
-
-
-def test_shards_come_from_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_an_older_version_come_from_the_hub_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     name = "meta-llama/Llama-3.2-3B"
     repo = tmp_path / f"models--{name.replace('/', '--')}"
-    expected = reference(repo / "snapshots" / COMMIT, shards=True)
+    folder = repo / "snapshots" / COMMIT
+    expected = reference(folder, shards=True, rope_parameters=LLAMA3)
+    assert len([*folder.glob("model-*.safetensors")]) > 2
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (folder / "config.json").write_text(json.dumps(config | old))
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -118,13 +112,11 @@ def test_a_window_goes_on_past_the_context_without_a_second_reading(tmp_path: Pa
     ids, window = ids_of(1, 20), 16
     written = torch.cat([ids, *generate(model, ids, 400, cache=SlidingWindowCache(window))], 1)
     assert fed == [20] + [1] * 399  # 419 tokens in a context of 64
-    cache = SlidingWindowCache(window)  # in chunks
-    logits = torch.cat([model(part, cache) for part in written[:, :-1].split(9, dim=1)], 1)
-    assert torch.equal(logits[:, 19:].argmax(-1), written[:, 20:])
     # What 3 layers see through the window, as a text of its own: how far apart is all that counts.
-    seen = written[:, -1 - 3 * window : -1]
-    alone = model(seen, SlidingWindowCache(window))[:, -1]
-    assert (alone - logits[:, -1]).abs().max() <= 1e-4 * logits[:, -1].abs().max()
+    logits = model(written[:, :-1], SlidingWindowCache(window))[:, -1]
+    alone = model(written[:, -1 - 3 * window : -1], SlidingWindowCache(window))[:, -1]
+    assert (alone - logits).abs().max() <= 1e-4 * logits.abs().max()
+    assert int(logits.argmax()) == written[0, -1]
 
 
 @torch.no_grad()
@@ -170,8 +162,6 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"layer_types": [["full_attention"]]}, "layer_types"),
-        ({"max_position_embeddings": 0}, "config.json: n_ctx must be at least 1, got 0"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor must be a finite number"),
         (
@@ -180,10 +170,6 @@ def changed(folder: Path, **fields: Any) -> str:
         ),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
         ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),
-        ({"num_hidden_layers": 10**6}, "n_layer is 1000000, but the number of tensors"),
-        ({"hidden_size": "48"}, "n_embd must be a whole number"),
-        ({"vocab_size": None}, "lacks vocab_size"),
-        ({"head_dim": 8}, "q_proj.weight has shape (48, 48) instead of (32, 48)"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
         ({"model_type": "mistral"}, "model_type is 'mistral'"),
     ],
@@ -192,9 +178,8 @@ def test_what_a_llama_cannot_represent_is_one_sentence(
     fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     reference(tmp_path)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(said)):
         load_model(changed(tmp_path, **fields))
-    assert said in str(refused.value)
 
 
 def test_a_file_of_another_kind_names_its_reader(tmp_path: Path) -> None:
@@ -227,9 +212,8 @@ def test_a_gated_model_says_how_to_get_access(
     import huggingface_hub
 
     def gated(*args: Any, **kwargs: Any) -> None:
-        raise huggingface_hub.errors.GatedRepoError(
-            "gated", response=SimpleNamespace(headers={}, request=None)
-        )
+        response = SimpleNamespace(headers={}, request=None)
+        raise huggingface_hub.errors.GatedRepoError("gated", response=response)
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", gated)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -254,14 +238,9 @@ TEXTS = [
     "1" * 7 + " " * 5 + "2",
 ]
 MORE_TEXTS = [
-    "def f(x):\n\tif x == 1_000_000:\n\t\treturn f'{x:>10,.2f}'  # 100%\n\n\n\n",
     "İstanbul ǅ ß ﬁ Ω≈ç√∫˜µ≤ ‖ а б в Ελλάδα हिन्दी ไทย 한국어 עברית العربية",  # noqa: RUF001
-    "1 12 123 1234 12345 123456 1234567 3.14159 1e-10 0xFF ²³ ⅷ 一二三",
-    "don't DON'T we'Ll it'S 'tis ’twas rock'n'roll",
     "a\u0301 e\u0308\u0323 \u200d\ufeff \u2028\u2029\x85 \x00\x7f\ue000 𝔘𝔫𝔦 🏳️‍🌈🇩🇪",  # noqa: RUF001
-    *(" " * n + "x" for n in range(1, 20)),
-    *("\n" * n + " \t" * n for n in range(1, 6)),
-    "https://example.org/a_b-c?d=1&e=%20#f",
+    *("\n" * n + " \t" * n + " " * 3 * n + "x" for n in range(1, 7)),
 ]
 
 
@@ -383,10 +362,8 @@ def test_llama_3s_file_needs_every_rank_and_an_end(llama3_file: Path, tmp_path: 
             loader.load_tokenizer(str(tmp_path))
 
 
-def pattern(**given: str) -> list[dict[str, Any]]:
-    """Return pre-tokenizers that cut a text by a pattern, then into bytes."""
-    split = {"type": "Split", "pattern": given, "behavior": "Isolated", "invert": False}
-    return [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+SPLIT = {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 
 
 @pytest.mark.parametrize(
@@ -395,19 +372,13 @@ def pattern(**given: str) -> list[dict[str, Any]]:
         (lambda t: t["model"].update(type="WordPiece"), "no byte-level BPE"),
         (lambda t: t.update(normalizer={"type": "NFC"}), "no byte-level BPE"),
         (lambda t: t["model"]["merges"].reverse(), "ids in the order of its merges"),
-        (
-            lambda t: t["model"]["vocab"].pop("".join(t["model"]["merges"][0])),
-            "of a byte-level BPE",
-        ),
         (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "none that tiktoken can do"),
         (lambda t: t["added_tokens"][0].update(lstrip=True), "takes spaces or words along"),
         (lambda t: t.update(added_tokens=[]), "is no special token"),
         (lambda t: t["added_tokens"][0].update(id=300), "gives two tokens the same id"),
         (lambda t: t["added_tokens"][0].update(id=-1), "tiktoken can't read"),
         (lambda t: t.update(pre_tokenizer="ByteLevel"), "has an unknown form"),
-        (lambda t: t.update(post_processor={"single": [{"A": 1}]}), "has an unknown form"),
-        (lambda t: t["pre_tokenizer"].update(pretokenizers=pattern(Regex="((")), "can't read its"),
-        (lambda t: t["pre_tokenizer"].update(pretokenizers=pattern(String=" ")), "none that"),
+        (lambda t: t["pre_tokenizer"].update(pretokenizers=[SPLIT, BYTES]), "can't read its"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_one_sentence(
@@ -417,10 +388,9 @@ def test_a_tokenizer_of_another_kind_is_one_sentence(
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     change(content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=said) as error:
         loader.load_tokenizer(str(tmp_path))
-    assert said in str(refused.value)
-    assert "tokenizer.json" in str(refused.value)
+    assert "tokenizer.json" in str(error.value)
 
 
 def test_a_character_without_a_token_is_one_sentence(tmp_path: Path) -> None:
@@ -447,11 +417,7 @@ def test_ids_without_a_token_are_shown_as_numbers(tmp_path: Path) -> None:
     assert tokenizer.decode([*ids, 1023]) == "naïve café<|1023|>"
 
 
-def test_a_text_ends_with_any_of_the_end_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    from support.printing import stream
-
+def test_a_text_ends_with_any_of_the_end_tokens(tmp_path: Path) -> None:
     real_form("SmolLM2", tmp_path)
     tokenizer = loader.load_tokenizer(str(tmp_path))
     written = [torch.tensor([[i]]) for i in (300, 301, tokenizer.ends[1], 302)]
@@ -483,11 +449,10 @@ def test_a_question_has_the_form_of_the_published_template(
     library = real_form(kind, tmp_path)
     ours = loader.load_tokenizer(str(tmp_path))
     begin = "".join(library.id_to_token(i) for i in ours.start)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, bos_token=begin or None)
+    rendered = jinja2.Template(template).render
     for text in ("Why is the sky blue?", "{braces} {0}\n\nand a line"):
-        message = [{"role": "user", "content": text}]
-        options = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
-        expected = theirs.apply_chat_template(message, **options)
+        messages = [{"role": "user", "content": text}]
+        expected = rendered(messages=messages, bos_token=begin, add_generation_prompt=True)
         asked = as_question(text, ours)
         assert begin + asked == expected
         assert ours.encode(asked, allowed_special="all") == (
@@ -495,35 +460,19 @@ def test_a_question_has_the_form_of_the_published_template(
         )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    """A random Llama with a tokenizer in SmolLM2's form."""
+def test_the_script_compares_traces_and_asks(tmp_path: Path) -> None:
     vocab_size = real_form("SmolLM2", tmp_path).get_vocab_size()
-    ends = (tmp_path / "generation_config.json").read_text()
     reference(tmp_path, vocab_size=vocab_size, eos_token_id=1)
-    (tmp_path / "generation_config.json").write_text(ends)
-    return str(tmp_path)
+    n = len(loader.load_tokenizer(str(tmp_path)).encode(PROMPT))
+    words = ["--model", tmp_path, "--max-new-tokens", 90]  # past the context of 64
+    assert "Same tokens: yes" in run(main, "--compare", *words).out
+    page = tmp_path / "page.html"
+    run(main, "--trace", page, *words)
+    assert f'"bytes":{2 * 3 * 2 * n * 12 * 4}' in page.read_text()  # keys and values, L, H, T, D
+    asked = run(main, "--chat", "--prompt", "Why?", *words).out
+    assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n" in asked
 
 
-def test_the_script_compares_traces_and_asks(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    words = ["--model", folder, "--max-new-tokens", "90"]  # past the context of 64
-    main(["--compare", *words])
-    assert "Same tokens: yes" in capsys.readouterr().out
-    main(["--trace", str(tmp_path / "page.html"), *words])
-    page = (tmp_path / "page.html").read_text()
-    data, _ = json.JSONDecoder().raw_decode(page, page.index('{"title"'))
-    n = len(loader.load_tokenizer(folder).encode(PROMPT))
-    assert [step["fed"] for step in data["steps"][:2]] == [[0, n], [n, n + 1]]
-    assert data["steps"][0]["bytes"] == 2 * 3 * 2 * n * 12 * 4  # of keys and values, L, H, T, D
-    main(["--chat", "--prompt", "Why?", *words])
-    assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n" in capsys.readouterr().out
-
-
-def test_a_model_without_a_form_for_questions_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--chat", "--model", str(write_llama(tmp_path))])
-    assert "--chat needs a model whose tokens include" in capsys.readouterr().err
+def test_a_model_without_a_form_for_questions_is_one_sentence(tmp_path: Path) -> None:
+    ran = run(main, "--chat", "--model", write_llama(tmp_path))
+    refused(ran, "--chat needs a model whose tokens include")

@@ -4,7 +4,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import overfill
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from llama_kv_cache import LlamaConfig
 from load_gpt2_weights import load_model
 from overfill import (
     POLICIES,
@@ -56,7 +56,7 @@ MORE = [
 TRIED = [*KINDS.values(), *MORE]
 
 
-def model_of(config: Any, seed: int) -> nn.Module:
+def model_of(config: GPTConfig | LlamaConfig, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = class_of(config)(config)
     with torch.no_grad():
@@ -221,16 +221,9 @@ def test_a_text_ends_with_its_stop_token(teacher, student) -> None:
 # --- Splicing -------------------------------------------------------------------------------------------------------
 
 
-def cache_of(value: float, n: int, B: int = 2, start: int = 0) -> KVCache:
-    layers = [torch.full((2, B, 2, n, 4), value) for _ in range(3)]
+def cache_of(value: float, n: int, start: int = 0) -> KVCache:
+    layers = [torch.full((2, 2, 2, n, 4), value) for _ in range(3)]
     return KVCache(layers, torch.arange(start, start + n))
-
-
-def test_a_splice_replaces_as_many_tokens_as_each_row_has_to() -> None:
-    cache = cache_of(0.0, 6)
-    splice_last(cache, cache_of(1.0, 4, start=2), torch.tensor([3, 0]))
-    for kv in cache.layers:
-        assert kv[:, 0, :, :3].eq(0).all() and kv[:, 0, :, 3:].eq(1).all() and kv[:, 1].eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -311,20 +304,6 @@ def test_dropout_passes_are_those_of_the_model_in_training(student) -> None:
     assert not student.training and student.drop.p == 0 and student.h[0].attn.dropout == 0
 
 
-@torch.no_grad()
-def test_dropout_passes_do_not_see_one_another(student, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, cache = prompts(1), KVCache()
-    plain = student(ids, cache)[:, -1]
-
-    def spoil(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :1], x[:, 1:] * 0], 1)
-
-    monkeypatch.setattr(student.drop, "forward", spoil)
-    passes = dropout_logits(student, ids[:, -1:], cache, 3, 0.0)[0]
-    close(passes[0], plain[0])
-    assert not torch.allclose(passes[1], plain[0], atol=1e-2)
-
-
 def test_what_a_teacher_reads_when_the_context_is_full_counts(teacher, student) -> None:
     # 9 + 35 tokens of 40: one slide, at the 41st, after which 21 are read again
     for policy, read in ((Policy(), 21), (Periodic(3), 30 + 21 + 3)):
@@ -351,11 +330,8 @@ def test_a_teacher_with_nothing_to_read_says_so_and_changes_nothing(teacher, stu
 
 
 BAD = {
-    "often": "unknown policy 'often': choose none, periodic",
     "periodic:8:2": "must have the form periodic:T",
-    "windowed:64:x": "W of the policy 'windowed:64:x'",
     "periodic:0": "every must be at least 1 and",
-    "dropout:0:1": "passes must be at least 2 and",
     "entropy:high": "H of the policy 'entropy:high' must be",
     "entropy:nan": "threshold must be a number, got nan",
 }
@@ -363,9 +339,8 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD)
 def test_bad_policies_get_one_sentence(text: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=BAD[text]):
         parse_policy(text)
-    assert BAD[text] in str(caught.value)
 
 
 def test_a_policys_numbers_are_what_its_name_says() -> None:
@@ -384,27 +359,6 @@ def test_nats_are_those_of_the_text_read_at_once(teacher) -> None:
 
 
 # --- The real formats -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def public_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two folders as transformers writes them: a GPT-2 and one with half its MLP."""
-    transformers = pytest.importorskip("transformers")
-    folders = []
-    for name, inner in (("teacher", 256), ("student", 128)):
-        torch.manual_seed(len(name))
-        config = transformers.GPT2Config(
-            vocab_size=50257,
-            n_positions=64,
-            n_embd=64,
-            n_layer=3,
-            n_head=4,
-            n_inner=inner,
-            initializer_range=0.2,
-        )
-        folders.append(tmp_path_factory.mktemp("public") / name)
-        transformers.GPT2LMHeadModel(config).save_pretrained(folders[-1])
-    return folders[0], folders[1]
 
 
 @torch.no_grad()
@@ -428,10 +382,8 @@ def published_loop(
             )
             k = min(window or every, t - last)
             for mine, its in zip(kv.layers, teacher_kv.layers, strict=True):
-                mine.keys[:, :, -k:], mine.values[:, :, -k:] = (
-                    its.keys[:, :, -k:],
-                    its.values[:, :, -k:],
-                )
+                mine.keys[:, :, -k:] = its.keys[:, :, -k:]
+                mine.values[:, :, -k:] = its.values[:, :, -k:]
             last = t
         out.append(int(logits.argmax()))
     return out
@@ -440,13 +392,20 @@ def published_loop(
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "window"), [(100, None), (8, None), (8, 3), (1, None)])
 def test_tokens_are_those_of_the_sources_loop_over_transformers(
-    public_pair, every: int, window: int | None
+    every: int, window: int | None, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = [transformers.GPT2LMHeadModel.from_pretrained(folder).eval() for folder in public_pair]
-    ours = [load_model(str(folder), model_class=GPT) for folder in public_pair]
-    ids = torch.randint(50257, (1, 12), generator=torch.Generator().manual_seed(0))
+    sizes = {"vocab_size": 500, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 4}
+    theirs, ours = [], []
+    for n_inner in (256, 128):  # the student has half of the teacher's MLP
+        torch.manual_seed(n_inner)
+        config = transformers.GPT2Config(**sizes, n_inner=n_inner, initializer_range=0.2)
+        theirs.append(transformers.GPT2LMHeadModel(config).eval())
+        theirs[-1].save_pretrained(tmp_path / f"{n_inner}")
+        ours.append(load_model(str(tmp_path / f"{n_inner}"), model_class=GPT))
+    ids = torch.randint(500, (1, 12), generator=torch.Generator().manual_seed(0))
     new, _ = run(*ours, ids, 40, Periodic(every, window=window))
+    assert len(new.unique()) > 9, "else nothing is shown"
     assert new[0].tolist() == published_loop(*theirs, ids, 40, every, window)
 
 
@@ -457,11 +416,9 @@ def test_a_bare_run_compares_the_ways(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     ran = helpers.run(overfill.main, "--max-new-tokens", 48, "--policy", "periodic:8")
     assert ran.code == 0 and ran.err == "" and list(tmp_path.iterdir()) == []
-    found = re.findall(r"^  (\S.*?) {2,}([\d.]+) +[\d.]+ +(0|\d+ \+ \d+) +\d+$", ran.out, re.M)
-    apart = {name: float(nats) for name, nats, _ in found}
+    found = re.findall(r"^  (\S.*?) {2,}([\d.]+) +[\d.]+ +[\d +]+ \d+$", ran.out, re.M)
+    apart = {name: float(nats) for name, nats in found}
     assert apart["teacher"] == 0 < apart["OverFill"] < apart["student alone"] and len(apart) == 4
-    assert ("teacher", "0.000", "384 + 47") in found and found[-1][2] == "0"
-    assert "384 + 40" in [read for *_, read in found]
 
 
 @pytest.mark.parametrize("name", POLICIES)

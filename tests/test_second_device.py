@@ -25,15 +25,12 @@ RUNS = [
     "llama_kv_cache --compare --model LLAMA",
     "paged serve FILE --model LLAMA",
     "speculate write --draft 4 --teacher LLAMA --student STUDENT",
-    "overfill write --policy periodic:4 --teacher LLAMA --student STUDENT",
     "overfill write --policy probe:4:0.01 --teacher LLAMA --student STUDENT",
     "load_gpt2_weights LLAMA",
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
             "compress --tokens 64",
-            "gpt_kv_cache --dtype bfloat16",
-            "gpt_bounded_cache --memory window --slots 8",
             "speculate write --by text",
             "llama_kv_cache --dtype bfloat16 --model LLAMA",
             "overfill write --policy probe:4:0.01",
