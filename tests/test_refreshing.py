@@ -14,7 +14,6 @@ from load_gpt2_weights import load_tokenizer
 from overfill import (
     Pair,
     Periodic,
-    Policy,
     ProbeKL,
     generate_refreshed,
     teacher_nats,
@@ -76,8 +75,7 @@ def test_firings_are_those_of_a_gate() -> None:
 
 
 def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
-    probe = ProbeKL(2.0, every=4, cooldown=4)
-    for policy in (Policy(), Periodic(4), Periodic(5, window=2, reads_window=True), probe):
+    for policy in (Periodic(5, window=2, reads_window=True), ProbeKL(2.0, every=4, cooldown=4)):
         plain, _ = run(teacher, student, prompts(3), 30, policy)
         pair = Pair(teacher, student, prompts(3), lambda: SlidingWindowCache(39))
         assert torch.equal(torch.cat(list(generate_refreshed(pair, 30, policy)), 1), plain)
