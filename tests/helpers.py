@@ -110,7 +110,7 @@ def process(*command: object, folder: Path = ROOT, **environment: str) -> Ran:
     changed = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"} | environment
     words = [*map(str, command)]
     done = subprocess.run(
-        words, cwd=folder, env=changed, capture_output=True, encoding="utf-8", timeout=300
+        words, cwd=folder, env=changed, capture_output=True, encoding="utf-8", timeout=600
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 

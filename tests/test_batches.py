@@ -1,18 +1,18 @@
 """`python -m benchmarks --requests`: the same requests and tokens for all, and figures that are what they say."""
 
 import importlib.util
-import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-import benchmarks.__main__ as bench
 from benchmarks import batches
 from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of, served
 from benchmarks.runners import Where
+from support.files import read_json
 from tests import test_benchmarks
+from tests.helpers import start
 from tests.test_benchmarks import CONFIG, of_all_speeds
 
 folder = test_benchmarks.folder  # the fixture
@@ -76,14 +76,12 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(
 
 @pytest.mark.slow
 def test_one_command_gives_tables_and_a_record_that_keeps_other_numbers(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    folder: Path, tmp_path: Path
 ) -> None:
     for words in ("1 3 --turns 1", "3 --turns 2"):
-        where = ["--model", str(folder), "--out", str(tmp_path)]
-        bench.main(["--requests", *words.split(), *where])
-    printed = capsys.readouterr().out
-    assert "3 requests, all there at the beginning" in printed and " NO" not in printed
-    counts = json.loads((tmp_path / "requests.json").read_text())["counts"]
+        ran = start(f"benchmarks.__main__ --requests {words} --model {folder} --out {tmp_path}")
+        assert ran.code == 0 and "3 requests" in ran.out, ran.err
+    counts = read_json(tmp_path / "requests.json")["counts"]
     assert {count: found["turns"] for count, found in counts.items()} == {"1": 1, "3": 2}
     for found in counts.values():
         assert all(row["same_tokens"] for row in found["rows"].values())

@@ -2,13 +2,13 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.helpers import ROOT, process
+
 TEXT = (ROOT / "BORROW.md").read_text("utf-8")
 EXAMPLES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", TEXT, re.S))
 FILES = {
@@ -57,29 +57,22 @@ MODELS = {
 }
 
 
-def run(folder: Path, method: str, examples: dict[str, str]) -> None:
-    """Run a method's example, and its check, in a folder with the files that the page names."""
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["ours", *MODELS])
+@pytest.mark.parametrize("method", FILES)
+def test_an_example_writes_what_the_model_writes_alone(
+    tmp_path: Path, method: str, model: str
+) -> None:
+    """The page's own model, and one of transformers in its place."""
+    examples = dict(EXAMPLES)
+    if model in MODELS:
+        pytest.importorskip("transformers")
+        examples["my_gpt.py"] = MODELS[model]
     for name in FILES[method]:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, folder / name)
+        copy(ROOT / name, tmp_path / name)
     for name, code in examples.items():
-        (folder / name).write_text(code, "utf-8")
+        (tmp_path / name).write_text(code, "utf-8")
     code = f"{examples[f'use_{method}.py']}{SAME}{CHECKS[method]}\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", FILES)
-def test_an_example_writes_what_the_model_writes_alone(tmp_path: Path, method: str) -> None:
-    run(tmp_path, method, EXAMPLES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", FILES)
-def test_a_model_of_transformers_takes_its_place(tmp_path: Path, method: str, model: str) -> None:
-    pytest.importorskip("transformers")
-    run(tmp_path, method, EXAMPLES | {"my_gpt.py": MODELS[model]})
+    ran = process(sys.executable, "-c", code, folder=tmp_path)
+    assert ran.code == 0, ran.err

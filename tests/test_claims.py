@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from studies.claims import every_claim
-from studies.protocol import Claim, claim_tables
 from support.statistics import wilson
 
 SOURCES = every_claim()
@@ -29,17 +28,6 @@ def test_a_source_has_at_most_ten_claims_and_no_quote_twice_under_the_same_condi
         assert ours <= 5 and counts and max(counts.values()) <= 10, name
         keys = [(claim["quote"], claim["ours"], claim["section"]) for claim in claims]
         assert len({*keys}) == len(keys)
-
-
-def test_the_sources_rows_and_ours_stand_apart_and_name_their_conditions() -> None:
-    blank = dict.fromkeys(Claim.__annotations__, "")
-    claims = [
-        blank | {"source": "S", "theirs": "there", "ours": "at home", "section": "1", "quote": "x"},
-        blank | {"ours": "here", "quote": "w?", "verdict": "DOES NOT HOLD", "figure": "4"},
-    ]
-    said, here, theirs, ours = claim_tables(claims)
-    assert said == "Conditions of S: there." and "- (a) at home\n- (b) here" in here
-    assert theirs.rows[0][0] == '"x" (1; a)' and ours.rows == [["w? (b)", "NO: 4"]]
 
 
 def test_wilson_has_a_width_where_nothing_is_right() -> None:

@@ -20,12 +20,9 @@ of flour were sold before dark. At home Halek found the yellow cap under the thi
 been a long day, but a good one."""
 FAULTS = [
     ("owner", "Zanoth was pleased", "Varbert was pleased"),
-    ("owner", "clay saucer back", "silk hat back"),
     ("door", "They knocked at the blue", "They knocked at the green"),
-    ("count", "All nine", "All seven"),
     ("count", "All nine sacks of flour", "All nine jars of honey"),
     ("hide", "cap under the third stair, where", "cap behind the beehives, where"),
-    ("he or she", "find it. He put", "find it. She put"),
     ("he or she", "until his clothes", "until her clothes"),
     ("stranger", "Belessa pulled him", "Velrin pulled him"),
     ("two roles", "Kelessa", "Halek"),
@@ -46,10 +43,8 @@ def test_the_corpus_itself_holds_together(split: str) -> None:
         prose, _, threads = corpus.tell(corpus.Pen(split, f"told {i}"), mute=i % 2 == 0)
         paid = len(threads) - (i % 2 == 0)
         assert coherence.judge(prose) == coherence.Verdict([], paid, paid), prose
-        stated = {
-            reading.thread for reading in coherence.statements(prose) if reading.kind == "state"
-        }
-        assert stated == {*threads}
+        stated = [reading for reading in coherence.statements(prose) if reading.kind == "state"]
+        assert {reading.thread for reading in stated} == {*threads}
 
 
 @pytest.mark.parametrize(("kind", "old", "new"), FAULTS)
@@ -62,9 +57,8 @@ def test_a_model_goes_on_from_openings_each_by_itself() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
     tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.openings("valid", 4)
-    assert len({*prompts}) == 4 and all(
-        coherence.statements(prompt)[0].kind == "opening" for prompt in prompts
-    )
+    assert len({*prompts}) == 4
+    assert {coherence.statements(prompt)[0].kind for prompt in prompts} == {"opening"}
     stories = coherence.write(model, tokenizer, prompts)
     assert all(story.startswith(prompt) for story, prompt in zip(stories, prompts, strict=True))
     assert stories[2:] == coherence.write(model, tokenizer, prompts[2:])

@@ -2,13 +2,13 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.helpers import ROOT, process
+
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 IGNORED = (".git", ".venv", "venv", "results", "__pycache__", "*.png", ".*_cache")
 
@@ -18,9 +18,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project with all that the page adds to its files, each above main() if there is one."""
     folder = tmp_path_factory.mktemp("copy") / "project"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED))
-    for name, code in re.findall(
-        r"```(?:python|toml)\n# (\S+?),?(?: [^\n]*)?\n(.*?)```", TEXT, re.S
-    ):
+    examples = re.findall(r"```(?:python|toml)\n# (\S+?),?(?: [^\n]*)?\n(.*?)```", TEXT, re.S)
+    for name, code in examples:
         before, main, after = (folder / name).read_text("utf-8").partition("\ndef main(")
         (folder / name).write_text(f"{before}\n\n{code}\n{main}{after}", "utf-8")
     return folder
@@ -29,10 +28,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shell(folder: Path, command: str) -> str:
     """What a command prints, run in the copy."""
     command = command.replace("python3 ", f"{sys.executable} ")
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    return done.stdout + done.stderr
+    ran = process("bash", "-c", command, folder=folder)
+    return ran.out + ran.err
 
 
 def test_every_file_that_the_page_names_exists() -> None:

@@ -29,10 +29,7 @@ def printed(cell: dict) -> str:
 
 def executed(tree: Path, course: dict) -> Iterator[tuple[str, dict, str]]:
     """Run a notebook in a copy of the chapters; yield each code cell's source, its metadata and what it printed."""
-    nbformat, nbclient, _ = (
-        pytest.importorskip(name, reason=f"{name} is not installed")
-        for name in ("nbformat", "nbclient", "ipykernel")
-    )
+    nbformat, nbclient, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
     copy_of_the_chapters(tree)
     (tree / "results").unlink(missing_ok=True)  # a link to the reader's
     book = nbformat.reads(json.dumps(course), as_version=4)
@@ -50,9 +47,8 @@ def test_the_notebook_as_handed_out_gives_its_recorded_outputs(tmp_path: Path) -
     course = committed()
     recorded = [printed(cell) for cell in course["cells"] if cell["cell_type"] == "code"]
     for (source, metadata, now), then in zip(executed(tmp_path, course), recorded, strict=True):
-        if source.startswith("run(") and metadata.get("tags") == [
-            "recorded"
-        ]:  # times, and as wide as they are
+        timed = source.startswith("run(") and metadata.get("tags") == ["recorded"]
+        if timed:  # and as wide as the times are
             now, then = (re.sub(r"[\d.,\s]+", " ", text) for text in (now, then))
         assert now == then, source
         if exercise := re.match(r'check\("([\d.]+)"', source):
@@ -66,22 +62,19 @@ def test_the_notebook_with_solutions_passes(tmp_path: Path) -> None:
     for cell in course["cells"]:
         source = "".join(cell["source"])
         if LEFT in source:
-            (solution,) = CHAPTERS.glob(
-                f"{int(source.partition(LEFT)[2].partition('.')[0]):02}_*/solution.py"
-            )
+            chapter = int(re.search(rf"{re.escape(LEFT)}(\d+)", source)[1])
+            (solution,) = CHAPTERS.glob(f"{chapter:02}_*/solution.py")
             names = [node.name for node in ast.parse(source).body if hasattr(node, "name")]
             file = solution.relative_to(blocks.ROOT).as_posix()
             answers = [line for name in names for line in blocks.source(file, name)[1]]
-            cell["source"] = "\n".join(
-                [source.partition("\n\n")[0] * ("import " in source), *answers]
-            )
+            head = source.partition("\n\n")[0] if "import " in source else ""
+            cell["source"] = "\n".join([head, *answers])
     for source, _, now in executed(tmp_path, course):
         if exercise := re.match(r'check\("([\d.]+)"', source):
             assert re.fullmatch(rf"{exercise[1]}: ([1-9]) of \1 points\n", now), now
             solved.add(exercise[1])
-        assert "isn't written yet" not in now and (
-            "--compare" not in source or "Same tokens: yes" in now
-        )
+        assert "isn't written yet" not in now
+        assert "--compare" not in source or "Same tokens: yes" in now
     assert solved == {"1.1", "2.1", "2.2", "2.3", "5.1"}
 
 
@@ -115,10 +108,8 @@ def test_a_students_work_is_not_written_over(
     file.write_text(work, encoding="utf-8")
     with pytest.raises(SystemExit):
         build.main([])
-    assert (
-        "work in two_hours.ipynb would be lost" in capsys.readouterr().err
-        and file.read_text() == work
-    )
+    assert "work in two_hours.ipynb would be lost" in capsys.readouterr().err
+    assert file.read_text(encoding="utf-8") == work
     file.write_text(fresh.replace("diffs", "changes"), encoding="utf-8")
     build.main([])
     assert file.read_text(encoding="utf-8") == fresh

@@ -2,7 +2,6 @@
 claims follow their rows."""
 
 import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+import projector
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from projector import Layout, cache_of, main, prefill
+from projector import Layout, cache_of, prefill
 from recycle import read_all
-from studies import projection
+from studies import projection, projection_segments
 from studies.core import Figure, Rows
 from studies.projection_segments import measure_segments, summarize
 from studies.projection_ways import TRUE, Trial, Way, pocket_families, read_pairs
+from support import encoders
 from support.encoders import PairEncoder
+from tests.helpers import ROOT, refused, start
 from tests.test_projector import MODELS
 from tests.test_projector import prompt as ids_of
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +46,14 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
     def splits(prompts: list) -> set[str]:
         return {p.family.split("/")[0] for p in prompts}
 
-    for fitted in (
-        trial.train,
-        trial.sample,
-        trial.bankers,
-        [p for pair in trial.pairs for p in pair],
-    ):
+    paired = [prompt for pair in trial.pairs for prompt in pair]
+    for fitted in (trial.train, trial.sample, trial.bankers, paired):
         assert splits(fitted) == {"train"}
     assert all(a is not b and a.family == b.family for a, b in trial.pairs)
     for split in ("test", "valid"):
         stored = trial.stored(split)
-        assert splits(stored) == {split, "train"} and splits(trial.stored(split, False)) == {
-            "train"
-        }
+        assert splits(stored) == {split, "train"}
+        assert splits(trial.stored(split, False)) == {"train"}
         for prompt, relative in trial.queries(split):
             assert prompt.family.startswith(split) and prompt not in stored
             assert relative is None or (relative in stored and relative.family == prompt.family)
@@ -70,15 +65,14 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
 
 
 def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    import projector
-    from studies import projection_segments
-    from support import encoders
-
     grouped: list[list[str]] = []
+
+    def recording(error: object, groups: list[str]) -> float:
+        grouped.append([*groups])
+        return 1.0
+
     for module in (projector, projection_segments, encoders):
-        monkeypatch.setattr(
-            module, "cross_validate", lambda error, groups: grouped.append([*groups]) or 1.0
-        )
+        monkeypatch.setattr(module, "cross_validate", recording)
     fresh = replace(TRUE, tail=2)
     trial.segment_map(fresh)
     trial.stage_2(fresh, trial.own)
@@ -86,11 +80,9 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
     PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
     assert grouped == [
         [p.family for p in trial.sample],
-        [source.family for source, _ in trial.pairs],
+        [p.family for p, _ in trial.pairs],
         families,
     ]
-    trial.segment_map(replace(fresh, m=2))
-    assert len(grouped) == 3, "another number of summary tokens takes the penalty that was found"
 
 
 def write_pairs(path: Path, families: int) -> Path:
@@ -106,11 +98,8 @@ def write_pairs(path: Path, families: int) -> Path:
 
 def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
     split = read_pairs(write_pairs(tmp_path / "pairs.csv", 20), 0)
-    assert {name: len(found) for name, found in split.items()} == {
-        "train": 12,
-        "valid": 4,
-        "test": 4,
-    }
+    sizes = {name: len(families) for name, families in split.items()}
+    assert sizes == {"train": 12, "valid": 4, "test": 4}
     texts = [text for families in split.values() for family in families for text, _ in family]
     assert len({*texts}) == len(texts) == 60
 
@@ -159,9 +148,8 @@ def test_a_figure_is_what_it_says(trial: Trial) -> None:
     assert found["reverse"] == pytest.approx(float((q.exp() * (q - p)).sum()), rel=1e-3, abs=1e-5)
     assert projection.answer(trial, prompt) == prompt.answer
     other = next(p for p, _ in trial.related("test") if p.answer != prompt.answer)
-    first = other.follows[0]
-    assert projection.answer(trial, prompt, first).split()[0] in other.answer
-    assert projection.score(trial, prompt) == 1 and projection.score(trial, prompt, first) == 0
+    assert projection.score(trial, prompt) == 1
+    assert projection.score(trial, prompt, other.follows[0]) == 0
 
 
 def test_an_interval_is_by_family_and_has_a_width_where_all_agree(
@@ -210,39 +198,25 @@ def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_study_then_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_then_a_question(tmp_path: Path) -> None:
     """The whole protocol, on a few pairs; then an answer from the library that it has kept."""
     pairs, out = write_pairs(tmp_path / "pairs.csv", 40), tmp_path / "out"
-    model = str(ROOT / "pocket" / "teacher")
-    projection.main(["--quick", "--model", model, "--pairs", str(pairs), "--out", str(out)])
-    printed = capsys.readouterr().out
-    assert "A reduced run: figures, and no verdict." in printed and "HOLD" not in printed
-    lines = [json.loads(line) for line in (out / "reduced.jsonl").read_text().splitlines()]
-    rows = [line for line in lines if "way" in line]
-    assert {row["setting"]["kind"] for row in rows} == {"pairs"}
-    assert {"hit", "written", "learned", "raw-1:16"} <= {row["way"] for row in rows}
+    words = f"--quick --model {ROOT / 'pocket' / 'teacher'} --pairs {pairs} --out {out}"
+    ran = start(f"studies.projection {words}")
+    assert "A reduced run: figures, and no verdict." in ran.out and "HOLD" not in ran.out
+    measured = (out / "reduced.jsonl").read_text("utf-8")
+    assert all(f'"{way}"' in measured for way in ("hit", "written", "learned", "raw-1:16", "pairs"))
     assert (out / "plane.png").exists()
-    question = ["ask", "Which river runs through Pellam?", "--library", str(out / "library")]
-    main(question)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " ms " in line]
-    assert [row[0] for row in rows] == ["proposed", "ours", "exactly"]
+    question = f"projector ask 'Which river runs through Pellam?' --library {out / 'library'}"
+    lines = [line.split() for line in start(question).out.splitlines() if " ms " in line]
+    assert [line[0] for line in lines] == ["proposed", "ours", "exactly"]
     (out / "library" / "ours" / "library.safetensors").write_bytes(b"no")
-    with pytest.raises(SystemExit, match="2"):
-        main(question)
-    assert "not a file of safetensors" in capsys.readouterr().err
+    refused(start(question), "not a file of safetensors")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "gpt2"], "--pairs FILE"),
-        (["--pairs", "nowhere.csv"], "nowhere.csv"),
-    ],
+    ("words", "culprit"),
+    [("--model gpt2", "--pairs FILE"), ("--pairs nowhere.csv", "nowhere.csv")],
 )
-def test_bad_input_is_one_sentence(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        projection.main(arguments)
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+def test_bad_input_is_one_sentence(words: str, culprit: str) -> None:
+    refused(start(f"studies.projection {words}"), culprit)

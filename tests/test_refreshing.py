@@ -1,7 +1,6 @@
 """studies/refreshing.py: gates meet their budgets, figures are those of the texts, and the recorded rows."""
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from torch import Tensor
 
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
-from load_gpt2_weights import load_model, load_tokenizer
+from load_gpt2_weights import load_tokenizer
 from overfill import (
     Pair,
     Periodic,
-    Policy,
     ProbeKL,
     generate_refreshed,
     teacher_nats,
@@ -35,7 +33,7 @@ from studies.refreshing import (
 )
 from support.chat import FORMS
 from support.statistics import entropy, kl
-from tests.helpers import LLAMA3, ROOT, write_llama
+from tests.helpers import LLAMA3, ROOT, refused, start, write_llama
 from tests.test_overfill import CONFIG, NARROW, model_of, prompts, run
 
 
@@ -77,8 +75,7 @@ def test_firings_are_those_of_a_gate() -> None:
 
 
 def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
-    probe = ProbeKL(2.0, every=4, cooldown=4)
-    for policy in (Policy(), Periodic(4), Periodic(5, window=2, reads_window=True), probe):
+    for policy in (Periodic(5, window=2, reads_window=True), ProbeKL(2.0, every=4, cooldown=4)):
         plain, _ = run(teacher, student, prompts(3), 30, policy)
         pair = Pair(teacher, student, prompts(3), lambda: SlidingWindowCache(39))
         assert torch.equal(torch.cat(list(generate_refreshed(pair, 30, policy)), 1), plain)
@@ -92,13 +89,10 @@ def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
     new, pair = run(teacher, student, ids, 20, Periodic(4))
     at = {"mode": "greedy", "trained": "here"}
     nats = teacher_nats(teacher, ids, new).mean()
-    assert rows.figure("periodic:4", "perplexity", **at).value == pytest.approx(
-        math.exp(nats), rel=1e-4
-    )
-    found = [
-        rows.figure("periodic:4", name, **at).value for name in ("refreshes", "reads", "passes")
-    ]
-    assert found == [4, 16, 200] and pair.counts.tolist() == [4] * 5
+    metrics = ("perplexity", "refreshes", "reads", "passes")
+    perplexity, *counts = (rows.figure("periodic:4", name, **at).value for name in metrics)
+    assert perplexity == pytest.approx(math.exp(nats), rel=1e-4)
+    assert counts == [4, 16, 200] and pair.counts.tolist() == [4] * 5
     assert rows.figure("teacher", "refreshes", **at) is None
     written = len(rows.rows)
     quality(texts, ["teacher", "periodic:4"], "greedy")
@@ -106,24 +100,19 @@ def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
 
 
 def test_gates_meet_their_budgets_where_nothing_refreshes(rows) -> None:
-    long = [
-        model_of(replace(config, n_ctx=256), seed) for config, seed in ((CONFIG, 0), (NARROW, 1))
-    ]
+    long = (model_of(replace(CONFIG, n_ctx=256), 0), model_of(replace(NARROW, n_ctx=256), 1))
     ids = torch.randint(50, (12, 8), generator=torch.Generator().manual_seed(1))
     texts = texts_of(rows, *long, ids, 240)
     for mode in refreshing.MODES:
         gate = texts.policy("entropy~7.8", mode)
         signals = texts.signals("valid", [gate], mode)[0]
-        rate = 1000 * firings(signals, gate.threshold, gate.cooldown) / signals.numel()
-        assert 0.7 * 7.8 <= rate <= 7.8
-        row = rows.figure("entropy~7.8", "threshold", mode=mode, trained="here")
-        assert row.value == pytest.approx(gate.threshold, rel=1e-5)
-    probe = texts.policy("probe:32~7.8", "sampled")
+        fired = firings(signals, gate.threshold, gate.cooldown)
+        assert 0.7 * 7.8 <= 1000 * fired / signals.numel() <= 7.8
+    probe = texts.policy("probe:32~7.8", "sampled")  # a signal in 32 tokens
     signals = texts.signals("valid", [probe], "sampled")[0]
     assert signals.shape == (12, 239 // 32)
-    assert (
-        0.7 * 7.8 <= 1000 * float((signals > probe.threshold).sum()) / (32 * signals.numel()) <= 7.8
-    )
+    fired = int((signals > probe.threshold).sum())
+    assert 0.7 * 7.8 <= 1000 * fired / (32 * signals.numel()) <= 7.8
 
 
 def test_the_source_s_code_moves_every_entry_by_one_token(teacher) -> None:
@@ -140,11 +129,9 @@ def test_the_source_s_code_moves_every_entry_by_one_token(teacher) -> None:
 
 def test_the_error_of_the_cache_falls_to_the_refreshed_part(rows, teacher, student) -> None:
     texts = texts_of(rows, teacher, student, prompts(2), 20)
-    caches(texts, ["none", "periodic:5", "periodic:1"], 2)
-    none, five, one = (
-        rows.find(way, "cache_error", trained="here")["values"]
-        for way in ("none", "periodic:5", "periodic:1")
-    )
+    ways = ["none", "periodic:5", "periodic:1"]
+    caches(texts, ways, 2)
+    none, five, one = (rows.find(way, "cache_error", **texts.at)["values"] for way in ways)
     assert min(none) > 0.01 and max(one) < 1e-5
     assert [e < 1e-5 for e in five] == [t % 5 == 0 for t in range(1, 21)]
     same = texts_of(rows, teacher, teacher, prompts(2), 20)
@@ -171,10 +158,7 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     before = [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")]
     times(texts, ["none", "periodic:4", "windowed:8:2"], 2, 2)  # measured later: OverFill's stay
     assert [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")] == before
-    later = rows.find("windowed:8:2", "tps", **at)["values"]
-    ratios = rows.find("windowed:8:2", "time", **at)["values"]
-    assert len(later) == 2 and min(later) > 0 and min(ratios) > 0
-    assert rows.find("teacher", "read_ms", **at, k=2) is None
+    assert rows.figure("windowed:8:2", "time", **at).value > 0
 
 
 def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(rows) -> None:
@@ -190,45 +174,25 @@ def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(
 
 
 @pytest.mark.slow
-def test_a_quick_run_gives_figures_and_no_verdict(tmp_path: Path, capsys) -> None:
-    refreshing.main(["--quick", "--out", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "reduced.jsonl",
-        "quality.png",
-        "cache_error.png",
-    }
-    assert "A reduced run: figures, and no verdict." in printed and "HOLD" not in printed
-    measured = (tmp_path / "reduced.jsonl").read_text()
-    assert all(f'"{way}"' in measured for way in refreshing.EVERY_WAY)
-
-
-@pytest.mark.slow
-def test_the_sources_own_pair_runs_whole_in_small(tmp_path: Path, capsys) -> None:
-    """Two Llamas as the source's are: three query heads for each of keys, widths pruned by 45%."""
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
-    shape |= {"head_dim": 16, "rope_parameters": LLAMA3}
-    sizes = {"teacher": (60, 160), "student": (33, 88)}
-    for name, (hidden, inner) in sizes.items():
-        write_llama(tmp_path / name, hidden_size=hidden, intermediate_size=inner, **shape)
-    words = [f"--{name}={tmp_path / name}" for name in sizes]
-    words += ["--prompts", str(ROOT / "data" / "pocket_test_prompts.csv"), "--dtype", "bfloat16"]
-    refreshing.main([*words, "--quick", "--out", str(tmp_path / "out")])
-    printed = capsys.readouterr().out
-    weights, student, caches = re.search(
-        r"Memory: ([\d.]+) MB of weights for the teacher, ([\d.]+) for the student, ([\d.]+)",
-        printed,
-    ).groups()
-    for name, found in (("teacher", weights), ("student", student)):
-        model = load_model(str(tmp_path / name), dtype=torch.bfloat16)
-        assert float(found) == pytest.approx(
-            sum(p.nbytes for p in model.parameters()) / 1e6, abs=0.05
-        )
-    tokens = 4 * (15 + 72)
-    assert float(caches) == pytest.approx(2 * tokens * 2 * 2 * 16 * 2 / 1e6, abs=0.05)
-    assert "steps of the student with 4 texts at once" in printed and "doesn't fit" not in printed
-    rows = (tmp_path / "out" / "reduced.jsonl").read_text("utf-8")
-    assert all(f'"{way}"' in rows for way in refreshing.EVERY_WAY if not way.startswith("dropout"))
+@pytest.mark.parametrize("models", ["pocket", "the source's kind"])
+def test_a_quick_run_gives_figures_and_no_verdict(models: str, tmp_path: Path) -> None:
+    """Of the pocket models, and of two Llamas as the source's are: three query heads for each of
+    keys, widths pruned by 45%."""
+    words, ways = "", [*refreshing.EVERY_WAY]
+    if models != "pocket":
+        ways = [way for way in ways if not way.startswith("dropout")]
+        shape = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
+        shape |= {"head_dim": 16, "rope_parameters": LLAMA3}
+        for name, hidden, inner in (("teacher", 60, 160), ("student", 33, 88)):
+            folder = tmp_path / name
+            write_llama(folder, hidden_size=hidden, intermediate_size=inner, **shape)
+            words += f" --{name} {folder}"
+        words += f" --prompts {ROOT / 'data' / 'pocket_test_prompts.csv'} --dtype bfloat16"
+    ran = start(f"studies.refreshing --quick --out {tmp_path / 'out'}{words}")
+    assert "A reduced run: figures, and no verdict." in ran.out, ran.err
+    assert "HOLD" not in ran.out and "doesn't fit" not in ran.out
+    measured = (tmp_path / "out" / "reduced.jsonl").read_text("utf-8")
+    assert [way for way in ways if f'"{way}"' not in measured] == []
 
 
 def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> None:
@@ -247,15 +211,17 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
         assert long.startswith("<|begin_of_text|>" + before) and long.endswith("so?" + after)
 
 
-def test_bad_input_gets_one_sentence(tmp_path: Path, capsys) -> None:
-    (tmp_path / "few.csv").write_text("prompt\na\nb\n")
-    for words, culprit in (
-        (["--prompts", "nothing.csv"], "nothing.csv"),
-        (["--prompts", str(tmp_path / "few.csv")], "2 prompts: at least 5"),
-        (["--teacher", "gpt2"], "--prompts"),
-        (["--chat"], "--prompts"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            refreshing.main([*words, "--out", str(tmp_path / "out")])
-        err = capsys.readouterr().err
-        assert ended.value.code == 2 and culprit in err and err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("words", "culprit"),
+    [
+        ("--prompts nothing.csv", "nothing.csv"),
+        ("--prompts {few}", "2 prompts: at least 5"),
+        ("--teacher gpt2", "--prompts"),
+        ("--chat", "--prompts"),
+    ],
+)
+def test_bad_input_gets_one_sentence(words: str, culprit: str, tmp_path: Path) -> None:
+    few = tmp_path / "few.csv"
+    few.write_text("prompt\na\nb\n")
+    words = words.format(few=few)
+    refused(start(f"studies.refreshing {words} --out {tmp_path / 'out'}"), culprit)

@@ -1,8 +1,7 @@
 """The recipe behind pocket/: resumable, the same under torchrun, and refusing to keep a model that can't copy."""
 
 import hashlib
-import re
-import subprocess
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 import gpt_bounded_cache
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import (
     batches,
@@ -32,9 +30,9 @@ from pocket.recipes import Phase, Recipe
 from pocket.tokenizer import TOKENIZER, VOCABULARY, train_tokenizer
 from support.statistics import kl
 from tests import test_pocket
+from tests.helpers import ROOT, process, run
 from tests.test_equivalence import randomize
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = Recipe(
     config=GPTConfig(vocab_size=VOCABULARY, n_ctx=64, n_layer=2, n_head=2, n_embd=48, head_dim=16),
     phases=(
@@ -150,9 +148,7 @@ def command_of(what: str, teacher: str, folder: Path, out: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", COMMANDS)
-def test_the_command_changes_any_model_on_any_text(
-    what: str, teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command_changes_any_model_on_any_text(what: str, teacher: str, tmp_path: Path) -> None:
     train.main(command_of(what, teacher, tmp_path, "one"))
     made = tmp_path / "one"
     files = ["config.json", "loss.png", "model.safetensors", "run", "tokenizer.tiktoken"]
@@ -164,17 +160,17 @@ def test_the_command_changes_any_model_on_any_text(
         return
     memory = (config.slots, config.recent, config.rule)
     assert memory == ((32, 0, "sum") if what == "bct-sum" else (24, 8, "mean"))
-    gpt_bounded_cache.main(["--memory", "bct", "--model", str(made), "--max-new-tokens", "9"])
-    assert "KV cache" in capsys.readouterr().out  # the script of the lecture reads it
+    words = ("--memory", "bct", "--model", made, "--max-new-tokens", 9)
+    assert run(gpt_bounded_cache.main, *words).code == 0  # the script of the lecture reads it
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", COMMANDS)
 def test_the_command_runs_under_torchrun_too(what: str, teacher: str, tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    script = str(ROOT / "pocket" / "train.py")
-    command = [sys.executable, *torchrun, script, *command_of(what, teacher, tmp_path, "two")]
-    subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=tmp_path)
+    words = [ROOT / "pocket" / "train.py", *command_of(what, teacher, tmp_path, "two")]
+    done = process(sys.executable, *torchrun, *words, folder=tmp_path)
+    assert done.code == 0, done.err
     train.main(command_of(what, teacher, tmp_path, "one"))
     runs = [torch.load(tmp_path / name / "run" / "last.pt") for name in ("one", "two")]
     one, two = (run["losses"] for run in runs)
@@ -191,24 +187,35 @@ def test_the_command_runs_under_torchrun_too(what: str, teacher: str, tmp_path: 
     ],
 )
 def test_command_line_refuses_what_makes_no_sense(
-    argv: str, said: str, teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    argv: str, said: str, teacher: str, tmp_path: Path
 ) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("Too short.")
-    with pytest.raises(SystemExit, match="2"):
-        train.main(argv.format(teacher=teacher, text=text, out=out).split())
-    assert said in capsys.readouterr().err.splitlines()[-1] and not out.exists()
+    ran = run(train.main, *argv.format(teacher=teacher, text=text, out=out).split())
+    assert ran.code == 2 and said in ran.err.splitlines()[-1] and not out.exists()
 
 
-@pytest.mark.parametrize("damage", ["text", "cut", "code", "list"])
+def saved(state: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not a state",
+        saved({"losses": [0.5] * 1000})[:-300],
+        saved({"recipe": Path}),  # code
+        saved([1]),
+    ],
+    ids=["text", "cut", "code", "list"],
+)
 def test_a_damaged_state_is_noticed_first(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("the corpus was read"))
     file = tmp_path / "last.pt"
-    torch.save({"code": {"recipe": Path}, "list": [1]}.get(damage, {"losses": [0.5] * 1000}), file)
-    content = file.read_bytes()
-    content = {"text": b"not a state", "cut": content[:-300]}.get(damage, content)
     file.write_bytes(content)
     with pytest.raises(ValueError, match="last.pt is damaged"):
         training.train(TINY, tmp_path)
@@ -249,16 +256,6 @@ def test_the_batches_of_shipped_models_are_pinned(name: str, text: batches.Corpu
     assert found.hexdigest() == PINNED[name]
 
 
-def test_a_text_is_cut_into_answers_and_all_else_without_a_trace(text: batches.Corpus) -> None:
-    tokenizer = recipes.TEACHER.tokenizer
-    documents = [document.text for document in corpus.documents("train", 400)]
-    everything = "<|endoftext|>".join(documents)
-    whole = [*tokenizer.encode(everything, allowed_special="all"), tokenizer.eot_token]
-    assert text.tokens.tolist() == whole
-    answers = tokenizer.decode(text.tokens[text.is_answer].tolist())
-    assert answers == "".join(re.findall(r"(?<=Answer:)[^\n\0]*\n?", "\0".join(documents)))
-
-
 def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
     recipe = recipe_of("bct", teacher, **MEMORY)
     model, plain = begun(recipe)
@@ -281,27 +278,17 @@ def test_training_starts_from_an_induction_circuit() -> None:
     model = GPT(recipes.TEACHER.config)
     starts.start_as_copier(model)
     words = torch.randperm(1500)[:40]
-    ids = torch.cat([words, words])[None]
-    pos = torch.arange(ids.size(1))
     with torch.no_grad():
-        q, k, _ = model.h[0].attn.project(model.h[0].ln_1(model.wte(ids) + model.wpe(pos)))
-        scores = (q[0, 0] @ k[0, 0].T / model.config.head_dim**0.5).masked_fill(
-            pos > pos[:, None], -torch.inf
-        )
-        logits = model(ids)[0, 40:-1]
-    assert scores.softmax(-1).diagonal(-1).mean() > 0.9  # looks one back
-    better = (logits > logits.gather(1, ids[0, 41:, None])).sum(1)  # than the right next token
+        logits = model(torch.cat([words, words])[None])[0, 40:-1]
+    better = (logits > logits.gather(1, words[1:, None])).sum(1)  # than the right next token
     assert better.float().median() < 50  # by chance: 768
 
 
-def test_a_distillation_starts_as_its_teacher_with_addresses_near_its_keys(teacher: str) -> None:
+def test_a_distillation_starts_as_its_teacher(teacher: str) -> None:
     model, plain = begun(recipe_of("bct", teacher, slots=5, recent=32))
     ids = ids_of(3, 32)
     with torch.no_grad():  # as long as no token leaves the recent ones
         torch.testing.assert_close(model(ids), plain(ids), atol=1e-4, rtol=1e-4)
-    for block in model.h:
-        assert torch.equal(block.memory.c_query.weight, block.attn.c_attn.weight[:, 24:48])
-        assert len(block.memory.addresses.flatten(0, 1).unique(dim=0)) == 15
 
 
 @pytest.fixture(scope="module")
@@ -320,12 +307,6 @@ def test_a_llama_begins_near_the_gpt2_that_it_is_made_of(converted: tuple) -> No
     sizes = [sum(p.numel() for p in made.parameters()) for made in (model, llama)]
     assert abs(sizes[1] / sizes[0] - 1) < 0.01
     assert kl(model(ids), llama(ids)).mean() < 3.5 < kl(model(ids), llama(ids) * 0).mean()
-    q, k, _ = llama.h[0].attn.project(llama.h[0].ln_1(llama.wte(ids[:1, :40])))
-    q, k = (rotate(x, rotation(torch.arange(40), llama.config))[0] for x in (q, k))
-    fast = torch.arange(32) % 16 < 8
-    for head in (0, 1):  # the best key is one or two tokens back, whatever the tokens are
-        best = (q[head] @ (k[0] * fast).T).tril()[head + 1 :].argmax(dim=1)
-        assert best.tolist() == list(range(39 - head))
 
 
 def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str) -> None:
