@@ -355,16 +355,17 @@ def claims(rows: Rows) -> list[Claim]:
     for claim in rows.paper["claims"]:
         at, part = claim.get("at", {}), claim.get("every")
         places = [at | {part: value} for value in rows.paper["every"][part]] if part else [at]
+        source = rows.paper.get("sources", {}).get(claim.get("source"), rows.paper)
         first = RULE.fullmatch(next(iter(np.ravel(claim["rules"]))))
         way, where = side_of(first[2], places[0])
         row = rows.find(way, first[1] or rows.paper["metric"], **where)
         on = row["on"]["conditions"] if row else ["not measured"]
         found.append(
             Claim(
-                source=claim.get("source", rows.paper["title"]) if "section" in claim else "",
+                source=source["title"] if "section" in claim else "",
                 section=claim.get("section", ""),
                 quote=claim["quote"],
-                theirs=claim.get("theirs", rows.paper["theirs"]),
+                theirs=source["theirs"],
                 ours=claim.get("on", "; ".join(on)),
                 figure=everywhere(rows, claim["found"], places, part),
                 verdict=verdict_of(rows, claim, places),
