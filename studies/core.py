@@ -17,7 +17,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from studies.protocol import Claim, claim_tables
+from support.figures import COLORS
 from support.figures import figure as draw_figure
 from support.files import check_fields, parse_json, read_text
 from support.statistics import bootstrap, mean
@@ -32,7 +33,6 @@ from support.tables import Table, page
 
 HERE = Path(__file__).resolve().parent
 LEAST = 4  # values that an interval needs: of fewer, one can't tell how they vary
-NOISE = 0.05  # ours: times that differ by less are equal
 
 # How values become a figure, by default their mean. "perplexity" is given mean nats; of an "exact"
 # metric, a count or arithmetic, one value is enough; a "series" is a curve over tokens; a figure of
@@ -46,6 +46,7 @@ RELATIVE = ("perplexity", "median", "turns")
 LABELS = ("title", "xlabel", "ylabel", "xscale")  # of a figure
 WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
 RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
+MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
 T = TypeVar("T")
 
@@ -280,17 +281,6 @@ def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T
     return found
 
 
-def steady(seconds: dict[str, Sequence[float]], reference: str) -> list[int]:
-    """Return the turns in which the reference, by which all others are measured, was as fast as
-    ever: the median way's time over its time is within NOISE of that way's median. All turns if
-    these are less than half."""
-    times = np.array([x for name, x in seconds.items() if name != reference])
-    times = times / np.array(seconds[reference])  # (ways, turns)
-    shifts = np.median(times / np.median(times, 1, keepdims=True), 0)
-    kept = np.flatnonzero(abs(shifts - 1) <= NOISE).tolist()
-    return kept if 2 * len(kept) > len(shifts) else [*range(len(shifts))]
-
-
 # --- Claims -----------------------------------------------------------------------------------------
 
 
@@ -359,7 +349,7 @@ def claims(rows: Rows) -> list[Claim]:
         first = RULE.fullmatch(next(iter(np.ravel(claim["rules"]))))
         way, where = side_of(first[2], places[0])
         row = rows.find(way, first[1] or rows.paper["metric"], **where)
-        on = row["on"]["conditions"] if row else ["not measured"]
+        on = row["on"]["conditions"] if row else []
         found.append(
             Claim(
                 source=source["title"] if "section" in claim else "",
@@ -421,9 +411,13 @@ def table_of(rows: Rows) -> list[str | Table]:
 
 
 def page_of(rows: Rows) -> list[str | Table]:
-    """Return the claims and the table of a study, for a terminal."""
+    """Return the claims and the table of a study, for a terminal; claims of which figures are
+    missing are left out."""
     parts = [f"A {rows.reduced}: figures, and no verdict."] if rows.reduced else []
-    measured = [claim for claim in claims(rows) if claim["ours"] != "not measured"]
+    measured = []
+    for claim in claims(rows):
+        if claim["ours"] and not MISSING.search(claim["figure"]):
+            measured.append(claim)
     title, table = table_of(rows)
     parts += claim_tables(measured)
     return [*parts, title, table] if table.rows else parts  # a reduced run may fill no line
@@ -453,6 +447,11 @@ def points_over(
     return sorted(found)
 
 
+def kind_of(way: str) -> str:
+    """Return the kind of a way: of periodic:64, periodic."""
+    return re.split("[:~]", way)[0]
+
+
 def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[str, list[tuple[float, ...]]]:
     """Return the points of a figure, x and y with its interval, by the label of their curve: of a
     metric over a part of the setting, or over another metric, joined for ways of one kind
@@ -467,7 +466,7 @@ def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[str, list[tuple[float,
             if "x" not in wanted:
                 points = [*enumerate(row["values"], 1)]
             elif x := rows.figure(way, wanted["x"], **at):
-                label = rows.name(re.split("[:~]", way)[0], at)
+                label = rows.name(kind_of(way), at)
                 points = [(x.value, *rows.figure(way, metric, **at))]
         if points:
             curves.setdefault(label, []).extend(points)
@@ -475,20 +474,23 @@ def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[str, list[tuple[float,
 
 
 def draw(rows: Rows, folder: Path) -> None:
-    """Draw the study's figures."""
+    """Draw the study's figures, in which ways of one kind have one colour."""
+    colors: dict[str, str] = {}
     for name, wanted in rows.paper.get("figures", {}).items():
         curves = curves_of(rows, wanted)
         if curves:
             labels = {key: x for key, x in wanted.items() if key in LABELS}
-            draw_figure(folder / f"{name}.png", partial(plot, curves), **labels)
+            draw_figure(folder / f"{name}.png", partial(plot, curves, colors), **labels)
 
 
-def plot(curves: dict[str, list[tuple[float, ...]]], axes: Any) -> None:
-    """Plot curves_of() a figure."""
+def plot(curves: dict[str, list[tuple[float, ...]]], colors: dict[str, str], axes: Any) -> None:
+    """Plot curves_of() a figure; colors: those of the kinds that are drawn already."""
     for label, points in curves.items():
         x, y, *interval = np.array(points).T
+        kind = kind_of(label)
+        color = colors.setdefault(kind, COLORS[len(colors) % len(COLORS)])
         style = "o-" if interval else "-"
-        (line,) = axes.plot(x, y, style, markersize=4, linewidth=1, label=label)
+        axes.plot(x, y, style, color=color, markersize=4, linewidth=1, label=label)
         if interval and np.isfinite(interval).all():
             spread = [y - interval[0], interval[1] - y]
-            axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=line.get_color())
+            axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=color)

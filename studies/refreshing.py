@@ -43,12 +43,12 @@ from tqdm import tqdm
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from load_gpt2_weights import class_of, find_file, is_llama, load_tokenizer, read_config
+from load_gpt2_weights import load_tokenizer
 from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
 from pocket import corpus
 from pocket.recipes import pruning
 from recycle import read_prompts
-from studies.core import Figure, Rows, in_turn, machine_of, recorded, report, steady
+from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
 from studies.protocol import StudyLine
 from support.chat import as_question
 from support.conditions import conditions, random_model
@@ -293,9 +293,9 @@ def timed(texts: Texts, way: str, prompts: int, turn: int) -> Timed:
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
-    """Append the times of ways that take turns, beside OverFill's; disturbed turns are left out.
-    Ways that are measured later take turns with OverFill too, whose own rows stay: their tokens/s
-    are what they would have been then."""
+    """Append the times of ways that take turns, beside OverFill's. Ways that are measured later take
+    turns with OverFill too, whose own rows stay: their tokens/s are what they would have been
+    then."""
     rows, at = texts.rows, texts.at
     ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
     if not ways:
@@ -304,8 +304,6 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
         texts.policy(way, "sampled")  # calibrated before the clock runs
     runs = {way: partial(timed, texts, way, prompts) for way in ("none", *ways)}
     found = in_turn(runs, turns)
-    kept = steady({way: [run.seconds for run in runs] for way, runs in found.items()}, "none")
-    found = {way: [runs[i] for i in kept] for way, runs in found.items()}
     then = rows.figure("none", "tps", **at)
     reference = found["none"]
     if then:
@@ -424,28 +422,11 @@ def sized(rows: Rows, quick: bool) -> None:
         f"{size}, random weights: {on['parameters']:,} parameters",
         f"a student of {sum(p.numel() for p in student.parameters()):,} parameters",
         f"{n} tokens after a prompt of 64, one text at a time",
-        f"turns: {turns}, disturbed ones left out",
+        f"turns: {turns}",
         *machine_of(on),
     )
     times(texts, AT_SIZE, 1, turns)
     predict(rows, n, at)
-
-
-def memory_needed(names: Sequence[str], many: int, tokens: int, dtype: torch.dtype) -> str:
-    """Return a sentence on the bytes of two models' weights, by their config.json, and of the caches
-    of `many` texts of so many tokens that are written at once, one of each model."""
-    weights, caches = [], 0
-    for name in names:
-        config = read_config(find_file(name, "config.json"))
-        with torch.device("meta"):
-            model = class_of(is_llama(config))(config)
-        weights.append(sum(p.numel() for p in model.parameters()) * dtype.itemsize)
-        token = 2 * config.n_layer * kv_heads(config) * config.head_dim * dtype.itemsize
-        caches += many * tokens * token
-    return (
-        f"Memory: {weights[0] / 1e6:,.1f} MB of weights for the teacher, {weights[1] / 1e6:,.1f} for the "
-        f"student, {caches / 1e6:,.1f} for the caches of {many} texts of {tokens:,} tokens."
-    )
 
 
 @torch.no_grad()
@@ -458,15 +439,25 @@ def step_seconds(student: GPT, ids: Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def time_needed(texts: Texts, ways: Sequence[str], single: int) -> str:
-    """Return a sentence on the time that the student's steps alone will take, by one that is timed:
-    texts written at once in each mode and way, and `single` texts one by one in each way."""
-    ids, student, tokens = texts.prompts["test"], texts.models["student"], len(ways) * texts.n
+def needed(texts: Texts, ways: Sequence[str], single: int) -> str:
+    """Return what a run needs: memory for the weights of both models and for a cache of each, of all
+    texts at once; and the time of the student's steps, by one that is timed: texts written at once
+    in each mode and way, and `single` texts one by one in each way."""
+    ids, student = texts.prompts["test"], texts.models["student"]
+    (many, length), tokens = ids.shape, len(ways) * texts.n
+    weights, caches = [], 0
+    for model in texts.models.values():
+        c, weight = model.config, model.wte.weight
+        weights.append(sum(p.nbytes for p in model.parameters()) / 1e6)
+        token = 2 * c.n_layer * kv_heads(c) * c.head_dim * weight.itemsize
+        caches += many * (length + texts.n) * token
     at_once, one = step_seconds(student, ids), step_seconds(student, ids[:1])
     together, alone = len(MODES) * tokens, single * tokens
     return (
+        f"Memory: {weights[0]:,.1f} MB of weights for the teacher, {weights[1]:,.1f} for the student, "
+        f"{caches / 1e6:,.1f} for the caches of {many} texts of {length + texts.n:,} tokens.\n"
         f"Time: {(together * at_once + alone * one) / 3600:.1f} hours or more: {together:,} steps of "
-        f"the student with {len(ids)} texts at once, {at_once:.2f} s each, and {alone:,} with one, "
+        f"the student with {many} texts at once, {at_once:.2f} s each, and {alone:,} with one, "
         f"{one:.2f} s each; the teacher's reading comes on top. An interrupted run goes on where it "
         "stopped."
     )
@@ -489,9 +480,6 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
     n, count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
     tokenizer, path = load_tokenizer(names[0]), args.prompts
     trained = TRAINED if names[1] == TRAINED["segments"] else {"segments": names[1]}
-    if path is not None:
-        many, length = prompts_of(tokenizer, path, count, 2**31, args.chat)["test"].shape
-        print(memory_needed(names, many, length + n, args.dtype), flush=True)
     for train, name in trained.items():
         teacher, student, _ = overfill.load_pair(
             names[0], name, device=args.device, dtype=args.dtype
@@ -509,7 +497,7 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         many, length = prompts["test"].shape
         few = min(3, many)
         if path is not None:
-            print(f"{time_needed(texts, ways, turns * few)}\n", flush=True)
+            print(f"{needed(texts, ways, turns * few)}\n", flush=True)
         on = conditions(names[0], teacher)
         here = (
             f"{names[0]}: {on['parameters']:,} parameters",

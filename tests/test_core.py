@@ -17,7 +17,6 @@ from studies.core import (
     points_over,
     reduced,
     report,
-    steady,
     table_of,
 )
 from tests.helpers import given
@@ -154,16 +153,11 @@ def test_the_table_has_a_line_a_way_by_its_name(rows: Rows) -> None:
     assert Figure(-0.0001).shown("+.3f") == "+0.000"
 
 
-def test_ways_take_turns_after_one_that_warms_up_and_disturbed_turns_are_known() -> None:
+def test_ways_take_turns_after_one_that_warms_up() -> None:
     calls: list[tuple[str, int]] = []
     runs = {name: lambda turn, name=name: calls.append((name, turn)) or len(calls) for name in "ab"}
     assert in_turn(runs, 2) == {"a": [3, 5], "b": [4, 6]}
     assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    one, fast, slow = [10.0] * 5, [11, 11.1, 9, 11, 10.9], [14, 14.1, 11.5, 19, 13.9]
-    middle = [12, 12.1, 9.8, 12, 11.9]
-    ways = {"reference": one, "fast": fast, "middle": middle, "slow": slow}
-    assert steady(ways, "reference") == [0, 1, 3, 4]  # the fourth was slow for one way only
-    assert steady({name: x[:1] for name, x in ways.items()}, "reference") == [0]
 
 
 def test_nothing_is_shown_where_what_the_trial_needs_does_not_hold(rows: Rows) -> None:
