@@ -264,11 +264,6 @@ def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
     return Rows(study, args.out, getattr(args, "again", ""), different)
 
 
-def machine_of(on: dict[str, Any]) -> list[str]:
-    """Return the machine and the day of conditions(), for a line above the claims."""
-    return [f"{on['threads']} thread{'s' * (on['threads'] > 1)}", on["machine"], on["date"]]
-
-
 def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T]]:
     """Return what each run, given the turn, returns in each: all take turns, after one turn that
     warms up and doesn't count, so that what disturbs the machine disturbs all of them."""

@@ -52,7 +52,8 @@ from projector import (
     read_all_queries,
 )
 from recycle import read_all
-from studies.core import LEAST, Figure, Rows, in_turn, machine_of, recorded, report
+from studies.core import LEAST, Figure, Rows, in_turn, recorded, report
+from studies.measuring import begin
 from studies.projection_ways import (
     OURS,
     POCKET,
@@ -67,7 +68,7 @@ from studies.projection_ways import (
     read_pairs,
 )
 from studies.protocol import StudyLine
-from support.conditions import conditions, random_model
+from support.conditions import random_model
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
 
 GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
@@ -294,7 +295,7 @@ def lengths(rows: Rows, turns: int) -> None:
     if not rows.due(["mapped"], "saved", **at):
         return
     model, encoder, m = random_model(GPT, "124M"), GPT(MINILM).eval(), PROPOSED.m
-    rows.begin("GPT-2 124M, random weights", f"turns: {turns}", *machine_of(conditions("", model)))
+    begin(rows, "GPT-2 124M, random weights", model, f"turns: {turns}")
     c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
     stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
     stage_2 = Projector(stored, stored, penalty=1.0)
@@ -462,9 +463,7 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 families = pocket_families(kind, args.seed, FEW if args.quick else None)
             trial = Trial(model, tokenizer, kind, families, args.seed, few)
-            on = conditions(args.model, model)
-            size = f"{args.model}: {on['parameters']:,} parameters"
-            rows.begin(size, "held-out families of paraphrases", *machine_of(on))
+            begin(rows, args.model, model, "held-out families of paraphrases")
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")

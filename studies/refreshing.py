@@ -47,11 +47,12 @@ from load_gpt2_weights import load_tokenizer
 from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
 from pocket import corpus
 from pocket.recipes import pruning
-from recycle import read_prompts
-from studies.core import Figure, Rows, in_turn, machine_of, recorded, report
+from recycle import Run, read_prompts, timed
+from studies.core import Figure, Rows, in_turn, recorded, report
+from studies.measuring import begin
 from studies.protocol import StudyLine
 from support.chat import as_question
-from support.conditions import conditions, random_model
+from support.conditions import random_model
 from support.geometry import kv_heads
 from support.statistics import area_under_roc, kl
 
@@ -248,19 +249,19 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
     if not ways:
         return
     ids, teacher, truth = texts.prompts["test"][:prompts], texts.models["teacher"], KVCache()
-    begin = ids.size(1)
+    start = ids.size(1)
     new = torch.cat([*texts.writing("none", ids, "sampled", seed=0)[0]], 1)  # (B, N)
-    expected = teacher(torch.cat([ids, new], 1), truth)[:, begin:]  # (B, N, V)
+    expected = teacher(torch.cat([ids, new], 1), truth)[:, start:]  # (B, N, V)
     for way in ways:
-        room = partial(SlidingWindowCache, begin + texts.n)
+        room = partial(SlidingWindowCache, start + texts.n)
         pair = Pair(teacher, texts.models["student"], ids, room)
         errors, apart = [], []
         policy = texts.policy(way, "sampled")
         for t, logits in enumerate(overfill.read_along(pair, new, policy)):
             apart.append(float(kl(expected[:, t], logits).mean()))
-            written = slice(begin, len(pair.cache))
+            new_tokens = slice(start, len(pair.cache))
             mine, its = (
-                torch.stack([kv[..., written, :] for kv in cache.layers])
+                torch.stack([kv[..., new_tokens, :] for kv in cache.layers])
                 for cache in (pair.cache, truth)
             )  # (L, 2, B, H, t, D)
             off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
@@ -271,25 +272,18 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
 # --- Time -------------------------------------------------------------------------------------------
 
 
-class Timed(NamedTuple):
-    """Seconds of one text, those after its first token, and the pair that wrote it, if any."""
+class Written(NamedTuple):
+    """The times of one text, and the pair that wrote it, if any."""
 
-    seconds: float
-    decoding: float
+    run: Run
     pair: Pair | None
 
 
-def timed(texts: Texts, way: str, prompts: int, turn: int) -> Timed:
+def written(texts: Texts, way: str, prompts: int, turn: int) -> Written:
     """Write one text, sampled, after the first prompts in turn."""
     ids = texts.prompts["test"][turn % prompts][None]
-    begun = time.perf_counter()
     tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
-    int(next(tokens))
-    first = time.perf_counter()
-    for token in tokens:
-        int(token)  # waits for the device
-    end = time.perf_counter()
-    return Timed(end - begun, end - first, pair)
+    return Written(timed(lambda: tokens), pair)
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
@@ -302,36 +296,35 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
         return
     for way in ways:
         texts.policy(way, "sampled")  # calibrated before the clock runs
-    runs = {way: partial(timed, texts, way, prompts) for way in ("none", *ways)}
+    runs = {way: partial(written, texts, way, prompts) for way in ("none", *ways)}
     found = in_turn(runs, turns)
     then = rows.figure("none", "tps", **at)
     reference = found["none"]
     if then:
         del found["none"]
     else:
-        first_ms = [1e3 * (run.seconds - run.decoding) for run in reference]
-        rows.add("none", at, first_ms=first_ms)
+        rows.add("none", at, first_ms=[1e3 * run.ttft for run, _ in reference])
         read_times(texts, found)
-    for way, runs in found.items():
+    for way, several in found.items():
         share, speed = [], []
-        for run, other in zip(runs, reference, strict=True):
-            steps = then.value * other.decoding if then else texts.n - 1
-            speed.append(steps / run.decoding)
-            share.append(run.seconds / other.seconds)
+        for (run, _), (other, _) in zip(several, reference, strict=True):
+            steps = then.value * (other.total - other.ttft) if then else texts.n - 1
+            speed.append(steps / (run.total - run.ttft))
+            share.append(run.total / other.total)
         rows.add(way, at, time=share, tps=speed)
-        pair = runs[0].pair
+        pair = several[0].pair
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
             passes = 1000 / texts.n * int(pair.passes)
             rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 
-def read_times(texts: Texts, found: dict[str, list[Timed]]) -> None:
+def read_times(texts: Texts, found: dict[str, list[Written]]) -> None:
     """Append the times of the teacher's passes over k new tokens."""
     reads: dict[int, list[float]] = {}
-    for way, runs in found.items():
+    for way, several in found.items():
         policy = texts.policy(way, "sampled")
         if isinstance(policy, Periodic) and not policy.reads_window:
-            for refresh in itertools.chain(*(run.pair.refreshes for run in runs)):
+            for refresh in itertools.chain(*(pair.refreshes for _, pair in several)):
                 reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
     for k, ms in sorted(reads.items()):
         texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
@@ -417,13 +410,13 @@ def sized(rows: Rows, quick: bool) -> None:
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     at = {"model": "355M", "tokens": 260}
     texts = Texts(rows, {"teacher": large, "student": student}, {"test": ids}, n, at)
-    on = conditions(size, large)
-    rows.begin(
-        f"{size}, random weights: {on['parameters']:,} parameters",
+    begin(
+        rows,
+        f"{size}, random weights",
+        large,
         f"a student of {sum(p.numel() for p in student.parameters()):,} parameters",
         f"{n} tokens after a prompt of 64, one text at a time",
         f"turns: {turns}",
-        *machine_of(on),
     )
     times(texts, AT_SIZE, 1, turns)
     predict(rows, n, at)
@@ -498,13 +491,9 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         few = min(3, many)
         if path is not None:
             print(f"{needed(texts, ways, turns * few)}\n", flush=True)
-        on = conditions(names[0], teacher)
-        here = (
-            f"{names[0]}: {on['parameters']:,} parameters",
-            f"students of {sum(p.numel() for p in student.parameters()):,} parameters",
-        )
+        students = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
-        rows.begin(*here, some, *machine_of(on))
+        begin(rows, names[0], teacher, students, some)
         for mode in MODES:
             quality(texts, ways, mode)
         if train == "dropout":
@@ -512,7 +501,7 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         if train == "segments" and fits:
             caches(texts, TRACED, max(1, count // 6))
         some = f"single texts of {n:,} tokens after {length}, {few} prompts, turns: {turns}"
-        rows.begin(*here, some, *machine_of(on))
+        begin(rows, names[0], teacher, students, some)
         if train in ("segments", "dropout"):
             times(texts, ways, few, turns)
         predict(rows, n, at)
