@@ -79,10 +79,13 @@ def seconds(model: GPT, filled: Callable, n: int, turn: int) -> float:
     return statistics.median(taken[1:])
 
 
-def measure(rows: Rows, geometry: dict[str, int], slots: tuple[int, ...], turns: int) -> None:
+def measure(rows: Rows, quick: bool, turns: int) -> None:
     """Append tokens/s and bytes of each cache at each length, all in turn."""
     if not rows.due(["growing"], "tps", after=LENGTHS[-1]):
         return
+    what, geometry, slots = "GPT-2's geometry", {}, SLOTS
+    if quick:
+        what, geometry, slots = "a small geometry", SMALL, (4,)
     geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED + 1}
     torch.manual_seed(0)
     plain = GPT(GPTConfig(**geometry)).eval()
@@ -94,7 +97,7 @@ def measure(rows: Rows, geometry: dict[str, int], slots: tuple[int, ...], turns:
         caches[f"bct:{m}"] = BCT(BCTConfig(**geometry, slots=m)).eval(), written
     begin(
         rows,
-        "GPT-2's geometry, random weights",
+        f"{what}, random weights",
         plain,
         f"caches filled with random numbers, medians of {DECODED} tokens, turns: {turns}",
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
@@ -115,9 +118,8 @@ def measure(rows: Rows, geometry: dict[str, int], slots: tuple[int, ...], turns:
 def main(argv: list[str] | None = None) -> None:
     quick = "a small geometry"
     with StudyLine(__doc__, "lengths", quick, model="", turns=5).parse(argv) as args:
-        slots, geometry = ((4,), SMALL) if args.quick else (SLOTS, {})
         rows = recorded("lengths", args)
-        measure(rows, geometry, slots, args.turns)
+        measure(rows, args.quick, args.turns)
         report(rows)
 
 
