@@ -19,7 +19,7 @@ low, good                   share of prompts with kl <= 0.05; with that or KL(wa
 lost                        by how much the answer's exact match, or ROUGE-L, is lower
 saved, first_ms             share of the time to the first token that is saved, retrieval included
 eighth_ms, eighth           time to the eighth token; over a cold start's, a value a kind of prompts
-tau, area                   the threshold of similarity, and the area under its ROC curve
+area                        under the ROC curve of similarity, of which tau is the threshold
 penalty, bytes, share       of a map; a prompt's summary tokens as a share of its cache
 curvature                   third difference of stage 1's loss along a line of maps, over the loss
 """
@@ -383,8 +383,8 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
     high = [q for q in asked if q.similarity >= tau]
     if not high:
         return tau
-    if rows.due(["retrieval"], "tau", **at):
-        rows.add("retrieval", at, tau=[tau], area=[area])
+    if rows.due(["retrieval"], "area", **at):
+        rows.add("retrieval", at, area=[area])
     given, found = trial.related("test"), [(q.prompt, q.found) for q in high]
     ask(rows, trial, FOUND, found, worth)
     ask(rows, trial, GIVEN, given, on="given")
@@ -396,7 +396,7 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
     own = [(p, p) for p in trial.sample[:FIT_PROMPTS]]
     pairs = [(target, source) for source, target in trial.pairs[:FIT_PROMPTS]]
     ask(rows, trial, ALONE, own, on="fit")
-    ask(rows, trial, ["written", "learned"], pairs, on="fit")
+    ask(rows, trial, ["written"], pairs, on="fit")
     asked = sorted(asked, key=lambda q: -q.similarity)
     third = len(asked) // 3
     for on, some in {

@@ -57,12 +57,6 @@ from support.geometry import kv_heads
 from support.statistics import area_under_roc, kl
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
-TRAINED = {
-    "segments": "pocket-student",
-    "alone": "pocket-student-alone",
-    "prompts": "pocket-student-prompt",
-    "dropout": "pocket-student-dropout",
-}
 PUBLISHED = ("published:64", "published:8")
 EVERY_WAY = (
     "teacher",
@@ -70,8 +64,15 @@ EVERY_WAY = (
     *PUBLISHED,
     *(w for f in overfill.POLICIES.values() for w in f.ways),
 )
-FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")  # of other trainings
-DROPOUT = ("none", "entropy~7.8", "dropout:8~7.8")  # of the student trained with dropout
+FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
+USUAL = [way for way in EVERY_WAY if not way.startswith("dropout")]
+OWN = "pocket-student"
+STUDENTS = {  # by what they were trained on or with: their names, and the ways that are measured
+    "segments": (OWN, USUAL),
+    "alone": ("pocket-student-alone", FEW),
+    "prompts": ("pocket-student-prompt", FEW),
+    "dropout": ("pocket-student-dropout", ("none", "entropy~7.8", "dropout:8~7.8")),
+}
 TRACED = ("none", "periodic:64", "windowed-listing:64:16", "speculative:8", "entropy~7.8")
 AT_SIZE = (
     "teacher",
@@ -456,24 +457,13 @@ def needed(texts: Texts, ways: Sequence[str], single: int) -> str:
     )
 
 
-def ways_for(train: str, fits: bool) -> Sequence[str]:
-    """Return the ways to measure with a student that was trained so; fits: whether the teacher's
-    cache can be spliced into its own."""
-    if train == "dropout":
-        return DROPOUT
-    if train != "segments":
-        return FEW
-    ways = [way for way in EVERY_WAY if not way.startswith("dropout")]
-    return ways if fits else [way for way in ways if way not in PUBLISHED]
-
-
 def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
     """Measure what the rows lack, or what is to be measured again. names: teacher, student. Models
     of the user's own, with prompts from a file, begin with what they need."""
     n, count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
     tokenizer, path = load_tokenizer(names[0]), args.prompts
-    trained = TRAINED if names[1] == TRAINED["segments"] else {"segments": names[1]}
-    for train, name in trained.items():
+    students = STUDENTS if names[1] == OWN else {"segments": (names[1], USUAL)}
+    for train, (name, ways) in students.items():
         teacher, student, _ = overfill.load_pair(
             names[0], name, device=args.device, dtype=args.dtype
         )
@@ -486,14 +476,15 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         if train == "dropout":
             texts.rate = overfill.dropout_of(name)
         fits = not overfill.misfit(teacher, student)
-        ways = ways_for(train, fits)
+        if not fits:  # the teacher's cache can't be spliced into the student's
+            ways = [way for way in ways if way not in PUBLISHED]
         many, length = prompts["test"].shape
         few = min(3, many)
         if path is not None:
             print(f"{needed(texts, ways, turns * few)}\n", flush=True)
-        students = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
+        size = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
-        begin(rows, names[0], teacher, students, some)
+        begin(rows, names[0], teacher, size, some)
         for mode in MODES:
             quality(texts, ways, mode)
         if train == "dropout":
@@ -501,7 +492,7 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         if train == "segments" and fits:
             caches(texts, TRACED, max(1, count // 6))
         some = f"single texts of {n:,} tokens after {length}, {few} prompts, turns: {turns}"
-        begin(rows, names[0], teacher, students, some)
+        begin(rows, names[0], teacher, size, some)
         if train in ("segments", "dropout"):
             times(texts, ways, few, turns)
         predict(rows, n, at)
@@ -510,12 +501,12 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
-    cli.add_argument("--student", default=TRAINED["segments"], metavar="NAME", help="who decodes")
+    cli.add_argument("--student", default=OWN, metavar="NAME", help="who decodes")
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
     cli.add_chat_argument()
     with cli.parse(argv) as args:
         names = [args.model, args.student]
-        others = names != ["pocket", TRAINED["segments"]] or args.prompts
+        others = names != ["pocket", OWN] or args.prompts
         if args.chat and not args.prompts:
             raise ValueError("--chat wraps questions of your own: give it --prompts FILE")
         if args.model != "pocket" and not args.prompts:
