@@ -442,29 +442,25 @@ def points_over(
     return sorted(found)
 
 
-def kind_of(way: str) -> str:
-    """Return the kind of a way: of periodic:64, periodic."""
-    return re.split("[:~]", way)[0]
-
-
-def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[str, list[tuple[float, ...]]]:
-    """Return the points of a figure, x and y with its interval, by the label of their curve: of a
-    metric over a part of the setting, or over another metric, joined for ways of one kind
-    (periodic:64, periodic:16); else x and y of a series."""
-    curves: dict[str, list[tuple[float, ...]]] = {}
+def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """Return the points of a figure, x and y with its interval, by the label and the kind of their
+    curve: of a metric over a part of the setting, or over another metric, joined for ways of one
+    kind (periodic:64, periodic:16); else x and y of a series."""
+    curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     metric = wanted["y"]
     for way, at in ways_of(rows, wanted["ways"]):
         label, points = rows.name(way, at), []
+        kind = rows.name(re.split("[:~]", way)[0], at)
         if "over" in wanted:
             points = points_over(rows, way, metric, wanted["over"], at)
         elif row := rows.find(way, metric, **at):
             if "x" not in wanted:
                 points = [*enumerate(row["values"], 1)]
             elif x := rows.figure(way, wanted["x"], **at):
-                label = rows.name(kind_of(way), at)
+                label = kind
                 points = [(x.value, *rows.figure(way, metric, **at))]
         if points:
-            curves.setdefault(label, []).extend(points)
+            curves.setdefault((label, kind), []).extend(points)
     return curves
 
 
@@ -478,11 +474,12 @@ def draw(rows: Rows, folder: Path) -> None:
             draw_figure(folder / f"{name}.png", partial(plot, curves, colors), **labels)
 
 
-def plot(curves: dict[str, list[tuple[float, ...]]], colors: dict[str, str], axes: Any) -> None:
+def plot(
+    curves: dict[tuple[str, str], list[tuple[float, ...]]], colors: dict[str, str], axes: Any
+) -> None:
     """Plot curves_of() a figure; colors: those of the kinds that are drawn already."""
-    for label, points in curves.items():
+    for (label, kind), points in curves.items():
         x, y, *interval = np.array(points).T
-        kind = kind_of(label)
         color = colors.setdefault(kind, COLORS[len(colors) % len(COLORS)])
         style = "o-" if interval else "-"
         axes.plot(x, y, style, color=color, markersize=4, linewidth=1, label=label)
