@@ -46,7 +46,7 @@ from studies.protocol import StudyLine
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
 
-TEXTS, FACTS = 12, 75  # how many
+TEXTS, FACTS, TURNS = 12, 75, 5  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
 
 
@@ -183,10 +183,10 @@ def measure(rows: Rows, few: int, turns: int) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     quick = "fewer texts, read in pieces of 64 tokens"
-    cli = StudyLine(__doc__, "compression", quick, model="", turns=5, again=True)
+    cli = StudyLine(__doc__, "compression", quick, model="", again=True)
     with cli.parse(argv) as args:
         rows = recorded("compression", args)
-        measure(rows, *((12, 1) if args.quick else (1, args.turns)))
+        measure(rows, *((12, 1) if args.quick else (1, TURNS)))
         report(rows)
 
 

@@ -36,6 +36,7 @@ from studies.measuring import begin
 from studies.protocol import StudyLine
 
 LENGTHS, SLOTS = (128, 1000, 4000, 8000, 16000), (24, 2048)  # 2,048: the source's capacity
+TURNS = 5
 DECODED = 8  # tokens, of which the median counts; one more before them warms up
 SMALL = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}  # of a quick run
 
@@ -117,9 +118,9 @@ def measure(rows: Rows, quick: bool, turns: int) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     quick = "a small geometry"
-    with StudyLine(__doc__, "lengths", quick, model="", turns=5).parse(argv) as args:
+    with StudyLine(__doc__, "lengths", quick, model="").parse(argv) as args:
         rows = recorded("lengths", args)
-        measure(rows, args.quick, args.turns)
+        measure(rows, args.quick, TURNS)
         report(rows)
 
 

@@ -327,7 +327,9 @@ def test_alpha_is_the_slope_through_zero() -> None:
     assert recycling.slope(np.array([[0.2, 0.06], [0.5, 0.15], [0.9, 0.27]])) == pytest.approx(0.3)
 
 
-def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
+def test_replay_counts_what_a_brute_force_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng, requests, chains = random.Random(0), [], [[]]
     for i in range(300):
         chain = [*rng.choice(chains), *range(1000 * i, 1000 * i + rng.randint(1, 6))]
@@ -342,8 +344,9 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
         tokens += min(512 * known, r.tokens - 1)
         seen |= set(r.blocks)
     sizes = [1, 20, 80, 300, 10**6]
-    ran = run(replay.main, trace, "--blocks", *sizes, "--out", out)
-    assert ran.code == 0 and "300 requests" in ran.out, ran.err
+    out.mkdir()
+    replay.replay(trace, sizes, out)
+    assert "300 requests" in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} == {"replay_small.csv", "replay_small.png"}
     rows = [line.split(",") for line in (out / "replay_small.csv").read_text().splitlines()]
     *rates, unlimited = [float(row[3]) for row in rows[1:]]
