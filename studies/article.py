@@ -40,6 +40,7 @@ from support.conditions import random_model
 
 PROMPT, NEW = "Hello, I am", 200  # the article's
 LONGER = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each
+TURNS = 3
 FILES = {
     "all-logits": gpt_baseline,
     "no-cache": gpt_baseline,
@@ -183,10 +184,10 @@ def measure(rows: Rows, size: str, n: int, turns: int) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     quick = "20 tokens, at a small geometry"
-    with StudyLine(__doc__, "article", quick, model="", turns=3).parse(argv) as args:
+    with StudyLine(__doc__, "article", quick, model="").parse(argv) as args:
         size, n = (SMALL, 20) if args.quick else ("124M", NEW)
         rows = recorded("article", args)
-        measure(rows, size, n, args.turns)
+        measure(rows, size, n, 1 if args.quick else TURNS)
         report(rows)
 
 

@@ -271,7 +271,6 @@ def run(
     """Run one of the studies of this source by its command line: they share rows and claims."""
     cli = StudyLine(doc, name, quick, model="", out="bounding", again=True)
     with cli.parse(argv) as args:
-        torch.set_num_threads(1)
         rows = recorded("bounding", args)
         measured(rows, args.quick)
         report(rows)

@@ -16,8 +16,6 @@ facts               share of the questions answered right on facts that were sta
 list                nats per token of a random list that is read the second time
 each                bytes per token of a text of 512
 ms                  of a token after 512
-norms               by how much keys of small norm get more attention from later tokens, head by
-                    head: minus the correlation of both, with full attention
 
 Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
 """
@@ -31,7 +29,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn, vmap
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import compress
@@ -48,7 +46,7 @@ from studies.protocol import StudyLine
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
 
-TEXTS, FACTS = 12, 75  # how many
+TEXTS, FACTS, TURNS = 12, 75, 5  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
 
 
@@ -133,30 +131,6 @@ def quality(
         )
 
 
-@torch.no_grad()
-def correlations(model: nn.Module, few: int) -> list[float]:
-    """Return for each head, in order of layers, by how much keys of small norm get more attention
-    from later tokens: minus the correlation of both, averaged over texts."""
-    later = torch.ones(T, T, dtype=torch.bool).tril(-1)
-    ids = torch.tensor(rows_of(load_tokenizer("pocket"), "test", 120, T)[: TEXTS // few])
-    found: list[Tensor] = []
-
-    def watch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        q, k = args[:2]  # (B, H, T, D); of grouped heads, k has fewer
-        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-        scores = q @ k.mT / q.size(-1) ** 0.5
-        weights = scores.masked_fill(later.mT, -torch.inf).softmax(-1) * later
-        attention = weights.sum(2) / later.sum(0).clamp_min(1)  # (B, H, T), mean of later queries
-        pair = torch.stack([k.norm(dim=-1), attention], dim=2)[..., : T // 2]  # (B, H, 2, T / 2)
-        found.append(-vmap(vmap(torch.corrcoef))(pair)[..., 0, 1])  # (B, H)
-
-    hooks = [block.attn.register_forward_pre_hook(watch) for block in model.h]
-    model(ids)
-    for hook in hooks:
-        hook.remove()
-    return torch.cat(found, dim=1).mean(0).tolist()
-
-
 # --- Time -------------------------------------------------------------------------------------------
 
 
@@ -200,8 +174,6 @@ def measure(rows: Rows, few: int, turns: int) -> None:
             readers["grouped"] = Reader(models["pocket-llama"], lambda _: KVCache(), piece)
         if due := rows.due(readers, "kl", **at):
             quality(rows, at, {way: readers[way] for way in due}, exact, few)
-        if rows.due(["full"], "norms", **at):
-            rows.add("full", at, norms=correlations(model, few))
         times(rows, at, model, turns)
     if few == 1:
         large = random_model(GPT, "124M")
@@ -211,10 +183,10 @@ def measure(rows: Rows, few: int, turns: int) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     quick = "fewer texts, read in pieces of 64 tokens"
-    cli = StudyLine(__doc__, "compression", quick, model="", turns=5, again=True)
+    cli = StudyLine(__doc__, "compression", quick, model="", again=True)
     with cli.parse(argv) as args:
         rows = recorded("compression", args)
-        measure(rows, *((12, 1) if args.quick else (1, args.turns)))
+        measure(rows, *((12, 1) if args.quick else (1, TURNS)))
         report(rows)
 
 

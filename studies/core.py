@@ -17,7 +17,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from studies.protocol import Claim, claim_tables
+from support.figures import COLORS
 from support.figures import figure as draw_figure
 from support.files import check_fields, parse_json, read_text
 from support.statistics import bootstrap, mean
@@ -32,7 +33,6 @@ from support.tables import Table, page
 
 HERE = Path(__file__).resolve().parent
 LEAST = 4  # values that an interval needs: of fewer, one can't tell how they vary
-NOISE = 0.05  # ours: times that differ by less are equal
 
 # How values become a figure, by default their mean. "perplexity" is given mean nats; of an "exact"
 # metric, a count or arithmetic, one value is enough; a "series" is a curve over tokens; a figure of
@@ -46,6 +46,7 @@ RELATIVE = ("perplexity", "median", "turns")
 LABELS = ("title", "xlabel", "ylabel", "xscale")  # of a figure
 WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
 RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
+MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
 T = TypeVar("T")
 
@@ -263,11 +264,6 @@ def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
     return Rows(study, args.out, getattr(args, "again", ""), different)
 
 
-def machine_of(on: dict[str, Any]) -> list[str]:
-    """Return the machine and the day of conditions(), for a line above the claims."""
-    return [f"{on['threads']} thread{'s' * (on['threads'] > 1)}", on["machine"], on["date"]]
-
-
 def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T]]:
     """Return what each run, given the turn, returns in each: all take turns, after one turn that
     warms up and doesn't count, so that what disturbs the machine disturbs all of them."""
@@ -278,17 +274,6 @@ def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T
             if turn >= 0:
                 found[name].append(result)
     return found
-
-
-def steady(seconds: dict[str, Sequence[float]], reference: str) -> list[int]:
-    """Return the turns in which the reference, by which all others are measured, was as fast as
-    ever: the median way's time over its time is within NOISE of that way's median. All turns if
-    these are less than half."""
-    times = np.array([x for name, x in seconds.items() if name != reference])
-    times = times / np.array(seconds[reference])  # (ways, turns)
-    shifts = np.median(times / np.median(times, 1, keepdims=True), 0)
-    kept = np.flatnonzero(abs(shifts - 1) <= NOISE).tolist()
-    return kept if 2 * len(kept) > len(shifts) else [*range(len(shifts))]
 
 
 # --- Claims -----------------------------------------------------------------------------------------
@@ -355,16 +340,17 @@ def claims(rows: Rows) -> list[Claim]:
     for claim in rows.paper["claims"]:
         at, part = claim.get("at", {}), claim.get("every")
         places = [at | {part: value} for value in rows.paper["every"][part]] if part else [at]
+        source = rows.paper.get("sources", {}).get(claim.get("source"), rows.paper)
         first = RULE.fullmatch(next(iter(np.ravel(claim["rules"]))))
         way, where = side_of(first[2], places[0])
         row = rows.find(way, first[1] or rows.paper["metric"], **where)
-        on = row["on"]["conditions"] if row else ["not measured"]
+        on = row["on"]["conditions"] if row else []
         found.append(
             Claim(
-                source=claim.get("source", rows.paper["title"]) if "section" in claim else "",
+                source=source["title"] if "section" in claim else "",
                 section=claim.get("section", ""),
                 quote=claim["quote"],
-                theirs=claim.get("theirs", rows.paper["theirs"]),
+                theirs=source["theirs"],
                 ours=claim.get("on", "; ".join(on)),
                 figure=everywhere(rows, claim["found"], places, part),
                 verdict=verdict_of(rows, claim, places),
@@ -420,9 +406,13 @@ def table_of(rows: Rows) -> list[str | Table]:
 
 
 def page_of(rows: Rows) -> list[str | Table]:
-    """Return the claims and the table of a study, for a terminal."""
+    """Return the claims and the table of a study, for a terminal; claims of which figures are
+    missing are left out."""
     parts = [f"A {rows.reduced}: figures, and no verdict."] if rows.reduced else []
-    measured = [claim for claim in claims(rows) if claim["ours"] != "not measured"]
+    measured = []
+    for claim in claims(rows):
+        if claim["ours"] and not MISSING.search(claim["figure"]):
+            measured.append(claim)
     title, table = table_of(rows)
     parts += claim_tables(measured)
     return [*parts, title, table] if table.rows else parts  # a reduced run may fill no line
@@ -452,42 +442,47 @@ def points_over(
     return sorted(found)
 
 
-def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[str, list[tuple[float, ...]]]:
-    """Return the points of a figure, x and y with its interval, by the label of their curve: of a
-    metric over a part of the setting, or over another metric, joined for ways of one kind
-    (periodic:64, periodic:16); else x and y of a series."""
-    curves: dict[str, list[tuple[float, ...]]] = {}
+def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """Return the points of a figure, x and y with its interval, by the label and the kind of their
+    curve: of a metric over a part of the setting, or over another metric, joined for ways of one
+    kind (periodic:64, periodic:16); else x and y of a series."""
+    curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     metric = wanted["y"]
     for way, at in ways_of(rows, wanted["ways"]):
         label, points = rows.name(way, at), []
+        kind = rows.name(re.split("[:~]", way)[0], at)
         if "over" in wanted:
             points = points_over(rows, way, metric, wanted["over"], at)
         elif row := rows.find(way, metric, **at):
             if "x" not in wanted:
                 points = [*enumerate(row["values"], 1)]
             elif x := rows.figure(way, wanted["x"], **at):
-                label = rows.name(re.split("[:~]", way)[0], at)
+                label = kind
                 points = [(x.value, *rows.figure(way, metric, **at))]
         if points:
-            curves.setdefault(label, []).extend(points)
+            curves.setdefault((label, kind), []).extend(points)
     return curves
 
 
 def draw(rows: Rows, folder: Path) -> None:
-    """Draw the study's figures."""
+    """Draw the study's figures, in which ways of one kind have one colour."""
+    colors: dict[str, str] = {}
     for name, wanted in rows.paper.get("figures", {}).items():
         curves = curves_of(rows, wanted)
         if curves:
             labels = {key: x for key, x in wanted.items() if key in LABELS}
-            draw_figure(folder / f"{name}.png", partial(plot, curves), **labels)
+            draw_figure(folder / f"{name}.png", partial(plot, curves, colors), **labels)
 
 
-def plot(curves: dict[str, list[tuple[float, ...]]], axes: Any) -> None:
-    """Plot curves_of() a figure."""
-    for label, points in curves.items():
+def plot(
+    curves: dict[tuple[str, str], list[tuple[float, ...]]], colors: dict[str, str], axes: Any
+) -> None:
+    """Plot curves_of() a figure; colors: those of the kinds that are drawn already."""
+    for (label, kind), points in curves.items():
         x, y, *interval = np.array(points).T
+        color = colors.setdefault(kind, COLORS[len(colors) % len(COLORS)])
         style = "o-" if interval else "-"
-        (line,) = axes.plot(x, y, style, markersize=4, linewidth=1, label=label)
+        axes.plot(x, y, style, color=color, markersize=4, linewidth=1, label=label)
         if interval and np.isfinite(interval).all():
             spread = [y - interval[0], interval[1] - y]
-            axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=line.get_color())
+            axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=color)

@@ -36,6 +36,7 @@ from studies.measuring import begin
 from studies.protocol import StudyLine
 
 LENGTHS, SLOTS = (128, 1000, 4000, 8000, 16000), (24, 2048)  # 2,048: the source's capacity
+TURNS = 5
 DECODED = 8  # tokens, of which the median counts; one more before them warms up
 SMALL = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}  # of a quick run
 
@@ -79,10 +80,13 @@ def seconds(model: GPT, filled: Callable, n: int, turn: int) -> float:
     return statistics.median(taken[1:])
 
 
-def measure(rows: Rows, geometry: dict[str, int], slots: tuple[int, ...], turns: int) -> None:
+def measure(rows: Rows, quick: bool, turns: int) -> None:
     """Append tokens/s and bytes of each cache at each length, all in turn."""
     if not rows.due(["growing"], "tps", after=LENGTHS[-1]):
         return
+    what, geometry, slots = "GPT-2's geometry", {}, SLOTS
+    if quick:
+        what, geometry, slots = "a small geometry", SMALL, (4,)
     geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED + 1}
     torch.manual_seed(0)
     plain = GPT(GPTConfig(**geometry)).eval()
@@ -94,7 +98,7 @@ def measure(rows: Rows, geometry: dict[str, int], slots: tuple[int, ...], turns:
         caches[f"bct:{m}"] = BCT(BCTConfig(**geometry, slots=m)).eval(), written
     begin(
         rows,
-        "GPT-2's geometry, random weights",
+        f"{what}, random weights",
         plain,
         f"caches filled with random numbers, medians of {DECODED} tokens, turns: {turns}",
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
@@ -114,10 +118,9 @@ def measure(rows: Rows, geometry: dict[str, int], slots: tuple[int, ...], turns:
 
 def main(argv: list[str] | None = None) -> None:
     quick = "a small geometry"
-    with StudyLine(__doc__, "lengths", quick, model="", turns=5).parse(argv) as args:
-        slots, geometry = ((4,), SMALL) if args.quick else (SLOTS, {})
+    with StudyLine(__doc__, "lengths", quick, model="").parse(argv) as args:
         rows = recorded("lengths", args)
-        measure(rows, geometry, slots, args.turns)
+        measure(rows, args.quick, TURNS)
         report(rows)
 
 

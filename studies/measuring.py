@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+import torch
 from torch import nn
 
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
-from studies.core import Rows, machine_of
+from studies.core import Rows
 from support.conditions import conditions, is_geometry, random_model
 
 
@@ -23,5 +24,7 @@ def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
 
 def begin(rows: Rows, name: str, model: nn.Module, *details: str) -> None:
     """Let the next rows be measured with a model, on this machine, under conditions in detail."""
-    on = conditions(name, model)
-    rows.begin(f"{name}: {on['parameters']:,} parameters", *details, *machine_of(on))
+    on, threads = conditions(name, model), torch.get_num_threads()
+    threads = "1 thread" if threads == 1 else f"{threads} threads"
+    size = f"{name}: {on['parameters']:,} parameters"
+    rows.begin(size, *details, threads, on["machine"], on["date"])

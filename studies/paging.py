@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from string import ascii_lowercase
+from string import ascii_lowercase as LETTERS
 from typing import Any
 
 import tiktoken
@@ -44,13 +45,14 @@ def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
 class PaddedCache(KVCache):
     """Keys and values of B texts with room for the longest each: the layout that blocks replace."""
 
+    next_pos: Any = 0  # of each text, (B, 1)
+
     def __init__(self, model: GPT, lengths: Sequence[int], S: int) -> None:
         c, weight = model.config, model.wte.weight
-        super().__init__(
-            [*weight.new_zeros(c.n_layer, 2, len(lengths), kv_heads(c), S, c.head_dim)]
-        )
+        empty = weight.new_zeros(c.n_layer, 2, len(lengths), kv_heads(c), S, c.head_dim)
+        super().__init__([*empty])
         self.lengths = torch.tensor(lengths, device=weight.device)[:, None]  # (B, 1)
-        self.start = torch.zeros_like(self.lengths)  # the next position of each text
+        self.next_pos = torch.zeros_like(self.lengths)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
@@ -64,14 +66,7 @@ class PaddedCache(KVCache):
 
     def commit(self, pos: Tensor) -> None:
         """After the prompts, which are padded at their ends, each text goes on behind its own."""
-        self.start = self.start + pos.size(1) if len(self) else self.lengths
-
-    def __len__(self) -> int:
-        return int(self.start.max())
-
-    @property
-    def next_pos(self) -> Tensor:
-        return self.start
+        self.next_pos = self.next_pos + 1 if self.next_pos.any() else self.lengths
 
 
 @torch.no_grad()
@@ -164,8 +159,9 @@ class Record:
             last, words = steps[-1], []
             row = "".join(map(cell, last["owners"], last["found"]))
             for what in ("admitted", "put back", "complete"):
-                who = [letter(n) for step in steps for n in step["events"].get(what, [])]
-                words += [f"{''.join(who)} {what}"] * bool(who)
+                who = [LETTERS[n] for step in steps for n in step["events"].get(what, [])]
+                if who:
+                    words.append(f"{''.join(who)} {what}")
             lines.append(f"{first + len(steps):>6}  {row}  {', '.join(words)}".rstrip())
         return "\n".join(lines)
 
@@ -185,17 +181,12 @@ class Record:
         write_page(path, title, data, "tracing_blocks.html")
 
 
-def letter(number: int) -> str:
-    """Return the letter of a text in the picture."""
-    return ascii_lowercase[number % 26]
-
-
 def cell(who: list[int], found: bool) -> str:
     """Return a block in the picture, by its owners and whether a text would find it."""
     if len(who) > 1:
         return str(len(who)) if len(who) < 10 else "+"
     if who:
-        return letter(who[0])
+        return LETTERS[who[0]]
     return ":" if found else "."
 
 
@@ -239,18 +230,17 @@ def demo(
 
     if blocks:
         server(blocks)  # too few are refused before anything takes time
-    rows, expected = [], None
+    rows, expected = [], []
 
     def add(name: str, seconds: float, served: Served, *counts: object) -> None:
         texts, *memory = served
+        expected.append(texts)
         figures = [1e3 * seconds, sum(limits) / seconds, *memory]
-        same = "yes" if texts == (expected or texts) else "NO"
+        same = "yes" if texts == expected[0] else "NO"
         rows.append([name, *(f"{x:,.0f}" for x in figures), *map(str, counts), same])
 
     for name, way in (("one at a time", one_at_a_time), ("a padded batch", padded)):
-        seconds, served = fastest(lambda way=way: way(model, prompts, limits))
-        add(name, seconds, served, "-", "-", "-")
-        expected = expected or served[0]
+        add(name, *fastest(partial(way, model, prompts, limits)), "-", "-", "-")
     each = [-(-(m + limit - 1) // size) for m, limit in zip(lengths, limits, strict=True)]
     budget = sum(each)
     for name in ("blocks for all", "few blocks"):

@@ -12,15 +12,14 @@ given, all held-out prompts with a relative, which is given; fit, prompts of the
 a third each of all that are asked, by similarity; another, those for which another prompt is found;
 top50, the most similar half.
 
-kl, reverse                 KL(cold || warm) of the first token in nats, and KL(warm || cold)
-low, good                   share of prompts with kl <= 0.05; with either of the two, or perplexity
-                            of the text that follows at most 5% up
+kl                          KL(cold || warm) of the first token in nats; with on=swap, of the fifth
+                            token after 4 from summary tokens
+low, good                   share of prompts with kl <= 0.05; with that or KL(warm || cold), or
+                            perplexity of the text that follows at most 5% up
 lost                        by how much the answer's exact match, or ROUGE-L, is lower
 saved, first_ms             share of the time to the first token that is saved, retrieval included
 eighth_ms, eighth           time to the eighth token; over a cold start's, a value a kind of prompts
-aligned                     with on=swap, KL of the fifth token after 4 from summary tokens, taken
-                            over by the one-step alignment; kl is without a swap
-tau, area                   the threshold of similarity, and the area under its ROC curve
+area                        under the ROC curve of similarity, of which tau is the threshold
 penalty, bytes, share       of a map; a prompt's summary tokens as a share of its cache
 curvature                   third difference of stage 1's loss along a line of maps, over the loss
 """
@@ -50,13 +49,16 @@ from projector import (
     first_logits,
     generate_warm,
     logits_after,
+    read_all_queries,
 )
 from recycle import read_all
-from studies.core import LEAST, Figure, Rows, in_turn, machine_of, recorded, report
+from studies.core import LEAST, Figure, Rows, in_turn, recorded, report
+from studies.measuring import begin
 from studies.projection_ways import (
-    COUNTS,
+    OURS,
     POCKET,
     PROPOSED,
+    RAW,
     Asked,
     Prompt,
     Trial,
@@ -66,11 +68,10 @@ from studies.projection_ways import (
     read_pairs,
 )
 from studies.protocol import StudyLine
-from support.conditions import conditions, random_model
+from support.conditions import random_model
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
 
 GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
-OURS = ("raw-1:16", "raw-8:4", "raw-32:64")  # the best on validation prompts of the four kinds
 BASELINES = ("raw-8:1", "hidden", "neighbour", "none")
 FOUND = ("written", "proposed", "proposed-true", "own", *BASELINES, *OURS)
 ALONE = ("rule", "stage1-written", "stage1-segments")
@@ -154,9 +155,8 @@ def worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, f
     """Return all that a way's first token is worth."""
     exact, got = prompt.exact.logits, trial.first_logits(way, source, prompt)
     found = first_token(trial, way, prompt, source)
-    found["reverse"] = float(divergence(got, exact))
     # The source's KL is the reverse one; the easier of both counts.
-    found["good"] = found["low"] or found["reverse"] <= GOOD
+    found["good"] = found["low"] or float(divergence(got, exact)) <= GOOD
     if way.layout and not found["good"]:
         warm = nats_after(trial, prompt, trial.cache(way, source, prompt), way.layout.tail)
         cold = nats_after(trial, prompt, read_all(trial.model, prompt.ids[:-1]), 1)
@@ -192,31 +192,17 @@ def ask(
         add(rows, name, at, [p for p, _ in pairs], **columns)
 
 
-def append_aligned(warm: KVCache, exact: KVCache, tail: int, n: int) -> None:
-    """Append the last n tokens of warm to exact, which ends with the tail that precedes them there,
-    moved by the mean difference of the tail's keys and values: of all shifts, the one with the
-    least mean squared error on the tail."""
-    for i, (w, e) in enumerate(zip(warm.layers, exact.layers, strict=True)):
-        w = w[..., len(warm) - tail - n : len(warm), :]
-        shift = (e[..., -tail:, :] - w[..., :tail, :]).mean(-2, keepdim=True)
-        exact.layers[i] = torch.cat([e, w[..., tail:, :] + shift], -2)
-    exact.commit(torch.arange(len(exact), len(exact) + n, device=exact.pos.device))
-
-
 @torch.no_grad()
-def swapped(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
-    """Return KL after some tokens from summary tokens: if they go on, and if the exact cache takes
-    these over by the one-step alignment. (Read again, there is no difference.)"""
+def going_on(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
+    """Return KL after some tokens from summary tokens, if these go on. (If the exact cache reads
+    the tokens again, there is no difference.)"""
     model, tail, ids = trial.model, way.layout.tail, trial.batch(prompt.ids)
     warm, exact = trial.cache(way, source, prompt), read_all(model, prompt.ids)
     stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, -tail:]], 1)
     tokens = torch.cat([*generate(model, stand_in, EMITTED, cache=warm)], 1)
-    moved = exact.clone()
-    append_aligned(warm, moved, tail, EMITTED - 1)
     expected = model(tokens, exact, last_only=True)[0, -1]
-    after = [model(tokens[:, -1:], cache, last_only=True)[0, -1] for cache in (warm, moved)]
-    going_on, aligned = (float(divergence(expected, logits)) for logits in after)
-    return {"kl": going_on, "aligned": aligned}
+    got = model(tokens[:, -1:], warm, last_only=True)[0, -1]
+    return {"kl": float(divergence(expected, got))}
 
 
 # --- Time -------------------------------------------------------------------------------------------
@@ -309,7 +295,7 @@ def lengths(rows: Rows, turns: int) -> None:
     if not rows.due(["mapped"], "saved", **at):
         return
     model, encoder, m = random_model(GPT, "124M"), GPT(MINILM).eval(), PROPOSED.m
-    rows.begin("GPT-2 124M, random weights", f"turns: {turns}", *machine_of(conditions("", model)))
+    begin(rows, "GPT-2 124M, random weights", model, f"turns: {turns}")
     c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
     stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
     stage_2 = Projector(stored, stored, penalty=1.0)
@@ -346,13 +332,6 @@ def lengths(rows: Rows, turns: int) -> None:
 # --- Arithmetic -------------------------------------------------------------------------------------
 
 
-def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return attention's output (..., D) for one query (..., D) over keys and values (..., S,
-    D)."""
-    weights = (k @ q[..., None] / math.sqrt(q.size(-1))).softmax(-2)  # (..., S, 1)
-    return (weights * v).sum(-2)
-
-
 def curvature() -> float:
     """Return the third difference of stage 1's loss along a line of maps, over the loss: 0 if the
     loss is quadratic in the map, as a ridge regression's is."""
@@ -361,7 +340,8 @@ def curvature() -> float:
     losses = []
     for i in range(4):
         k, v = (x @ (C + i * step)).unflatten(1, (3, 8)).chunk(2, -1)  # (16, 3, 4) each
-        losses.append((read(q, k, v) - out).square().mean())
+        got = read_all_queries(q[:, None], k, v)[:, 0]
+        losses.append((got - out).square().mean())
     third = losses[3] - 3 * losses[2] + 3 * losses[1] - losses[0]
     return float(abs(third) / losses[0])
 
@@ -403,29 +383,30 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
     high = [q for q in asked if q.similarity >= tau]
     if not high:
         return tau
-    if rows.due(["retrieval"], "tau", **at):
-        rows.add("retrieval", at, tau=[tau], area=[area])
+    if rows.due(["retrieval"], "area", **at):
+        rows.add("retrieval", at, area=[area])
     given, found = trial.related("test"), [(q.prompt, q.found) for q in high]
     ask(rows, trial, FOUND, found, worth)
     ask(rows, trial, GIVEN, given, on="given")
-    ask(rows, trial, [f"raw-{m}:1" for m in COUNTS], given, on="given")
-    for m in (m for m in COUNTS if m < trial.shortest):
-        ask(rows, trial, ["proposed"], given, on="given", m=m)
-    ask(rows, trial, OURS, given[:24], swapped, on="swap")
+    ask(rows, trial, RAW, given, on="given")
+    for m in (1, 32):
+        if m < trial.shortest:
+            ask(rows, trial, ["proposed"], given, on="given", m=m)
+    ask(rows, trial, OURS, given[:24], going_on, on="swap")
     own = [(p, p) for p in trial.sample[:FIT_PROMPTS]]
     pairs = [(target, source) for source, target in trial.pairs[:FIT_PROMPTS]]
     ask(rows, trial, ALONE, own, on="fit")
-    ask(rows, trial, ["written", "learned"], pairs, on="fit")
+    ask(rows, trial, ["written"], pairs, on="fit")
     asked = sorted(asked, key=lambda q: -q.similarity)
     third = len(asked) // 3
     for on, some in {
         "highest": asked[:third],
         "lowest": asked[-third:],
         "top50": asked[: len(asked) // 2],
-        "another": [q for q in asked if q.found is not q.relative],
     }.items():
-        pairs = [(q.prompt, q.found) for q in some]
-        ask(rows, trial, ["proposed", "neighbour", *OURS], pairs, on=on)
+        ask(rows, trial, ["proposed"], [(q.prompt, q.found) for q in some], on=on)
+    another = [(q.prompt, q.found) for q in asked if q.found is not q.relative]
+    ask(rows, trial, OURS, another, on="another")
     prompts = [p for p, _ in found]
     names = ["hit", *(name for name in FOUND if name in trial.ways)]
     times(rows, trial, names + ["shared"] * bool(trial.shared), prompts, turns)
@@ -438,7 +419,7 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     """Write what `projector.py ask` needs of the test split's stored prompts: our summary tokens
     and, as proposed, projected ones with the projector that has mapped them."""
     stored = [p for p in trial.stored("test") if p.family.startswith("test")]
-    ours = trial.library(trial.ways[OURS[0]], stored, threshold=tau, guard=True)
+    ours = trial.library(trial.ways["raw-1:16"], stored, threshold=tau, guard=True)
     ours.save(folder / "ours", "pairs")
     if "written" in trial.ways:
         projected = trial.library(trial.ways["written"], stored, threshold=tau)
@@ -482,9 +463,7 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 families = pocket_families(kind, args.seed, FEW if args.quick else None)
             trial = Trial(model, tokenizer, kind, families, args.seed, few)
-            on = conditions(args.model, model)
-            size = f"{args.model}: {on['parameters']:,} parameters"
-            rows.begin(size, "held-out families of paraphrases", *machine_of(on))
+            begin(rows, args.model, model, "held-out families of paraphrases")
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")

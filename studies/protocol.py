@@ -12,7 +12,7 @@ from typing import TypedDict
 import torch
 
 from load_gpt2_weights import NAMES
-from support.cli import CommandLine, whole_number, writable_folder
+from support.cli import CommandLine, writable_folder
 from support.tables import Table
 
 HERE = Path(__file__).resolve().parent
@@ -43,23 +43,14 @@ class StudyLine(CommandLine):
         model: str = "--model",
         out: str = "",
         models: str = NAMES,
-        turns: int = 0,
         again: bool = False,
     ) -> None:
-        """quick: the study's reduced form with --quick; model: the option that names the model, "" for none; turns:
-        the default of --turns beside --threads, 0 if there are none; again: whether single ways
-        can be measured once more."""
+        """quick: the study's reduced form with --quick; model: the option that names the model, "" for none: the
+        study has one thread then; again: whether single ways can be measured once more."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         self.study = name
         if model:
             self.add_model_arguments(model)
-        if turns:
-            self.add_argument(
-                "--turns", type=whole_number(1), default=turns, metavar="N", help="turns to measure"
-            )
-            self.add_argument(
-                "--threads", type=whole_number(1), default=1, metavar="N", help="CPU threads"
-            )
         if again:
             what = "measure these ways once more: a name, or a pattern such as 'raw.*'"
             self.add_argument("--again", default="", type=pattern, metavar="WAYS", help=what)
@@ -74,8 +65,8 @@ class StudyLine(CommandLine):
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
         """Set the threads of a study without a model, too, and say how long a full run takes."""
-        if "threads" in args and "device" not in args:
-            torch.set_num_threads(args.threads)
+        if "threads" not in args:
+            torch.set_num_threads(1)
         command, model = self.study, getattr(args, "model", None)
         if model != self.get_default("model"):
             command += f" --model {model}"

@@ -192,14 +192,6 @@ def different(args: argparse.Namespace) -> str:
     return ""
 
 
-def claims_of(rows: Rows, model: str) -> list[dict]:
-    """Return the claims that a model decides, as of its rows: one that isn't recorded, all of them."""
-    claims = rows.paper["claims"]
-    if model in OWN:
-        claims = [claim for claim in claims if claim.get("at", {}).get("model", OWN[0]) == model]
-    return [claim | {"at": {"model": model}} for claim in claims]
-
-
 def main(argv: list[str] | None = None) -> None:
     models = f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)"
     quick = "once, and 5 new tokens of other models than pocket"
@@ -219,8 +211,9 @@ def main(argv: list[str] | None = None) -> None:
         n = 5 if args.quick and args.model != OWN[0] else NEW
         trial = Trial(recycler, tests, n, END_OF_TEXT * ("DialoGPT" in args.model))
         rows, at = recorded("recycling", args, different(args)), {"model": args.model}
-        rows.paper["claims"] = claims_of(rows, args.model)
-        rows.paper["usual"] |= at
+        if args.model not in OWN:  # all claims are its own
+            rows.paper["usual"] |= at
+            rows.paper["claims"] = [claim | {"at": at} for claim in rows.paper["claims"]]
         turns, c = 1 if args.quick else 5, model.config
         begin(
             rows,

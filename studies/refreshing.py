@@ -43,25 +43,20 @@ from tqdm import tqdm
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from load_gpt2_weights import class_of, find_file, is_llama, load_tokenizer, read_config
+from load_gpt2_weights import load_tokenizer
 from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
 from pocket import corpus
 from pocket.recipes import pruning
-from recycle import read_prompts
-from studies.core import Figure, Rows, in_turn, machine_of, recorded, report, steady
+from recycle import Run, read_prompts, timed
+from studies.core import Figure, Rows, in_turn, recorded, report
+from studies.measuring import begin
 from studies.protocol import StudyLine
 from support.chat import as_question
-from support.conditions import conditions, random_model
+from support.conditions import random_model
 from support.geometry import kv_heads
 from support.statistics import area_under_roc, kl
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
-TRAINED = {
-    "segments": "pocket-student",
-    "alone": "pocket-student-alone",
-    "prompts": "pocket-student-prompt",
-    "dropout": "pocket-student-dropout",
-}
 PUBLISHED = ("published:64", "published:8")
 EVERY_WAY = (
     "teacher",
@@ -69,8 +64,15 @@ EVERY_WAY = (
     *PUBLISHED,
     *(w for f in overfill.POLICIES.values() for w in f.ways),
 )
-FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")  # of other trainings
-DROPOUT = ("none", "entropy~7.8", "dropout:8~7.8")  # of the student trained with dropout
+FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
+USUAL = [way for way in EVERY_WAY if not way.startswith("dropout")]
+OWN = "pocket-student"
+STUDENTS = {  # by what they were trained on or with: their names, and the ways that are measured
+    "segments": (OWN, USUAL),
+    "alone": ("pocket-student-alone", FEW),
+    "prompts": ("pocket-student-prompt", FEW),
+    "dropout": ("pocket-student-dropout", ("none", "entropy~7.8", "dropout:8~7.8")),
+}
 TRACED = ("none", "periodic:64", "windowed-listing:64:16", "speculative:8", "entropy~7.8")
 AT_SIZE = (
     "teacher",
@@ -248,19 +250,19 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
     if not ways:
         return
     ids, teacher, truth = texts.prompts["test"][:prompts], texts.models["teacher"], KVCache()
-    begin = ids.size(1)
+    start = ids.size(1)
     new = torch.cat([*texts.writing("none", ids, "sampled", seed=0)[0]], 1)  # (B, N)
-    expected = teacher(torch.cat([ids, new], 1), truth)[:, begin:]  # (B, N, V)
+    expected = teacher(torch.cat([ids, new], 1), truth)[:, start:]  # (B, N, V)
     for way in ways:
-        room = partial(SlidingWindowCache, begin + texts.n)
+        room = partial(SlidingWindowCache, start + texts.n)
         pair = Pair(teacher, texts.models["student"], ids, room)
         errors, apart = [], []
         policy = texts.policy(way, "sampled")
         for t, logits in enumerate(overfill.read_along(pair, new, policy)):
             apart.append(float(kl(expected[:, t], logits).mean()))
-            written = slice(begin, len(pair.cache))
+            new_tokens = slice(start, len(pair.cache))
             mine, its = (
-                torch.stack([kv[..., written, :] for kv in cache.layers])
+                torch.stack([kv[..., new_tokens, :] for kv in cache.layers])
                 for cache in (pair.cache, truth)
             )  # (L, 2, B, H, t, D)
             off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
@@ -271,69 +273,59 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
 # --- Time -------------------------------------------------------------------------------------------
 
 
-class Timed(NamedTuple):
-    """Seconds of one text, those after its first token, and the pair that wrote it, if any."""
+class Written(NamedTuple):
+    """The times of one text, and the pair that wrote it, if any."""
 
-    seconds: float
-    decoding: float
+    run: Run
     pair: Pair | None
 
 
-def timed(texts: Texts, way: str, prompts: int, turn: int) -> Timed:
+def written(texts: Texts, way: str, prompts: int, turn: int) -> Written:
     """Write one text, sampled, after the first prompts in turn."""
     ids = texts.prompts["test"][turn % prompts][None]
-    begun = time.perf_counter()
     tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
-    int(next(tokens))
-    first = time.perf_counter()
-    for token in tokens:
-        int(token)  # waits for the device
-    end = time.perf_counter()
-    return Timed(end - begun, end - first, pair)
+    return Written(timed(lambda: tokens), pair)
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
-    """Append the times of ways that take turns, beside OverFill's; disturbed turns are left out.
-    Ways that are measured later take turns with OverFill too, whose own rows stay: their tokens/s
-    are what they would have been then."""
+    """Append the times of ways that take turns, beside OverFill's. Ways that are measured later take
+    turns with OverFill too, whose own rows stay: their tokens/s are what they would have been
+    then."""
     rows, at = texts.rows, texts.at
     ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
     if not ways:
         return
     for way in ways:
         texts.policy(way, "sampled")  # calibrated before the clock runs
-    runs = {way: partial(timed, texts, way, prompts) for way in ("none", *ways)}
+    runs = {way: partial(written, texts, way, prompts) for way in ("none", *ways)}
     found = in_turn(runs, turns)
-    kept = steady({way: [run.seconds for run in runs] for way, runs in found.items()}, "none")
-    found = {way: [runs[i] for i in kept] for way, runs in found.items()}
     then = rows.figure("none", "tps", **at)
     reference = found["none"]
     if then:
         del found["none"]
     else:
-        first_ms = [1e3 * (run.seconds - run.decoding) for run in reference]
-        rows.add("none", at, first_ms=first_ms)
+        rows.add("none", at, first_ms=[1e3 * run.ttft for run, _ in reference])
         read_times(texts, found)
-    for way, runs in found.items():
+    for way, several in found.items():
         share, speed = [], []
-        for run, other in zip(runs, reference, strict=True):
-            steps = then.value * other.decoding if then else texts.n - 1
-            speed.append(steps / run.decoding)
-            share.append(run.seconds / other.seconds)
+        for (run, _), (other, _) in zip(several, reference, strict=True):
+            steps = then.value * (other.total - other.ttft) if then else texts.n - 1
+            speed.append(steps / (run.total - run.ttft))
+            share.append(run.total / other.total)
         rows.add(way, at, time=share, tps=speed)
-        pair = runs[0].pair
+        pair = several[0].pair
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
             passes = 1000 / texts.n * int(pair.passes)
             rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 
-def read_times(texts: Texts, found: dict[str, list[Timed]]) -> None:
+def read_times(texts: Texts, found: dict[str, list[Written]]) -> None:
     """Append the times of the teacher's passes over k new tokens."""
     reads: dict[int, list[float]] = {}
-    for way, runs in found.items():
+    for way, several in found.items():
         policy = texts.policy(way, "sampled")
         if isinstance(policy, Periodic) and not policy.reads_window:
-            for refresh in itertools.chain(*(run.pair.refreshes for run in runs)):
+            for refresh in itertools.chain(*(pair.refreshes for _, pair in several)):
                 reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
     for k, ms in sorted(reads.items()):
         texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
@@ -419,33 +411,16 @@ def sized(rows: Rows, quick: bool) -> None:
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     at = {"model": "355M", "tokens": 260}
     texts = Texts(rows, {"teacher": large, "student": student}, {"test": ids}, n, at)
-    on = conditions(size, large)
-    rows.begin(
-        f"{size}, random weights: {on['parameters']:,} parameters",
+    begin(
+        rows,
+        f"{size}, random weights",
+        large,
         f"a student of {sum(p.numel() for p in student.parameters()):,} parameters",
         f"{n} tokens after a prompt of 64, one text at a time",
-        f"turns: {turns}, disturbed ones left out",
-        *machine_of(on),
+        f"turns: {turns}",
     )
     times(texts, AT_SIZE, 1, turns)
     predict(rows, n, at)
-
-
-def memory_needed(names: Sequence[str], many: int, tokens: int, dtype: torch.dtype) -> str:
-    """Return a sentence on the bytes of two models' weights, by their config.json, and of the caches
-    of `many` texts of so many tokens that are written at once, one of each model."""
-    weights, caches = [], 0
-    for name in names:
-        config = read_config(find_file(name, "config.json"))
-        with torch.device("meta"):
-            model = class_of(is_llama(config))(config)
-        weights.append(sum(p.numel() for p in model.parameters()) * dtype.itemsize)
-        token = 2 * config.n_layer * kv_heads(config) * config.head_dim * dtype.itemsize
-        caches += many * tokens * token
-    return (
-        f"Memory: {weights[0] / 1e6:,.1f} MB of weights for the teacher, {weights[1] / 1e6:,.1f} for the "
-        f"student, {caches / 1e6:,.1f} for the caches of {many} texts of {tokens:,} tokens."
-    )
 
 
 @torch.no_grad()
@@ -458,29 +433,28 @@ def step_seconds(student: GPT, ids: Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def time_needed(texts: Texts, ways: Sequence[str], single: int) -> str:
-    """Return a sentence on the time that the student's steps alone will take, by one that is timed:
-    texts written at once in each mode and way, and `single` texts one by one in each way."""
-    ids, student, tokens = texts.prompts["test"], texts.models["student"], len(ways) * texts.n
+def needed(texts: Texts, ways: Sequence[str], single: int) -> str:
+    """Return what a run needs: memory for the weights of both models and for a cache of each, of all
+    texts at once; and the time of the student's steps, by one that is timed: texts written at once
+    in each mode and way, and `single` texts one by one in each way."""
+    ids, student = texts.prompts["test"], texts.models["student"]
+    (many, length), tokens = ids.shape, len(ways) * texts.n
+    weights, caches = [], 0
+    for model in texts.models.values():
+        c, weight = model.config, model.wte.weight
+        weights.append(sum(p.nbytes for p in model.parameters()) / 1e6)
+        token = 2 * c.n_layer * kv_heads(c) * c.head_dim * weight.itemsize
+        caches += many * (length + texts.n) * token
     at_once, one = step_seconds(student, ids), step_seconds(student, ids[:1])
     together, alone = len(MODES) * tokens, single * tokens
     return (
+        f"Memory: {weights[0]:,.1f} MB of weights for the teacher, {weights[1]:,.1f} for the student, "
+        f"{caches / 1e6:,.1f} for the caches of {many} texts of {length + texts.n:,} tokens.\n"
         f"Time: {(together * at_once + alone * one) / 3600:.1f} hours or more: {together:,} steps of "
-        f"the student with {len(ids)} texts at once, {at_once:.2f} s each, and {alone:,} with one, "
+        f"the student with {many} texts at once, {at_once:.2f} s each, and {alone:,} with one, "
         f"{one:.2f} s each; the teacher's reading comes on top. An interrupted run goes on where it "
         "stopped."
     )
-
-
-def ways_for(train: str, fits: bool) -> Sequence[str]:
-    """Return the ways to measure with a student that was trained so; fits: whether the teacher's
-    cache can be spliced into its own."""
-    if train == "dropout":
-        return DROPOUT
-    if train != "segments":
-        return FEW
-    ways = [way for way in EVERY_WAY if not way.startswith("dropout")]
-    return ways if fits else [way for way in ways if way not in PUBLISHED]
 
 
 def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
@@ -488,11 +462,8 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
     of the user's own, with prompts from a file, begin with what they need."""
     n, count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
     tokenizer, path = load_tokenizer(names[0]), args.prompts
-    trained = TRAINED if names[1] == TRAINED["segments"] else {"segments": names[1]}
-    if path is not None:
-        many, length = prompts_of(tokenizer, path, count, 2**31, args.chat)["test"].shape
-        print(memory_needed(names, many, length + n, args.dtype), flush=True)
-    for train, name in trained.items():
+    students = STUDENTS if names[1] == OWN else {"segments": (names[1], USUAL)}
+    for train, (name, ways) in students.items():
         teacher, student, _ = overfill.load_pair(
             names[0], name, device=args.device, dtype=args.dtype
         )
@@ -505,18 +476,15 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         if train == "dropout":
             texts.rate = overfill.dropout_of(name)
         fits = not overfill.misfit(teacher, student)
-        ways = ways_for(train, fits)
+        if not fits:  # the teacher's cache can't be spliced into the student's
+            ways = [way for way in ways if way not in PUBLISHED]
         many, length = prompts["test"].shape
         few = min(3, many)
         if path is not None:
-            print(f"{time_needed(texts, ways, turns * few)}\n", flush=True)
-        on = conditions(names[0], teacher)
-        here = (
-            f"{names[0]}: {on['parameters']:,} parameters",
-            f"students of {sum(p.numel() for p in student.parameters()):,} parameters",
-        )
+            print(f"{needed(texts, ways, turns * few)}\n", flush=True)
+        size = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
-        rows.begin(*here, some, *machine_of(on))
+        begin(rows, names[0], teacher, size, some)
         for mode in MODES:
             quality(texts, ways, mode)
         if train == "dropout":
@@ -524,7 +492,7 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         if train == "segments" and fits:
             caches(texts, TRACED, max(1, count // 6))
         some = f"single texts of {n:,} tokens after {length}, {few} prompts, turns: {turns}"
-        rows.begin(*here, some, *machine_of(on))
+        begin(rows, names[0], teacher, size, some)
         if train in ("segments", "dropout"):
             times(texts, ways, few, turns)
         predict(rows, n, at)
@@ -533,12 +501,12 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
-    cli.add_argument("--student", default=TRAINED["segments"], metavar="NAME", help="who decodes")
+    cli.add_argument("--student", default=OWN, metavar="NAME", help="who decodes")
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
     cli.add_chat_argument()
     with cli.parse(argv) as args:
         names = [args.model, args.student]
-        others = names != ["pocket", TRAINED["segments"]] or args.prompts
+        others = names != ["pocket", OWN] or args.prompts
         if args.chat and not args.prompts:
             raise ValueError("--chat wraps questions of your own: give it --prompts FILE")
         if args.model != "pocket" and not args.prompts:

@@ -20,7 +20,6 @@ from typing import Any
 from tqdm import tqdm
 
 from studies.protocol import StudyLine
-from support.cli import whole_number
 from support.figures import figure
 from support.files import parse_json, read_csv, read_text, write_csv
 from support.prefix import common_prefix
@@ -177,15 +176,12 @@ def draw(file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "without --blocks, three capacities only: 500, 4,000, 32,000"
+    quick = "three capacities only: 500, 4,000, 32,000"
     cli = StudyLine(__doc__, "replay TRACE", quick, model="", out="recycling")
     what = "JSON objects, one per line: input_length, hash_ids"
     cli.add_argument("trace", metavar="TRACE", type=Path, help=what)
-    what = "capacities, in blocks of 512 tokens; default: 500, doubled repeatedly"
-    cli.add_argument("--blocks", type=whole_number(1), nargs="+", metavar="N", help=what)
     with cli.parse(argv) as args:
-        few = [500, 4000, 32000] if args.quick else []
-        replay(args.trace, args.blocks or few, args.out)
+        replay(args.trace, [500, 4000, 32000] if args.quick else [], args.out)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,20 @@ tps         tokens/s, the prompt's prefill included
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from gpt_kv_cache import generate
 from overfill import Pair, generate_refreshed, load_pair, parse_policy, teacher_nats
 from pocket import corpus
+from recycle import Run, timed
 from speculate import DRAFTS, Passes, speculate
-from studies.core import Figure, in_turn, machine_of, recorded, report
+from studies.core import Figure, in_turn, recorded, report
+from studies.measuring import begin
 from studies.protocol import StudyLine
 from studies.refreshing import MODES, Texts
-from support.conditions import conditions
 
 BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
 SIZES = (4, 8, 16)  # of drafts and bursts
@@ -39,12 +39,10 @@ WAYS = [
 ]
 
 
-@dataclass
-class Written:
-    """A text's tokens, the seconds that it took, the teacher's mean nats, and its passes."""
+class Written(NamedTuple):
+    """A text's tokens and times, the teacher's mean nats, and its passes."""
 
-    ids: list[int]
-    seconds: float
+    run: Run
     nats: float
     passes: Passes
 
@@ -56,19 +54,17 @@ def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
     pair, passes = Pair(teacher, texts.models["student"], ids), Passes()
     generator = torch.Generator(ids.device).manual_seed(turn)
     options = {"temperature": MODES[mode], "generator": generator}
-    begun = time.perf_counter()
     if way == "teacher":
         tokens = generate(teacher, ids, n, **options)
     elif kind in BY:
         tokens = speculate(pair, n, int(k), BY[kind], passes, **options)
     else:
         tokens = generate_refreshed(pair, n, parse_policy(way), **options)
-    written = [int(token) for token in tokens]
-    seconds = time.perf_counter() - begun
+    run = timed(lambda: tokens)
     if kind not in BY:
         passes.count = n - 1 if way == "teacher" else int(pair.passes)
-    nats = teacher_nats(teacher, ids, torch.tensor([written], device=ids.device))
-    return Written(written, seconds, float(nats.mean()), passes)
+    nats = teacher_nats(teacher, ids, torch.tensor([run.ids], device=ids.device))
+    return Written(run, float(nats.mean()), passes)
 
 
 @torch.no_grad()
@@ -81,13 +77,15 @@ def measure(texts: Texts, mode: str) -> None:
     runs = {way: partial(write, texts, way, mode) for way in ("teacher", *ways)}
     found = in_turn(runs, len(texts.prompts["test"]))
     for way, several in found.items():
-        same = [x.ids == alone.ids for x, alone in zip(several, found["teacher"], strict=True)]
+        same = [
+            x.run.ids == alone.run.ids for x, alone in zip(several, found["teacher"], strict=True)
+        ]
         rows.add(
             way,
             at,
             perplexity=[x.nats for x in several],
             passes=[1000 * x.passes.count / texts.n for x in several],
-            tps=[texts.n / x.seconds for x in several],
+            tps=[texts.n / x.run.total for x in several],
             same=map(float, same),
         )
         drafted = sum(x.passes.drafted for x in several)
@@ -109,11 +107,12 @@ def main(argv: list[str] | None = None) -> None:
         n, count = (32, 4) if args.quick else (256, 20)
         ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192), device=args.device)
         texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
-        sizes = (sum(p.numel() for p in model.parameters()) for model in (teacher, student))
-        rows.begin(
-            *(f"{name}: {size:,} parameters" for name, size in zip(names, sizes, strict=True)),
+        begin(
+            rows,
+            names[0],
+            teacher,
+            f"{names[1]}: {sum(p.numel() for p in student.parameters()):,} parameters",
             f"{count} held-out prompts of 192 tokens, {n} new tokens, one text at a time",
-            *machine_of(conditions(args.model, teacher)),
         )
         for mode in MODES:
             measure(texts, mode)
