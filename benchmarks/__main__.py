@@ -1,4 +1,4 @@
-"""Speed and memory beside other implementations: decoding, time to the first token, reuse of a prefix, bytes of cache.
+"""Speed and memory beside other implementations: decoding, time to the first token, bytes of cache.
 
 `python -m benchmarks` gives every implementation the same weights and lets them take turns, one at a time; each has a
 process of its own, a new one in every turn (memory addresses are a matter of luck, and a process keeps them). Figures
@@ -16,10 +16,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,27 +32,26 @@ from benchmarks.contenders import (
     WITHOUT,
     Clock,
     Contender,
-    cached_of,
     floors,
     measured,
 )
-from benchmarks.processes import in_turns
+from benchmarks.processes import Job, in_turns
 from benchmarks.report import (
     ablation,
     ablation_table,
     add_measuring_arguments,
+    cells_of,
     disturbed,
     draw,
     report,
     summary,
 )
-from benchmarks.runners import Where
+from benchmarks.runners import Where, exported
 from benchmarks.words import words
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import check_sizes, find_file, load_model, read_config, read_tensors
-from pocket.checkpoints import export
+from load_gpt2_weights import find_file, load_model
 from support.cli import CommandLine, whole_number
-from support.conditions import SIZES, machine
+from support.conditions import SIZES, conditions, random_model
 from support.files import read_json, write_json
 
 DECODED = 16  # tokens after each prompt
@@ -69,68 +66,37 @@ NARROW = 8  # head size of the model whose steps are nearly all overhead; its vo
 def weights(model: str) -> AbstractContextManager[Path]:
     """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES."""
     if model in SIZES:
-        return random_weights(GPTConfig(**SIZES[model]))
+        return exported(random_model(GPT, model))
     return nullcontext(find_file(model, "config.json").parent)
 
 
-@contextmanager
-def random_weights(config: GPTConfig) -> Iterator[Path]:
-    """Yield a folder in Hugging Face format with random weights, the same every time, for as long as it is needed."""
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-        torch.manual_seed(0)
-        export(GPT(config), Path(folder), torch.float32)
-        yield Path(folder)
-
-
-def geometry_of(folder: Path) -> dict[str, int]:
-    """Return the sizes that a machine's floors depend on, and the bytes of the weights in float32. Raises ValueError if
-    the folder holds no GPT-2."""
-    config = read_config(folder / "config.json", GPTConfig)
-    check_sizes(config, read_tensors(str(folder)), folder / "config.json")
-    with torch.device("meta"):
-        nbytes = sum(p.nbytes for p in GPT(config).parameters())
-    return vars(config) | {"attention": config.n_head * config.head_dim, "weights": nbytes}
+def about(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the weights
+    in float32. Raises ValueError if the folder holds no GPT-2."""
+    model = load_model(str(folder), model_class=GPT, device=args.on)
+    config, nbytes = model.config, sum(p.nbytes for p in model.parameters())
+    sizes = {"attention": config.n_head * config.head_dim, "weights": nbytes}
+    on = conditions(args.model, model)
+    return on | {"turns": args.turns, "geometry": vars(config) | sizes}
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(
-    args: argparse.Namespace,
-    folder: Path,
+def jobs_of(
+    where: Where,
     names: Sequence[str],
+    vocab_size: int,
     cells: Sequence[tuple[int, int]],
-    decoded: int = DECODED,
-) -> dict[str, Any]:
-    """Return all raw figures: of every contender for each cell, a batch size and a prompt length, and of the machine's
-    floors. One that fails is left out, and said in "failed". Raises ValueError if BASE fails, or what measures the
-    floors."""
-    geometry = geometry_of(folder)
+    decoded: int,
+) -> dict[str, Job]:
+    """Return what measures contenders for each cell, a batch size and a prompt length."""
     generator = torch.Generator().manual_seed(0)
     prompts = {
-        f"{B} x {T}": torch.randint(geometry["vocab_size"], (B, T), generator=generator).tolist()
+        f"{B} x {T}": torch.randint(vocab_size, (B, T), generator=generator).tolist()
         for B, T in cells
     }
-    rows = sorted({B * T for B, T in cells})
-    where = Where(folder, args.on, args.peer_path)
-    jobs = {"floor": (floors, Clock(args.on), geometry, rows)}
-    jobs |= {name: (measured, name, where, prompts, decoded) for name in names}
-    found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", BASE))
-    floor = found.pop("floor")
-    contenders, reuse = {}, {}
-    for name, turns in found.items():
-        contenders[name] = {cell: [turn[cell] for turn in turns] for cell in prompts}
-        reuse[name] = [turn["resume_ms"] for turn in turns if turn["resume_ms"]]
-    longest = max(T for _, T in cells)
-    return {
-        "geometry": geometry,
-        "floor": floor,
-        "contenders": contenders,
-        "reuse": reuse,
-        "reuse_lengths": [longest, cached_of(longest)],
-        "failed": failed,
-        "timed_cpu": args.on == "cpu" and args.threads == 1,
-    }
+    return {name: (measured, name, where, prompts, decoded) for name in names}
 
 
 def overheads(
@@ -138,13 +104,18 @@ def overheads(
 ) -> dict[str, float]:
     """Return, by contender, the milliseconds of a step that aren't arithmetic: those of a model with as many layers and
     heads, but so narrow that there is hardly anything to compute."""
-    heads = geometry["n_head"]
-    sizes = {"n_layer": geometry["n_layer"], "n_head": heads, "n_embd": NARROW * heads}
-    with random_weights(GPTConfig(vocab_size=64, n_ctx=128, **sizes)) as folder:
-        raw = measure(args, folder, names, [(1, 32)], 4 * DECODED)
+    layers, heads = geometry["n_layer"], geometry["n_head"]
+    torch.manual_seed(0)
+    narrow = GPTConfig(
+        vocab_size=64, n_ctx=128, n_layer=layers, n_head=heads, n_embd=NARROW * heads
+    )
+    with exported(GPT(narrow)) as folder:
+        where = Where(folder, args.on, args.peer_path)
+        jobs = jobs_of(where, names, narrow.vocab_size, [(1, 32)], 4 * DECODED)
+        found, _ = in_turns(jobs, args.turns, args.threads, needed=[BASE])
     return {
-        name: median(median(turn["steps_ms"]) for turn in cells["1 x 32"])
-        for name, cells in raw["contenders"].items()
+        name: median(median(turn["1 x 32"]["steps_ms"]) for turn in turns)
+        for name, turns in found.items()
     }
 
 
@@ -179,51 +150,33 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
 # --- What the command does ------------------------------------------------------------------------------------------
 
 
-def about(args: argparse.Namespace, geometry: dict[str, int]) -> dict[str, Any]:
-    """Return the conditions for a record: the model, the machine and the day."""
-    return {
-        "model": args.model,
-        "machine": machine(args.on),
-        "device": args.on,
-        "threads": args.threads,
-        "turns": args.turns,
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "geometry": geometry,
-    }
-
-
-def lengths_of(args: argparse.Namespace, n_ctx: int) -> list[int]:
-    """Return the lengths of prompts. Raises ValueError if the context doesn't hold the longest and what follows it."""
-    most = n_ctx - DECODED
-    usual = LENGTHS if most >= max(LENGTHS) else (max(2, most // 8), max(2, most // 2), most)
-    lengths = sorted({*(args.lengths or usual)})
-    if lengths[-1] > most:
-        raise ValueError(
-            f"{lengths[-1]} tokens and {DECODED} more exceed the context of {args.model}, {n_ctx}"
-        )
-    return lengths
-
-
 def record_of(
     args: argparse.Namespace, folder: Path, chosen: Sequence[Contender], texts: Sequence[int]
 ) -> dict[str, Any]:
-    """Measure contenders, texts[0] at once of all lengths and more of the shortest; return the record."""
-    geometry = geometry_of(folder)
-    lengths = lengths_of(args, geometry["n_ctx"])
+    """Measure contenders, texts[0] at once of all lengths and more of the shortest; return the record. One that fails
+    is left out, and said in "absent". Raises ValueError if BASE fails, or what measures the floors, or if the context
+    doesn't hold the longest prompt and what follows it."""
+    record = about(args, folder)
+    geometry = record["geometry"]
+    lengths = sorted({*(args.lengths or LENGTHS)})
+    longest, n_ctx = lengths[-1], geometry["n_ctx"]
+    if longest + DECODED > n_ctx:
+        raise ValueError(
+            f"{longest} tokens and {DECODED} more exceed the context of {args.model}, {n_ctx}"
+        )
     cells = [(texts[0], T) for T in lengths] + [(B, lengths[0]) for B in texts[1:]]
-    raw = measure(args, folder, [c.name for c in chosen], cells)
-    if not args.ablate:
-        raw["overheads"] = overheads(args, geometry, [*raw["contenders"]])
-    record = {
-        **about(args, geometry),
-        "lengths": lengths,
-        "batches": texts,
-        "reuse_lengths": raw["reuse_lengths"],
-        "absent": raw["failed"],
-        **summary(raw),
-    }
+    where = Where(folder, args.on, args.peer_path)
+    names = [contender.name for contender in chosen]
+    rows = sorted({B * T for B, T in cells})
+    jobs = {"floor": (floors, Clock(args.on), geometry, rows)}
+    jobs |= jobs_of(where, names, geometry["vocab_size"], cells, DECODED)
+    found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", BASE))
+    record |= {"lengths": lengths, "batches": texts, "absent": failed}
+    record |= summary(found, geometry["weights"], args.on == "cpu" and args.threads == 1)
     rows = record["rows"]
+    if not args.ablate:
+        for name, ms in overheads(args, geometry, [*rows]).items():
+            rows[name]["overhead_ms"] = ms
     exact = [c.name for c in chosen if c.exact and c.name in rows]
     record["different"] = [name for name in exact if not same_everywhere(rows[name])]
     record["disturbed"] = disturbed(record)
@@ -232,12 +185,12 @@ def record_of(
 
 def same_everywhere(row: dict[str, Any]) -> bool:
     """Return whether a contender wrote BASE's tokens in every cell."""
-    return all(figures["same_tokens"] for cell, figures in row.items() if " x " in cell)
+    return all(row[cell]["same_tokens"] for cell in cells_of(row))
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Measure all implementations, or those asked for: tables, figures and summary.json."""
-    chosen = [c for c in CONTENDERS if c.name in (BASE, *(args.only or names()))]
+    chosen = [c for c in CONTENDERS if c.name in (BASE, *args.only)]
     record = record_of(args, folder, chosen, [1, TEXTS])
     write_json(args.out / "summary.json", record, indent=1)
     print(f"{report(record)}\n\n{words('doubts', record, BASE)}")
@@ -248,7 +201,6 @@ def ablate(args: argparse.Namespace, folder: Path) -> None:
     """Measure our own choices one by one: a table and ablation.json."""
     chosen = [c for c in CONTENDERS if c.name == BASE]
     record = record_of(args, folder, [*chosen, *WITHOUT], [1])
-    torch.set_num_threads(args.threads)
     lengths = record["lengths"]
     first = where_time_goes(folder, lengths[-1], args.on)
     record |= {"without": ablation(record.pop("rows"), lengths), "first_token": first}
@@ -262,20 +214,17 @@ def serve(args: argparse.Namespace, folder: Path) -> None:
     of requests."""
     path = args.out / "requests.json"
     kept = read_json(path, counts=dict)["counts"] if path.exists() else {}
-    geometry, counts = geometry_of(folder), sorted({*(args.requests or batches.COUNTS)})
-    found = batches.measure(args, folder, geometry, counts)
-    new = {count: about(args, geometry) | figures for count, figures in found.items()}
+    on, counts = about(args, folder), sorted({*(args.requests or batches.COUNTS)})
+    found = batches.measure(args, folder, on["geometry"], counts)
+    new = {count: on | figures for count, figures in found.items()}
     write_json(path, {"counts": kept | new}, indent=1)
     print(batches.summary(new))
-
-
-def names() -> list[str]:
-    return [contender.name for contender in CONTENDERS]
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m benchmarks --threads 2")
     cli.prog = "python3 -m benchmarks"
+    names = [contender.name for contender in CONTENDERS]
     cli.add_argument(
         "--model",
         default="124M",
@@ -286,9 +235,10 @@ def main(argv: list[str] | None = None) -> None:
     task.add_argument(
         "--only",
         nargs="+",
-        choices=names(),
+        choices=names,
+        default=names,
         metavar="NAME",
-        help=f"of {'; '.join(names())}; default: all",
+        help="what to measure beside our own file, by the names of its table",
     )
     cli.add_argument(
         "--peer-path",
@@ -301,7 +251,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         type=whole_number(2),
         metavar="N",
-        help="tokens of prompts; default: 128 512 1000, or an eighth, half and all of a smaller context",
+        help=f"tokens of prompts; default: {' '.join(map(str, LENGTHS))}",
     )
     add_measuring_arguments(cli)
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
@@ -330,6 +280,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--peer-path {args.peer_path} is not a folder")
         if args.requests is not None and args.lengths:
             raise ValueError("--requests has no --lengths: see --help")
+        torch.set_num_threads(args.threads)
         do = compare
         if args.ablate:
             do = ablate

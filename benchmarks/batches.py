@@ -172,12 +172,10 @@ def measure(
         bound = token * sum(lengths) + read * (max(limits) - 1)
         base = [turn[count] for turn in found[BASE]]
         result[str(count)] = {
-            "floor": floor,
             "read_ms": 1e3 * read,
             "failed": failed,
             "prompts": lengths,
             "new": limits,
-            "bound_s": bound,
             "bound_tokens_per_s": sum(limits) / bound,
             "rows": {
                 name: figures([turn[count] for turn in turns], base, sum(limits))

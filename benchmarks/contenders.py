@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 import gpt_baseline
 import gpt_bounded_cache
+import llama_kv_cache
 from benchmarks.runners import (
     ABLATIONS,
     ENDLESS,
@@ -63,6 +63,13 @@ CONTENDERS = (
     Contender(
         "LLMs-from-scratch, optimized",
         partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
+    ),
+)
+LLAMAS = (
+    Contender("llama_kv_cache.py", partial(Ours, module=llama_kv_cache)),
+    Contender(
+        "llama_kv_cache.py, preallocated",
+        partial(Ours, module=llama_kv_cache, window=ENDLESS),
     ),
 )
 WITHOUT = tuple(Contender(name, partial(Without, name=name)) for name in ABLATIONS)
@@ -152,9 +159,8 @@ def floors(clock: Clock, geometry: dict[str, int], rows: list[int]) -> dict[str,
 def measured(
     name: str, where: Where, prompts: dict[str, list[list[int]]], decode: int
 ) -> dict[str, Any]:
-    """Return the figures of a contender for each prompt, and the milliseconds to the first token of the longest text
-    whose first nine tenths are cached ("resume_ms", None if it can't). A first pass over each prompt warms up."""
-    contender = next(c for c in (*CONTENDERS, *WITHOUT) if c.name == name)
+    """Return the figures of a contender for each prompt. A first pass over each warms up."""
+    contender = next(c for c in (*CONTENDERS, *LLAMAS, *WITHOUT) if c.name == name)
     clock, runner = Clock(where.device), contender.make(where)
     warm = 3
     if name == UNCACHED:
@@ -162,13 +168,4 @@ def measured(
     ids = {cell: torch.tensor(rows, device=where.device) for cell, rows in prompts.items()}
     for rows in ids.values():
         timed(runner, clock, rows, warm)
-    found: dict[str, Any] = {cell: timed(runner, clock, rows, decode) for cell, rows in ids.items()}
-    longest = max(ids.values(), key=lambda rows: rows.size(1))[:1]
-    resume = runner.resume(longest, cached_of(longest.size(1)))
-    found["resume_ms"] = resume and median(clock(resume)[0] for _ in range(3))
-    return found
-
-
-def cached_of(T: int) -> int:
-    """Return how many of a prompt's T tokens are cached where a prefix is used again."""
-    return T * 9 // 10
+    return {cell: timed(runner, clock, rows, decode) for cell, rows in ids.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import batches, llama, scale
-from benchmarks.report import BASE, ablation_table, ahead, decoding, draw, shown, speed
+from benchmarks.report import BASE, ablation_table, decoding, draw, shown, speed
 from benchmarks.words import words
 from support.blocks import write_blocks
 from support.cli import CommandLine
@@ -67,8 +67,6 @@ def standing() -> str:
     parts = [
         speed(one, markdown=True),
         words("two_threads", two, decoding(two), markdown=True),
-        words("others", ahead(one["rows"]), " with one thread"),
-        words("others", ahead(two["rows"]), " with two threads"),
         words("disturbed", one, "one thread"),
         words("disturbed", two, "two threads"),
         words("choices", choices, BASE, found, markdown=True),

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def runner_of(name: str, folder: Path) -> runners.Runner:
     contender = next(c for c in CONTENDERS if c.name == name)
     try:
         return contender.make(Where(folder))
-    except ValueError as error:
+    except ImportError as error:
         pytest.skip(str(error))
 
 
@@ -75,10 +76,6 @@ def test_equal_weights_give_equal_tokens(name: str, folder: Path) -> None:
     assert len(done["steps_ms"]) == 20 and min(done["steps_ms"]) > 0 and done["first_ms"] > 0
     token = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * 4  # of two texts
     assert done["nbytes"] == token * CACHED.get(name, 12 + 20)
-    again = runner.resume(prompt(1), 10)
-    if again is not None:
-        for _ in range(2):  # on a copy: the second time finds what the first found
-            assert int(again()) == int(plain(folder, prompt(1), 1))
 
 
 @pytest.mark.slow
@@ -162,7 +159,7 @@ def test_what_an_ablation_undoes_changes_one_thing_and_no_result(
     assert after | {changed: before[changed]} == before
 
 
-def raw(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) -> dict:
+def summary(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) -> dict:
     def turn(first: float, step: float, tokens: list[int]) -> dict:
         return {
             "first_ms": first,
@@ -174,22 +171,16 @@ def raw(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) 
         }
 
     slow = (1.0, 2.0, 1.0)  # the machine in three turns
-    return {
-        "geometry": {"weights": 500e6},
-        "reuse_lengths": [100, 90],
+    found = {
         "floor": [{"bytes_per_ms": b, "products_ms": {"200": 160.0}} for b in bandwidths],
-        "timed_cpu": True,
-        "contenders": {
-            "gpt_kv_cache.py": {"2 x 100": [turn(200 * s, 100 * s, [1, 2]) for s in slow]},
-            "other": {"2 x 100": [turn(400 * s, 150 * s, [1, 3]) for s in slow]},
-        },
-        "reuse": {"gpt_kv_cache.py": [30.0, 60.0, 31.0], "other": []},
-        "overheads": {"other": 0.7},
+        "gpt_kv_cache.py": [{"2 x 100": turn(200 * s, 100 * s, [1, 2])} for s in slow],
+        "other": [{"2 x 100": turn(400 * s, 150 * s, [1, 3])} for s in slow],
     }
+    return report.summary(found, 500e6, True)
 
 
 def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -> None:
-    found = report.summary(raw())
+    found = summary()
     ours, other = (found["rows"][name]["2 x 100"] for name in ("gpt_kv_cache.py", "other"))
     assert found["roofline_ms"] == 50 and ours["of_roofline"] == 0.5
     assert ours["step_ms"] == 100 and ours["tokens_per_s"] == 20 and ours["decode_ratio"] == 1
@@ -199,14 +190,10 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -
     turns = {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}
     spread = report.ablation({"x": {"1 x 9": turns}}, [9])
     assert spread == {"x": {"9": {"decode": [1, 0.5, 2], "first": [1, 0.25, 1]}}}
-    assert found["rows"]["gpt_kv_cache.py"]["reuse_ms"] == 31
-    assert found["rows"]["other"]["overhead_ms"] == 0.7
     assert found["waited"] == pytest.approx(0) and found["bandwidth_change"] == pytest.approx(0.02)
-    assert report.summary(raw(cpu=0.7))["waited"] == pytest.approx(0.3)
-    assert report.summary(raw((5e6, 10e6, 10e6)))["bandwidth_change"] == 0.5
-    disturbed = [raw(cpu=0.7), raw((5e6, 10e6, 10e6))]
-    assert [report.disturbed(report.summary(r)) for r in disturbed] == [True, True]
-    assert not report.disturbed(report.summary(raw()))
+    busy, uneven = summary(cpu=0.7), summary((5e6, 10e6, 10e6))
+    assert busy["waited"] == pytest.approx(0.3) and uneven["bandwidth_change"] == 0.5
+    assert report.disturbed(busy) and report.disturbed(uneven) and not report.disturbed(found)
 
 
 def grows(path: Path, most: int) -> int:
@@ -262,7 +249,6 @@ def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
     ours = record["rows"][BASE]
     assert ours["1 x 48"]["decode_ratio"] == 1
     assert 0 < ours["overhead_ms"] < 5 * ours["1 x 48"]["step_ms"]
-    assert record["reuse_lengths"] == [48, 43] and ours["reuse_ms"] > 0
     assert all(name in printed for name in only)
     assert "Llama 3 70B" in command("--scale", str(out / "summary.json"))
 
@@ -284,7 +270,7 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
         ("--model gpt5", "gpt5"),
         (f"--lengths {N_CTX + 1} --model pocket", f"{N_CTX + 1} {N_CTX}"),
         ("--only nothing", "nothing"),
-        ("--scale pocket/teacher/figures.json", "figures.json geometry"),
+        ("--scale pocket/teacher/figures.json", "figures.json gb_per_s"),
         ("--peer-path nowhere", "nowhere folder"),
         ("--ablate --only CTranslate2", "--ablate --only"),
         ("--requests 0", "0 1"),
@@ -301,21 +287,19 @@ def test_bad_input_gets_one_sentence(
     assert all(culprit in printed for culprit in culprits.split()), printed
 
 
-def test_todays_models_take_turns_and_write_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_todays_models_take_turns_and_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    here = lambda threads, call, *arguments: call(*arguments)  # noqa: E731
+    monkeypatch.setattr(processes, "in_own_process", here)
     monkeypatch.setattr(llama, "DECODED", 4)
     config = LlamaConfig(vocab_size=97, n_ctx=40, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
-    *_, record = llama.measure(config, (5, 9), 3)
-    assert {*record["rows"]} == {*llama.RUNNERS} and record["conditions"]["layers"] == 2
+    record = llama.measure(Namespace(lengths=(5, 9), turns=3, threads=1), config)
+    assert {*record["rows"]} == {*llama.NAMES} and record["layers"] == 2
     for name, row in record["rows"].items():
-        assert all(cell["same"] and len(cell["step_ms"]) == 3 for cell in row.values()), name
-    bytes_of = {name: row["9"]["bytes"] for name, row in record["rows"].items()}
+        for cell in row.values():
+            assert cell["same_tokens"] and len(cell["ratios"]) == 3, name
+    bytes_of = {name: row["1 x 9"]["cache_bytes"] for name, row in record["rows"].items()}
     token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
     assert bytes_of["llama_kv_cache.py"] == bytes_of[llama.RIVAL] == (9 + 4) * token
     assert bytes_of["llama_kv_cache.py, preallocated"] == 41 * token
-    record["rows"][llama.RIVAL]["9"]["step_ms"] = [3.0, 8.0, 10.0]
-    record["rows"]["llama_kv_cache.py"]["9"]["step_ms"] = [2.0, 4.0, 20.0]
-    assert llama.ratio(record, "llama_kv_cache.py", "9", "step_ms") == 1.5  # of 1.5, 2 and 0.5
     assert "medians of 3 turns" in llama.report(record)
