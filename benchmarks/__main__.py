@@ -31,7 +31,6 @@ from benchmarks.contenders import (
     CONTENDERS,
     WITHOUT,
     Clock,
-    Contender,
     floors,
     measured,
 )
@@ -40,7 +39,7 @@ from benchmarks.report import (
     ablation,
     ablation_table,
     add_measuring_arguments,
-    cells_of,
+    different,
     disturbed,
     draw,
     report,
@@ -99,24 +98,21 @@ def jobs_of(
     return {name: (measured, name, where, prompts, decoded) for name in names}
 
 
-def overheads(
-    args: argparse.Namespace, geometry: dict[str, int], names: Sequence[str]
-) -> dict[str, float]:
-    """Return, by contender, the milliseconds of a step that aren't arithmetic: those of a model with as many layers and
-    heads, but so narrow that there is hardly anything to compute."""
-    layers, heads = geometry["n_layer"], geometry["n_head"]
+def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Add, to each contender's row, the milliseconds of a step that aren't arithmetic: those of a model with as many
+    layers and heads, but so narrow that there is hardly anything to compute."""
+    layers, heads = record["layers"], record["heads"]
     torch.manual_seed(0)
     narrow = GPTConfig(
         vocab_size=64, n_ctx=128, n_layer=layers, n_head=heads, n_embd=NARROW * heads
     )
     with exported(GPT(narrow)) as folder:
         where = Where(folder, args.on, args.peer_path)
-        jobs = jobs_of(where, names, narrow.vocab_size, [(1, 32)], 4 * DECODED)
+        jobs = jobs_of(where, [*record["rows"]], narrow.vocab_size, [(1, 32)], 4 * DECODED)
         found, _ = in_turns(jobs, args.turns, args.threads, needed=[BASE])
-    return {
-        name: median(median(turn["1 x 32"]["steps_ms"]) for turn in turns)
-        for name, turns in found.items()
-    }
+    for name, turns in found.items():
+        steps = [median(turn["1 x 32"]["steps_ms"]) for turn in turns]
+        record["rows"][name]["overhead_ms"] = median(steps)
 
 
 @torch.no_grad()
@@ -130,8 +126,7 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
         "cat": "copies",
     }
     model = load_model(str(folder), model_class=GPT, device=device)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, T), generator=generator).to(device)
+    ids = torch.arange(T, device=device)[None] % model.config.vocab_size
     for _ in range(2):  # the first warms up
         with torch.profiler.profile() as profile:
             model(ids, gpt_kv_cache.KVCache(), last_only=True)
@@ -151,11 +146,11 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
 
 
 def record_of(
-    args: argparse.Namespace, folder: Path, chosen: Sequence[Contender], texts: Sequence[int]
+    args: argparse.Namespace, folder: Path, names: Sequence[str], texts: int = 1
 ) -> dict[str, Any]:
-    """Measure contenders, texts[0] at once of all lengths and more of the shortest; return the record. One that fails
-    is left out, and said in "absent". Raises ValueError if BASE fails, or what measures the floors, or if the context
-    doesn't hold the longest prompt and what follows it."""
+    """Measure contenders after one text of each length, and after `texts` at once of the shortest; return the record.
+    One that fails is left out, and said in "absent". Raises ValueError if BASE fails, or what measures the floors, or
+    if the context doesn't hold the longest prompt and what follows it."""
     record = about(args, folder)
     geometry = record["geometry"]
     lengths = sorted({*(args.lengths or LENGTHS)})
@@ -164,34 +159,25 @@ def record_of(
         raise ValueError(
             f"{longest} tokens and {DECODED} more exceed the context of {args.model}, {n_ctx}"
         )
-    cells = [(texts[0], T) for T in lengths] + [(B, lengths[0]) for B in texts[1:]]
+    cells = [(1, T) for T in lengths]
+    if texts > 1:
+        cells.append((texts, lengths[0]))
     where = Where(folder, args.on, args.peer_path)
-    names = [contender.name for contender in chosen]
-    rows = sorted({B * T for B, T in cells})
-    jobs = {"floor": (floors, Clock(args.on), geometry, rows)}
+    tokens = sorted({B * T for B, T in cells})
+    jobs = {"floor": (floors, Clock(args.on), geometry, tokens)}
     jobs |= jobs_of(where, names, geometry["vocab_size"], cells, DECODED)
     found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", BASE))
-    record |= {"lengths": lengths, "batches": texts, "absent": failed}
+    record |= {"lengths": lengths, "absent": failed}
     record |= summary(found, geometry["weights"], args.on == "cpu" and args.threads == 1)
-    rows = record["rows"]
-    if not args.ablate:
-        for name, ms in overheads(args, geometry, [*rows]).items():
-            rows[name]["overhead_ms"] = ms
-    exact = [c.name for c in chosen if c.exact and c.name in rows]
-    record["different"] = [name for name in exact if not same_everywhere(rows[name])]
-    record["disturbed"] = disturbed(record)
+    record |= {"different": different(record["rows"]), "disturbed": disturbed(record)}
     return record
-
-
-def same_everywhere(row: dict[str, Any]) -> bool:
-    """Return whether a contender wrote BASE's tokens in every cell."""
-    return all(row[cell]["same_tokens"] for cell in cells_of(row))
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Measure all implementations, or those asked for: tables, figures and summary.json."""
-    chosen = [c for c in CONTENDERS if c.name in (BASE, *args.only)]
-    record = record_of(args, folder, chosen, [1, TEXTS])
+    names = [name for name in CONTENDERS if name in (BASE, *args.only)]
+    record = record_of(args, folder, names, TEXTS)
+    add_overheads(args, record)
     write_json(args.out / "summary.json", record, indent=1)
     print(f"{report(record)}\n\n{words('doubts', record, BASE)}")
     draw(record, args.out)
@@ -199,8 +185,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
 
 def ablate(args: argparse.Namespace, folder: Path) -> None:
     """Measure our own choices one by one: a table and ablation.json."""
-    chosen = [c for c in CONTENDERS if c.name == BASE]
-    record = record_of(args, folder, [*chosen, *WITHOUT], [1])
+    record = record_of(args, folder, [BASE, *WITHOUT])
     lengths = record["lengths"]
     first = where_time_goes(folder, lengths[-1], args.on)
     record |= {"without": ablation(record.pop("rows"), lengths), "first_token": first}
@@ -224,7 +209,6 @@ def serve(args: argparse.Namespace, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m benchmarks --threads 2")
     cli.prog = "python3 -m benchmarks"
-    names = [contender.name for contender in CONTENDERS]
     cli.add_argument(
         "--model",
         default="124M",
@@ -235,8 +219,8 @@ def main(argv: list[str] | None = None) -> None:
     task.add_argument(
         "--only",
         nargs="+",
-        choices=names,
-        default=names,
+        choices=[*CONTENDERS],
+        default=[*CONTENDERS],
         metavar="NAME",
         help="what to measure beside our own file, by the names of its table",
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,42 +36,32 @@ UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
 FEW = 3  # tokens that it writes after a prompt
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A name, and what loads its weights. exact: its greedy tokens must be those of all other exact ones."""
-
-    name: str
-    make: Callable[[Where], Runner]
-    exact: bool = True
-
-
 bounded = partial(Ours, module=gpt_bounded_cache)
-CONTENDERS = (
-    Contender(UNCACHED, partial(Ours, module=gpt_baseline)),
-    Contender(BASE, Ours),
-    Contender("gpt_bounded_cache.py, preallocated", partial(bounded, window=ENDLESS)),
-    Contender("gpt_bounded_cache.py, window of 256", partial(bounded, window=256), exact=False),
-    Contender("gpt_bounded_cache.py, BCT, 24 slots", RandomBCT, exact=False),
-    Contender("gpt_kv_cache.py, bfloat16", partial(Ours, dtype=torch.bfloat16), exact=False),
-    Contender("gpt_kv_cache.py, int8", Int8, exact=False),
-    Contender("transformers, DynamicCache", Transformers),
-    Contender("transformers, StaticCache", partial(Transformers, static=True)),
-    Contender("CTranslate2", CTranslate2),
-    Contender("CTranslate2, int8", partial(CTranslate2, compute_type="int8"), exact=False),
-    Contender("LLMs-from-scratch, concat cache", partial(FromScratch, file="gpt_with_kv_cache.py")),
-    Contender(
-        "LLMs-from-scratch, optimized",
-        partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
-    ),
-)
-LLAMAS = (
-    Contender("llama_kv_cache.py", partial(Ours, module=llama_kv_cache)),
-    Contender(
-        "llama_kv_cache.py, preallocated",
-        partial(Ours, module=llama_kv_cache, window=ENDLESS),
-    ),
-)
-WITHOUT = tuple(Contender(name, partial(Without, name=name)) for name in ABLATIONS)
+CONTENDERS: dict[str, Callable[[Where], Runner]] = {
+    UNCACHED: partial(Ours, module=gpt_baseline),
+    BASE: Ours,
+    "gpt_bounded_cache.py, preallocated": partial(bounded, window=ENDLESS),
+    "gpt_bounded_cache.py, window of 256": partial(bounded, window=256),
+    "gpt_bounded_cache.py, BCT, 24 slots": RandomBCT,
+    "gpt_kv_cache.py, bfloat16": partial(Ours, dtype=torch.bfloat16),
+    "gpt_kv_cache.py, int8": Int8,
+    "transformers, DynamicCache": Transformers,
+    "transformers, StaticCache": partial(Transformers, static=True),
+    "CTranslate2": CTranslate2,
+    "CTranslate2, int8": partial(CTranslate2, compute_type="int8"),
+    "LLMs-from-scratch, concat cache": partial(FromScratch, file="gpt_with_kv_cache.py"),
+    "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
+}
+LLAMAS: dict[str, Callable[[Where], Runner]] = {
+    "llama_kv_cache.py": partial(Ours, module=llama_kv_cache),
+    "llama_kv_cache.py, preallocated": partial(Ours, module=llama_kv_cache, window=ENDLESS),
+}
+WITHOUT = {name: partial(Without, name=name) for name in ABLATIONS}
+
+
+def is_exact(name: str) -> bool:
+    """Return whether a contender's greedy tokens must be those of BASE."""
+    return not any(word in name for word in ("window", "BCT", "bfloat16", "int8"))
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------------
@@ -139,20 +128,19 @@ def floors(clock: Clock, geometry: dict[str, int], rows: list[int]) -> dict[str,
     weights = [
         torch.rand(a, b, device=device) for a, b in ((C, 3 * HD), (HD, C), (C, inner), (inner, C))
     ]
-    head, products = torch.rand(C, V, device=device), {}
+    head, row = torch.rand(C, V, device=device), torch.rand(1, C, device=device)
+    last = min(clock(lambda: row @ head)[0] for _ in range(3))
+    products = {}
     for T in rows:
-        x = {w.size(0): torch.rand(T, w.size(0), device=device) for w in weights}
+        x = {size: torch.rand(T, size, device=device) for size in (C, HD, inner)}
 
-        def layer(x: dict[int, Tensor] = x) -> None:
-            for w in weights:
+        def layers(x: dict[int, Tensor] = x) -> None:
+            for w in weights * times:
                 x[w.size(0)] @ w
 
-        def last(x: Tensor = x[C][:1]) -> Tensor:
-            return x @ head
-
-        layer()
-        one = min(clock(lambda: [layer() for _ in range(times)])[0] / times for _ in range(3))
-        products[str(T)] = one * geometry["n_layer"] + clock(last)[0]
+        layers()
+        one = min(clock(layers)[0] for _ in range(3)) / times
+        products[str(T)] = one * geometry["n_layer"] + last
     return {"bytes_per_ms": read, "products_ms": products}
 
 
@@ -160,8 +148,8 @@ def measured(
     name: str, where: Where, prompts: dict[str, list[list[int]]], decode: int
 ) -> dict[str, Any]:
     """Return the figures of a contender for each prompt. A first pass over each warms up."""
-    contender = next(c for c in (*CONTENDERS, *LLAMAS, *WITHOUT) if c.name == name)
-    clock, runner = Clock(where.device), contender.make(where)
+    make = (CONTENDERS | LLAMAS | WITHOUT)[name]
+    clock, runner = Clock(where.device), make(where)
     warm = 3
     if name == UNCACHED:
         warm, decode = 0, FEW

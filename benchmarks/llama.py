@@ -30,7 +30,7 @@ from support.tables import Table
 
 DECODED = 24  # tokens after each prompt
 RIVAL = "transformers, DynamicCache"
-NAMES = (*(contender.name for contender in LLAMAS), RIVAL, "transformers, StaticCache")
+NAMES = (*LLAMAS, RIVAL, "transformers, StaticCache")
 
 
 def measure(args: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:

@@ -7,16 +7,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.contenders import BASE, CONTENDERS, UNCACHED
+from benchmarks.contenders import BASE, CONTENDERS, UNCACHED, is_exact
 from benchmarks.scale import cells_of
 from benchmarks.words import words
 from support.cli import CommandLine, whole_number, writable_folder
 from support.figures import figure
 from support.tables import Table
 
-BUSY = (
-    0.10  # a larger share of the time without a processor, or change of bandwidth, is a disturbance
-)
+# A larger share of the time without a processor, or change of bandwidth, is a disturbance.
+BUSY = 0.10
 Record = dict[str, Any]
 
 
@@ -108,10 +107,18 @@ def disturbed(found: Record) -> bool:
     return max(found["bandwidth_change"], found["waited"] or 0) > BUSY
 
 
+def different(rows: Record) -> list[str]:
+    """Return the contenders that should have written BASE's tokens, and haven't."""
+    return [
+        name
+        for name, cells in rows.items()
+        if is_exact(name) and not all(found["same_tokens"] for found in cells.values())
+    ]
+
+
 def shown(record: Record) -> dict[str, Record]:
     """Return the rows of a record that are of a contender of today."""
-    names = {contender.name for contender in CONTENDERS}
-    return {name: row for name, row in record["rows"].items() if name in names}
+    return {name: row for name, row in record["rows"].items() if name in CONTENDERS}
 
 
 def decoding(record: Record) -> Table:
@@ -128,7 +135,7 @@ def decoding(record: Record) -> Table:
     rows = []
     for name, row in shown(record).items():
         speeds = [f"{row[c]['tokens_per_s']:.1f} ({row[c]['decode_ratio']:.2f})" for c in cells]
-        long = row[f"{record['batches'][0]} x {longest}"]
+        long = row[f"1 x {longest}"]
         first = f"{long['first_ms']:,.0f} ms ({long['first_ratio']:.2f})"
         overhead = f"{row['overhead_ms']:.1f} ms" if "overhead_ms" in row else "-"
         rows.append([name, *speeds, first, f"{long['cache_bytes']:,}", overhead])
@@ -138,7 +145,7 @@ def decoding(record: Record) -> Table:
 def reached(record: Record) -> dict[str, float]:
     """Return how near BASE comes to the machine's limits: its least and largest share of reading the weights, and its
     longest prompt's of the products."""
-    ours = [record["rows"][BASE][f"{record['batches'][0]} x {T}"] for T in record["lengths"]]
+    ours = [record["rows"][BASE][f"1 x {T}"] for T in record["lengths"]]
     shares = [cell["of_roofline"] for cell in ours]
     return {"least": min(shares), "most": max(shares), "products": ours[-1]["of_products"]}
 
@@ -189,12 +196,12 @@ def ablation_table(without: Record, lengths: Sequence[int]) -> Table:
 
 def draw(record: Record, out: Path) -> None:
     """Draw decoding and the first token against the length of the text, and their floors."""
-    lengths, B = record["lengths"], record["batches"][0]
+    lengths = record["lengths"]
     styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
 
     def lines(axes: Any, key: str, names: list[str], floor: Sequence[float], said: str) -> None:
         for i, name in enumerate(names):
-            values = [record["rows"][name][f"{B} x {T}"][key] for T in lengths]
+            values = [record["rows"][name][f"1 x {T}"][key] for T in lengths]
             axes.plot(lengths, values, styles[i % 8], markersize=5, linewidth=1, label=name)
         axes.plot(lengths, floor, color="black", linewidth=2, label=said)
         axes.set(xlim=(0, None), ylim=(0, None))
@@ -202,19 +209,19 @@ def draw(record: Record, out: Path) -> None:
     names = [*shown(record)]
     cached = [name for name in names if name != UNCACHED]
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
-    products = [record["products_ms"][str(B * T)] for T in lengths]
+    products = [record["products_ms"][str(T)] for T in lengths]
     reading, computing = "float32 weights read, nothing else", "matrix products alone, float32"
     figure(
         out / "decoding.png",
         lambda axes: lines(axes, "tokens_per_s", cached, roofline, reading),
         xlabel="tokens in the cache",
         ylabel="tokens/s",
-        title=f"Decoding, {record['model']}, batch {B}",
+        title=f"Decoding, {record['model']}, batch 1",
     )
     figure(
         out / "first_token.png",
         lambda axes: lines(axes, "first_ms", names, products, computing),
         xlabel="tokens of the prompt",
         ylabel="ms",
-        title=f"Time to the first token, {record['model']}, batch {B}",
+        title=f"Time to the first token, {record['model']}, batch 1",
     )

@@ -12,7 +12,7 @@ import torch
 
 import benchmarks.__main__ as bench
 from benchmarks import contenders, llama, processes, report, runners
-from benchmarks.contenders import BASE, CONTENDERS, Clock, timed
+from benchmarks.contenders import BASE, CONTENDERS, Clock, is_exact, timed
 from benchmarks.runners import Int8, Where
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import LlamaConfig
@@ -23,7 +23,7 @@ from tests.helpers import N_CTX
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
-EXACT = [c for c in CONTENDERS if c.exact and "LLMs" not in c.name]
+EXACT = [name for name in CONTENDERS if is_exact(name) and "LLMs" not in name]
 
 
 def of_all_speeds(name: str) -> object:
@@ -44,9 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(name: str, folder: Path) -> runners.Runner:
-    contender = next(c for c in CONTENDERS if c.name == name)
     try:
-        return contender.make(Where(folder))
+        return CONTENDERS[name](Where(folder))
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -68,7 +67,7 @@ CACHED = {  # tokens whose keys and values are held, after 12 and 20 more
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [of_all_speeds(c.name) for c in EXACT])
+@pytest.mark.parametrize("name", [of_all_speeds(name) for name in EXACT])
 def test_equal_weights_give_equal_tokens(name: str, folder: Path) -> None:
     runner = runner_of(name, folder)
     done = timed(runner, Clock("cpu"), prompt(), 20)
@@ -244,7 +243,7 @@ def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
     names = {"summary.json", "decoding.png", "first_token.png"}
     assert {path.name for path in out.iterdir()} == names
     record = read_json(out / "summary.json")
-    assert list(record["rows"]) == [c.name for c in CONTENDERS if c.name in (*only, BASE)]
+    assert list(record["rows"]) == [name for name in CONTENDERS if name in (*only, BASE)]
     assert record["different"] == [] and record["absent"] == {}
     ours = record["rows"][BASE]
     assert ours["1 x 48"]["decode_ratio"] == 1
