@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.contenders import BASE, CONTENDERS, UNCACHED, is_exact
+from benchmarks.contenders import BASE, CONTENDERS, is_exact
 from benchmarks.scale import cells_of
 from benchmarks.words import words
 from support.cli import CommandLine, whole_number, writable_folder
@@ -196,32 +196,29 @@ def ablation_table(without: Record, lengths: Sequence[int]) -> Table:
 
 def draw(record: Record, out: Path) -> None:
     """Draw decoding and the first token against the length of the text, and their floors."""
-    lengths = record["lengths"]
-    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
+    lengths, model = record["lengths"], record["model"]
+    roofline = [1e3 / record["roofline_ms"]] * len(lengths)
+    products = [record["products_ms"][str(T)] for T in lengths]
+    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 8 colours: no two lines look alike
 
-    def lines(axes: Any, key: str, names: list[str], floor: Sequence[float], said: str) -> None:
-        for i, name in enumerate(names):
-            values = [record["rows"][name][f"1 x {T}"][key] for T in lengths]
-            axes.plot(lengths, values, styles[i % 8], markersize=5, linewidth=1, label=name)
+    def lines(axes: Any, key: str, floor: Sequence[float], said: str) -> None:
+        for i, (name, row) in enumerate(shown(record).items()):
+            values = [row[f"1 x {T}"][key] for T in lengths]
+            axes.plot(lengths, values, styles[i % 7], markersize=5, linewidth=1, label=name)
         axes.plot(lengths, floor, color="black", linewidth=2, label=said)
         axes.set(xlim=(0, None), ylim=(0, None))
 
-    names = [*shown(record)]
-    cached = [name for name in names if name != UNCACHED]
-    roofline = [1e3 / record["roofline_ms"]] * len(lengths)
-    products = [record["products_ms"][str(T)] for T in lengths]
-    reading, computing = "float32 weights read, nothing else", "matrix products alone, float32"
     figure(
         out / "decoding.png",
-        lambda axes: lines(axes, "tokens_per_s", cached, roofline, reading),
+        lambda axes: lines(axes, "tokens_per_s", roofline, "float32 weights read, nothing else"),
         xlabel="tokens in the cache",
         ylabel="tokens/s",
-        title=f"Decoding, {record['model']}, batch 1",
+        title=f"Decoding, {model}, batch 1",
     )
     figure(
         out / "first_token.png",
-        lambda axes: lines(axes, "first_ms", names, products, computing),
+        lambda axes: lines(axes, "first_ms", products, "matrix products alone, float32"),
         xlabel="tokens of the prompt",
         ylabel="ms",
-        title=f"Time to the first token, {record['model']}, batch 1",
+        title=f"Time to the first token, {model}, batch 1",
     )
