@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import argparse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,8 +30,10 @@ from benchmarks import batches, scale
 from benchmarks.contenders import (
     BASE,
     CONTENDERS,
+    LLAMAS,
     WITHOUT,
     Clock,
+    base_of,
     floors,
     measured,
 )
@@ -38,7 +41,6 @@ from benchmarks.processes import Job, in_turns
 from benchmarks.report import (
     ablation,
     ablation_table,
-    add_measuring_arguments,
     different,
     disturbed,
     draw,
@@ -48,14 +50,16 @@ from benchmarks.report import (
 from benchmarks.runners import Where, exported
 from benchmarks.words import words
 from gpt_kv_cache import GPT, GPTConfig
+from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import find_file, load_model
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.conditions import SIZES, conditions, random_model
 from support.files import read_json, write_json
 
 DECODED = 16  # tokens after each prompt
 LENGTHS = (128, 512, 1000)  # of prompts
 TEXTS = 8  # at once, for one more figure of the shortest prompts
+SMOLLM = "SmolLM2-135M"  # the geometry of a Llama
 NARROW = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
 
 
@@ -63,7 +67,10 @@ NARROW = 8  # head size of the model whose steps are nearly all overhead; its vo
 
 
 def weights(model: str) -> AbstractContextManager[Path]:
-    """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES."""
+    """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES or SMOLLM."""
+    if model == SMOLLM:
+        torch.manual_seed(0)
+        return exported(Llama(replace(LlamaConfig(), n_ctx=1024)))
     if model in SIZES:
         return exported(random_model(GPT, model))
     return nullcontext(find_file(model, "config.json").parent)
@@ -71,10 +78,14 @@ def weights(model: str) -> AbstractContextManager[Path]:
 
 def about(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the weights
-    in float32. Raises ValueError if the folder holds no GPT-2."""
-    model = load_model(str(folder), model_class=GPT, device=args.on)
-    config, nbytes = model.config, sum(p.nbytes for p in model.parameters())
-    sizes = {"attention": config.n_head * config.head_dim, "weights": nbytes}
+    in float32."""
+    model = load_model(str(folder), device=args.on)
+    config = model.config
+    sizes = {
+        "attention": config.n_head * config.head_dim,
+        "matrices": [[*p.shape] for p in model.h[0].parameters() if p.dim() == 2],
+        "weights": sum(p.nbytes for p in model.parameters()),
+    }
     on = conditions(args.model, model)
     return on | {"turns": args.turns, "geometry": vars(config) | sizes}
 
@@ -146,13 +157,16 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
 
 
 def record_of(
-    args: argparse.Namespace, folder: Path, names: Sequence[str], texts: int = 1
+    args: argparse.Namespace,
+    folder: Path,
+    on: dict[str, Any],
+    names: Sequence[str],
+    texts: int = 1,
 ) -> dict[str, Any]:
     """Measure contenders after one text of each length, and after `texts` at once of the shortest; return the record.
-    One that fails is left out, and said in "absent". Raises ValueError if BASE fails, or what measures the floors, or
-    if the context doesn't hold the longest prompt and what follows it."""
-    record = about(args, folder)
-    geometry = record["geometry"]
+    One that fails is left out, and said in "absent". Raises ValueError if our own file fails, or what measures the
+    floors, or if the context doesn't hold the longest prompt and what follows it."""
+    geometry = on["geometry"]
     lengths = sorted({*(args.lengths or LENGTHS)})
     longest, n_ctx = lengths[-1], geometry["n_ctx"]
     if longest + DECODED > n_ctx:
@@ -166,26 +180,31 @@ def record_of(
     tokens = sorted({B * T for B, T in cells})
     jobs = {"floor": (floors, Clock(args.on), geometry, tokens)}
     jobs |= jobs_of(where, names, geometry["vocab_size"], cells, DECODED)
-    found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", BASE))
-    record |= {"lengths": lengths, "absent": failed}
+    found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", base_of(names)))
+    record = on | {"lengths": lengths, "absent": failed}
     record |= summary(found, geometry["weights"], args.on == "cpu" and args.threads == 1)
     record |= {"different": different(record["rows"]), "disturbed": disturbed(record)}
     return record
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    """Measure all implementations, or those asked for: tables, figures and summary.json."""
-    names = [name for name in CONTENDERS if name in (BASE, *args.only)]
-    record = record_of(args, folder, names, TEXTS)
-    add_overheads(args, record)
-    write_json(args.out / "summary.json", record, indent=1)
-    print(f"{report(record)}\n\n{words('doubts', record, BASE)}")
+    """Measure all implementations, or those asked for: a table, figures and summary.json, or of a Llama llama.json."""
+    on = about(args, folder)
+    llama = "rope_theta" in on["geometry"]
+    known = LLAMAS if llama else CONTENDERS
+    base = base_of(known)
+    names = [name for name in known if name in (base, *args.only)]
+    record = record_of(args, folder, on, names, TEXTS)
+    if not llama:
+        add_overheads(args, record)
+    write_json(args.out / ("llama.json" if llama else "summary.json"), record, indent=1)
+    print(f"{report(record)}\n\n{words('doubts', record, base)}")
     draw(record, args.out)
 
 
 def ablate(args: argparse.Namespace, folder: Path) -> None:
     """Measure our own choices one by one: a table and ablation.json."""
-    record = record_of(args, folder, [BASE, *WITHOUT])
+    record = record_of(args, folder, about(args, folder), [BASE, *WITHOUT])
     lengths = record["lengths"]
     first = where_time_goes(folder, lengths[-1], args.on)
     record |= {"without": ablation(record.pop("rows"), lengths), "first_token": first}
@@ -213,14 +232,14 @@ def main(argv: list[str] | None = None) -> None:
         "--model",
         default="124M",
         metavar="NAME",
-        help=f"random weights of the size of {', '.join(SIZES)}, or a model's name or folder",
+        help=f"random weights of the size of {', '.join(SIZES)} or {SMOLLM}, or a model's name or folder",
     )
     task = cli.add_mutually_exclusive_group()
     task.add_argument(
         "--only",
         nargs="+",
-        choices=[*CONTENDERS],
-        default=[*CONTENDERS],
+        choices=[*CONTENDERS, *LLAMAS],
+        default=[*CONTENDERS, *LLAMAS],
         metavar="NAME",
         help="what to measure beside our own file, by the names of its table",
     )
@@ -237,7 +256,23 @@ def main(argv: list[str] | None = None) -> None:
         metavar="N",
         help=f"tokens of prompts; default: {' '.join(map(str, LENGTHS))}",
     )
-    add_measuring_arguments(cli)
+    cli.add_argument(
+        "--turns",
+        type=whole_number(1),
+        default=5,
+        metavar="N",
+        help="each figure is the median of N",
+    )
+    cli.add_argument(
+        "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
+    )
+    cli.add_argument(
+        "--out",
+        type=writable_folder,
+        default="results/benchmarks",
+        metavar="FOLDER",
+        help="where results go",
+    )
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     task.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     task.add_argument(

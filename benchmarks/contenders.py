@@ -7,7 +7,7 @@ yields the greedy next tokens (B, 1), one after each step of its work, the first
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from benchmarks.runners import (
     Without,
 )
 
-BASE = "gpt_kv_cache.py"  # what ratios are to
+BASE, LLAMA = "gpt_kv_cache.py", "llama_kv_cache.py"  # what ratios are to
 UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
 FEW = 3  # tokens that it writes after a prompt
 
@@ -53,14 +53,21 @@ CONTENDERS: dict[str, Callable[[Where], Runner]] = {
     "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
 }
 LLAMAS: dict[str, Callable[[Where], Runner]] = {
-    "llama_kv_cache.py": partial(Ours, module=llama_kv_cache),
+    LLAMA: partial(Ours, module=llama_kv_cache),
     "llama_kv_cache.py, preallocated": partial(Ours, module=llama_kv_cache, window=ENDLESS),
+    "transformers, DynamicCache": Transformers,
+    "transformers, StaticCache": partial(Transformers, static=True),
 }
 WITHOUT = {name: partial(Without, name=name) for name in ABLATIONS}
 
 
+def base_of(names: Collection[str]) -> str:
+    """Return which of these contenders ratios are to: our own file with a growing cache."""
+    return BASE if BASE in names else LLAMA
+
+
 def is_exact(name: str) -> bool:
-    """Return whether a contender's greedy tokens must be those of BASE."""
+    """Return whether a contender's greedy tokens must be those of our own file."""
     return not any(word in name for word in ("window", "BCT", "bfloat16", "int8"))
 
 
@@ -107,7 +114,7 @@ def timed(runner: Runner, clock: Clock, ids: Tensor, decode: int) -> dict[str, A
     }
 
 
-def floors(clock: Clock, geometry: dict[str, int], rows: list[int]) -> dict[str, Any]:
+def floors(clock: Clock, geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Return this machine's limits in float32: bytes read per millisecond, and milliseconds of nothing but the
     matrix products of a prefill, by the number of tokens in all texts."""
     device = clock.device
@@ -124,15 +131,14 @@ def floors(clock: Clock, geometry: dict[str, int], rows: list[int]) -> dict[str,
         for call in calls
         for _ in range(4)
     )
-    C, inner, HD, V = (geometry[name] for name in ("n_embd", "n_inner", "attention", "vocab_size"))
-    weights = [
-        torch.rand(a, b, device=device) for a, b in ((C, 3 * HD), (HD, C), (C, inner), (inner, C))
-    ]
-    head, row = torch.rand(C, V, device=device), torch.rand(1, C, device=device)
+    weights = [torch.rand(*shape, device=device) for shape in geometry["matrices"]]
+    C = geometry["n_embd"]
+    head = torch.rand(C, geometry["vocab_size"], device=device)
+    row = torch.rand(1, C, device=device)
     last = min(clock(lambda: row @ head)[0] for _ in range(3))
     products = {}
     for T in rows:
-        x = {size: torch.rand(T, size, device=device) for size in (C, HD, inner)}
+        x = {w.size(0): torch.rand(T, w.size(0), device=device) for w in weights}
 
         def layers(x: dict[int, Tensor] = x) -> None:
             for w in weights * times:

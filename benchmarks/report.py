@@ -7,37 +7,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.contenders import BASE, CONTENDERS, is_exact
+from benchmarks.contenders import BASE, CONTENDERS, LLAMAS, base_of, is_exact
 from benchmarks.scale import cells_of
 from benchmarks.words import words
-from support.cli import CommandLine, whole_number, writable_folder
 from support.figures import figure
 from support.tables import Table
 
 # A larger share of the time without a processor, or change of bandwidth, is a disturbance.
 BUSY = 0.10
 Record = dict[str, Any]
-
-
-def add_measuring_arguments(cli: CommandLine) -> None:
-    """Add how often and by how many threads is measured, and where the record goes (args.out)."""
-    cli.add_argument(
-        "--turns",
-        type=whole_number(1),
-        default=5,
-        metavar="N",
-        help="each figure is the median of N",
-    )
-    cli.add_argument(
-        "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
-    )
-    cli.add_argument(
-        "--out",
-        type=writable_folder,
-        default="results/benchmarks",
-        metavar="FOLDER",
-        help="where results go",
-    )
 
 
 def summary(found: Record, weights: int, timed_cpu: bool) -> Record:
@@ -51,13 +29,13 @@ def summary(found: Record, weights: int, timed_cpu: bool) -> Record:
         T: median(turn["products_ms"][T] for turn in floor) for T in floor[0]["products_ms"]
     }
     rows: Record = {}
-    waited = []
+    waited, base = [], found[base_of(found)]
     for name, turns in found.items():
         rows[name] = {}
         for cell in turns[0]:
             B, T = map(int, cell.split(" x "))
             mine = [turn[cell] for turn in turns]
-            row = figures(mine, [turn[cell] for turn in found[BASE]])
+            row = figures(mine, [turn[cell] for turn in base])
             row["tokens_per_s"] = 1e3 * B / row["step_ms"]
             row["of_roofline"] = roofline / row["step_ms"]
             row["of_products"] = products[str(B * T)] / row["first_ms"]
@@ -108,7 +86,7 @@ def disturbed(found: Record) -> bool:
 
 
 def different(rows: Record) -> list[str]:
-    """Return the contenders that should have written BASE's tokens, and haven't."""
+    """Return the contenders that should have written our own file's tokens, and haven't."""
     return [
         name
         for name, cells in rows.items()
@@ -118,42 +96,44 @@ def different(rows: Record) -> list[str]:
 
 def shown(record: Record) -> dict[str, Record]:
     """Return the rows of a record that are of a contender of today."""
-    return {name: row for name, row in record["rows"].items() if name in CONTENDERS}
+    known = CONTENDERS | LLAMAS
+    return {name: row for name, row in record["rows"].items() if name in known}
 
 
 def decoding(record: Record) -> Table:
-    """Return tokens/s in all cells and the first token, each with its ratio to BASE, bytes of the cache, and the
-    overhead of a step."""
-    cells = cells_of(record["rows"][BASE])
+    """Return tokens/s in all cells and the first tokens, each with its ratio to our own file's, bytes of the cache, and
+    the overhead of a step."""
+    cells = cells_of(record["rows"][base_of(record["rows"])])
     header = ["tokens/s of decoding"]
     for cell in cells:
         B, T = cell.split(" x ")
         texts = "" if B == "1" else f"{B} texts, "
         header.append(f"{texts}after {int(T):,}")
-    longest = record["lengths"][-1]
-    header += [f"first token of {longest:,}", f"bytes of cache for {longest:,}", "overhead"]
+    header += [f"first token of {T:,}" for T in record["lengths"]]
+    header += [f"bytes of cache for {record['lengths'][-1]:,}", "overhead"]
     rows = []
     for name, row in shown(record).items():
         speeds = [f"{row[c]['tokens_per_s']:.1f} ({row[c]['decode_ratio']:.2f})" for c in cells]
-        long = row[f"1 x {longest}"]
-        first = f"{long['first_ms']:,.0f} ms ({long['first_ratio']:.2f})"
+        ones = [row[f"1 x {T}"] for T in record["lengths"]]
+        firsts = [f"{one['first_ms']:,.0f} ms ({one['first_ratio']:.2f})" for one in ones]
         overhead = f"{row['overhead_ms']:.1f} ms" if "overhead_ms" in row else "-"
-        rows.append([name, *speeds, first, f"{long['cache_bytes']:,}", overhead])
+        rows.append([name, *speeds, *firsts, f"{ones[-1]['cache_bytes']:,}", overhead])
     return Table(header, rows)
 
 
 def reached(record: Record) -> dict[str, float]:
-    """Return how near BASE comes to the machine's limits: its least and largest share of reading the weights, and its
-    longest prompt's of the products."""
-    ours = [record["rows"][BASE][f"1 x {T}"] for T in record["lengths"]]
+    """Return how near our own file comes to the machine's limits: its least and largest share of reading the weights,
+    and its longest prompt's of the products."""
+    row = record["rows"][base_of(record["rows"])]
+    ours = [row[f"1 x {T}"] for T in record["lengths"]]
     shares = [cell["of_roofline"] for cell in ours]
     return {"least": min(shares), "most": max(shares), "products": ours[-1]["of_products"]}
 
 
 def speed(record: Record, markdown: bool = False) -> str:
-    """Return the table of all contenders, and how near BASE comes to the limits."""
-    found = decoding(record), reached(record)
-    return words("speed", record, BASE, *found, markdown=markdown)
+    """Return the table of all contenders, and how near our own file comes to the limits."""
+    found = base_of(record["rows"]), decoding(record), reached(record)
+    return words("speed", record, *found, markdown=markdown)
 
 
 def report(record: Record) -> str:

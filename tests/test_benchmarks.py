@@ -4,18 +4,18 @@ import importlib.util
 import json
 import subprocess
 import sys
-from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import benchmarks.__main__ as bench
-from benchmarks import contenders, llama, processes, report, runners
-from benchmarks.contenders import BASE, CONTENDERS, Clock, is_exact, timed
+from benchmarks import contenders, processes, report, runners
+from benchmarks.contenders import BASE, CONTENDERS, LLAMA, Clock, is_exact, timed
 from benchmarks.runners import Int8, Where
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from llama_kv_cache import LlamaConfig
+from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model, read_tensors
 from pocket.checkpoints import export
 from support.files import read_json
@@ -219,7 +219,7 @@ def test_floors_are_of_all_layers() -> None:
         def __call__(self, call: object) -> tuple[float, float, object]:
             return 1.0, 1.0, call()
 
-    geometry = {"n_layer": 7, "n_embd": 8, "n_inner": 32, "attention": 8, "vocab_size": 20}
+    geometry = {"n_layer": 7, "n_embd": 8, "matrices": [[8, 24], [24, 8]], "vocab_size": 20}
     found = contenders.floors(Ticks("cpu"), geometry, [3])
     assert found["products_ms"] == {"3": 7 * 1.0 + 1.0}
 
@@ -286,19 +286,23 @@ def test_bad_input_gets_one_sentence(
     assert all(culprit in printed for culprit in culprits.split()), printed
 
 
-def test_todays_models_take_turns_and_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_todays_models_take_turns_and_write_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
-    here = lambda threads, call, *arguments: call(*arguments)  # noqa: E731
+
+    def here(threads: int, call: Callable[..., object], *arguments: object) -> object:
+        return call(*arguments)
+
     monkeypatch.setattr(processes, "in_own_process", here)
-    monkeypatch.setattr(llama, "DECODED", 4)
     config = LlamaConfig(vocab_size=97, n_ctx=40, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
-    record = llama.measure(Namespace(lengths=(5, 9), turns=3, threads=1), config)
-    assert {*record["rows"]} == {*llama.NAMES} and record["layers"] == 2
-    for name, row in record["rows"].items():
-        for cell in row.values():
-            assert cell["same_tokens"] and len(cell["ratios"]) == 3, name
+    export(Llama(config), tmp_path)
+    words = ["--model", str(tmp_path), "--out", str(tmp_path), *"--lengths 5 9 --turns 2".split()]
+    bench.main(words)
+    record = read_json(tmp_path / "llama.json")
+    assert {*record["rows"]} == {*contenders.LLAMAS} and record["different"] == []
     bytes_of = {name: row["1 x 9"]["cache_bytes"] for name, row in record["rows"].items()}
     token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
-    assert bytes_of["llama_kv_cache.py"] == bytes_of[llama.RIVAL] == (9 + 4) * token
+    assert bytes_of[LLAMA] == bytes_of["transformers, DynamicCache"] == (9 + 16) * token
     assert bytes_of["llama_kv_cache.py, preallocated"] == 41 * token
-    assert "medians of 3 turns" in llama.report(record)
+    assert len(record["rows"][LLAMA]["8 x 5"]["ratios"]) == 2
