@@ -16,10 +16,9 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import Windowed, answers, perplexity
-from pocket.recipes import MEMORY, Batch, Distillation, mixed_precision, phases_of
+from pocket.recipes import MEMORY, Batch, Distillation, phases_of
 from pocket.training import train
 from support.files import write_json
-from support.statistics import kl
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,9 @@ class WindowTuning(Distillation):
 
     model_class, clusters = bounded.GPT, False
 
-    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
+    def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         rows = batch.rows[:, :-1]
-        with mixed_precision(rows.device):
-            return kl(teacher(rows), Windowed(model, WINDOW)(rows))
+        return teacher(rows), Windowed(model, WINDOW)(rows)
 
 
 STEPS = 110
