@@ -193,7 +193,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     llama = "rope_theta" in on["geometry"]
     known = LLAMAS if llama else CONTENDERS
     base = base_of(known)
-    names = [name for name in known if name in (base, *args.only)]
+    names = [name for name in known if name in (base, *(args.only or known))]
     record = record_of(args, folder, on, names, TEXTS)
     if not llama:
         add_overheads(args, record)
@@ -228,6 +228,7 @@ def serve(args: argparse.Namespace, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m benchmarks --threads 2")
     cli.prog = "python3 -m benchmarks"
+    names = [*(CONTENDERS | LLAMAS)]
     cli.add_argument(
         "--model",
         default="124M",
@@ -238,10 +239,9 @@ def main(argv: list[str] | None = None) -> None:
     task.add_argument(
         "--only",
         nargs="+",
-        choices=[*CONTENDERS, *LLAMAS],
-        default=[*CONTENDERS, *LLAMAS],
+        choices=names,
         metavar="NAME",
-        help="what to measure beside our own file, by the names of its table",
+        help=f"of {'; '.join(names)}; default: all",
     )
     cli.add_argument(
         "--peer-path",
