@@ -41,7 +41,7 @@ class AblatedMemory(bounded.WriteMemory):
         if config.step or config.forget:
             self.c_gate = bounded.Conv1D(config.n_embd, 2 * H)
         if config.learned_start:
-            self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1))  # MV_0, log mass
+            self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1))  # MV_0, log mass + 6
 
     def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         w, log_keep = super().writes(x)
@@ -54,7 +54,7 @@ class AblatedMemory(bounded.WriteMemory):
         if self.config.learned_start:
             D = self.config.head_dim
             k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
-            mass = log_mass.exp()
+            mass = (log_mass - 6).exp()  # so that it hardly counts as training begins
             for part, begins in zip(state[:3], (k * mass, v * mass, mass), strict=True):
                 part += begins
         return state
