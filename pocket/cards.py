@@ -22,9 +22,6 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
     steps, tokens = size_of(recipe)
     fields = {
         "recipe": recipe,
-        "kind": recipe.kind,
-        "c": recipe.config,
-        "ours": recipe.init in (None, "pocket"),
         "steps": steps,
         "tokens": tokens,
         "parameters": sum(p.numel() for p in model.parameters()),
