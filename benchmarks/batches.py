@@ -22,7 +22,7 @@ from benchmarks.words import words
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from paged import PagedCache, Server
-from studies.paging import one_at_a_time
+from studies.paging import Record, one_at_a_time
 from support.tables import Table
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
@@ -51,21 +51,12 @@ def paged(model: GPT, prompts: Prompts, limits: Limits) -> Served:
     """Decode all texts together, from one pool of KV blocks."""
     pairs = [*zip(prompts, limits, strict=True)]
     blocks = sum(-(-(len(ids) + new - 1) // SIZE) for ids, new in pairs)
-    cache = PagedCache(model, blocks, SIZE)
-    server = Server(model, cache, CHUNK)
+    server = Server(model, PagedCache(model, blocks, SIZE), CHUNK)
     for ids, new in pairs:
         server.add(ids, new)
-    texts: list[list[int]] = [[] for _ in prompts]
-    used = filled = 0  # blocks, and tokens in them, when most are in use
-    while server.busy:
-        for number, token in server.step():
-            texts[number].append(token)
-        now = cache.blocks - len(cache.free)
-        if now > used:
-            used = now
-            filled = sum(text.n_read for text in server.running)  # no two begin alike
-    block = cache.pool[..., 0, :, :].nbytes
-    return texts, used * block, (used * SIZE - filled) * block // SIZE
+    record = Record(server)
+    token = server.cache.pool[..., 0, 0, :].nbytes
+    return record.texts, record.used * SIZE * token, record.wasted * token
 
 
 def padded(model: Any, prompts: Prompts, limits: Limits) -> Served:
@@ -172,12 +163,10 @@ def measure(
         bound = token * sum(lengths) + read * (max(limits) - 1)
         base = [turn[count] for turn in found[BASE]]
         result[str(count)] = {
-            "floor": floor,
             "read_ms": 1e3 * read,
             "failed": failed,
             "prompts": lengths,
             "new": limits,
-            "bound_s": bound,
             "bound_tokens_per_s": sum(limits) / bound,
             "rows": {
                 name: figures([turn[count] for turn in turns], base, sum(limits))

@@ -7,10 +7,8 @@ yields the greedy next tokens (B, 1), one after each step of its work, the first
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 
 import gpt_baseline
 import gpt_bounded_cache
+import llama_kv_cache
 from benchmarks.runners import (
     ABLATIONS,
     ENDLESS,
@@ -32,40 +31,44 @@ from benchmarks.runners import (
     Without,
 )
 
-BASE = "gpt_kv_cache.py"  # what ratios are to
+BASE, LLAMA = "gpt_kv_cache.py", "llama_kv_cache.py"  # what ratios are to
 UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
 FEW = 3  # tokens that it writes after a prompt
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A name, and what loads its weights. exact: its greedy tokens must be those of all other exact ones."""
-
-    name: str
-    make: Callable[[Where], Runner]
-    exact: bool = True
-
-
 bounded = partial(Ours, module=gpt_bounded_cache)
-CONTENDERS = (
-    Contender(UNCACHED, partial(Ours, module=gpt_baseline)),
-    Contender(BASE, Ours),
-    Contender("gpt_bounded_cache.py, preallocated", partial(bounded, window=ENDLESS)),
-    Contender("gpt_bounded_cache.py, window of 256", partial(bounded, window=256), exact=False),
-    Contender("gpt_bounded_cache.py, BCT, 24 slots", RandomBCT, exact=False),
-    Contender("gpt_kv_cache.py, bfloat16", partial(Ours, dtype=torch.bfloat16), exact=False),
-    Contender("gpt_kv_cache.py, int8", Int8, exact=False),
-    Contender("transformers, DynamicCache", Transformers),
-    Contender("transformers, StaticCache", partial(Transformers, static=True)),
-    Contender("CTranslate2", CTranslate2),
-    Contender("CTranslate2, int8", partial(CTranslate2, compute_type="int8"), exact=False),
-    Contender("LLMs-from-scratch, concat cache", partial(FromScratch, file="gpt_with_kv_cache.py")),
-    Contender(
-        "LLMs-from-scratch, optimized",
-        partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
-    ),
-)
-WITHOUT = tuple(Contender(name, partial(Without, name=name)) for name in ABLATIONS)
+CONTENDERS: dict[str, Callable[[Where], Runner]] = {
+    UNCACHED: partial(Ours, module=gpt_baseline),
+    BASE: Ours,
+    "gpt_bounded_cache.py, preallocated": partial(bounded, window=ENDLESS),
+    "gpt_bounded_cache.py, window of 256": partial(bounded, window=256),
+    "gpt_bounded_cache.py, BCT, 24 slots": RandomBCT,
+    "gpt_kv_cache.py, bfloat16": partial(Ours, dtype=torch.bfloat16),
+    "gpt_kv_cache.py, int8": Int8,
+    "transformers, DynamicCache": Transformers,
+    "transformers, StaticCache": partial(Transformers, static=True),
+    "CTranslate2": CTranslate2,
+    "CTranslate2, int8": partial(CTranslate2, compute_type="int8"),
+    "LLMs-from-scratch, concat cache": partial(FromScratch, file="gpt_with_kv_cache.py"),
+    "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
+}
+LLAMAS: dict[str, Callable[[Where], Runner]] = {
+    LLAMA: partial(Ours, module=llama_kv_cache),
+    "llama_kv_cache.py, preallocated": partial(Ours, module=llama_kv_cache, window=ENDLESS),
+    "transformers, DynamicCache": Transformers,
+    "transformers, StaticCache": partial(Transformers, static=True),
+}
+WITHOUT = {name: partial(Without, name=name) for name in ABLATIONS}
+
+
+def base_of(names: Collection[str]) -> str:
+    """Return which of these contenders ratios are to: our own file with a growing cache."""
+    return BASE if BASE in names else LLAMA
+
+
+def is_exact(name: str) -> bool:
+    """Return whether a contender's greedy tokens must be those of our own file."""
+    return not any(word in name for word in ("window", "BCT", "bfloat16", "int8"))
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def timed(runner: Runner, clock: Clock, ids: Tensor, decode: int) -> dict[str, A
     }
 
 
-def floors(clock: Clock, geometry: dict[str, int], rows: list[int]) -> dict[str, Any]:
+def floors(clock: Clock, geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Return this machine's limits in float32: bytes read per millisecond, and milliseconds of nothing but the
     matrix products of a prefill, by the number of tokens in all texts."""
     device = clock.device
@@ -128,47 +131,35 @@ def floors(clock: Clock, geometry: dict[str, int], rows: list[int]) -> dict[str,
         for call in calls
         for _ in range(4)
     )
-    C, inner, HD, V = (geometry[name] for name in ("n_embd", "n_inner", "attention", "vocab_size"))
-    weights = [
-        torch.rand(a, b, device=device) for a, b in ((C, 3 * HD), (HD, C), (C, inner), (inner, C))
-    ]
-    head, products = torch.rand(C, V, device=device), {}
+    weights = [torch.rand(*shape, device=device) for shape in geometry["matrices"]]
+    C = geometry["n_embd"]
+    head = torch.rand(C, geometry["vocab_size"], device=device)
+    row = torch.rand(1, C, device=device)
+    last = min(clock(lambda: row @ head)[0] for _ in range(3))
+    products = {}
     for T in rows:
         x = {w.size(0): torch.rand(T, w.size(0), device=device) for w in weights}
 
-        def layer(x: dict[int, Tensor] = x) -> None:
-            for w in weights:
+        def layers(x: dict[int, Tensor] = x) -> None:
+            for w in weights * times:
                 x[w.size(0)] @ w
 
-        def last(x: Tensor = x[C][:1]) -> Tensor:
-            return x @ head
-
-        layer()
-        one = min(clock(lambda: [layer() for _ in range(times)])[0] / times for _ in range(3))
-        products[str(T)] = one * geometry["n_layer"] + clock(last)[0]
+        layers()
+        one = min(clock(layers)[0] for _ in range(3)) / times
+        products[str(T)] = one * geometry["n_layer"] + last
     return {"bytes_per_ms": read, "products_ms": products}
 
 
 def measured(
     name: str, where: Where, prompts: dict[str, list[list[int]]], decode: int
 ) -> dict[str, Any]:
-    """Return the figures of a contender for each prompt, and the milliseconds to the first token of the longest text
-    whose first nine tenths are cached ("resume_ms", None if it can't). A first pass over each prompt warms up."""
-    contender = next(c for c in (*CONTENDERS, *WITHOUT) if c.name == name)
-    clock, runner = Clock(where.device), contender.make(where)
+    """Return the figures of a contender for each prompt. A first pass over each warms up."""
+    make = (CONTENDERS | LLAMAS | WITHOUT)[name]
+    clock, runner = Clock(where.device), make(where)
     warm = 3
     if name == UNCACHED:
         warm, decode = 0, FEW
     ids = {cell: torch.tensor(rows, device=where.device) for cell, rows in prompts.items()}
     for rows in ids.values():
         timed(runner, clock, rows, warm)
-    found: dict[str, Any] = {cell: timed(runner, clock, rows, decode) for cell, rows in ids.items()}
-    longest = max(ids.values(), key=lambda rows: rows.size(1))[:1]
-    resume = runner.resume(longest, cached_of(longest.size(1)))
-    found["resume_ms"] = resume and median(clock(resume)[0] for _ in range(3))
-    return found
-
-
-def cached_of(T: int) -> int:
-    """Return how many of a prompt's T tokens are cached where a prefix is used again."""
-    return T * 9 // 10
+    return {cell: timed(runner, clock, rows, decode) for cell, rows in ids.items()}

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batches, llama, scale
-from benchmarks.report import BASE, ablation_table, ahead, decoding, draw, shown, speed
+from benchmarks import batches, scale
+from benchmarks.report import BASE, ablation_table, decoding, draw, shown, speed
 from benchmarks.words import words
 from support.blocks import write_blocks
 from support.cli import CommandLine
@@ -59,6 +59,11 @@ def difference() -> str:
     return words("difference", first, int8)
 
 
+def beside(record: dict[str, Any]) -> str:
+    """The conditions of a record, and its table."""
+    return words("beside", record, decoding(record), markdown=True)
+
+
 def standing() -> str:
     """The tables of the newest records of one and two threads: all implementations, and our choices one by one."""
     one, two = newest("*-1-thread/summary.json"), newest("*-2-threads/summary.json")
@@ -66,9 +71,7 @@ def standing() -> str:
     found = ablation_table(choices["without"], one["lengths"])
     parts = [
         speed(one, markdown=True),
-        words("two_threads", two, decoding(two), markdown=True),
-        words("others", ahead(one["rows"]), " with one thread"),
-        words("others", ahead(two["rows"]), " with two threads"),
+        beside(two),
         words("disturbed", one, "one thread"),
         words("disturbed", two, "two threads"),
         words("choices", choices, BASE, found, markdown=True),
@@ -91,7 +94,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "difference": difference,
         "standing": standing,
         "requests": lambda: batches.summary(newest("*/requests.json")["counts"], markdown=True),
-        "llama": lambda: llama.report(newest("*/llama.json"), markdown=True),
+        "llama": lambda: beside(newest("*/llama.json")),
     },
     HERE / "scale.md": {
         "scale": lambda: scale.predictions(newest("*-1-thread/summary.json"), markdown=True),

@@ -27,7 +27,7 @@ def in_turns(
     names = [*jobs]
     for turn in tqdm(range(turns), desc="turns", leave=False):
         at = turn % len(names)
-        for name in tqdm(names[at:] + names[:at], desc="one by one", leave=False):
+        for name in names[at:] + names[:at]:
             if name not in found:
                 continue
             try:

@@ -7,83 +7,64 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.contenders import BASE, CONTENDERS, UNCACHED
+from benchmarks.contenders import BASE, CONTENDERS, LLAMAS, base_of, is_exact
 from benchmarks.scale import cells_of
 from benchmarks.words import words
-from support.cli import CommandLine, whole_number, writable_folder
 from support.figures import figure
 from support.tables import Table
 
-BUSY = (
-    0.10  # a larger share of the time without a processor, or change of bandwidth, is a disturbance
-)
+# A larger share of the time without a processor, or change of bandwidth, is a disturbance.
+BUSY = 0.10
 Record = dict[str, Any]
 
 
-def add_measuring_arguments(cli: CommandLine) -> None:
-    """Add how often and by how many threads is measured, and where the record goes (args.out)."""
-    cli.add_argument(
-        "--turns",
-        type=whole_number(1),
-        default=5,
-        metavar="N",
-        help="each figure is the median of N",
-    )
-    cli.add_argument(
-        "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
-    )
-    cli.add_argument(
-        "--out",
-        type=writable_folder,
-        default="results/benchmarks",
-        metavar="FOLDER",
-        help="where results go",
-    )
-
-
-def summary(raw: Record) -> Record:
-    """Return the figures: medians over turns, ratios turn by turn, shares of the floors, and what disturbed them (of
-    waiting, the share of the time that a process of one CPU thread didn't compute)."""
-    floor = raw["floor"]
-    speeds = [f["bytes_per_ms"] for f in floor]
-    roofline = raw["geometry"]["weights"] / median(speeds)
-    products = {T: median(f["products_ms"][T] for f in floor) for T in floor[0]["products_ms"]}
+def summary(found: Record, weights: int, timed_cpu: bool) -> Record:
+    """Return the figures of what was found in each turn, with weights of so many bytes: medians over turns, ratios turn
+    by turn, shares of the floors, and what disturbed them (of waiting, the share of the time that a process of one CPU
+    thread didn't compute)."""
+    floor = found.pop("floor")
+    speeds = [turn["bytes_per_ms"] for turn in floor]
+    roofline = weights / median(speeds)
+    products = {
+        T: median(turn["products_ms"][T] for turn in floor) for T in floor[0]["products_ms"]
+    }
     rows: Record = {}
-    waited = []
-    for name, cells in raw["contenders"].items():
+    waited, base = [], found[base_of(found)]
+    for name, turns in found.items():
         rows[name] = {}
-        for cell, turns in cells.items():
+        for cell in turns[0]:
             B, T = map(int, cell.split(" x "))
-            base = raw["contenders"][BASE][cell]
-            steps = [median(t["steps_ms"]) for t in turns]
-            ratios = [median(b["steps_ms"]) / s for b, s in zip(base, steps, strict=True)]
-            firsts = [b["first_ms"] / t["first_ms"] for b, t in zip(base, turns, strict=True)]
-            first = median(t["first_ms"] for t in turns)
-            rows[name][cell] = {
-                "step_ms": median(steps),
-                "tokens_per_s": 1e3 * B / median(steps),
-                "decode_ratio": median(ratios),
-                "of_roofline": roofline / median(steps),
-                "first_ms": first,
-                "first_ratio": median(firsts),
-                "ratios": ratios,
-                "first_ratios": firsts,
-                "of_products": products[str(B * T)] / first,
-                "same_tokens": all(same_tokens(t, b) for t, b in zip(turns, base, strict=True)),
-                "cache_bytes": turns[-1]["nbytes"],
-            }
-            waited += [share_waited(turn) for turn in turns]
-        if raw["reuse"][name]:
-            rows[name]["reuse_ms"] = median(raw["reuse"][name])
-        if name in raw.get("overheads", {}):
-            rows[name]["overhead_ms"] = raw["overheads"][name]
+            mine = [turn[cell] for turn in turns]
+            row = figures(mine, [turn[cell] for turn in base])
+            row["tokens_per_s"] = 1e3 * B / row["step_ms"]
+            row["of_roofline"] = roofline / row["step_ms"]
+            row["of_products"] = products[str(B * T)] / row["first_ms"]
+            rows[name][cell] = row
+            waited += map(share_waited, mine)
     return {
         "rows": rows,
         "roofline_ms": roofline,
         "gb_per_s": median(speeds) / 1e6,
         "products_ms": products,
         "bandwidth_change": (max(speeds) - min(speeds)) / median(speeds),
-        "waited": mean(waited) if raw["timed_cpu"] else None,
+        "waited": mean(waited) if timed_cpu else None,
+    }
+
+
+def figures(turns: Sequence[Record], base: Sequence[Record]) -> Record:
+    """Return what a contender's turns in a cell come to, and their ratios to those of another."""
+    steps = [median(t["steps_ms"]) for t in turns]
+    ratios = [median(b["steps_ms"]) / s for b, s in zip(base, steps, strict=True)]
+    firsts = [b["first_ms"] / t["first_ms"] for b, t in zip(base, turns, strict=True)]
+    return {
+        "step_ms": median(steps),
+        "decode_ratio": median(ratios),
+        "first_ms": median(t["first_ms"] for t in turns),
+        "first_ratio": median(firsts),
+        "ratios": ratios,
+        "first_ratios": firsts,
+        "same_tokens": all(same_tokens(t, b) for t, b in zip(turns, base, strict=True)),
+        "cache_bytes": turns[-1]["nbytes"],
     }
 
 
@@ -99,87 +80,65 @@ def share_waited(turn: Record) -> float:
     return 1 - computed / (turn["first_ms"] + sum(turn["steps_ms"]))
 
 
-def ahead(rows: Record) -> list[str]:
-    """Return, a line for each other implementation, where it is faster than BASE in the same precision."""
-    lines = []
-    for contender in CONTENDERS:
-        name = contender.name
-        if name.startswith("gpt_") or name not in rows:
-            continue
-        precision = next((kind for kind in ("bfloat16", "int8") if kind in name), "")
-        base = f"{BASE}, {precision}" if precision else BASE
-        found = []
-        for what, key in (("decoding", "decode_ratio"), ("first token", "first_ratio")):
-            for cell in cells_of(rows.get(base, {})):
-                ratio = rows[name][cell][key] / rows[base][cell][key]
-                if ratio >= 1.005:
-                    found.append(f"{what} {cell} ({ratio:.2f})")
-        if found:
-            lines.append(f"{name} is ahead of {base}: {', '.join(found)}")
-    return lines
-
-
 def disturbed(found: Record) -> bool:
     """Return whether the machine was too busy for figures that mean something."""
     return max(found["bandwidth_change"], found["waited"] or 0) > BUSY
 
 
+def different(rows: Record) -> list[str]:
+    """Return the contenders that should have written our own file's tokens, and haven't."""
+    return [
+        name
+        for name, cells in rows.items()
+        if is_exact(name) and not all(found["same_tokens"] for found in cells.values())
+    ]
+
+
 def shown(record: Record) -> dict[str, Record]:
     """Return the rows of a record that are of a contender of today."""
-    names = {contender.name for contender in CONTENDERS}
-    return {name: row for name, row in record["rows"].items() if name in names}
+    known = CONTENDERS | LLAMAS
+    return {name: row for name, row in record["rows"].items() if name in known}
 
 
 def decoding(record: Record) -> Table:
-    """Return tokens/s in all cells and the first token, each with its ratio to BASE."""
-    cells = cells_of(record["rows"][BASE])
+    """Return tokens/s in all cells and the first tokens, each with its ratio to our own file's, bytes of the cache, and
+    the overhead of a step."""
+    cells = cells_of(record["rows"][base_of(record["rows"])])
     header = ["tokens/s of decoding"]
     for cell in cells:
         B, T = cell.split(" x ")
         texts = "" if B == "1" else f"{B} texts, "
         header.append(f"{texts}after {int(T):,}")
-    longest = record["lengths"][-1]
-    header.append(f"first token of {longest:,}")
+    header += [f"first token of {T:,}" for T in record["lengths"]]
+    header += [f"bytes of cache for {record['lengths'][-1]:,}", "overhead"]
     rows = []
     for name, row in shown(record).items():
         speeds = [f"{row[c]['tokens_per_s']:.1f} ({row[c]['decode_ratio']:.2f})" for c in cells]
-        first = row[f"{record['batches'][0]} x {longest}"]
-        rows.append([name, *speeds, f"{first['first_ms']:,.0f} ms ({first['first_ratio']:.2f})"])
-    return Table(header, rows)
-
-
-def memory(record: Record) -> Table:
-    """Return what isn't decoding: a prefix used again, bytes of the cache, overhead."""
-    total, cached = record["reuse_lengths"]
-    at = f"{record['batches'][0]} x {total}"
-    reused = f"first token, {cached:,} of {total:,} cached"
-    header = ["", reused, f"bytes of cache for {total:,}", "overhead"]
-    rows = []
-    for name, row in shown(record).items():
-        reuse = f"{row['reuse_ms']:,.0f} ms" if "reuse_ms" in row else "-"
+        ones = [row[f"1 x {T}"] for T in record["lengths"]]
+        firsts = [f"{one['first_ms']:,.0f} ms ({one['first_ratio']:.2f})" for one in ones]
         overhead = f"{row['overhead_ms']:.1f} ms" if "overhead_ms" in row else "-"
-        rows.append([name, reuse, f"{row[at]['cache_bytes']:,}", overhead])
+        rows.append([name, *speeds, *firsts, f"{ones[-1]['cache_bytes']:,}", overhead])
     return Table(header, rows)
 
 
 def reached(record: Record) -> dict[str, float]:
-    """Return how near BASE comes to the machine's limits: its least and largest share of reading the weights, and its
-    longest prompt's of the products."""
-    ours = [record["rows"][BASE][f"{record['batches'][0]} x {T}"] for T in record["lengths"]]
+    """Return how near our own file comes to the machine's limits: its least and largest share of reading the weights,
+    and its longest prompt's of the products."""
+    row = record["rows"][base_of(record["rows"])]
+    ours = [row[f"1 x {T}"] for T in record["lengths"]]
     shares = [cell["of_roofline"] for cell in ours]
     return {"least": min(shares), "most": max(shares), "products": ours[-1]["of_products"]}
 
 
 def speed(record: Record, markdown: bool = False) -> str:
-    """Return the tables of all contenders, and how near BASE comes to the limits."""
-    figures = decoding(record), memory(record), reached(record)
-    return words("speed", record, BASE, *figures, markdown=markdown)
+    """Return the table of all contenders, and how near our own file comes to the limits."""
+    found = base_of(record["rows"]), decoding(record), reached(record)
+    return words("speed", record, *found, markdown=markdown)
 
 
 def report(record: Record) -> str:
     """Return all the figures of a run."""
-    others = words("others", ahead(record["rows"]))
-    return "\n\n".join([speed(record), others, words("absent", record)]).strip()
+    return f"{speed(record)}\n\n{words('absent', record)}".strip()
 
 
 def ablation(rows: Record, lengths: Sequence[int]) -> dict[str, dict[str, dict[str, list[float]]]]:
@@ -217,32 +176,29 @@ def ablation_table(without: Record, lengths: Sequence[int]) -> Table:
 
 def draw(record: Record, out: Path) -> None:
     """Draw decoding and the first token against the length of the text, and their floors."""
-    lengths, B = record["lengths"], record["batches"][0]
-    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.", "X:")
+    lengths, model = record["lengths"], record["model"]
+    roofline = [1e3 / record["roofline_ms"]] * len(lengths)
+    products = [record["products_ms"][str(T)] for T in lengths]
+    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 8 colours: no two lines look alike
 
-    def lines(axes: Any, key: str, names: list[str], floor: Sequence[float], said: str) -> None:
-        for i, name in enumerate(names):
-            values = [record["rows"][name][f"{B} x {T}"][key] for T in lengths]
-            axes.plot(lengths, values, styles[i % 8], markersize=5, linewidth=1, label=name)
+    def lines(axes: Any, key: str, floor: Sequence[float], said: str) -> None:
+        for i, (name, row) in enumerate(shown(record).items()):
+            values = [row[f"1 x {T}"][key] for T in lengths]
+            axes.plot(lengths, values, styles[i % 7], markersize=5, linewidth=1, label=name)
         axes.plot(lengths, floor, color="black", linewidth=2, label=said)
         axes.set(xlim=(0, None), ylim=(0, None))
 
-    names = [*shown(record)]
-    cached = [name for name in names if name != UNCACHED]
-    roofline = [1e3 / record["roofline_ms"]] * len(lengths)
-    products = [record["products_ms"][str(B * T)] for T in lengths]
-    reading, computing = "float32 weights read, nothing else", "matrix products alone, float32"
     figure(
         out / "decoding.png",
-        lambda axes: lines(axes, "tokens_per_s", cached, roofline, reading),
+        lambda axes: lines(axes, "tokens_per_s", roofline, "float32 weights read, nothing else"),
         xlabel="tokens in the cache",
         ylabel="tokens/s",
-        title=f"Decoding, {record['model']}, batch {B}",
+        title=f"Decoding, {model}, batch 1",
     )
     figure(
         out / "first_token.png",
-        lambda axes: lines(axes, "first_ms", names, products, computing),
+        lambda axes: lines(axes, "first_ms", products, "matrix products alone, float32"),
         xlabel="tokens of the prompt",
         ylabel="ms",
-        title=f"Time to the first token, {record['model']}, batch {B}",
+        title=f"Time to the first token, {model}, batch 1",
     )

@@ -3,12 +3,10 @@ transformers, LLMs-from-scratch, CTranslate2."""
 
 from __future__ import annotations
 
-import copy
-import importlib.util
-import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,7 +21,8 @@ import gpt_bounded_cache
 import gpt_kv_cache
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, read_tensors
-from support.files import import_file
+from pocket.checkpoints import export
+from support.files import import_file, read_json
 
 ENDLESS = 1 << 20  # tokens to write: the caller stops
 
@@ -36,6 +35,14 @@ class Where(NamedTuple):
     peer: Path | None = None
 
 
+@contextmanager
+def exported(model: nn.Module) -> Iterator[Path]:
+    """Yield a folder in Hugging Face format with a model's weights in float32, for as long as it is needed."""
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
+        export(model, Path(folder), torch.float32)
+        yield Path(folder)
+
+
 class Runner:
     """An implementation with its weights loaded. Raises ValueError if it can't take part."""
 
@@ -44,11 +51,6 @@ class Runner:
     def start(self, ids: Tensor) -> Iterator[Tensor]:
         """Return the iterator of the tokens (B, 1) after ids (B, T)."""
         raise NotImplementedError
-
-    def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor] | None:
-        """Read the first `cached` tokens of ids (1, T); return what reads the others on a copy of that cache, and
-        returns the next token. None: this implementation can't."""
-        return None
 
 
 class Ours(Runner):
@@ -77,13 +79,6 @@ class Ours(Runner):
         if hasattr(self.model, "new_cache"):  # gpt_baseline.py's model has none
             self.cache = options["cache"] = self.new_cache()
         return self.module.generate(self.model, ids, ENDLESS, **options)
-
-    def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor] | None:
-        next(self.start(ids[:, :cached]))
-        prefix = self.cache
-        if prefix is None:
-            return None
-        return lambda: next(self.module.generate(self.model, ids, 1, cache=prefix.clone()))
 
     @property
     def nbytes(self) -> int:
@@ -208,17 +203,10 @@ def check_cpu(where: Where) -> None:
         raise ValueError("runs on cpu only")
 
 
-def check_installed(*packages: str) -> None:
-    missing = [name for name in packages if not importlib.util.find_spec(name)]
-    if missing:
-        raise ValueError(f"not installed: python3 -m pip install {' '.join(missing)}")
-
-
 class Transformers(Runner):
     """transformers' GPT-2 or Llama with one of its caches."""
 
     def __init__(self, where: Where, static: bool = False) -> None:
-        check_installed("transformers")
         import transformers
 
         auto = transformers.AutoModelForCausalLM
@@ -230,17 +218,12 @@ class Transformers(Runner):
             self.new_cache = partial(transformers.StaticCache, **options)
 
     @torch.inference_mode()
-    def start(self, ids: Tensor, cache: Any = None) -> Iterator[Tensor]:
-        self.cache = self.new_cache() if cache is None else cache
+    def start(self, ids: Tensor) -> Iterator[Tensor]:
+        self.cache = self.new_cache()
         while True:
             read = self.model(ids, past_key_values=self.cache, logits_to_keep=1)
             ids = read.logits[:, -1].argmax(-1, keepdim=True)
             yield ids
-
-    def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor] | None:
-        next(self.start(ids[:, :cached]))
-        prefix = self.cache
-        return lambda: next(self.start(ids[:, cached:], copy.deepcopy(prefix)))
 
     @property
     def nbytes(self) -> int:
@@ -287,7 +270,7 @@ NAMES = {
 
 def sizes(folder: Path) -> dict[str, Any]:
     """Return the configuration of a GPTModel of LLMs-from-scratch."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     return {
         "vocab_size": config["vocab_size"],
         "context_length": config["n_positions"],
@@ -320,11 +303,10 @@ class CTranslate2(Runner):
 
     def __init__(self, where: Where, compute_type: str = "float32") -> None:
         check_cpu(where)
-        check_installed("ctranslate2", "transformers")
         import ctranslate2
         from ctranslate2.converters import TransformersConverter
 
-        config = json.loads((where.folder / "config.json").read_text())
+        config = read_json(where.folder / "config.json")
         self.n_ctx = config["n_positions"]
         self.token_bytes = 2 * config["n_layer"] * config["n_embd"] * 4
         # the engine is fed names of tokens
@@ -341,24 +323,13 @@ class CTranslate2(Runner):
             )
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
-        return self.steps(ids, self.n_ctx + 1 - ids.size(1))
-
-    def steps(self, ids: Tensor, most: int, **options: Any) -> Iterator[Tensor]:
-        """Yield up to `most` tokens (B, 1); they are computed one by one in a thread that doesn't wait to be asked."""
+        """Yield as many tokens (B, 1) as there are positions; they are computed one by one in a thread that doesn't
+        wait to be asked."""
         prompts = [[*map(str, row)] for row in ids.tolist()]
-        options |= {"max_length": most, "end_token": []}  # nothing ends it
-        results = self.generator.generate_tokens(prompts, **options)
         read = ids.size(1)
+        most = self.n_ctx + 1 - read
+        results = self.generator.generate_tokens(prompts, max_length=most, end_token=[])
         while step := sorted(islice(results, len(ids)), key=lambda result: result.batch_id):
             self.nbytes = len(ids) * read * self.token_bytes
             read += 1
             yield torch.tensor([[result.token_id] for result in step])
-
-    def resume(self, ids: Tensor, cached: int) -> Callable[[], Tensor]:
-        prefix = [*map(str, ids[0, :cached].tolist())]
-
-        def again() -> Tensor:
-            return next(self.steps(ids[:, cached:], 1, static_prompt=prefix))
-
-        again()  # which keeps the prefix's cache; the next one copies it
-        return again

@@ -16,10 +16,9 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import Windowed, answers, perplexity
-from pocket.recipes import MEMORY, Batch, Distillation, mixed_precision, phases_of
+from pocket.recipes import MEMORY, Batch, Distillation, phases_of
 from pocket.training import train
 from support.files import write_json
-from support.statistics import kl
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class AblatedMemory(bounded.WriteMemory):
         if config.step or config.forget:
             self.c_gate = bounded.Conv1D(config.n_embd, 2 * H)
         if config.learned_start:
-            self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1))  # MV_0, log mass
+            self.start = nn.Parameter(torch.empty(H, M, 2 * D + 1))  # MV_0, log mass + 6
 
     def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         w, log_keep = super().writes(x)
@@ -55,7 +54,7 @@ class AblatedMemory(bounded.WriteMemory):
         if self.config.learned_start:
             D = self.config.head_dim
             k, v, log_mass = self.start.float().split([D, D, 1], dim=-1)
-            mass = log_mass.exp()
+            mass = (log_mass - 6).exp()  # so that it hardly counts as training begins
             for part, begins in zip(state[:3], (k * mass, v * mass, mass), strict=True):
                 part += begins
         return state
@@ -88,10 +87,9 @@ class WindowTuning(Distillation):
 
     model_class, clusters = bounded.GPT, False
 
-    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
+    def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         rows = batch.rows[:, :-1]
-        with mixed_precision(rows.device):
-            return kl(teacher(rows), Windowed(model, WINDOW)(rows))
+        return teacher(rows), Windowed(model, WINDOW)(rows)
 
 
 STEPS = 110

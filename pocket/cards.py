@@ -22,9 +22,6 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
     steps, tokens = size_of(recipe)
     fields = {
         "recipe": recipe,
-        "kind": recipe.kind,
-        "c": recipe.config,
-        "ours": recipe.init in (None, "pocket"),
         "steps": steps,
         "tokens": tokens,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -46,23 +43,21 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(fields)
 
 
-def written(recipe: Recipe, model: GPT, prompt: str, n: int, **options: object) -> str:
+def written(recipe: Recipe, model: GPT, prompt: str, **options: object) -> str:
     """Return how a model goes on after a prompt."""
     tokenizer = recipe.tokenizer
     ids = torch.tensor([tokenizer.encode_ordinary(prompt)])
-    new = generate(model, ids, n, stop_id=tokenizer.eot_token, **options)
+    new = generate(model, ids, 400, stop_id=tokenizer.eot_token, **options)
     return tokenizer.decode([token.item() for token in new]).removesuffix("<|endoftext|>")
 
 
 def samples(recipe: Recipe, model: GPT) -> list[tuple[corpus.Question, str]]:
-    """Return questions, each with what a model answers; a short answer ends with its line."""
-    (explain,) = corpus.explain_questions("test", 1)
-    found = [(explain, written(recipe, model, explain.prompt, 300))]
-    short = [*corpus.recall_questions("test", 4)[::3], corpus.closed_book_questions("test")[0]]
-    for question in short:
-        line, *_ = written(recipe, model, question.prompt, 300).split("\n")
-        found.append((question, line))
-    return found
+    """Return questions, each with what a model answers, up to the next question that it asks itself."""
+    questions = corpus.explain_questions("test", 1) + corpus.recall_questions("test", 4)[::3]
+    questions.append(corpus.closed_book_questions("test")[0])
+    texts = [written(recipe, model, question.prompt) for question in questions]
+    answers = [text.partition("\nQuestion:")[0] for text in texts]
+    return [*zip(questions, answers, strict=True)]
 
 
 def stories(recipe: Recipe, model: GPT) -> list[tuple[str, str]]:
@@ -70,6 +65,6 @@ def stories(recipe: Recipe, model: GPT) -> list[tuple[str, str]]:
     found = []
     for seed, opening in enumerate(coherence.openings("test", 3)):
         generator = torch.Generator().manual_seed(seed)
-        text = written(recipe, model, opening, 400, temperature=0.8, generator=generator)
+        text = written(recipe, model, opening, temperature=0.8, generator=generator)
         found.append((opening, text))
     return found

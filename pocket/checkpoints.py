@@ -84,15 +84,16 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
     """Draw the loss of every step (faint) and its running mean over 100 steps, or all if they are fewer."""
     n = min(100, len(losses))
-    begins = [sum(phase.steps for phase in recipe.phases[:i]) for i in range(len(recipe.phases))]
 
     def draw_on(axes: Any) -> None:
         axes.plot(losses, color="C0", alpha=0.25, linewidth=0.5, label="each step")
         mean = torch.tensor(losses).unfold(0, n, 1).mean(1)
         axes.plot(range(n - 1, len(losses)), mean, color="C0", label=f"mean of {n} steps")
-        for number, step in enumerate(begins, 1):
-            axes.axvline(step, color="grey", linewidth=0.8)
-            axes.text(step, max(losses), f" {number}", va="top", fontsize=8)
+        begin = 0
+        for number, phase in enumerate(recipe.phases, 1):
+            axes.axvline(begin, color="grey", linewidth=0.8)
+            axes.text(begin, max(losses), f" {number}", va="top", fontsize=8)
+            begin += phase.steps
 
     figure(
         path,

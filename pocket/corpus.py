@@ -44,7 +44,6 @@ class Question:
     """A prompt that ends with "Answer:" and its reference; the full text is prompt + " " + answer."""
 
     family: str  # the same for all paraphrases of one question
-    paraphrase: int
     prompt: str
     answer: str
 
@@ -76,7 +75,8 @@ def english(text: str) -> str:
 
 def asked(question: str, after: str = "") -> str:
     """A prompt: a text and a question about it, or the question alone."""
-    return after + "\n\n" * bool(after) + f"Question: {question}\nAnswer:"
+    prompt = f"Question: {question}\nAnswer:"
+    return f"{after}\n\n{prompt}" if after else prompt
 
 
 def qa(question: str, answer: str) -> str:
@@ -511,9 +511,9 @@ def closed_book_questions(split: str) -> list[Question]:
     for kind, table in WORLD.items():
         for name, facts in table.items():
             for key in FACTS[kind]:
-                for i, ask in enumerate(ASKS[key][side]):
+                for ask in ASKS[key][side]:
                     prompt = asked(english(ask.format(**{kind: name})))
-                    found.append(Question(f"{kind}:{name}:{key}", i, prompt, facts[key]))
+                    found.append(Question(f"{kind}:{name}:{key}", prompt, facts[key]))
     return found
 
 
@@ -537,7 +537,7 @@ def recall_questions(split: str, n: int) -> list[Question]:
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
         for i in sorted(pen.sample(range(len(asks[pen.side])), 3)):
             prompt = asked(english(asks[pen.side][i].format(**v)), text)
-            questions.append(Question(f"recall:{split}:{index}:{key}", i, prompt, answer))
+            questions.append(Question(f"recall:{split}:{index}:{key}", prompt, answer))
         index += 1
     return questions[:n]
 
@@ -547,7 +547,7 @@ def explain_questions(split: str, n: int) -> list[Question]:
     found = []
     for i in range(n):
         pen = Pen(split, f"0/{split}/explain/{i}")
-        found.append(Question(f"explain:{split}:{i}", 0, *notes_of(pen, *project(pen))))
+        found.append(Question(f"explain:{split}:{i}", *notes_of(pen, *project(pen))))
     return found
 
 
@@ -583,7 +583,7 @@ def story_families(split: str, n: int, tellings: int) -> list[list[Question]]:
             pen = Pen(split, f"{name}/{i}")
             text, asks = prose_of(pen, v, threads, mute=True), stories.RECALLS[key][pen.side]
             prompt = asked(english(asks[i % len(asks)].format(**v)), text)
-            family.append(Question(f"story:{split}:{index}:{key}", i, prompt, answer))
+            family.append(Question(f"story:{split}:{index}:{key}", prompt, answer))
         if all(350 <= len(q.prompt) <= 1300 for q in family):
             families.append(family)
         index += 1
@@ -598,7 +598,7 @@ def notes_families(split: str, n: int, tellings: int) -> list[list[Question]]:
         made = project(Pen(split, name))
         for i in range(tellings):
             told = notes_of(Pen(split, f"{name}/{i}"), *made)
-            family.append(Question(f"notes:{split}:{index}", i, *told))
+            family.append(Question(f"notes:{split}:{index}", *told))
         families.append(family)
     return families
 

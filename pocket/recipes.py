@@ -104,6 +104,17 @@ class Change(Recipe):
     init: str = "pocket"
     text: str | None = None
 
+    def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits (B, T, V) of the teacher and of the model."""
+        rows = batch.rows[:, :-1]
+        return teacher(rows), model(rows)
+
+    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
+        """Return KL(teacher || model) (B, T) in nats."""
+        with mixed_precision(batch.rows.device):
+            expected, got = self.read(model, teacher, batch)
+        return kl(expected, got)
+
 
 @dataclass(frozen=True)
 class Uptraining(Change):
@@ -118,20 +129,15 @@ class Uptraining(Change):
         """Return KL(teacher || model) (B, T) in nats, and the mean over all blocks but the last of
         the squared distance between their streams, in units of the teacher's mean square. Positions
         are not in a Llama's stream, and the mean of a stream is of no account to a GPT-2."""
-        rows = batch.rows[:, :-1]
         plain = getattr(model, "module", model)  # under torchrun it is wrapped
-        with (
-            mixed_precision(rows.device),
-            recorded(teacher.h) as theirs,
-            recorded(plain.h) as ours,
-        ):
-            expected, got = teacher(rows), model(rows)
+        with recorded(teacher.h) as theirs, recorded(plain.h) as ours:
+            nats = super().losses(model, teacher, batch)
         apart = []
         for target, stream in zip(theirs[:-1], ours[:-1], strict=True):
-            target = target.float() - positions(teacher, rows.size(1))
+            target = target.float() - positions(teacher, target.size(1))
             distance = centred(target - stream.float()).square().mean(-1)
             apart.append(distance / centred(target).square().mean())
-        return kl(expected, got) + torch.stack(apart).mean(0)
+        return nats + torch.stack(apart).mean(0)
 
 
 def centred(x: Tensor) -> Tensor:
@@ -171,17 +177,14 @@ class Distillation(Change):
     def name(self) -> str:
         return "bct-sum" if self.config.rule == "sum" else "bct"
 
-    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
-        """Return KL(teacher || model) (B, T) in nats. The model has first read the texts before the rows, without a
-        gradient; the teacher never has."""
+    def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits (B, T, V) of both. The model has first read the texts before the rows, without a gradient;
+        the teacher never has."""
         cache, rows = bounded.BoundedMemory(), batch.rows[:, :-1]
-        with mixed_precision(rows.device):
-            expected = teacher(rows)
-            if batch.before.size(1):
-                with torch.no_grad():
-                    model(batch.before, cache)
-            got = model(rows, cache)
-        return kl(expected, got)
+        if batch.before.size(1):
+            with torch.no_grad():
+                model(batch.before, cache)
+        return teacher(rows), model(rows, cache)
 
 
 @dataclass(frozen=True)
@@ -202,13 +205,10 @@ class Pruning(Change):
         kind = "dropout" if self.config.dropout else self.mode
         return self.kind if kind == KINDS[0] else f"{self.kind}-{kind}"
 
-    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
-        """Return KL(teacher || student) (B, T) in nats, with segments that begin where the batch has them."""
+    def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits (B, T, V) of both, with segments that begin where the batch has them."""
         cache, rows = KVCache(), batch.rows[:, :-1]
-        with mixed_precision(rows.device):
-            expected = teacher(rows, cache)
-            got = model(rows, cache, start=batch.segments)
-        return kl(expected, got)
+        return teacher(rows, cache), model(rows, cache, start=batch.segments)
 
 
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP

@@ -123,8 +123,6 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
-        if getattr(block.memory, "start", None) is not None:
-            block.memory.start[..., -1] = -6  # the logarithm of a mass that hardly counts
 
 
 def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module, nn.Module | None]:

@@ -20,17 +20,11 @@ def train_tokenizer(path: Path) -> None:
     Needs the package tokenizers, which comes with transformers. The 256 bytes come first, so any UTF-8 text
     has an encoding.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 1, initial_alphabet=alphabet, show_progress=False
-    )
+    tokenizer = ByteLevelBPETokenizer()  # which cuts texts by GPT-2's pattern
     texts = (document.text for document in corpus.documents("train", 20_000))
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts, VOCABULARY - 1, min_frequency=0, show_progress=False)
 
     ranks = {bytes([b]): b for b in range(256)}
     byte_of = {char: byte for byte, char in enumerate(byte_characters())}

@@ -66,7 +66,6 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(
     one = measure(args, Path(), GEOMETRY, [2])["2"]
     prompts, new = requests_of(2, 300, 64)
     bound = 1e-4 * sum(map(len, prompts)) + 1e-3 * (max(new) - 1)
-    assert one["bound_s"] == pytest.approx(bound)
     assert one["bound_tokens_per_s"] == pytest.approx(sum(new) / bound)
     assert one["new"] == new and one["failed"] == failed
     paged, base = one["rows"][PAGED], one["rows"][BASE]

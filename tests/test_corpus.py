@@ -73,7 +73,7 @@ def test_recall_answers_stand_in_their_prompts(split: str) -> None:
         assert q.answer.lower() in text.lower() and q.answer.lower() not in question.lower(), q
     for q, r, s in zip(*[iter(questions)] * 3, strict=True):
         assert q.family == r.family == s.family and q.answer == r.answer == s.answer
-        assert len({q.paraphrase, r.paraphrase, s.paraphrase}) == 3
+        assert len({q.prompt, r.prompt, s.prompt}) == 3
         assert len({p.prompt.rsplit("\n\n", 1)[0] for p in (q, r, s)}) == 1
 
 

@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 
 import projector
-from gpt_kv_cache import GPT, KVCache
+from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from projector import Layout, cache_of, prefill
-from recycle import read_all
+from projector import Layout, cache_of
 from studies import projection, projection_segments
 from studies.core import Figure, Rows
 from studies.projection_ways import TRUE, Trial, Way, pocket_families, read_pairs
 from support import encoders
 from support.encoders import PairEncoder
 from tests.helpers import ROOT, refused, start
-from tests.test_projector import MODELS
-from tests.test_projector import prompt as ids_of
 
 
 @pytest.fixture(scope="module")
