@@ -181,7 +181,7 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
         ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),
         ({"num_hidden_layers": 10**6}, "n_layer is 1000000, but the number of tensors"),
-        ({"hidden_size": "48"}, "n_embd must be a whole number"),
+        ({"hidden_size": "48"}, "hidden_size must be a whole number"),
         ({"vocab_size": None}, "lacks vocab_size"),
         ({"head_dim": 8}, "q_proj.weight has shape (48, 48) instead of (32, 48)"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
