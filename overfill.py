@@ -638,10 +638,9 @@ def write(
     **options: Any,
 ) -> None:
     """Print a prompt, its continuation, the places of the refreshes, and their cost."""
-    prompt = pair.ids
-    print(tokenizer.decode(prompt[0].tolist()), end="", flush=True)
+    print(tokenizer.decode(pair.ids[0].tolist()), end="", flush=True)
     tokens = generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options)
-    ids, _ = stream(tokens, tokenizer, pair, trace)
+    stream(tokens, tokenizer, pair, trace)
     shown = [str(refresh.written) for refresh in pair.refreshes]
     if len(shown) > 12:
         shown[8:-3] = ["..."]
@@ -650,13 +649,6 @@ def write(
         f"{int(pair.teacher_tokens)} tokens after the prompt, which took {1e3 * pair.seconds:.1f} ms, "
         "splicing included]"
     )
-    if prompt.size(1) + len(ids) <= pair.n_ctx:
-        nats = teacher_nats(pair.teacher, prompt, torch.tensor([ids], device=prompt.device))
-        print(f"[its perplexity of the text: {nats.mean().exp():.2f}]")
-    else:
-        print(
-            f"[past the context of {pair.n_ctx} the teacher began anew with the later half: no perplexity of it all]"
-        )
 
 
 def tokens_per_second(tokens: Iterator[Tensor], n: int) -> float:
@@ -672,22 +664,18 @@ def demo(
     student: nn.Module,
     tokenizer: tiktoken.Encoding,
     policies: dict[str, Policy],
-    prompt: str | None,
     n: int,
     seed: int,
 ) -> None:
     """Print how far the predictions of the student, and of pairs of both, are from the teacher's on
     texts that it has sampled, the nearest first, and how long each takes to write a text.
 
-    Without a prompt these are the beginnings of six documents of the corpus. Raises ValueError if
-    the prompt and the new tokens exceed the context.
+    The texts begin as six documents of the corpus do. Raises ValueError if a beginning and the new
+    tokens exceed the context.
     """
     from pocket import corpus  # which is all that this file needs of pocket
 
-    if prompt is None and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
-        prompts = corpus.beginnings(tokenizer, "test", 6, 384)
-    else:
-        prompts = [tokenizer.encode(prompt or PROMPT, allowed_special="all")] * 6
+    prompts = corpus.beginnings(tokenizer, "test", 6, 384)
     width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
     if not 2 <= n <= room - width:
         raise ValueError(
@@ -751,7 +739,7 @@ def main(argv: list[str] | None = None) -> None:
         help=f"when to refresh, one of {'; '.join(forms)}; gates wait "
         f"{Gate.cooldown} tokens after a refresh; default: periodic:64, in the demo 16 too",
     )
-    cli.only("write", "--temperature", "--top-k", "--trace")
+    cli.only("write", "--prompt", "--temperature", "--top-k", "--trace")
     with cli.parse(argv) as args:
         names = ["periodic:64"] if args.what == "write" else ["periodic:64", "periodic:16"]
         if args.policy is not None:
@@ -765,7 +753,7 @@ def main(argv: list[str] | None = None) -> None:
                 policies[name] = replace(policy, rate=dropout_of(args.student))
         if args.what == "demo":
             n = args.max_new_tokens or 160
-            return demo(teacher, student, tokenizer, policies, args.prompt, n, args.seed)
+            return demo(teacher, student, tokenizer, policies, n, args.seed)
         ids = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")]
         ids = torch.tensor(ids, device=args.device)
         write(

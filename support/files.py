@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-UNFINISHED = ".unfinished-"  # how the folders begin in which files are made
 KINDS = {
     int: "a whole number",
     float: "a finite number",
@@ -157,7 +156,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     target = writable(path)
     existed = target.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
         file = Path(folder) / path.name
         write(file)
         if existed:

@@ -443,7 +443,7 @@ def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: P
         Library.load(model, tokenizer, tmp_path)
     del about["checksum"]
     about["layout"] = {"m": 1}
-    tensors = module.read_tensors(tmp_path / "library.safetensors")
+    tensors = module.read_weights(tmp_path / "library.safetensors")
     file.write_text(json.dumps(about | {"checksum": module.checksum(about, tensors)}))
     with pytest.raises(ValueError, match="layout in .* lacks tail, true_positions"):
         Library.load(model, tokenizer, tmp_path)
