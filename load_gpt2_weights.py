@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from support.cli import ARTICLE
-from support.conditions import random_model
+from support.conditions import conditions, random_model
 from support.files import check_fields, not_downloaded, read_json, read_text, regular, said
 
 RANDOM = "random:"  # and a size: an untrained model
@@ -835,13 +835,9 @@ def main(argv: list[str] | None = None) -> None:
         kind = BCT if read_json(find_file(args.model, "config.json")).get("slots") else None
         model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        c, count = model.config, sum(parameter.numel() for parameter in model.parameters())
-        numbers, size = str(args.dtype).removeprefix("torch."), count * args.dtype.itemsize
-        print(
-            f"{args.model}: {c.n_layer} layers, {c.n_head} heads of {c.head_dim}, width {c.n_embd}, "
-            f"context {c.n_ctx}, vocabulary {c.vocab_size}\n{count:,} parameters, {numbers}, {size:,} "
-            f"bytes on {args.device}\n"
-        )
+        for what, value in conditions(args.model, model).items():
+            print(f"{what}: {value}")
+        print()
 
         def continuation(prompt: str, n_tokens: int, cache: Any = None) -> Iterator[Tensor]:
             ids = [tokenizer.encode(prompt, allowed_special="all")]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import tiktoken
 import torch
@@ -21,9 +21,7 @@ from torch import Tensor
 from support.chat import as_question
 from support.conditions import SIZES, is_geometry
 from support.files import import_file, writable
-
-if TYPE_CHECKING:
-    from support.tracing import Trace
+from support.tracing import Trace
 
 PROMPT = "One morning"
 GEOMETRIES = f"{', '.join(SIZES)} or LAYERSxHEADSxWIDTH"
@@ -167,8 +165,6 @@ class CommandLine(argparse.ArgumentParser):
         says where the context begins in a text that is read without a cache."""
         if args.trace_file is None:
             return None
-        from support.tracing import Trace
-
         command = f"{self.prog} {' '.join(sys.argv[1:])}"
         trace = Trace(command, tokenizer, model.config.n_ctx, args.trace_file, context_start)
         trace.begin(ids[0].tolist())

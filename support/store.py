@@ -115,8 +115,10 @@ class Store:
             if self.folder:
                 self.folder.mkdir(parents=True, exist_ok=True)
             index = self.folder / "index.db" if self.folder else ":memory:"
-            db = sqlite3.connect(index, isolation_level=None, check_same_thread=False)
-            db.executescript(f"PRAGMA busy_timeout = {1000 * PATIENCE}; {SCHEMA}")
+            db = sqlite3.connect(
+                index, timeout=PATIENCE, isolation_level=None, check_same_thread=False
+            )
+            db.executescript(SCHEMA)
         except (OSError, sqlite3.Error) as error:
             self.warn(error)
             self.folder = None
