@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from support.cli import ARTICLE
-from support.conditions import random_model
+from support.conditions import conditions, random_model
 from support.files import check_fields, not_downloaded, read_json, read_text, regular, said
 
 RANDOM = "random:"  # and a size: an untrained model
@@ -50,7 +50,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3_SPECIAL = 256
+LLAMA3_RESERVED = 244  # of its 256 special tokens: they have no name yet
 LLAMA3_NAMES = (
     "begin_of_text",
     "end_of_text",
@@ -127,9 +127,9 @@ PUBLIC = {
 }
 NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BCT_READER = "gpt_bounded_cache.py --memory bct"
-NO_GPT2S = ("pocket-bct", "pocket-llama", *LLAMAS)
-GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in NO_GPT2S]
-NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(['pocket-llama', *LLAMAS])}; or a folder"
+OTHERS = ["pocket-bct", "pocket-llama", *LLAMAS]
+GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in OTHERS]
+NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(OTHERS[1:])}; or a folder"
 # What config.json may say about the things that our models have only one way of doing.
 SUPPORTED: dict[str, dict[str, tuple]] = {
     "GPT-2": {
@@ -312,8 +312,9 @@ def find_file(name_or_path: str, filename: str) -> Path:
     if name_or_path in POCKET:
         folder = HERE / "pocket" / POCKET[name_or_path]
     elif not folder.is_dir():
-        bct = f"pocket-bct (only {BCT_READER})"
-        raise ValueError(f"unknown model {name_or_path!r}: choose {NAMES}; {bct}")
+        raise ValueError(
+            f"unknown model {name_or_path!r}: choose {NAMES}; pocket-bct (only {BCT_READER})"
+        )
     if not (folder / filename).exists():
         raise FileNotFoundError(
             f"there is no {filename} in {folder}: a model's folder holds config.json, weights and a tokenizer"
@@ -360,15 +361,11 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
     """
     config = {key: value for key, value in read_json(path).items() if value is not None}
     given = config.get("model_type", "gpt2")
-    if given not in [*KINDS]:
-        known = ", ".join(map(repr, KINDS))
-        raise ValueError(f"{path}: model_type is {given!r}, but only {known} can be read")
+    check_choice(path, "model_type", given, "this loader", [*KINDS])
     kind = KINDS[given]
     for key, supported in SUPPORTED[kind].items():
-        if key in config and config[key] not in supported:
-            one = " or ".join(map(repr, supported))
-            but = f"but this {kind} supports only {one}"
-            raise ValueError(f"{path}: {key} is {config[key]!r}, {but}")
+        if key in config:
+            check_choice(path, key, config[key], f"this {kind}", supported)
     llama = kind == "Llama"
     if config_class is None:
         config_class = class_of(llama).config_class
@@ -387,6 +384,15 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
+def check_choice(
+    path: Path, key: str, value: object, reader: str, supported: Sequence[object]
+) -> None:
+    """Raise ValueError if a value in a config.json is none of those that its reader supports."""
+    if value not in supported:
+        known = " or ".join(map(repr, supported))
+        raise ValueError(f"{path}: {key} is {value!r}, but {reader} supports only {known}")
+
+
 def gpt2_fields(config: dict[str, Any], path: Path, config_class: type) -> dict[str, Any]:
     """Return the fields of a GPT-2's config, or of one of ours that is made of it."""
     if "n_positions" in config:  # Hugging Face's name for n_ctx; older files have both
@@ -396,8 +402,9 @@ def gpt2_fields(config: dict[str, Any], path: Path, config_class: type) -> dict[
     names = [field.name for field in fields(config_class) if field.name != "dropout"]
     slots = config.get("slots")
     if bool(slots) != ("slots" in names):
-        only = f"models with slots, and only those, are read by {BCT_READER}"
-        raise ValueError(f"{path}: slots is {slots!r}; {only}")
+        raise ValueError(
+            f"{path}: slots is {slots!r}; models with slots, and only those, are read by {BCT_READER}"
+        )
     return {name: config[name] for name in names if name in config}
 
 
@@ -405,8 +412,7 @@ def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the fields of a Llama's config. Newer files have rope_parameters, older ones rope_theta and
     rope_scaling."""
     needed = [key for key in LLAMA_SIZES if key not in ("num_key_value_heads", "head_dim")]
-    if absent := [key for key in needed if key not in config]:
-        raise ValueError(f"{path} lacks {', '.join(absent)}")
+    check_fields(config, str(path), **dict.fromkeys(needed, int))
     layer_types = config.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(f"{path}: layer_types has layers of another kind than 'full_attention'")
@@ -418,11 +424,9 @@ def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     rope = {"rope_theta": config.get("rope_theta", 10_000.0)} | check_fields(rope, where)
     positive = {"rope_theta": float}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    check_choice(path, "rope_type", kind, "this Llama", ["default", "llama3"])
     if kind == "llama3":
         positive |= LLAMA3_SCALING
-    elif kind != "default":
-        known = "but this Llama supports only 'default' or 'llama3'"
-        raise ValueError(f"{path}: rope_type is {kind!r}, {known}")
     check_fields(rope, where, **positive)
     for name in positive:
         if not rope[name] > 0:
@@ -488,8 +492,9 @@ def find_weights(name_or_path: str) -> list[Path]:
         folder = find_file(name_or_path, "config.json").parent
         there = [folder / filename for filename in WEIGHTS if (folder / filename).exists()]
         if not there:
-            one = "neither model.safetensors nor pytorch_model.bin"
-            raise FileNotFoundError(f"there are no weights in {folder}: {one}")
+            raise FileNotFoundError(
+                f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin"
+            )
         path = there[0]
     if path.suffix != ".json":
         return [path]
@@ -497,8 +502,9 @@ def find_weights(name_or_path: str) -> list[Path]:
     for shard in shards:
         named = isinstance(shard, str) and shard.endswith((".safetensors", ".bin"))
         if not named or Path(shard).name != shard:
-            no = "which is not the name of a file of weights beside it"
-            raise ValueError(f"{path} lists {said(shard)}, {no}")
+            raise ValueError(
+                f"{path} lists {said(shard)}, which is not the name of a file of weights beside it"
+            )
     return [find_file(name_or_path, shard) for shard in sorted(shards)]
 
 
@@ -540,9 +546,11 @@ class Numbers:
 
     def encode(self, text: str, **_: Any) -> list[int]:
         """Return the article's prompt in GPT-2's tokens. Raises ValueError for any other text."""
-        if text != ARTICLE["prompt"]:
-            known = f"the prompt must be {ARTICLE['prompt']!r}"
-            raise ValueError(f"without GPT-2's tokenizer {known}, got {text!r}")
+        known = ARTICLE["prompt"]
+        if text != known:
+            raise ValueError(
+                f"without GPT-2's tokenizer the prompt must be {known!r}, got {text!r}"
+            )
         return [15496, 11, 314, 716]
 
     def decode_single_token_bytes(self, token: int) -> bytes:
@@ -570,18 +578,17 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     path = folder / "tokenizer.tiktoken"
     if not path.exists() and folder.resolve().parent == HERE / "pocket":
         path = HERE / "pocket" / "teacher" / path.name  # the models that come along share one
-    llama = config.get("model_type") == "llama"
     there = [name for name in VOCABULARIES if (folder / name).exists()]
+    readers = {"tokenizer.json": byte_level, "vocab.json": byte_level}
+    if config.get("model_type") == "llama":
+        readers[LLAMA3_FILE] = llama3
     if path.exists():
         tokenizer = read_tokenizer(path)
         fits = tokenizer.n_vocab == vocab_size
-    elif llama or there:
-        wanted = ["tokenizer.json", "vocab.json"]
-        if llama:
-            wanted.insert(1, LLAMA3_FILE)
-        filename = next((name for name in wanted if name in there), "tokenizer.json")
+    elif there or LLAMA3_FILE in readers:
+        filename = next((name for name in readers if name in there), "tokenizer.json")
         path = find_file(name_or_path, filename)
-        tokenizer = llama3(path) if filename == LLAMA3_FILE else byte_level(path)
+        tokenizer = readers[filename](path)
         tokenizer.ends = ends_of(name_or_path, config, tokenizer, path)
         fits = tokenizer.n_vocab <= vocab_size
     elif vocab_size == 50257:
@@ -592,8 +599,9 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
             "GPT-2's, which has 50257"
         )
     if not fits:
-        made = f"{path} makes {tokenizer.n_vocab} tokens"
-        raise ValueError(f"{made}, but {config_path} says {vocab_size}")
+        raise ValueError(
+            f"{path} makes {tokenizer.n_vocab} tokens, but {config_path} says {vocab_size}"
+        )
     return tokenizer
 
 
@@ -646,8 +654,9 @@ def byte_level(path: Path) -> Tokenizer:
         check_fields(token, f"added_tokens in {path}", content=str, id=int)
         added[token["content"]] = token["id"]
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            more = "takes spaces or words along, which isn't supported"
-            raise ValueError(f"{path}: {said(token['content'])} {more}")
+            raise ValueError(
+                f"{path}: {said(token['content'])} takes spaces or words along, which isn't supported"
+            )
     other = content.get("normalizer") or model.get("byte_fallback")
     if model.get("type") != "BPE" or other:
         raise ValueError(f"{path} is no byte-level BPE of the text as it is")
@@ -658,8 +667,9 @@ def byte_level(path: Path) -> Tokenizer:
         pattern = pattern_of(content.get("pre_tokenizer"), path)
         start = start_of(content.get("post_processor"), added, path)
     except (AttributeError, KeyError, TypeError) as error:
-        unknown = "its pre_tokenizer or its post_processor has an unknown form"
-        raise ValueError(f"{path}: {unknown}") from error
+        raise ValueError(
+            f"{path}: its pre_tokenizer or its post_processor has an unknown form"
+        ) from error
     try:
         tokenizer = Tokenizer(
             path.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=added
@@ -684,21 +694,20 @@ def ends_of(
             ends, source = generation["eos_token_id"], "generation_config.json"
     found = tuple(ends) if isinstance(ends, list) else (ends,)
     if not found or any(end not in list(special.values()) for end in found):
-        no = f"which is no special token of {path}"
-        raise ValueError(f"{path.with_name(source)}: eos_token_id is {said(ends)}, {no}")
+        raise ValueError(
+            f"{path.with_name(source)}: eos_token_id is {said(ends)}, which is no special token of {path}"
+        )
     return found
 
 
 def llama3(path: Path) -> Tokenizer:
     """Return the tokenizer in Llama 3's own file, tokenizer.model: its pattern and special tokens are not in it."""
-    ranks = read_ranks(path)
-    n_reserved = LLAMA3_SPECIAL - len(LLAMA3_NAMES)
-    names = [*LLAMA3_NAMES, *(f"reserved_special_token_{2 + i}" for i in range(n_reserved))]
-    special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(
-        path.parent.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
-    )
-    tokenizer.start = (len(ranks),)
+    names = [*LLAMA3_NAMES]
+    for i in range(LLAMA3_RESERVED):
+        names.append(f"reserved_special_token_{2 + i}")
+    special = [f"<|{name}|>" for name in names]
+    tokenizer = read_tokenizer(path, LLAMA3_PATTERN, special)
+    tokenizer.start = tokenizer.ends
     return tokenizer
 
 
@@ -771,11 +780,6 @@ def start_of(
     return tuple(added[token] for token in found)
 
 
-def has_every_byte(ranks: dict[bytes, int]) -> bool:
-    """Return whether any text can be written with these tokens."""
-    return all(bytes([b]) in ranks for b in range(256))
-
-
 def byte_characters() -> list[str]:
     """Return the printable character by which GPT-2's BPE files write each of the 256 bytes."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -783,19 +787,11 @@ def byte_characters() -> list[str]:
     return [chr(b) if b in printable else chr(next(shifted)) for b in range(256)]
 
 
-def read_tokenizer(path: Path) -> tiktoken.Encoding:
-    """Return the byte-pair encoding in a tiktoken file. `<|endoftext|>` follows the last token."""
-    ranks = read_ranks(path)
-    return tiktoken.Encoding(
-        name=path.parent.name,
-        pat_str=GPT2_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: len(ranks)},
-    )
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the ranks of the tokens in a tiktoken file (a line for each token: base64, space, rank).
+def read_tokenizer(
+    path: Path, pattern: str = GPT2_PATTERN, special: Sequence[str] = (END_OF_TEXT,)
+) -> Tokenizer:
+    """Return the byte-pair encoding in a tiktoken file (a line for each token: base64, space, rank). Special tokens
+    follow its last token, and the first of them ends a text.
 
     tiktoken's own reader isn't used: it caches by path, and so serves stale content. Raises ValueError if the file
     isn't one, or lacks a byte.
@@ -806,9 +802,15 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except ValueError as error:
         raise ValueError(f"{path} is not a tiktoken file") from error
-    if sorted(ranks.values()) != [*range(len(pairs))] or not has_every_byte(ranks):
+    n, every_byte = len(pairs), {bytes([byte]) for byte in range(256)}
+    if sorted(ranks.values()) != [*range(n)] or not every_byte <= {*ranks}:
         raise ValueError(f"{path} must hold every single byte, and every rank from 0 on once")
-    return ranks
+    added = {token: n + i for i, token in enumerate(special)}
+    tokenizer = Tokenizer(
+        path.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=added
+    )
+    tokenizer.ends = (n,)
+    return tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -827,19 +829,15 @@ def main(argv: list[str] | None = None) -> None:
         expected = [entry for entry in published if entry["model"] == args.model]
         if args.verify and not expected:
             known = ", ".join(sorted({entry["model"] for entry in published}))
-            no = f"no published continuation of {args.model} to compare with"
-            raise ValueError(f"{no}; there are some of {known}")
-        is_bct = read_json(find_file(args.model, "config.json")).get("slots")
-        kind = BCT if is_bct else None
+            raise ValueError(
+                f"no published continuation of {args.model} to compare with; there are some of {known}"
+            )
+        kind = BCT if read_json(find_file(args.model, "config.json")).get("slots") else None
         model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        c, count = model.config, sum(parameter.numel() for parameter in model.parameters())
-        numbers, size = str(args.dtype).removeprefix("torch."), count * args.dtype.itemsize
-        print(
-            f"{args.model}: {c.n_layer} layers, {c.n_head} heads of {c.head_dim}, width {c.n_embd}, "
-            f"context {c.n_ctx}, vocabulary {c.vocab_size}\n{count:,} parameters, {numbers}, {size:,} "
-            f"bytes on {args.device}\n"
-        )
+        for what, value in conditions(args.model, model).items():
+            print(f"{what}: {value}")
+        print()
 
         def continuation(prompt: str, n_tokens: int, cache: Any = None) -> Iterator[Tensor]:
             ids = [tokenizer.encode(prompt, allowed_special="all")]

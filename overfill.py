@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tiktoken
 import torch
@@ -33,38 +33,31 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
-from support.cli import PROMPT, CommandLine, nonempty, temperature, whole_number
+from support.cli import PROMPT, CommandLine
 from support.files import check_fields, read_json
 from support.geometry import kv_heads, rotary
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
+from support.tracing import Trace
 
-if TYPE_CHECKING:
-    from support.tracing import Trace
-
-
-def positions(config: Any) -> str:
-    """Return in words where a model's positions come from: turned keys serve only equal rotations."""
-    if not rotary(config):
-        return "learned"
-    theta, scaling = rotary(config)
-    return f"rotary of base {theta:,}" + (f" scaled by {scaling}" if scaling else "")
+# --- Two models, one text -------------------------------------------------------------------------
 
 
 def geometry(config: Any) -> dict[str, Any]:
     """Return what keys and values, and the positions in them, depend on. Of heads those of keys and
-    values: more heads of queries may read them."""
+    values: more heads of queries may read them. Turned keys serve only equal rotations."""
+    positions = "learned"
+    if rotary(config):
+        theta, scaling = rotary(config)
+        positions = f"rotary of base {theta:,}" + (f" scaled by {scaling}" if scaling else "")
     return {
         "n_layer": config.n_layer,
         "n_kv_head": kv_heads(config),
         "head_dim": config.head_dim,
         "n_ctx": config.n_ctx,
-        "positions": positions(config),
+        "positions": positions,
     }
-
-
-# --- Two models, one text -------------------------------------------------------------------------
 
 
 def misfit(teacher: nn.Module, student: nn.Module) -> str:
@@ -119,9 +112,11 @@ class Pair:
         new_cache: Callable[[], KVCache] = KVCache,
     ) -> None:
         """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
-        if teacher.config.vocab_size != student.config.vocab_size:
-            counts = f"{teacher.config.vocab_size:,} and {student.config.vocab_size:,} tokens"
-            raise ValueError(f"teacher and student must share a vocabulary, but have {counts}")
+        its, own = teacher.config.vocab_size, student.config.vocab_size
+        if its != own:
+            raise ValueError(
+                f"teacher and student must share a vocabulary, but have {its:,} and {own:,} tokens"
+            )
         self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
         self.fits = not misfit(teacher, student)
         self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
@@ -190,8 +185,9 @@ class Pair:
         if self.consulted is not None:
             return self.consulted
         if not self.since.any():
-            least = "the teacher needs at least 1 to read"
-            raise ValueError(f"there are 0 new tokens after {len(self.cache)}: {least}")
+            raise ValueError(
+                f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read"
+            )
         begun = time.perf_counter()
         if policy.reads_window and self.fits:
             n = min(policy.window, int(self.since.max()))
@@ -584,8 +580,9 @@ def parse_policy(text: str) -> Policy:
             numbers.append(kind(value))
         except ValueError as error:
             what = "a whole number" if kind is int else "a number"
-            wrong = f"{letter} of the policy {text!r} must be {what}, got {value!r}"
-            raise ValueError(wrong) from error
+            raise ValueError(
+                f"{letter} of the policy {text!r} must be {what}, got {value!r}"
+            ) from error
     try:
         return form.make(*numbers)
     except ValueError as error:
@@ -641,10 +638,9 @@ def write(
     **options: Any,
 ) -> None:
     """Print a prompt, its continuation, the places of the refreshes, and their cost."""
-    prompt = pair.ids
-    print(tokenizer.decode(prompt[0].tolist()), end="", flush=True)
+    print(tokenizer.decode(pair.ids[0].tolist()), end="", flush=True)
     tokens = generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options)
-    ids, _ = stream(tokens, tokenizer, pair, trace)
+    stream(tokens, tokenizer, pair, trace)
     shown = [str(refresh.written) for refresh in pair.refreshes]
     if len(shown) > 12:
         shown[8:-3] = ["..."]
@@ -653,13 +649,6 @@ def write(
         f"{int(pair.teacher_tokens)} tokens after the prompt, which took {1e3 * pair.seconds:.1f} ms, "
         "splicing included]"
     )
-    if prompt.size(1) + len(ids) <= pair.n_ctx:
-        nats = teacher_nats(pair.teacher, prompt, torch.tensor([ids], device=prompt.device))
-        print(f"[its perplexity of the text: {nats.mean().exp():.2f}]")
-    else:
-        print(
-            f"[past the context of {pair.n_ctx} the teacher began anew with the later half: no perplexity of it all]"
-        )
 
 
 def tokens_per_second(tokens: Iterator[Tensor], n: int) -> float:
@@ -675,25 +664,24 @@ def demo(
     student: nn.Module,
     tokenizer: tiktoken.Encoding,
     policies: dict[str, Policy],
-    prompt: str | None,
     n: int,
     seed: int,
 ) -> None:
     """Print how far the predictions of the student, and of pairs of both, are from the teacher's on
     texts that it has sampled, the nearest first, and how long each takes to write a text.
 
-    Without a prompt these are the beginnings of six documents of the corpus. Raises ValueError if
-    the prompt and the new tokens exceed the context.
+    The texts begin as six documents of the corpus do. Raises ValueError if a beginning and the new
+    tokens exceed the context.
     """
     from pocket import corpus  # which is all that this file needs of pocket
 
-    if prompt is None and tokens_of(tokenizer) == tokens_of(load_tokenizer("pocket")):
-        prompts = corpus.beginnings(tokenizer, "test", 6, 384)
-    else:
-        prompts = [tokenizer.encode(prompt or PROMPT, allowed_special="all")] * 6
+    prompts = corpus.beginnings(tokenizer, "test", 6, 384)
     width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
-    if width + n > room:
-        raise ValueError(f"{width} tokens of the prompt and {n} more exceed the context of {room}")
+    if not 2 <= n <= room - width:
+        raise ValueError(
+            f"after a prompt of {width} tokens the demo compares at least 2, and at most "
+            f"{room - width} in a context of {room}, got {n}"
+        )
     ids = torch.tensor(prompts, device=teacher.wte.weight.device)
     generator = torch.Generator(ids.device).manual_seed(seed)
     sampled = generate(teacher, ids, n, temperature=1.0, generator=generator)
@@ -736,8 +724,11 @@ The full study, in two hours (--quick: in a minute): python3 -m studies.refreshi
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
-    cli.add_actions(demo="compare ways to write a text", write="continue a prompt in one way")
-    cli.add_model_arguments("--teacher")
+    cli.add_actions(
+        demo="compare ways to write 160 tokens", write="continue a prompt in one way, by 250"
+    )
+    cli.add_generation_arguments("--teacher")
+    cli.set_defaults(prompt=None, max_new_tokens=None, temperature=None)
     cli.add_argument(
         "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
     )
@@ -748,32 +739,7 @@ def main(argv: list[str] | None = None) -> None:
         help=f"when to refresh, one of {'; '.join(forms)}; gates wait "
         f"{Gate.cooldown} tokens after a refresh; default: periodic:64, in the demo 16 too",
     )
-    cli.add_argument(
-        "--prompt",
-        type=nonempty,
-        metavar="TEXT",
-        help=f"text to continue; default: {PROMPT}; in the demo the beginning of a longer text",
-    )
-    cli.add_argument(
-        "--temperature",
-        type=temperature,
-        metavar="X",
-        help="write: 0 (default): the likeliest token",
-    )
-    cli.add_argument(
-        "--top-k",
-        type=whole_number(1),
-        metavar="N",
-        help="write: sample from the N likeliest tokens",
-    )
-    cli.add_trace_argument("write: ")
-    cli.add_argument(
-        "--max-new-tokens",
-        type=whole_number(2),
-        metavar="N",
-        help="tokens to write; default: write 250, demo 160",
-    )
-    cli.only("write", "--temperature", "--top-k", "--trace")
+    cli.only("write", "--prompt", "--temperature", "--top-k", "--trace")
     with cli.parse(argv) as args:
         names = ["periodic:64"] if args.what == "write" else ["periodic:64", "periodic:16"]
         if args.policy is not None:
@@ -787,7 +753,7 @@ def main(argv: list[str] | None = None) -> None:
                 policies[name] = replace(policy, rate=dropout_of(args.student))
         if args.what == "demo":
             n = args.max_new_tokens or 160
-            return demo(teacher, student, tokenizer, policies, args.prompt, n, args.seed)
+            return demo(teacher, student, tokenizer, policies, n, args.seed)
         ids = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")]
         ids = torch.tensor(ids, device=args.device)
         write(

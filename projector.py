@@ -39,19 +39,18 @@ from typing import Any
 import numpy as np
 import tiktoken
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, generate
 from llama_kv_cache import rotate, rotation
-from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
+from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer, read_weights
 from pocket import corpus
 from recycle import read_all
-from support.cli import CommandLine, nonempty, whole_number
+from support.cli import CommandLine, utf8, whole_number
 from support.encoders import PairEncoder, load_encoder
-from support.files import check_fields, read_json, regular, write_atomically, write_json
+from support.files import check_fields, read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw
 from support.geometry import kv_heads, rotary
 from support.regression import cross_validate, ridge
@@ -397,20 +396,12 @@ class Projector:
     def load(cls, path: Path) -> Projector:
         """Return the map in a file that save() wrote. Raises FileNotFoundError if there is none,
         ValueError if it holds something else."""
-        tensors = read_tensors(path)
+        tensors = read_weights(path)
         if {*tensors} != {*cls.TENSORS}:
             raise ValueError(f"{path} is no projector: it holds {', '.join(sorted(tensors))}")
         projector = cls.__new__(cls)
         vars(projector).update(tensors)
         return projector
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name. Raises ValueError if it isn't one of safetensors."""
-    try:
-        return load_file(regular(path))
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a file of safetensors: {error}") from error
 
 
 # --- A new prompt: retrieval, summary tokens as the cache, the exact cache in the background ------
@@ -511,7 +502,7 @@ class Library:
         if it isn't one, has changed since it was saved, was made with another model, or needs an
         encoder that can't be had."""
         about = read_json(folder / "library.json", **FIELDS)
-        tensors = read_tensors(folder / "library.safetensors")
+        tensors = read_weights(folder / "library.safetensors")
         if about.pop("checksum") != checksum(about, tensors):
             raise ValueError(
                 f"the library in {folder} has changed since it was saved: make it again"
@@ -766,7 +757,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "question",
         nargs="?",
-        type=nonempty,
+        type=utf8,
         metavar="QUESTION",
         help="put in the place of a stored prompt's",
     )

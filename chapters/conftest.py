@@ -10,14 +10,13 @@ exercise.py may import.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import sys
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 import pytest
 
@@ -58,10 +57,6 @@ def number_of(exercise: str) -> str:
     return exercise.removeprefix("ex").replace("_", ".")
 
 
-def exercise_of(keywords: object) -> str | None:
-    return next((name for name in keywords if re.fullmatch(r"ex\d+_\d+", name)), None)
-
-
 def borrowed(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
     """Return the names in a file that lead to the project's own code, but for the modules that are given."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
@@ -91,12 +86,10 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
 
 def loaded(path: Path, chapter: Path, given: Collection[str]) -> ModuleType | str:
     """Return a file as a module, or a message: the error that it raises, with its line, or what it may not use."""
-    name = f"{path.stem}_{path.parent.name[:2]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look themselves up
+    from support.files import import_file
+
     try:
-        spec.loader.exec_module(module)
+        module = import_file(path)
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
@@ -119,19 +112,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     if call.excinfo is not None and call.when != "teardown":
         error = call.excinfo.value
         if isinstance(error, AssertionError) and error.args:
-            words, _, analysis = str(error.args[0]).partition(
-                "\nassert "
-            )  # the test's, then pytest's
+            # The test's words, then pytest's.
+            words, _, analysis = str(error.args[0]).partition("\nassert ")
             first = analysis.partition("\n")[0]
             if first not in ("", "False") and len(first) < 113:
                 words = f"{words}\nassert {first}"
             error.args = (words,)
-        own = None
-        for frame, line in reversed(list(traceback.walk_tb(call.excinfo.tb))):
-            if is_own(Path(frame.f_code.co_filename)):
-                own = TracebackType(own, frame, frame.f_lasti, line)
+        own = call.excinfo.traceback.filter(lambda entry: is_own(Path(entry.path)))
         if own:
-            call.excinfo.traceback = type(call.excinfo.traceback)(own)
+            call.excinfo.traceback = own
     report = yield
     if report.failed and call.excinfo.exconly().startswith("NotImplementedError: exercise "):
         last = call.excinfo.traceback[-1]
@@ -163,7 +152,8 @@ def pytest_terminal_summary(
     outcomes = ("passed", "failed", "not written yet", "error", "skipped", "xfailed", "xpassed")
     for outcome in (*outcomes, "deselected"):
         for report in terminalreporter.stats.get(outcome, []):
-            name = exercise_of(getattr(report, "keywords", {}))
+            keywords = getattr(report, "keywords", {})
+            name = next((word for word in keywords if re.fullmatch(r"ex\d+_\d+", word)), None)
             if name is None or (outcome == "deselected" and name not in failed):
                 continue  # the whole exercise is deselected
             stage, asks = stage_of(report.nodeid)

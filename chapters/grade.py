@@ -17,27 +17,21 @@ from chapters.builder.blocks import execute, folders
 from support.cli import CommandLine, whole_number
 from support.files import write_csv
 
+SECONDS = 900  # for a chapter of a student
 POINTS = re.compile(r"^  (\d+\.\d+) +(\d+) of (\d+)", re.M)
 
 
-def points(copy: Path, chapter: Path, seconds: int) -> tuple[dict[str, int], str]:
+def points(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
     """Return a student's points for each exercise of a chapter, and what went wrong, if anything did."""
     files = sorted(copy.glob(f"**/{chapter.name}/exercise.py"))
     if len(files) != 1:
         return {}, f"{chapter.name}: {len(files) or 'no'} exercise.py"
-    command = [
-        "python3",
-        "-m",
-        "pytest",
-        str(chapter),
-        f"--from={files[0].parents[1]}",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = "python3 -m pytest -p no:cacheprovider".split()
+    options = [str(chapter), f"--from={files[0].parents[1]}"]
     try:
-        run = execute(*command, errors="replace", timeout=seconds)
+        run = execute(*command, *options, errors="replace", timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return {}, f"{chapter.name}: stopped after {seconds} seconds"
+        return {}, f"{chapter.name}: stopped after {SECONDS} seconds"
     found = {exercise: int(earned) for exercise, earned, _ in POINTS.findall(run.stdout)}
     return found, "" if found else f"{chapter.name}: the tests didn't run"
 
@@ -53,34 +47,25 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--output", type=Path, default=Path("points.csv"), metavar="FILE", help="the table"
     )
-    cli.add_argument(
-        "--seconds",
-        type=whole_number(1),
-        default=900,
-        metavar="N",
-        help="for a chapter of a student",
-    )
     with cli.parse(argv) as args:
-        chapters, students = (
-            folders(args.chapters),
-            sorted(path for path in args.folder.iterdir() if path.is_dir()),
-        )
+        chapters = folders(args.chapters)
+        students = sorted(path for path in args.folder.iterdir() if path.is_dir())
         if not students:
             raise ValueError(f"there is no student's folder in {args.folder}")
         rows, exercises = [], {}
         for student in tqdm(students, unit="student", disable=None):
             found, notes = {}, []
             for chapter in chapters:
-                earned, note = points(student, chapter, args.seconds)
+                earned, note = points(student, chapter)
                 found |= earned
-                notes += [note] * bool(note)
+                if note:
+                    notes.append(note)
             exercises |= found
             rows.append((student.name, found, "; ".join(notes)))
         columns = sorted(exercises, key=lambda name: [*map(int, name.split("."))])
-        table = [
-            [name, *(found.get(c, 0) for c in columns), sum(found.values()), note]
-            for name, found, note in rows
-        ]
+        table = []
+        for name, found, note in rows:
+            table.append([name, *(found.get(c, 0) for c in columns), sum(found.values()), note])
         write_csv(args.output, ["student", *columns, "total", "note"], table)
         print(f"written: {args.output}, {len(students)} students, {len(columns)} exercises")
 

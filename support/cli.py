@@ -8,10 +8,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import tiktoken
 import torch
@@ -20,9 +21,7 @@ from torch import Tensor
 from support.chat import as_question
 from support.conditions import SIZES, is_geometry
 from support.files import import_file, writable
-
-if TYPE_CHECKING:
-    from support.tracing import Trace
+from support.tracing import Trace
 
 PROMPT = "One morning"
 GEOMETRIES = f"{', '.join(SIZES)} or LAYERSxHEADSxWIDTH"
@@ -85,7 +84,7 @@ class CommandLine(argparse.ArgumentParser):
         """Add the common options of scripts that write text; model: the option that names the model."""
         self.add_model_arguments(model)
         self.add_argument(
-            "--prompt", default=PROMPT, type=nonempty, metavar="TEXT", help="text to continue"
+            "--prompt", default=PROMPT, type=utf8, metavar="TEXT", help="text to continue"
         )
         self.add_argument(
             "--max-new-tokens",
@@ -166,8 +165,6 @@ class CommandLine(argparse.ArgumentParser):
         says where the context begins in a text that is read without a cache."""
         if args.trace_file is None:
             return None
-        from support.tracing import Trace
-
         command = f"{self.prog} {' '.join(sys.argv[1:])}"
         trace = Trace(command, tokenizer, model.config.n_ctx, args.trace_file, context_start)
         trace.begin(ids[0].tolist())
@@ -192,21 +189,33 @@ class CommandLine(argparse.ArgumentParser):
         with self.one_sentence():
             if hasattr(sys.stdout, "reconfigure"):  # a terminal without é shows \xe9
                 sys.stdout.reconfigure(errors="backslashreplace")
-            if {"-h", "--help"} & {*(sys.argv[1:] if argv is None else argv)}:
-                self.parse_args(argv)  # the help of intermixed ones would hide defaults
-            args = self.parse_intermixed_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            self.check_words(words)
+            if {"-h", "--help"} & {*words}:
+                self.parse_args(words)  # the help of intermixed ones would hide defaults
+            args = self.parse_intermixed_args(words)
             if getattr(args, "random", None):
                 if args.model != self.get_default("model"):
-                    model = f"leave out --model {args.model}"
-                    raise ValueError(f"--random {args.random} is a model itself, {model}")
+                    raise ValueError(
+                        f"--random {args.random} is a model itself, leave out --model {args.model}"
+                    )
                 self.set_defaults(**ARTICLE, model=f"random:{args.random}")
-                args = self.parse_intermixed_args(argv)
+                args = self.parse_intermixed_args(words)
             try:
                 with warnings.catch_warnings():  # which puts showwarning back
                     warnings.showwarning = self.warn
                     yield self.resolved(args)
             finally:
                 flush()
+
+    def check_words(self, words: Sequence[str]) -> None:
+        """Raise ValueError if one of a command line's words, or what follows its =, is empty."""
+        for before, word in pairwise([self.prog, *words]):
+            option, equals, value = word.partition("=")
+            if not word or (option.startswith("--") and equals and not value):
+                raise ValueError(
+                    f"the word after {option or before} is empty: give a value, or leave it out"
+                )
 
     def warn(self, message: Warning | str, *_: Any) -> None:
         """Print a warning as a sentence, without the line of code that it comes from."""
@@ -235,11 +244,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return the arguments with device and dtype as PyTorch's, and set its threads and seed. Raises ValueError if
-        an option is empty, or an action is given one that it doesn't have."""
-        for action in self._actions:
-            if getattr(args, action.dest, None) == "" and action.default != "":
-                name = "/".join(action.option_strings) or action.metavar
-                raise ValueError(f"{name} is empty: give a value, or leave it out")
+        an action is given an option that it doesn't have."""
         for option, owner in self.owners.items():
             value = getattr(args, self._option_string_actions[option].dest)
             if args.what != owner and value is not None:
@@ -288,8 +293,9 @@ def device_of(name: str) -> str:
     if name == "auto":
         return next(device for device in present if present[device])
     if not present[name]:
-        none = "there is none that this PyTorch can use"
-        raise ValueError(f"--device {name}: {none}; try --device cpu")
+        raise ValueError(
+            f"--device {name}: there is none that this PyTorch can use; try --device cpu"
+        )
     return name
 
 
@@ -302,8 +308,9 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
         except ValueError:
             value = low - 1
         if not low <= value <= high:
-            allowed = f"of at least {low} and at most {high}"
-            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {low} and at most {high}, got {text!r}"
+            )
         return value
 
     return convert
@@ -318,14 +325,14 @@ def geometry(text: str) -> str:
 
 def writable_folder(text: str) -> Path:
     """Argument type: a folder that can be written to, or a place where one can be made."""
-    path = Path(nonempty(text, "a folder needs a name"))
+    path = Path(text)
     check_folder(next(above for above in (path, *path.absolute().parents) if above.exists()))
     return path
 
 
 def output_file(text: str) -> Path:
     """Argument type: a file that can be written, in a folder that is there."""
-    path = Path(nonempty(text, "a file needs a name"))
+    path = Path(text)
     try:
         check_folder(writable(path).parent)
     except (ValueError, OSError) as error:
@@ -364,10 +371,8 @@ def temperature(text: str) -> float:
     return value
 
 
-def nonempty(text: str, why: str = "the model needs at least one token to begin with") -> str:
-    """Argument type: text in UTF-8 that isn't empty, and why."""
-    if not text:
-        raise argparse.ArgumentTypeError(f"is empty, but {why}")
+def utf8(text: str) -> str:
+    """Argument type: text in UTF-8."""
     if any("\ud800" <= char <= "\udfff" for char in text):  # bytes that Python could not decode
         raise argparse.ArgumentTypeError("is not valid UTF-8")
     return text

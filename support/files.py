@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-UNFINISHED = ".unfinished-"  # how the folders begin in which files are made
 KINDS = {
     int: "a whole number",
     float: "a finite number",
@@ -126,13 +125,11 @@ def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
         raise ValueError(f"{path} is not a CSV file: {error}") from error
     for name in columns:
         if header.count(name) != 1:
-            times = "twice or more" if name in header else "not"
-            found = said(header) if header else "none"
-            raise ValueError(f"{path}: the column {name!r} is {times} among its columns, {found}")
-    more = max((len(row[None]) for row in rows if None in row), default=0)
-    if more:
-        n = len(header)
-        raise ValueError(f"{path} has a row of {n + more} cells, and {n} columns")
+            raise ValueError(f"{path} must have one column {name!r}, but has {said(header)}")
+    n = len(header)
+    for row in rows:
+        if None in row:
+            raise ValueError(f"{path} has a row of {n + len(row[None])} cells, and {n} columns")
     return rows
 
 
@@ -157,7 +154,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     target = writable(path)
     existed = target.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
         file = Path(folder) / path.name
         write(file)
         if existed:

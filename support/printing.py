@@ -7,15 +7,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiktoken
 from torch import Tensor
 
 from support.tables import table
-
-if TYPE_CHECKING:
-    from support.tracing import Trace
+from support.tracing import Trace
 
 
 def stream(

@@ -115,8 +115,10 @@ class Store:
             if self.folder:
                 self.folder.mkdir(parents=True, exist_ok=True)
             index = self.folder / "index.db" if self.folder else ":memory:"
-            db = sqlite3.connect(index, isolation_level=None, check_same_thread=False)
-            db.executescript(f"PRAGMA busy_timeout = {1000 * PATIENCE}; {SCHEMA}")
+            db = sqlite3.connect(
+                index, timeout=PATIENCE, isolation_level=None, check_same_thread=False
+            )
+            db.executescript(SCHEMA)
         except (OSError, sqlite3.Error) as error:
             self.warn(error)
             self.folder = None
@@ -141,11 +143,13 @@ class Store:
         """Raise ValueError if the weights are no longer those that the stored caches were computed
         with, or the model is in train()."""
         if any(module.training for module in self.model.modules()):
-            random = "where dropout makes its caches random: call model.eval() first"
-            raise ValueError(f"the model is in train(), {random}")
+            raise ValueError(
+                "the model is in train(), where dropout makes its caches random: call model.eval() first"
+            )
         if self.weights.changed():
-            changed = "have changed since this store was opened: open a new one"
-            raise ValueError(f"the model's weights {changed}")
+            raise ValueError(
+                "the model's weights have changed since this store was opened: open a new one"
+            )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -175,10 +179,12 @@ class Store:
     def warn(self, error: Exception) -> None:
         """Say once in a store's life that its folder can't be used in full."""
         if not self.warned:
-            cost = "which costs time and changes no token"
-            message = f"the KV cache store can't be used in full, {cost}: {error}"
-            warnings.warn(message, stacklevel=2)
-        self.warned = True
+            self.warned = True
+            warnings.warn(
+                "the KV cache store can't be used in full, which costs time and changes no token: "
+                f"{error}",
+                stacklevel=2,
+            )
 
     def get(self, ids: Sequence[int]) -> Any:
         """Return a new cache of the longest stored prefix of ids, but never of all: one token has
@@ -216,12 +222,16 @@ class Store:
         n = len(cache)
         if n > len(ids) or cache.pos.tolist() != list(range(n)):
             raise ValueError(f"the cache, {n} tokens, isn't that of the first of {len(ids)} ids")
-        if n and (cache.layers[0].size(1) != 1 or cache.layers[0].dtype != self.dtype):
-            given = f"{cache.layers[0].size(1)} rows of {cache.layers[0].dtype}"
-            raise ValueError(f"the cache has {given}, must have 1 of {self.dtype}")
-        if cache.nbytes != n * self.token_bytes:
-            needed = f"must have {n * self.token_bytes} for {n} tokens of this model"
-            raise ValueError(f"the cache has {cache.nbytes} bytes, {needed}")
+        for kv in cache.layers if n else []:
+            if kv.size(1) != 1 or kv.dtype != self.dtype:
+                raise ValueError(
+                    f"the cache has {kv.size(1)} rows of {kv.dtype}, must have 1 of {self.dtype}"
+                )
+        needed = n * self.token_bytes
+        if cache.nbytes != needed:
+            raise ValueError(
+                f"the cache has {cache.nbytes} bytes, must have {needed} for {n} tokens of this model"
+            )
         with self.transaction():  # of its own: a file is only deleted once its row is for good
             if self.writable:
                 self.make_room(ids[:n])
@@ -246,10 +256,8 @@ class Store:
         their ids."""
         found = []
         with self.transaction():
-            rows = self.db.execute(
-                "SELECT text, ids, embedding FROM prompts WHERE encoder = ?", (encoder,)
-            )
-            for text, ids, embedding in rows:
+            query = "SELECT text, ids, embedding FROM prompts WHERE encoder = ?"
+            for text, ids, embedding in self.db.execute(query, (encoder,)):
                 found.append((text, unpacked(ids), np.frombuffer(embedding, np.float32)))
         return found
 
@@ -303,12 +311,11 @@ class Store:
         """Store kv (L, 2, H, n, D) as a new run of tokens after the first `start` ones of its
         parent; return the run."""
         content, packed = save({"kv": kv.to("cpu").contiguous()}), array("i", ids).tobytes()
-        row = (parent, start, ids[0], len(content), packed)
         checksum = self.checksum(parent, start, packed, content)
         run = self.db.execute(
             "INSERT INTO runs (parent, start, first, nbytes, ids, checksum, used)"
             " VALUES (?, ?, ?, ?, ?, ?, (SELECT coalesce(max(used), 0) + 1 FROM runs))",
-            (*row, checksum),
+            (parent, start, ids[0], len(content), packed, checksum),
         ).lastrowid
         self.remove(run)  # what a killed process, or somebody, has left in its place
         try:

@@ -433,7 +433,7 @@ def test_every_policy_writes_a_text_and_says_what_it_cost(name: str) -> None:
 def test_a_text_past_the_context_goes_on() -> None:
     prompt = "Halek had a yellow cap. " * (N_CTX // 8 - 2)  # 8 tokens each: nearly all of it
     ran = helpers.run(overfill.main, "write", "--prompt", prompt, "--max-new-tokens", N_CTX // 2)
-    assert ran.code == 0 and f"past the context of {N_CTX} the teacher began anew" in ran.out
+    assert ran.code == 0 and "refreshed after tokens: " in ran.out, ran.err
 
 
 def test_models_of_different_tokenizers_are_refused(tmp_path: Path) -> None:

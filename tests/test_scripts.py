@@ -140,7 +140,7 @@ BAD = {  # a command, and what its sentence must hold
     "overfill write --policy often": "often periodic",
     "overfill write --policy dropout:8:0.1": "pocket-student without dropout",
     "overfill write --student pocket-bct": "slots",
-    "overfill --max-new-tokens 1": "at least 2 '1'",
+    "overfill --max-new-tokens 1": "at least 2 got 1",
     "overfill --max-new-tokens 5000": f"5000 context of {CONFIG['n_ctx']}",
     "overfill --top-k 2": "demo has no --top-k",
     "recycle chat --store ''": "--store is empty",

@@ -113,9 +113,9 @@ def test_mistakes_of_ours_keep_their_traceback() -> None:
 @pytest.mark.parametrize(
     "content, words",
     [
-        ("", "'prompt' is not among its columns, none"),
-        ("prompt,prompt\n", "twice or more"),
-        ("prompt , x\n", r"not among its columns, \['prompt ', ' x'\]"),
+        ("", r"must have one column 'prompt', but has \[\]"),
+        ("prompt,prompt\n", r"one column 'prompt', but has \['prompt', 'prompt'\]"),
+        ("prompt , x\n", r"one column 'prompt', but has \['prompt ', ' x'\]"),
         ('prompt\n"x\ny\nz\n', "not a CSV file"),
         ("prompt\nx,y\n", "a row of 2 cells, and 1 columns"),
         ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"),

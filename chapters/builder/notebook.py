@@ -20,12 +20,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import chdir, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from chapters.builder.blocks import CHAPTERS, ROOT, run, source
+from chapters.builder.blocks import CHAPTERS, ROOT, first_line, run, source, title_of
 
 FILE = CHAPTERS / "two_hours.ipynb"
 PART = re.compile(
@@ -105,19 +106,13 @@ class Notebook:
             self.markdown(text[end : match.start()], folder)
             end, (kind, words, shell, commands) = match.end(), match.groups()
             if kind in ("code", "diff"):
-                literals = (
-                    word if word.isdigit() else json.dumps(word) for word in shlex.split(words)
-                )
+                literals = [x if x.isdigit() else json.dumps(x) for x in shlex.split(words)]
                 self.code(f"{kind}({', '.join(literals)})")
             for line in commands.splitlines() if shell else [words] if kind == "output" else []:
                 _, *rest = shlex.split(line, comments=bool(shell))
-                if rest[0] == "-c":
-                    self.code(
-                        "\n".join(
-                            ast.get_source_segment(rest[1], node)
-                            for node in ast.parse(rest[1]).body
-                        )
-                    )
+                if rest[0] == "-c":  # a statement a line
+                    segments = partial(ast.get_source_segment, rest[1])
+                    self.code("\n".join(map(segments, ast.parse(rest[1]).body)))
                     continue
                 command = re.sub(
                     r"chapters/(\w+/exercise\.py)", r"results/two_hours/\1", shlex.join(rest)
@@ -130,8 +125,7 @@ class Notebook:
         """Add the definitions that an exercise asks for, which join `names` unless they are there, and their test."""
         lines, cell = stub.splitlines(), []
         for node in ast.parse(stub).body:
-            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-            text = "\n".join(lines[first - 1 : node.end_lineno])
+            text = "\n".join(lines[first_line(node) - 1 : node.end_lineno])
             if f'("exercise {number}")' in text and node.name not in names:
                 names.append(node.name)
                 answer = source(solution.relative_to(ROOT).as_posix(), node.name)[1]
@@ -145,16 +139,10 @@ def imports(module: str, text: str) -> str:
     """Return those of a module's imports that a text uses."""
     used, found = re.findall(r"\w+", text), []
     for node in ast.parse(module).body:
-        if (
-            isinstance(node, ast.Import | ast.ImportFrom)
-            and getattr(node, "module", "") != "__future__"
-        ):
-            node.names = [
-                alias
-                for alias in node.names
-                if (alias.asname or alias.name).partition(".")[0] in used
-            ]
-            found += [ast.unparse(node)] if node.names else []
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [name for name in node.names if (name.asname or name.name) in used]
+            if node.names:
+                found.append(ast.unparse(node))
     return "\n".join(found)
 
 
@@ -184,36 +172,29 @@ def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
     old = nbformat.read(FILE, as_version=4).cells if FILE.exists() else []
     kept = {cell.source: cell.outputs for cell in old if cell.cell_type == "code"}
     notebook = Notebook(files, kept)
-    plan = {
-        path: list(PART.finditer(text)) for path, text in files.items() if path.name == "README.md"
-    }
-    minutes = {
-        path: sum(int(m["minutes"] or m["time"] or 0) for m in parts)
-        for path, parts in plan.items()
-    }
-    titles = {path: files[path].partition("\n")[0] for path in plan if minutes[path]}
-    rows = [
-        f"| [{title[2:]}]({path.parent.name}/README.md) | {minutes[path]} |"
-        for path, title in titles.items()
-    ]
+    plan, rows = {}, []
+    for path, text in files.items():
+        parts = list(PART.finditer(text)) if path.name == "README.md" else []
+        minutes = sum(int(part["minutes"] or part["time"] or 0) for part in parts)
+        if minutes:
+            plan[path] = parts
+            rows.append(f"| [{title_of(text)}]({path.parent.name}/README.md) | {minutes} |")
     notebook.markdown(TITLE.format("\n".join(rows)))
     notebook.code(START)
-    for path, title in titles.items():
+    for path, parts in plan.items():
         solution, names, heading = path.parent / "solution.py", [], ""
-        notebook.markdown(title)
-        for part in plan[path]:
+        stub = stub_of(solution.read_text(encoding="utf-8"))
+        notebook.markdown(f"# {title_of(files[path])}")
+        for part in parts:
             if part["text"]:
                 notebook.part(f"{heading} · {part['minutes']} min\n\n{part['text']}", path.parent)
             elif number := part["exercise"]:
-                words = re.search(
-                    rf"^\| {re.escape(number)} \| (.*) \| \d+ \|$", files[path], re.M
-                )[1]
+                row = rf"^\| {re.escape(number)} \| (.*) \| \d+ \|$"
+                words = re.search(row, files[path], re.M)[1]
                 notebook.markdown(
                     f"### Exercise {number} · {part['time']} min\n\n{words[0].upper()}{words[1:]}."
                 )
-                notebook.exercise(
-                    number, names, solution, stub_of(solution.read_text(encoding="utf-8"))
-                )
+                notebook.exercise(number, names, solution, stub)
             heading = part["heading"] or heading
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}

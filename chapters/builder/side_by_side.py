@@ -129,7 +129,7 @@ def marked(line: str, differs: list[bool]) -> str:
     """Return a line of HTML, its characters that differ marked."""
     flags = iter(differs)
     mark = lambda m: m[0] if m[0][0] == "<" or not next(flags) else f"<ins>{m[0]}</ins>"  # noqa: E731
-    return re.sub(r"</ins>( *)<ins>", r"\1", re.sub(r"<[^>]+>|&\w+;|.", mark, line))
+    return re.sub(r"</ins>( *)<ins>", r"\1", re.sub(r"<[^>]+>|&#?\w+;|.", mark, line))
 
 
 def pages(chapters: dict[Path, str]) -> dict[Path, str]:
