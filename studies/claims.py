@@ -1,5 +1,4 @@
-"""Every claim of the five sources in its own words, beside our finding: `python3 -m
-studies.claims`.
+"""Every claim of the sources in its own words, beside our finding: `python3 -m studies.claims`.
 
 A figure comes from a study's record or from arithmetic in the study. A threshold is the source's
 unless it is called ours. Claims about time are judged at the source's geometry, at 124 million
