@@ -440,17 +440,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     cli.add_argument("--size", default=16, **count, help="tokens per block")
     cli.add_argument("--chunk", default=64, **count, help="tokens of a prompt read per pass")
-    cli.add_argument(
-        "--samples", **count, help="serve: continue each line so many times; default: once"
-    )
+    cli.add_argument("--samples", **count, help="continue each line so many times; default: once")
     cli.add_argument(
         "--temperature",
         type=temperature,
         metavar="X",
-        help="serve: 0 for the likeliest tokens, the default; higher is more random",
+        help="0 for the likeliest tokens, the default; higher is more random",
     )
-    cli.add_argument("--top-k", **count, help="serve: sample from the N likeliest tokens only")
-    cli.add_trace_argument("run: ")
+    cli.add_argument("--top-k", **count, help="sample from the N likeliest tokens only")
+    cli.add_trace_argument()
     cli.only("run", "--trace")
     cli.only("serve", "--samples", "--temperature", "--top-k")
     with cli.parse(argv) as args:

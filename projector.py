@@ -766,12 +766,12 @@ def main(argv: list[str] | None = None) -> None:
         "--max-new-tokens",
         type=whole_number(1),
         metavar="N",
-        help="ask: tokens to write; default: 32",
+        help="tokens to write; default: 32",
     )
     cli.add_argument(
         "--library",
         metavar="FOLDER",
-        help="ask: prompts stored by a study; default: the quiz questions that come along",
+        help="prompts stored by a study; default: the quiz questions that come along",
     )
     cli.only("ask", "--max-new-tokens", "--library")
     with cli.parse(argv) as args:

@@ -448,21 +448,21 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--encoder",
         metavar="NAME",
-        help="run: embeddings for the nearest prompt: tokens, the model's own, or a model of "
+        help="embeddings for the nearest prompt: tokens, the model's own, or a model of "
         "sentence-transformers, such as all-MiniLM-L6-v2; default: tokens",
     )
     cli.add_argument(
         "--store",
         metavar="FOLDER",
-        help="chat: where caches are kept; default: results/recycle/store",
+        help="where caches are kept; default: results/recycle/store",
     )
     cli.add_argument(
         "--capacity",
         type=whole_number(1, 2**63 - 1),
         metavar="BYTES",
-        help="chat: store size limit; default: 10**9",
+        help="store size limit; default: 10**9",
     )
-    cli.add_trace_argument("chat: ")
+    cli.add_trace_argument()
     cli.only("chat", "--store", "--capacity", "--trace")
     cli.only("run", "--encoder")
     with cli.parse(argv) as args:

@@ -251,11 +251,9 @@ def main(argv: list[str] | None = None) -> None:
         "--student", default="pocket-student", metavar="NAME", help="the model that drafts"
     )
     cli.add_argument(
-        "--draft", type=whole_number(1), metavar="K", help="write: tokens of a draft; default: 8"
+        "--draft", type=whole_number(1), metavar="K", help="tokens of a draft; default: 8"
     )
-    cli.add_argument(
-        "--by", choices=[*DRAFTS], help="write: where drafts come from; default: student"
-    )
+    cli.add_argument("--by", choices=[*DRAFTS], help="where drafts come from; default: student")
     cli.only("write", "--prompt", "--draft", "--by", "--top-k", "--temperature")
     with cli.parse(argv) as args:
         teacher, student, tokenizer = load_pair(

@@ -98,14 +98,14 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--kind",
         choices=KINDS,
-        help="student: what it reads in training: segments as "
+        help="what it reads in training: segments as "
         "between refreshes; alone, its own cache; prompt, the teacher's of a prompt; dropout, segments "
         f"with dropout of {DROPOUT}; default: {KINDS[0]}",
     )
     cli.add_argument(
         "--rule",
         choices=("mean", "sum"),
-        help="bct: how a slot reads its writes: mean, ours, with gates; or sum, the paper's own rule and "
+        help="how a slot reads its writes: mean, ours, with gates; or sum, the paper's own rule and "
         "nothing else; default: mean",
     )
     cli.only("student", "--kind")

@@ -143,14 +143,14 @@ class CommandLine(argparse.ArgumentParser):
             help="use the class Cache of this file, such as chapters/02_kv_cache/exercise.py",
         )
 
-    def add_trace_argument(self, prefix: str = "") -> None:
-        """Add --trace (args.trace_file); prefix: of its help."""
+    def add_trace_argument(self) -> None:
+        """Add --trace (args.trace_file)."""
         self.add_argument(
             "--trace",
             dest="trace_file",
             type=output_file,
             metavar="FILE.html",
-            help=f"{prefix}also write a page that plays the generation step by step, in any browser",
+            help="also write a page that plays the generation step by step, in any browser",
         )
 
     def trace(
@@ -179,7 +179,10 @@ class CommandLine(argparse.ArgumentParser):
 
     def only(self, owner: str, *options: str) -> None:
         """Let only one action have these options, which must be there and have no default."""
-        self.owners |= dict.fromkeys(options, owner)
+        for option in options:
+            self.owners[option] = owner
+            argument = self._option_string_actions[option]
+            argument.help = f"{owner}: {argument.help}"
 
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
