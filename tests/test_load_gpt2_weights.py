@@ -480,6 +480,9 @@ def test_own_tokenizer(tmp_path: Path) -> None:
     for _ in range(300):
         text = "".join(rng.choices(anything, k=rng.randint(0, 60)))
         assert tokenizer.decode(tokenizer.encode(text, disallowed_special=())) == text
+    with (tmp_path / "tokenizer.tiktoken").open("a") as file:
+        file.write("dGhl 0\n")
+    assert_no_tokenizer(tmp_path, "every rank from 0 on once")
 
 
 def test_gpt2_tokenizer(tmp_path: Path) -> None:

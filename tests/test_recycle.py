@@ -301,9 +301,9 @@ def test_latency_measures_every_cell(tmp_path: Path) -> None:
 
 
 def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
-    rng, requests, chains, seen, tokens = random.Random(0), [], [[]], set(), 0
+    rng, requests, chains, seen, tokens = random.Random(0), [], [[-1]], set(), 0
     for i in range(300):
-        chain = [*rng.choice(chains), *range(1000 * i, 1000 * i + rng.randint(1, 6))]
+        chain = [*rng.choice(chains), *range(1000 * i, 1000 * i + rng.randint(0, 6))]
         length = 512 * len(chain) - rng.randrange(512)
         chains.append(chain)
         requests.append({"input_length": length, "hash_ids": chain})

@@ -231,7 +231,7 @@ def test_not_even_an_unfinished_file_exceeds_the_capacity(
 
     monkeypatch.setattr(Path, "write_bytes", written)
     for ids in texts(2, 60, low=3):
-        put(store, ids)  # the end of a text that doesn't fit is left out
+        put(store, ids)
         kept += found(store, ids)
         assert taken(tmp_path) == store.nbytes <= capacity
     assert peak <= capacity and (kept > 0) == (capacity > 300)
@@ -253,6 +253,14 @@ def test_the_least_recently_used_run_that_nothing_continues_goes_first(store: St
         held = [text for text in (a, b, ab, c) if sum(n for _, n in store.match(text)) == len(text)]
         assert held == left
     assert store.nbytes == 0 and not runs(store)
+
+
+def test_the_end_of_a_text_that_does_not_fit_is_left_out(tiny: GPT) -> None:
+    store, long = Store(tiny, capacity=256 + 10 * TOKEN), [*range(11)] * 2
+    put(store, long)
+    assert found(store, long) == 10
+    put(store, [5] * 9)
+    assert found(store, [5] * 9) == 9 and found(store, long) == 0
 
 
 # --- Damage ---------------------------------------------------------------------------------------------------------
