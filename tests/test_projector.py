@@ -4,6 +4,7 @@ import math
 import random
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +36,8 @@ from support.regression import PENALTIES, cross_validate, ridge
 from tests.helpers import of_kind, refused, start
 from tests.test_equivalence import model_of
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = GPTConfig(vocab_size=50, n_ctx=96, n_layer=3, n_head=2, n_embd=16)
-
-
-MODELS = {
-    "learned": model_of(CONFIG),
-    "grouped": model_of(of_kind("Llama", CONFIG)),
-}
+MODELS = {"learned": model_of(CONFIG), "grouped": model_of(of_kind("Llama", CONFIG))}
 
 
 @pytest.fixture(params=MODELS)
@@ -183,15 +178,12 @@ def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts(
 # --- Stage 1 as written ---------------------------------------------------------------------------------------------
 
 
-def problem(N: int = 7, F: int = 30, m: int = 2, D: int = 3) -> tuple[Tensor, ...]:
-    """Features (N, F), queries and outputs (N, 2, D), and summary tokens to begin at (N, m, 2 D)."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = ((N, F), (N, 2, D), (N, 2, D), (N, m, 2 * D))
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.double) for shape in shapes)
-
-
 def test_the_map_in_the_span_is_an_optimum_of_all_dense_maps() -> None:
-    x, q, out, start = problem()
+    N, F, m, D = 7, 30, 2, 3
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(3), dtype=torch.double)
+    x = draw(N, F)
+    q, out = draw(N, 2, D), draw(N, 2, D)
+    start = draw(N, m, 2 * D)
 
     def loss_of(weight: Tensor, constant: Tensor) -> Tensor:
         """The source's loss, of a dense map (F, m * 2 D), in the units of fit_map()."""
@@ -459,10 +451,9 @@ def test_rouge_l_is_that_of_rouge_score() -> None:
 
 
 @pytest.mark.slow
-def test_the_bare_run_and_a_question_on_a_fresh_clone() -> None:
+def test_a_bare_run_compares_the_ways() -> None:
     lines = start("projector").out.splitlines()
     rows = {line.split(":")[0].strip(): line.split()[-4:] for line in lines if "%  " in line}
-    assert {*rows} == {"cold", "rival", "proposed", "ours", "control"}  # ms to KL <= 0.05
     assert rows["cold"][2:] == rows["rival"][2:] == ["0.00", "100%"]
     assert float(rows["proposed"][2]) > 1 > float(rows["ours"][2])
 
