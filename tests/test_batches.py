@@ -51,27 +51,23 @@ def test_contenders_write_the_same_and_count_their_bytes(name: str, folder: Path
 def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seconds = {BASE: [8.0, 6.0, 9.0], PAGED: [2.0, 3.0, 1.0]}
+    def turn(seconds: float, token: int) -> dict:
+        return {2: {"seconds": seconds, "tokens": [[token]], "held": 10, "wasted": 1}}
+
     turns = {
-        name: [
-            {2: {"seconds": s, "tokens": [[name == PAGED and i]], "held": 10 + i, "wasted": 1}}
-            for i, s in enumerate(of_turns)
-        ]
-        for name, of_turns in seconds.items()
+        BASE: [turn(8.0, 0), turn(6.0, 0), turn(9.0, 0)],
+        PAGED: [turn(2.0, 0), turn(3.0, 1), turn(1.0, 0)],
     }
     turns["floor"] = [{"bytes_per_ms": 1e6, "products_ms": {"32": 3.2}}]
-    failed = {"other": "no"}
-    monkeypatch.setattr(batches, "in_turns", lambda *_, needed: (turns, failed))
+    monkeypatch.setattr(batches, "in_turns", lambda *_, needed: (turns, {"other": "no"}))
     args = Namespace(on="cpu", turns=3, threads=1)
     one = measure(args, Path(), GEOMETRY, [2])["2"]
     prompts, new = requests_of(2, 300, 64)
     bound = 1e-4 * sum(map(len, prompts)) + 1e-3 * (max(new) - 1)
-    assert one["bound_s"] == pytest.approx(bound)
-    assert one["bound_tokens_per_s"] == pytest.approx(sum(new) / bound)
-    assert one["new"] == new and one["failed"] == failed
+    assert one["bound_s"] == pytest.approx(bound) and one["failed"] == {"other": "no"}
     paged, base = one["rows"][PAGED], one["rows"][BASE]
     assert paged["tokens_per_s"] == sum(new) / 2 and paged["times_as_fast"] == 4.0
-    assert paged["held"] == 10 and base["same_tokens"] and not paged["same_tokens"]
+    assert base["same_tokens"] and not paged["same_tokens"]
 
 
 @pytest.mark.slow
