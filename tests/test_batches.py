@@ -1,6 +1,5 @@
 """`python -m benchmarks --requests`: the same requests and tokens for all, and figures that are what they say."""
 
-import importlib.util
 from argparse import Namespace
 from pathlib import Path
 
@@ -24,15 +23,14 @@ def test_requests_are_the_same_every_time_and_of_different_lengths() -> None:
     (few, _), (prompts, new) = requests_of(4, 300, 1024), requests_of(64, 300, 1024)
     assert prompts[:4] == few and max(map(max, prompts)) < 300
     lengths = [len(ids) for ids in prompts]
-    assert 32 <= min(lengths) < 64 and 256 < max(lengths) <= 512
-    assert 32 <= min(new) < 64 < max(new) <= 128
+    assert 4 * min(lengths) < max(lengths) and min(new) < max(new)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*map(of_all_speeds, CONTENDERS)])
 def test_contenders_write_the_same_and_count_their_bytes(name: str, folder: Path) -> None:
-    if "transformers" in name and not importlib.util.find_spec("transformers"):
-        pytest.skip("transformers is not installed")
+    if "transformers" in name:
+        pytest.importorskip("transformers")
     prompts, new = requests_of(5, CONFIG.vocab_size, CONFIG.n_ctx)
     expected, found = (served(way, Where(folder), {5: (prompts, new)})[5] for way in (BASE, name))
     assert found["tokens"] == expected["tokens"] and [*map(len, found["tokens"])] == new

@@ -1,6 +1,5 @@
 """`python -m benchmarks`: equal weights give equal tokens in all implementations, and figures are what they say."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -146,7 +145,7 @@ def raw(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) 
             "other": {"2 x 100": [turn(400 * s, 150 * s, [1, 3]) for s in slow]},
         },
         "reuse": {"gpt_kv_cache.py": [30.0, 60.0, 31.0], "other": []},
-        "overheads": {"other": 0.7},
+        "overheads": {},
     }
 
 
@@ -162,7 +161,6 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -
     spread = report.ablation({"x": {"1 x 9": turns}}, [9])
     assert spread == {"x": {"9": {"decode": [1, 0.5, 2], "first": [1, 0.25, 1]}}}
     assert found["rows"]["gpt_kv_cache.py"]["reuse_ms"] == 31
-    assert found["rows"]["other"]["overhead_ms"] == 0.7
     disturbed = [raw(cpu=0.7), raw((5e6, 10e6, 10e6))]
     assert [report.disturbed(report.summary(r)) for r in disturbed] == [True, True]
     assert not report.disturbed(report.summary(raw()))
@@ -178,11 +176,9 @@ def grows(path: Path, most: int) -> int:
 @pytest.mark.slow
 def test_a_job_that_fails_is_left_out_and_said(tmp_path: Path) -> None:
     jobs = {"good": (grows, tmp_path / "good", 2), "bad": (grows, tmp_path / "bad", 1)}
-    jobs["absent"] = (Int8, Where(tmp_path, "cuda"))
     found, failed = processes.in_turns(jobs, 2, 1, needed=["good"])
     assert found == {"good": [10, 20]} and (tmp_path / "bad").read_text() == ".."
-    why = {"bad": "IndexError: list index out of range", "absent": "runs on cpu only"}
-    assert failed == why
+    assert failed == {"bad": "IndexError: list index out of range"}
     with pytest.raises(ValueError, match="good failed: IndexError"):
         processes.in_turns({"good": jobs["good"]}, 1, 1, needed=["good"])
 
@@ -197,11 +193,9 @@ def command(*words: str) -> str:
 @pytest.mark.slow
 def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
     only = ["gpt_baseline.py", "gpt_bounded_cache.py, preallocated"]
-    if importlib.util.find_spec("transformers"):
-        only.append("transformers, DynamicCache")
     out = tmp_path / "new"
     sizes = "--model pocket --lengths 24 48 --turns 1 --only".split()
-    printed = command(*sizes, *only, "--out", str(out))
+    command(*sizes, *only, "--out", str(out))
     names = {"summary.json", "decoding.png", "first_token.png"}
     assert {path.name for path in out.iterdir()} == names
     record = read_json(out / "summary.json")
@@ -209,9 +203,7 @@ def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
     assert record["different"] == [] and record["absent"] == {}
     ours = record["rows"][BASE]
     assert ours["1 x 48"]["decode_ratio"] == 1
-    assert ours["overhead_ms"] > 0
-    assert record["reuse_lengths"] == [48, 43] and ours["reuse_ms"] > 0
-    assert all(name in printed for name in only)
+    assert ours["overhead_ms"] > 0 < ours["reuse_ms"]
     assert "Llama 3 70B" in command("--scale", str(out / "summary.json"))
 
 
