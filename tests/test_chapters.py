@@ -134,7 +134,7 @@ def test_an_error_while_a_file_loads_costs_its_own_exercises_only(
     assert f'File "{tmp_path}/00_setup/exercise.py", line 3' in printed
     assert LOADS_WITH[code] in printed
     assert re.search(r"0\.1 +0 of 2\n +1\.1 +1 of 1\n", printed), printed
-    assert "INTERNALERROR" not in printed and "conftest.py" not in printed
+    assert "INTERNALERROR" not in printed
 
 
 def test_pictures_show_real_tokens() -> None:
@@ -173,9 +173,6 @@ def test_a_page_leads_to_its_neighbours_and_into_itself() -> None:
     assert ids == ["2-the-kv-cache", "its-new-a--b", "run-it", "run-it-1"]
     neighbours = ["../01_gpt2/index.html", "../index.html", "../03_bounded/index.html"]
     assert re.findall(r'<a href="(.*?)">', page) == 2 * neighbours
-    assert build.links(FOLDERS[0] / "README.md")[0] == ("../index.html", "All chapters")
-    assert build.links(FOLDERS[-1] / "README.md")[-1] == ("../index.html", "All chapters")
-    assert build.links(CHAPTERS / "README.md") == []
 
 
 def test_every_hunk_has_words() -> None:

@@ -74,15 +74,9 @@ def run_all(patches: list[Path]) -> dict[str, int]:
             sys.modules[module] = importlib.util.module_from_spec(spec)
             exec(compile(text, f"{patch.name}", "exec"), sys.modules[module].__dict__)
             tests = [str(ROOT / "tests" / name) for name in SUITES[module]]
-            chosen = [
-                "-k",
-                ENOUGH[max((name for name in ENOUGH if patch.stem.startswith(name)), key=len)],
-            ]
-            os._exit(
-                pytest.main(
-                    ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *chosen, *tests]
-                )
-            )
+            longest = max((name for name in ENOUGH if patch.stem.startswith(name)), key=len)
+            options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+            os._exit(pytest.main([*options, "-k", ENOUGH[longest], *tests]))
         statuses[patch.stem] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return statuses
 

@@ -11,7 +11,7 @@ import pytest
 import chapters.builder.__main__ as build
 from chapters import room
 from chapters.builder import blocks, notebook
-from tests.helpers import recorded
+from tests.helpers import recorded, refused, run
 from tests.test_chapters import CHAPTERS, copy_of_the_chapters, with_solutions
 
 LEFT = 'raise NotImplementedError("exercise '
@@ -87,15 +87,11 @@ def test_a_failure_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (output,) = notebook.execute('check("1.1", causal_mask)', names, 2)
     assert "the first difference is at index 0" in output.text
     assert output.text.endswith("\n1.1: 0 of 1 points\n")
-    assert (tmp_path / "01_gpt2" / "exercise.py").read_text() == wrong
-    notebook.execute("class Cache:\n    def __len__(self):\n        return 0", names, 3)
-    (output,) = notebook.execute('check("2.1", Cache)', names, 4)
-    assert output.text.splitlines()[-1].startswith("2.1: 0 of 4 points; next, stage 1: ")
 
 
 @with_solutions
 def test_a_students_work_is_not_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh, file = notebook.FILE.read_text(encoding="utf-8"), tmp_path / "two_hours.ipynb"
     work = fresh.replace(
@@ -106,9 +102,7 @@ def test_a_students_work_is_not_written_over(
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "build", lambda numbers: {file: fresh})
     file.write_text(work, encoding="utf-8")
-    with pytest.raises(SystemExit):
-        build.main([])
-    assert "work in two_hours.ipynb would be lost" in capsys.readouterr().err
+    refused(run(build.main), "work in two_hours.ipynb would be lost")
     assert file.read_text(encoding="utf-8") == work
     file.write_text(fresh.replace("diffs", "changes"), encoding="utf-8")
     build.main([])

@@ -35,11 +35,13 @@ def bytes_of(way: str, slots: int, positions: int) -> int:
     return right(*build(way, slots, 0, positions), positions // 2, 1)[1]
 
 
-def test_a_window_has_the_bytes_of_the_slots() -> None:
+def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
     a_position = bytes_of("full", 1, 20) // 20
     for slots in (4, 16):
         least, got = bytes_of("ours", slots, 128), bytes_of("window", slots, 128)
         assert least <= got - a_position < least + a_position, "the spare slot aside"
+    values = 2 * 2 * 4 * 32 * 4  # layers, heads, slots, head size, bytes
+    assert (bytes_of("sum", 4, 16), bytes_of("sum-mk", 4, 16)) == (2 * values, values)
 
 
 def test_a_reading_through_mk_holds_values_only() -> None:

@@ -108,11 +108,6 @@ def test_gates_meet_their_budgets_where_nothing_refreshes(rows) -> None:
         signals = texts.signals("valid", [gate], mode)[0]
         fired = firings(signals, gate.threshold, gate.cooldown)
         assert 0.7 * 7.8 <= 1000 * fired / signals.numel() <= 7.8
-    probe = texts.policy("probe:32~7.8", "sampled")  # a signal in 32 tokens
-    signals = texts.signals("valid", [probe], "sampled")[0]
-    assert signals.shape == (12, 239 // 32)
-    fired = int((signals > probe.threshold).sum())
-    assert 0.7 * 7.8 <= 1000 * fired / (32 * signals.numel()) <= 7.8
 
 
 def test_the_source_s_code_moves_every_entry_by_one_token(teacher) -> None:
@@ -136,9 +131,8 @@ def test_the_error_of_the_cache_falls_to_the_refreshed_part(rows, teacher, stude
     assert [e < 1e-5 for e in five] == [t % 5 == 0 for t in range(1, 21)]
     same = texts_of(rows, teacher, teacher, prompts(2), 20)
     same.at = {"trained": "teacher"}
-    caches(same, ["none"], 2)
-    for metric in ("cache_error", "kl"):  # with a teacher for a student nothing differs
-        assert max(rows.find("none", metric, trained="teacher")["values"]) < 1e-5
+    caches(same, ["none"], 2)  # with a teacher for a student nothing differs
+    assert max(rows.find("none", "kl", **same.at)["values"]) < 1e-5
 
 
 def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, student) -> None:
@@ -202,13 +196,13 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
     tokenizer = load_tokenizer(str(tmp_path))
     questions = [f"Why is {word} so?" for word in ("a", "b c d e f g", "h", "i", "j")]
     (tmp_path / "q.csv").write_text("prompt\n" + "\n".join(questions))
-    for chat, form in ((False, "{}"), (True, FORMS["<|start_header_id|>"])):
-        made = refreshing.prompts_of(tokenizer, str(tmp_path / "q.csv"), 9, 99, chat)
-        first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
-        assert made["valid"][0].tolist() == first  # the shortest is whole
-        long = tokenizer.decode(made["test"][0].tolist())
-        before, after = form.split("{}")
-        assert long.startswith("<|begin_of_text|>" + before) and long.endswith("so?" + after)
+    made = refreshing.prompts_of(tokenizer, str(tmp_path / "q.csv"), 9, 99, True)
+    form = FORMS["<|start_header_id|>"]
+    first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
+    assert made["valid"][0].tolist() == first  # the shortest is whole
+    long = tokenizer.decode(made["test"][0].tolist())
+    before, after = form.split("{}")
+    assert long.startswith("<|begin_of_text|>" + before) and long.endswith("so?" + after)
 
 
 @pytest.mark.parametrize(
