@@ -6,7 +6,7 @@ instead of 16,000 tokens: times don't depend on either.
 
 tps          tokens/s of decoding after so many tokens
 faster       times as fast as another cache, turn by turn
-bytes, mb    of the cache
+mb           megabytes of the cache
 share        of the growing cache's bytes
 
 Source: Yi et al. 2024 (BCT).
@@ -111,7 +111,7 @@ def measure(rows: Rows, quick: bool, turns: int) -> None:
         found = in_turn(runs, turns)
         for name, several in found.items():
             tps, share = np.divide(1, several), size[name] / size["growing"]
-            rows.add(name, at, tps=tps, bytes=[size[name]], mb=[size[name] / 1e6], share=[share])
+            rows.add(name, at, tps=tps, mb=[size[name] / 1e6], share=[share])
             for than in ("growing", "preallocated"):
                 rows.add(name, at | {"than": than}, faster=np.divide(found[than], several))
 

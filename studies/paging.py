@@ -165,9 +165,7 @@ class Record:
             lines.append(f"{first + len(steps):>6}  {row}  {', '.join(words)}".rstrip())
         return "\n".join(lines)
 
-    def write(
-        self, path: Path, title: str, tokenizer: tiktoken.Encoding, prompts: list[list[int]]
-    ) -> None:
+    def write(self, path: Path, tokenizer: tiktoken.Encoding, prompts: list[list[int]]) -> None:
         """Write a page that plays the steps."""
         steps = []
         for step in self.steps:
@@ -178,7 +176,7 @@ class Record:
             "prompts": [*map(tokenizer.decode, prompts)],
             "steps": steps,
         }
-        write_page(path, title, data, "tracing_blocks.html")
+        write_page(path, "paged.py", data, "tracing_blocks.html")
 
 
 def cell(who: list[int], found: bool) -> str:
@@ -269,5 +267,5 @@ Exact: every text's tokens are its own. Slow: in plain PyTorch all keys and valu
 copied, in every step; a kernel that reads them through the table saves that. `python3 -m benchmarks --requests`
 measures both on GPT-2 124M.""")
     if trace:
-        record.write(trace, "paged.py", tokenizer, prompts)
+        record.write(trace, tokenizer, prompts)
         print(f"[step by step: {trace}]")

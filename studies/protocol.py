@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from string import ascii_lowercase
 from typing import TypedDict
 
@@ -15,7 +14,6 @@ from load_gpt2_weights import NAMES
 from support.cli import CommandLine, writable_folder
 from support.tables import Table
 
-HERE = Path(__file__).resolve().parent
 MINUTES = {  # that a command's full run took on an undisturbed core
     "article": 10,
     "bounding": 10,

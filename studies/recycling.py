@@ -34,9 +34,9 @@ import numpy as np
 
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
-from studies.core import Figure, Rows, in_turn, recorded, report
+from studies.core import HERE, Figure, Rows, in_turn, recorded, report
 from studies.measuring import begin, model_of
-from studies.protocol import HERE, StudyLine
+from studies.protocol import StudyLine
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.encoders import load_encoder
