@@ -146,7 +146,6 @@ SUPPORTED: dict[str, dict[str, tuple]] = {
     },
     "Llama": {
         "hidden_act": ("silu",),
-        "rms_norm_eps": (1e-5,),
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "pretraining_tp": (1,),
@@ -165,6 +164,7 @@ LLAMA_SIZES = {  # Hugging Face's name: LlamaConfig's
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
     "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
 }
 LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
     "factor": float,
@@ -404,7 +404,8 @@ def gpt2_fields(config: dict[str, Any], path: Path, config_class: type) -> dict[
 def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the fields of a Llama's config. Newer files have rope_parameters, older ones rope_theta and
     rope_scaling."""
-    needed = [key for key in LLAMA_SIZES if key not in ("num_key_value_heads", "head_dim")]
+    optional = ("num_key_value_heads", "head_dim", "rms_norm_eps")
+    needed = [key for key in LLAMA_SIZES if key not in optional]
     if absent := [key for key in needed if key not in config]:
         raise ValueError(f"{path} lacks {', '.join(absent)}")
     layer_types = config.get("layer_types", [])
@@ -412,6 +413,7 @@ def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: layer_types has layers of another kind than 'full_attention'")
     found = {ours: config[key] for key, ours in LLAMA_SIZES.items() if key in config}
     found.setdefault("n_kv_head", found["n_head"])
+    found.setdefault("norm_eps", 1e-6)  # transformers' default
     found["tied"] = config.get("tie_word_embeddings", False)
     where = f"rope_parameters of {path}"
     rope = config.get("rope_parameters", config.get("rope_scaling", {}))
