@@ -348,7 +348,8 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
             why = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
     # Whatever else a network, its settings, a server or a full disk can do.
     except Exception as error:
-        raise not_downloaded(f"{filename} of {repo}", error) from error
+        ours = "the model pocket-llama" if repo in LLAMAS else "the model pocket"
+        raise not_downloaded(f"{filename} of {repo}", error, ours) from error
     raise OSError(why)
 
 
