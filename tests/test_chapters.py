@@ -202,6 +202,7 @@ def test_a_page_leads_to_its_neighbours_and_into_itself() -> None:
     assert build.links(FOLDERS[0] / "README.md")[0] == ("../index.html", "All chapters")
     assert build.links(FOLDERS[-1] / "README.md")[-1] == ("../index.html", "All chapters")
     assert build.links(CHAPTERS / "README.md") == []
+    assert pages.target("01_gpt2/README.md#run-it") == "01_gpt2/index.html#run-it"
 
 
 def test_every_hunk_has_words() -> None:
