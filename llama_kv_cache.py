@@ -41,6 +41,7 @@ class LlamaConfig:  # LLAMA
     n_inner: int | None = 1536  # LLAMA
     n_kv_head: int = 3  # LLAMA  heads of keys and values, each read by n_head // n_kv_head queries
     tied: bool = True  # LLAMA  the output head is the token embedding
+    norm_eps: float = 1e-5  # LLAMA  added to the mean square that RMSNorm divides by
     head_dim: int | None = None
     dropout: float = 0.0
     rope_theta: float = 100_000.0  # ROPE  base of the frequencies, see rotation()
@@ -229,8 +230,8 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:  # LLAMA
         super().__init__()
-        self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-5)  # RMS
-        self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-5)  # RMS
+        self.ln_1 = nn.RMSNorm(config.n_embd, eps=config.norm_eps)  # RMS
+        self.ln_2 = nn.RMSNorm(config.n_embd, eps=config.norm_eps)  # RMS
         self.attn = Attention(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
@@ -263,7 +264,7 @@ class Llama(nn.Module):  # LLAMA
             raise ValueError(f"head_dim is {config.head_dim}, and must be even: pairs turn")  # ROPE
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
-        self.ln_f = nn.RMSNorm(config.n_embd, eps=1e-5)  # RMS
+        self.ln_f = nn.RMSNorm(config.n_embd, eps=config.norm_eps)  # RMS
         self.context = config.n_ctx  # positions that a text may take
         self.lm_head = self.wte
         if not config.tied:  # LLAMA

@@ -146,7 +146,6 @@ SUPPORTED: dict[str, dict[str, tuple]] = {
     },
     "Llama": {
         "hidden_act": ("silu",),
-        "rms_norm_eps": (1e-5,),
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "pretraining_tp": (1,),
@@ -165,6 +164,7 @@ LLAMA_SIZES = {  # Hugging Face's name: LlamaConfig's
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
     "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
 }
 LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
     "factor": float,
@@ -349,7 +349,8 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
             why = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
     # Whatever else a network, its settings, a server or a full disk can do.
     except Exception as error:
-        raise not_downloaded(f"{filename} of {repo}", error) from error
+        ours = "the model pocket-llama" if repo in LLAMAS else "the model pocket"
+        raise not_downloaded(f"{filename} of {repo}", error, ours) from error
     raise OSError(why)
 
 
@@ -411,8 +412,13 @@ def gpt2_fields(config: dict[str, Any], path: Path, config_class: type) -> dict[
 def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the fields of a Llama's config. Newer files have rope_parameters, older ones rope_theta and
     rope_scaling."""
-    needed = [key for key in LLAMA_SIZES if key not in ("num_key_value_heads", "head_dim")]
+    optional = ("num_key_value_heads", "head_dim", "rms_norm_eps")
+    needed = [key for key in LLAMA_SIZES if key not in optional]
     check_fields(config, str(path), **dict.fromkeys(needed, int))
+    config = {"rms_norm_eps": 1e-6} | config  # transformers' default
+    check_fields(config, str(path), rms_norm_eps=float)
+    if not config["rms_norm_eps"] > 0:
+        raise ValueError(f"{path}: rms_norm_eps must be more than 0, got {config['rms_norm_eps']}")
     layer_types = config.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(f"{path}: layer_types has layers of another kind than 'full_attention'")

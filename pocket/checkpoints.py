@@ -66,7 +66,6 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
         "rope_theta": c.rope_theta,
         "tie_word_embeddings": c.tied,
     }

@@ -9,7 +9,7 @@ from typing import Any
 from support.files import write_atomically
 
 # For any eyes.
-COLORS = "#0072b2 #d55e00 #009e73 #aa4499 #e69f00 #56b4e9 #882255 #555555".split()
+COLORS = "#0072b2 #d55e00 #009e73 #aa4499 #e69f00 #56b4e9 #882255 #555555 #000000".split()
 STYLE = {
     "font.size": 11,
     "axes.titlesize": 12,

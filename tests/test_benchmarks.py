@@ -186,7 +186,7 @@ def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
     only = ["gpt_baseline.py", "gpt_bounded_cache.py, preallocated"]
     out = tmp_path / "new"
     sizes = "--model pocket --lengths 24 48 --turns 1 --only".split()
-    command(*sizes, *only, "--out", str(out))
+    printed = command(*sizes, *only, "--out", str(out))
     names = {"summary.json", "decoding.png", "first_token.png"}
     assert {path.name for path in out.iterdir()} == names
     record = read_json(out / "summary.json")

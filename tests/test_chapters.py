@@ -173,6 +173,7 @@ def test_a_page_leads_to_its_neighbours_and_into_itself() -> None:
     assert ids == ["2-the-kv-cache", "its-new-a--b", "run-it", "run-it-1"]
     neighbours = ["../01_gpt2/index.html", "../index.html", "../03_bounded/index.html"]
     assert re.findall(r'<a href="(.*?)">', page) == 2 * neighbours
+    assert pages.target("01_gpt2/README.md#run-it") == "01_gpt2/index.html#run-it"
 
 
 def test_every_hunk_has_words() -> None:

@@ -19,7 +19,7 @@ LECTURES = [
         "llama_kv_cache.py",
         26,
         30,
-        {"# ROPE": 32, "# GQA": 9, "# RMS": 3, "# SWIGLU": 3, "# LLAMA": 23},
+        {"# ROPE": 32, "# GQA": 9, "# RMS": 3, "# SWIGLU": 3, "# LLAMA": 24},
     ),
 ]
 FILES = {  # lines of code

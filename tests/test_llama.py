@@ -39,6 +39,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "pruned widths": {"hidden_size": 44, "head_dim": 16, "intermediate_size": 55},
     "llama3 frequencies": {"rope_parameters": LLAMA3},
     "another theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 12_345.0}},
+    "another epsilon": {"rms_norm_eps": 0.1},
 }
 
 
@@ -158,7 +159,6 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -170,6 +170,7 @@ def changed(folder: Path, **fields: Any) -> str:
         ),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
         ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be more than 0, got 0"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
         ({"model_type": "mistral"}, "model_type is 'mistral'"),
     ],

@@ -54,8 +54,9 @@ MARKDOWN = MarkdownIt("commonmark", {"highlight": fence}).enable("table")
 
 def target(link: str) -> str:
     """Return where a link leads: from page to page, and not to the text that a page was made of."""
-    inside = not link.startswith("../../")
-    return re.sub(r"\.md$", ".html", link.replace("README.md", "index.md")) if inside else link
+    if link.startswith("../../"):
+        return link
+    return re.sub(r"\.md(?=#|$)", ".html", link.replace("README.md", "index.md"))
 
 
 def slug(heading: Token) -> str:
