@@ -77,7 +77,6 @@ def table(old: str, new: str, said: dict[int, list[str]]) -> dict[str, Any]:
         for a, b in aligned(*texts, range(first, end), range(new_first, new_end)):
             kinds = {
                 "first": len(result) == begin,
-                "added": first == end,
                 "old": a is not None,
                 "new": b is not None,
             }
