@@ -8,6 +8,7 @@ import pytest
 
 import benchmarks.pages
 import studies.pages
+from chapters.builder import pages
 from support.blocks import with_blocks
 from tests.helpers import process
 from tests.test_diff import hunks
@@ -37,6 +38,20 @@ def test_every_file_that_is_linked_or_run_exists(page: str) -> None:
     paths = [(ROOT / page).parent / name for name in re.findall(r"\]\(([^)#:]+)\)", text)]
     paths += [ROOT / name for name in re.findall(r"python3? ([\w/]+\.py)", text)]
     assert len(paths) > 5 and [path for path in paths if not path.exists()] == []
+
+
+def test_links_to_headings_lead_to_headings() -> None:
+    rooms = ("chapters", "studies", "benchmarks", "pocket")
+    found = [*ROOT.glob("*.md"), *(path for room in rooms for path in ROOT.glob(f"{room}/**/*.md"))]
+    shown = {path: pages.page(path.read_text(encoding="utf-8")) for path in found}
+    links = 0
+    for path in found:
+        text = path.read_text(encoding="utf-8")
+        for name, heading in re.findall(r"\]\(([^)#: ]*\.md|)#([^) ]+)\)", text):
+            target = (path.parent / name).resolve() if name else path
+            assert f'id="{heading}"' in shown[target], f"{path}: {name}#{heading}"
+            links += 1
+    assert links > 10
 
 
 def test_counts_are_right() -> None:
