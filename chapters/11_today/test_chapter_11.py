@@ -43,7 +43,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.ex11_1
 @pytest.mark.parametrize(("head_dim", "theta"), [(64, 100_000.0), (128, 500_000.0), (2, 10_000.0)])
-def test_frequencies_fall_from_one_radian_a_token(
+def test_stage_1_frequencies_fall_from_one_radian_a_token(
     impl: ModuleType, head_dim: int, theta: float
 ) -> None:
     speed = impl.frequencies(head_dim, theta)
@@ -53,7 +53,7 @@ def test_frequencies_fall_from_one_radian_a_token(
 
 
 @pytest.mark.ex11_1
-def test_pairs_are_of_two_halves(impl: ModuleType) -> None:
+def test_stage_2_pairs_are_of_two_halves(impl: ModuleType) -> None:
     x = torch.tensor([1.0, 2.0, 0.0, 0.0])[None, None, None]
     turned = impl.rotate(x, torch.tensor([1]), torch.tensor([math.pi / 2, 0.0]))
     expected = torch.tensor([0.0, 2.0, 1.0, 0.0])[None, None, None]
@@ -71,7 +71,7 @@ def test_pairs_are_of_two_halves(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex11_1
-def test_a_score_knows_the_distance_only(impl: ModuleType) -> None:
+def test_stage_2_a_score_knows_the_distance_only(impl: ModuleType) -> None:
     q, k = randn(1, 1, 1, 12), randn(1, 1, 1, 12, seed=1)
     speed = torch.tensor([500.0 ** (-2 * i / 12) for i in range(6)])
 
@@ -88,7 +88,7 @@ def test_a_score_knows_the_distance_only(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex11_1
-def test_half_precision_changes_the_numbers_and_not_the_positions(impl: ModuleType) -> None:
+def test_stage_2_half_precision_changes_the_numbers_and_not_the_positions(impl: ModuleType) -> None:
     x, speed = randn(1, 1, 2, 12), torch.tensor([500.0 ** (-2 * i / 12) for i in range(6)])
     pos = torch.tensor([256, 257])
     found = impl.rotate(x.bfloat16(), pos, speed)
