@@ -31,7 +31,7 @@ import gpt_bounded_cache
 import gpt_kv_cache
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
-from load_gpt2_weights import load_tokenizer
+from load_gpt2_weights import Numbers
 from recycle import Run, timed
 from studies.core import Rows, in_turn, recorded, report
 from studies.measuring import begin
@@ -83,7 +83,7 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
     models = {way: random_model(FILES[way].GPT, size) for way in ways}
     for model in models.values():
         model.load_state_dict(models["no-cache"].state_dict())
-    ids = torch.tensor([load_tokenizer("gpt2").encode(PROMPT)])
+    ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
     room = ids.size(1) + n
     if after:
         ids, room = torch.randint(50257, (1, after)), model.config.n_ctx
