@@ -1,6 +1,6 @@
 """Speed and memory beside other implementations: decoding, time to the first token, bytes of cache.
 
-`python -m benchmarks` gives every implementation the same weights and lets them take turns, one at a time; each has a
+`python3 -m benchmarks` gives every implementation the same weights and lets them take turns, one at a time; each has a
 process of its own, a new one in every turn (memory addresses are a matter of luck, and a process keeps them). Figures
 are medians over turns, and shares of the machine's own limits in the same turns: reading the weights once per token,
 and computing only the matrix products of a prompt. `--ablate` measures our own choices one by one, and where the time

@@ -1,6 +1,6 @@
 """Many requests of different lengths at once: their total tokens/s, memory, and the cost of gathering blocks.
 
-`python -m benchmarks --requests` gives all contenders the same weights and requests, and lets them take turns.
+`python3 -m benchmarks --requests` gives all contenders the same weights and requests, and lets them take turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Implementations of GPT-2 that `python -m benchmarks` compares, and what it measures of them.
+"""Implementations of GPT-2 that `python3 -m benchmarks` compares, and what it measures of them.
 
 All get the same weights: a folder in Hugging Face format. A contender is a function from ids (B, T) to an iterator that
 yields the greedy next tokens (B, 1), one after each step of its work, the first after the prefill.

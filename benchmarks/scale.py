@@ -80,7 +80,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 
 def note(path: Path) -> str:
-    """Return what a summary.json of `python -m benchmarks` predicts, and how well it predicts itself. Raises
+    """Return what a summary.json of `python3 -m benchmarks` predicts, and how well it predicts itself. Raises
     ValueError if the file is another one."""
     record = read_json(path)
     try:

@@ -1,16 +1,16 @@
 """Train the small models that the scripts run on when no other is named.
 
-  python pocket/train.py tokenizer                           a byte-level BPE of the corpus
-  python pocket/train.py teacher                             the model itself: an interrupted run goes on
-  torchrun --nproc-per-node 2 pocket/train.py teacher        the same run, data-parallel
-  python pocket/train.py llama                               the teacher as a Llama, trained on
-  python pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
-  python pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
+  python3 pocket/train.py tokenizer                           a byte-level BPE of the corpus
+  python3 pocket/train.py teacher                             the model itself: an interrupted run goes on
+  torchrun --nproc-per-node 2 pocket/train.py teacher         the same run, data-parallel
+  python3 pocket/train.py llama                               the teacher as a Llama, trained on
+  python3 pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
+  python3 pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE --out FOLDER
-  python pocket/train.py student                             a narrower model that decodes on the teacher's cache
-  python pocket/train.py student --kind prompt               the same, trained otherwise: also alone, dropout
+  python3 pocket/train.py student                             a narrower model that decodes on the teacher's cache
+  python3 pocket/train.py student --kind prompt               the same, trained otherwise: also alone, dropout
   torchrun --nproc-per-node 8 pocket/train.py student --init gpt2-medium --text FILE --out FOLDER
-  python pocket/train.py ablation                            which parts of BCT do what, by short runs of each
+  python3 pocket/train.py ablation                            which parts of BCT do what, by short runs of each
 
 The finding behind the recipe: a GPT-2 this small, with random learned positions, forms no induction head within
 ten million tokens. It writes fluent text whose names have nothing to do with the prompt, so that nothing could be
