@@ -189,7 +189,7 @@ def test_a_study_then_a_question(tmp_path: Path) -> None:
     lines = [line.split() for line in start(question).out.splitlines() if " ms " in line]
     assert [line[0] for line in lines] == ["proposed", "ours", "exactly"]
     (out / "library" / "ours" / "library.safetensors").write_bytes(b"no")
-    refused(start(question), "not a file of safetensors")
+    refused(start(question), "not a safetensors file")
 
 
 @pytest.mark.parametrize(
