@@ -179,7 +179,7 @@ def draw(record: Record, out: Path) -> None:
     lengths, model = record["lengths"], record["model"]
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
     products = [record["products_ms"][str(T)] for T in lengths]
-    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 8 colours: no two lines look alike
+    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 9 colours: no two lines look alike
 
     def lines(axes: Any, key: str, floor: Sequence[float], said: str) -> None:
         for i, (name, row) in enumerate(shown(record).items()):
