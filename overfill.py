@@ -671,7 +671,7 @@ def demo(
     texts that it has sampled, the nearest first, and how long each takes to write a text.
 
     The texts begin as six documents of the corpus do. Raises ValueError if a beginning and the new
-    tokens exceed the context, or there is but one of these.
+    tokens exceed the context, or if there are fewer than 2 new tokens.
     """
     from pocket import corpus  # which is all that this file needs of pocket
 
