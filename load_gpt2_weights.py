@@ -842,7 +842,7 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         for what, value in conditions(args.model, model).items():
-            print(f"{what}: {value}")
+            print(f"{what}: {value:,}" if isinstance(value, int) else f"{what}: {value}")
         print()
 
         def continuation(prompt: str, n_tokens: int, cache: Any = None) -> Iterator[Tensor]:

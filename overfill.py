@@ -671,7 +671,7 @@ def demo(
     texts that it has sampled, the nearest first, and how long each takes to write a text.
 
     The texts begin as six documents of the corpus do. Raises ValueError if a beginning and the new
-    tokens exceed the context.
+    tokens exceed the context, or if there are fewer than 2 new tokens.
     """
     from pocket import corpus  # which is all that this file needs of pocket
 
@@ -679,8 +679,8 @@ def demo(
     width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
     if not 2 <= n <= room - width:
         raise ValueError(
-            f"after a prompt of {width} tokens the demo compares at least 2, and at most "
-            f"{room - width} in a context of {room}, got {n}"
+            f"the demo compares at least 2 tokens after a prompt of {width}, and no more than a "
+            f"context of {room} has room for, got {n}"
         )
     ids = torch.tensor(prompts, device=teacher.wte.weight.device)
     generator = torch.Generator(ids.device).manual_seed(seed)
@@ -725,7 +725,8 @@ The full study, in two hours (--quick: in a minute): python3 -m studies.refreshi
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
     cli.add_actions(
-        demo="compare ways to write 160 tokens", write="continue a prompt in one way, by 250"
+        demo="compare ways to write 160 tokens",
+        write=f"continue {PROMPT!r} or another prompt in one way, by 250 tokens, always the likeliest",
     )
     cli.add_generation_arguments("--teacher")
     cli.set_defaults(prompt=None, max_new_tokens=None, temperature=None)

@@ -77,8 +77,8 @@ def weights(model: str) -> AbstractContextManager[Path]:
 
 
 def about(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the weights
-    in float32."""
+    """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the
+    weights in float32."""
     model = load_model(str(folder), device=args.on)
     config = model.config
     sizes = {
@@ -192,8 +192,11 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     on = about(args, folder)
     llama = "rope_theta" in on["geometry"]
     known = LLAMAS if llama else CONTENDERS
-    base = base_of(known)
-    names = [name for name in known if name in (base, *(args.only or known))]
+    base, wanted = base_of(known), args.only or known
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--only {name} can't read {args.model}: choose of {'; '.join(known)}")
+    names = [name for name in known if name in (base, *wanted)]
     record = record_of(args, folder, on, names, TEXTS)
     if not llama:
         add_overheads(args, record)

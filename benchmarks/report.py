@@ -102,7 +102,7 @@ def shown(record: Record) -> dict[str, Record]:
 
 def decoding(record: Record) -> Table:
     """Return tokens/s in all cells and the first tokens, each with its ratio to our own file's, bytes of the cache, and
-    the overhead of a step."""
+    the overhead of a step where it was measured."""
     cells = cells_of(record["rows"][base_of(record["rows"])])
     header = ["tokens/s of decoding"]
     for cell in cells:
@@ -110,14 +110,18 @@ def decoding(record: Record) -> Table:
         texts = "" if B == "1" else f"{B} texts, "
         header.append(f"{texts}after {int(T):,}")
     header += [f"first token of {T:,}" for T in record["lengths"]]
-    header += [f"bytes of cache for {record['lengths'][-1]:,}", "overhead"]
+    header.append(f"bytes of cache for {record['lengths'][-1]:,}")
+    overhead = any("overhead_ms" in row for row in shown(record).values())
+    if overhead:
+        header.append("overhead")
     rows = []
     for name, row in shown(record).items():
         speeds = [f"{row[c]['tokens_per_s']:.1f} ({row[c]['decode_ratio']:.2f})" for c in cells]
         ones = [row[f"1 x {T}"] for T in record["lengths"]]
         firsts = [f"{one['first_ms']:,.0f} ms ({one['first_ratio']:.2f})" for one in ones]
-        overhead = f"{row['overhead_ms']:.1f} ms" if "overhead_ms" in row else "-"
-        rows.append([name, *speeds, *firsts, f"{ones[-1]['cache_bytes']:,}", overhead])
+        rows.append([name, *speeds, *firsts, f"{ones[-1]['cache_bytes']:,}"])
+        if overhead:
+            rows[-1].append(f"{row['overhead_ms']:.1f} ms" if "overhead_ms" in row else "-")
     return Table(header, rows)
 
 
@@ -179,7 +183,7 @@ def draw(record: Record, out: Path) -> None:
     lengths, model = record["lengths"], record["model"]
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
     products = [record["products_ms"][str(T)] for T in lengths]
-    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 8 colours: no two lines look alike
+    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 9 colours: no two lines look alike
 
     def lines(axes: Any, key: str, floor: Sequence[float], said: str) -> None:
         for i, (name, row) in enumerate(shown(record).items()):

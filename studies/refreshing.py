@@ -433,10 +433,10 @@ def step_seconds(student: GPT, ids: Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def needed(texts: Texts, ways: Sequence[str], single: int) -> str:
-    """Return what a run needs: memory for the weights of both models and for a cache of each, of all
-    texts at once; and the time of the student's steps, by one that is timed: texts written at once
-    in each mode and way, and `single` texts one by one in each way."""
+def needed(texts: Texts, ways: Sequence[str], single: int) -> Iterator[str]:
+    """Yield what a run needs: memory for the weights of both models and for a cache of each, of all
+    texts at once, before any is made; then the time of the student's steps, by one that is timed:
+    texts written at once in each mode and way, and `single` texts one by one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
     (many, length), tokens = ids.shape, len(ways) * texts.n
     weights, caches = [], 0
@@ -445,15 +445,17 @@ def needed(texts: Texts, ways: Sequence[str], single: int) -> str:
         weights.append(sum(p.nbytes for p in model.parameters()) / 1e6)
         token = 2 * c.n_layer * kv_heads(c) * c.head_dim * weight.itemsize
         caches += many * (length + texts.n) * token
+    yield (
+        f"Memory: {weights[0]:,.1f} MB of weights for the teacher, {weights[1]:,.1f} for the student, "
+        f"{caches / 1e6:,.1f} for the caches of {many} texts of {length + texts.n:,} tokens."
+    )
     at_once, one = step_seconds(student, ids), step_seconds(student, ids[:1])
     together, alone = len(MODES) * tokens, single * tokens
-    return (
-        f"Memory: {weights[0]:,.1f} MB of weights for the teacher, {weights[1]:,.1f} for the student, "
-        f"{caches / 1e6:,.1f} for the caches of {many} texts of {length + texts.n:,} tokens.\n"
+    yield (
         f"Time: {(together * at_once + alone * one) / 3600:.1f} hours or more: {together:,} steps of "
         f"the student with {many} texts at once, {at_once:.2f} s each, and {alone:,} with one, "
-        f"{one:.2f} s each; the teacher's reading comes on top. An interrupted run goes on where it "
-        "stopped."
+        f"{one:.2f} s each; the teacher's reading comes on top. A run that is interrupted begins "
+        "anew.\n"
     )
 
 
@@ -481,7 +483,8 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         many, length = prompts["test"].shape
         few = min(3, many)
         if path is not None:
-            print(f"{needed(texts, ways, turns * few)}\n", flush=True)
+            for sentence in needed(texts, ways, turns * few):
+                print(sentence, flush=True)
         size = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
         begin(rows, names[0], teacher, size, some)

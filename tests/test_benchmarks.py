@@ -216,6 +216,7 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
         ("--model gpt5", "gpt5"),
         (f"--lengths {N_CTX + 1} --model pocket", f"{N_CTX + 1} {N_CTX}"),
         ("--only nothing", "nothing"),
+        ("--model pocket-llama --only CTranslate2", "CTranslate2 pocket-llama"),
         ("--scale pocket/teacher/figures.json", "figures.json gb_per_s"),
         ("--peer-path nowhere", "nowhere folder"),
         ("--ablate --only CTranslate2", "--ablate --only"),
