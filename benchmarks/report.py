@@ -195,7 +195,7 @@ def draw(record: Record, out: Path) -> None:
     figure(
         out / "decoding.png",
         lambda axes: lines(axes, "tokens_per_s", roofline, "float32 weights read, nothing else"),
-        xlabel="tokens in the cache",
+        xlabel="tokens before",
         ylabel="tokens/s",
         title=f"Decoding, {model}, batch 1",
     )

@@ -1,4 +1,4 @@
-"""Every claim of the sources in its own words, beside our finding: `python3 -m studies.claims`.
+"""The sources' claims in their own words, beside our findings: `python3 -m studies.claims`.
 
 A figure comes from a study's record or from arithmetic in the study. A threshold is the source's
 unless it is called ours. Claims about time are judged at the source's geometry, at 124 million
