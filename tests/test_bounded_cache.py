@@ -261,11 +261,9 @@ def test_identity_of_recent_tokens_without_writes_with_a_sliding_window(recent: 
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_gradients_of_bct_are_those_of_the_recurrence(
-    config: GPTConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, ids = model_of(config, seed=3).requires_grad_(True), ids_of(1, 22)
-    monkeypatch.setattr(WriteMemory, "chunk", 7)  # the last token is one by itself
+def test_gradients_of_bct_are_those_of_the_recurrence(config: BCTConfig) -> None:
+    model = model_of(config, seed=3).requires_grad_(True)
+    ids = ids_of(1, WriteMemory.chunk + 1)  # the last token is a chunk by itself
     losses = (form.square().mean() for form in (model(ids), recurrence(model, ids)))
     found = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
     for got, expected in zip(*found, strict=True):
