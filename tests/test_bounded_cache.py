@@ -260,6 +260,16 @@ def test_identity_of_recent_tokens_without_writes_with_a_sliding_window(recent: 
     assert_close(model(ids), banded(plain, ids, recent, 0), torch.float32)
 
 
+@pytest.mark.parametrize("config", VARIANTS)
+def test_gradients_of_bct_are_those_of_the_recurrence(config: BCTConfig) -> None:
+    model = model_of(config, seed=3).requires_grad_(True)
+    ids = ids_of(1, WriteMemory.chunk + 1)  # the last token is a chunk by itself
+    losses = (form.square().mean() for form in (model(ids), recurrence(model, ids)))
+    found = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-3)
+
+
 # A write weight near 0 makes a slot of next to no mass: dividing by it must not blow up.
 EMPTY = replace(SMALL_BCT, recent=8, slots=24)
 

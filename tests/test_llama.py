@@ -37,7 +37,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     },
     "head size given": {"head_dim": 20, "tie_word_embeddings": False},
     "pruned widths": {"hidden_size": 44, "head_dim": 16, "intermediate_size": 55},
-    "llama3 frequencies": {"rope_parameters": LLAMA3},
+    "llama3 frequencies": {"rope_parameters": LLAMA3, "max_position_embeddings": 131_072},
     "another theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 12_345.0}},
     "another epsilon": {"rms_norm_eps": 0.1},
 }
@@ -170,6 +170,8 @@ def changed(folder: Path, **fields: Any) -> str:
         ),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
         ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),
+        ({"max_position_embeddings": 0}, "config.json: n_ctx must be at least 1, got 0"),
+        ({"num_hidden_layers": 10**6}, "n_layer is 1000000, but the number of tensors"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be more than 0, got 0"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
         ({"model_type": "mistral"}, "model_type is 'mistral'"),
@@ -378,7 +380,9 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
         (lambda t: t.update(added_tokens=[]), "is no special token"),
         (lambda t: t["added_tokens"][0].update(id=300), "gives two tokens the same id"),
         (lambda t: t["added_tokens"][0].update(id=-1), "tiktoken can't read"),
+        (lambda t: t["model"]["vocab"].popitem(), "of a byte-level BPE"),
         (lambda t: t.update(pre_tokenizer="ByteLevel"), "has an unknown form"),
+        (lambda t: t.update(post_processor={"single": [{"A": 1}]}), "has an unknown form"),
         (lambda t: t["pre_tokenizer"].update(pretokenizers=[SPLIT, BYTES]), "can't read its"),
     ],
 )

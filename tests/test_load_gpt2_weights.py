@@ -30,6 +30,7 @@ from torch import Tensor
 
 import load_gpt2_weights as loader
 from gpt_baseline import GPT as BaselineGPT
+from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, generate
 from support.cli import ARTICLE
 from support.files import read_json
@@ -375,9 +376,11 @@ def test_missing_files(tmp_path: Path) -> None:
     folder = write(tmp_path, None)
     assert_refused(folder, "no weights", folder, error=FileNotFoundError)
     shard = "pytorch_model-00001-of-00002.bin"
-    index = {"weight_map": {"wte.weight": shard}}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"wte.weight": shard}}))
     assert_refused(folder, f"no {shard}", error=FileNotFoundError)
+    index.write_text('{"weight_map": ["x"]}')
+    assert_refused(folder, str(index))
 
 
 SIZES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "head_dim", "n_inner")
@@ -410,6 +413,13 @@ def test_what_our_model_can_not_represent(tmp_path: Path, key: str, value: objec
     supported = [repr(one) for one in loader.SUPPORTED["GPT-2"].get(key, [])[:1]]
     shown = "lacks" if value is None else str(value)
     assert_refused(folder, name, shown, *supported)
+
+
+def test_impossible_memory(tmp_path: Path) -> None:
+    config = read_json(loader.find_file("pocket-bct", "config.json")) | {"recent": 2**62}
+    folder = write(tmp_path, loader.read_tensors("pocket-bct"), config)
+    with pytest.raises(ValueError, match=f"recent is {2**62}"):
+        loader.load_model(folder, model_class=BCT)
 
 
 class Code:

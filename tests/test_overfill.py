@@ -332,6 +332,7 @@ def test_a_teacher_with_nothing_to_read_says_so_and_changes_nothing(teacher, stu
 BAD = {
     "periodic:8:2": "must have the form periodic:T",
     "periodic:0": "every must be at least 1 and",
+    "dropout:0:1": "passes must be at least 2 and",
     "entropy:high": "H of the policy 'entropy:high' must be",
     "entropy:nan": "threshold must be a number, got nan",
 }

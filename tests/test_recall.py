@@ -44,11 +44,6 @@ def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
     assert (bytes_of("sum", 4, 16), bytes_of("sum-mk", 4, 16)) == (2 * values, values)
 
 
-def test_a_reading_through_mk_holds_values_only() -> None:
-    values = 2 * 2 * 4 * 32 * 4  # layers, heads, slots, head size, bytes
-    assert (bytes_of("sum", 4, 16), bytes_of("sum-mk", 4, 16)) == (2 * values, values)
-
-
 def test_a_reading_through_mk_is_its_formula() -> None:
     """The memory of one layer, token by token, against MV = MV' + wwᵀ wv written out, from zero."""
     memory = build("sum-mk", 3, 0, 16)[0].h[0].memory

@@ -445,6 +445,7 @@ def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
             put(store, [2] * 10)
     put(another(store), [2] * 10)
     assert found(another(store), [2] * 10) == 10
+    assert another(store).load(2) is None  # which another process has deleted since it was found
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

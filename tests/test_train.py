@@ -127,6 +127,14 @@ def test_a_run_of_another_recipe_or_from_other_weights_is_refused(
         training.train(recipe, tmp_path)
 
 
+def test_more_processes_than_rows_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(training, "world_size", lambda: 3)
+    with pytest.raises(ValueError, match="3 processes .* 2 rows"):
+        training.train(TINY, tmp_path)
+
+
 COMMANDS = {"bct": [], "bct-sum": ["--rule", "sum"], "student": []}
 
 
@@ -277,6 +285,7 @@ def test_training_starts_from_an_induction_circuit() -> None:
 def test_a_distillation_starts_as_its_teacher(teacher: str) -> None:
     model, plain = begun(recipe_of("bct", teacher, slots=5, recent=32))
     ids = ids_of(3, 32)
+    assert not any(parameter.requires_grad for parameter in plain.parameters())  # frozen
     with torch.no_grad():  # as long as no token leaves the recent ones
         torch.testing.assert_close(model(ids), plain(ids), atol=1e-4, rtol=1e-4)
 
