@@ -314,6 +314,11 @@ def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
     assert found == [alone(model, *one) for one in how] and len({*map(tuple, found)}) == 6
 
 
+def test_samples_without_end_take_no_memory(model: nn.Module) -> None:
+    written = serve(model, [[1]], 2, blocks=8, size=4, samples=10**12)
+    assert 25 < max(next(written)[0] for _ in range(60)) < 40
+
+
 NEVER = {  # what is said of a prompt and a limit
     "20 tokens and 9 more need 6 blocks of 4, there are 5": ([1] * 20, 9),
     "1 to 50.*50": ([1, 50], 3),
