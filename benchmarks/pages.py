@@ -73,7 +73,6 @@ def standing() -> str:
         speed(one, markdown=True),
         beside(two),
         words("disturbed", one, "one thread"),
-        words("disturbed", two, "two threads"),
         words("choices", choices, BASE, found, markdown=True),
     ]
     return "\n\n".join(part for part in parts if part)
