@@ -228,6 +228,7 @@ def test_bad_input_gets_one_sentence(words: str, culprits: str) -> None:
     refused(start(f"benchmarks.__main__ {words}"), *culprits.split())
 
 
+@pytest.mark.slow
 def test_todays_models_take_turns_and_write_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -413,6 +413,7 @@ def test_tokens_are_those_of_the_sources_loop_over_transformers(
 # --- The command line -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_bare_run_compares_the_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = helpers.run(overfill.main, "--max-new-tokens", 48, "--policy", "periodic:8")

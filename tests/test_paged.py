@@ -352,6 +352,7 @@ def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: nn.Module) -
 # --- The command line ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_bare_run_shows_the_same_tokens_and_the_blocks(tmp_path: Path) -> None:
     page = tmp_path / "blocks.html"
     ran = run(main, "--max-new-tokens", 16, "--chunk", 256, "--trace", page)

@@ -151,6 +151,7 @@ def test_speculation_checks_its_options(teacher, student) -> None:
             next(speculate(Pair(teacher, drafts, prompts(B)), 5, k, **options))
 
 
+@pytest.mark.slow
 def test_a_bare_run_writes_the_teachers_texts_and_says_what_drafts_cost() -> None:
     ran = run(main, "--max-new-tokens", 20)
     found = re.findall(r"^  (.*\S) +\d+ +(\d+)( +\d+%)? +3 of 3 +\d+$", ran.out, re.M)
