@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import tiktoken
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
-from support.cli import PROMPT, CommandLine
+from support.cli import PROMPT, CommandLine, whole_number
 from support.files import check_fields, read_json
 from support.geometry import kv_heads, rotary
 from support.printing import stream
@@ -134,7 +135,6 @@ class Pair:
         self.passes = nothing  # in so many passes
         self.counts = nothing  # refreshes
         self.refreshes: list[Refresh] = []
-        self.seconds = 0.0  # that the teacher's reading after the prompt, and splicing, have taken
 
     def prefill(self) -> None:
         """Let the teacher read the text, or what of it stays in the context, and hand its cache
@@ -158,9 +158,9 @@ class Pair:
             self.cache.append(layer, *kv[..., first : len(self.read), :], self.read.pos[first:])
         self.cache.commit(self.read.pos[first:])
 
-    def step(self, token: Tensor) -> None:
-        """Let the student read the next token (B, 1); past the context the teacher starts again
-        with the later half."""
+    def step(self, token: Tensor, policy: Policy) -> None:
+        """Let the student read the next token (B, 1), then refresh its cache if the policy says so;
+        past the context the teacher starts again with the later half."""
         self.ids = torch.cat([self.ids, token], 1)
         self.written += 1
         self.consulted = None
@@ -168,10 +168,13 @@ class Pair:
             self.prefill()
             self.teacher_tokens = self.teacher_tokens + len(self.read)
             self.passes = self.passes + 1
-            return
-        self.logits = self.student(token, self.cache, last_only=True)[:, -1]
-        self.since = self.since + 1
-        self.unread = self.unread + 1
+        else:
+            self.logits = self.student(token, self.cache, last_only=True)[:, -1]
+            self.since = self.since + 1
+            self.unread = self.unread + 1
+        rows = policy.due(self)
+        if rows.any():  # both caches can cover all of the text, the newest token too
+            self.refresh(rows, policy)
 
     def consult(self, rows: Tensor, policy: Policy) -> tuple[KVCache, Tensor]:
         """Let the teacher read, as the policy has it; return its cache and its logits (B, V) of the
@@ -188,7 +191,6 @@ class Pair:
             raise ValueError(
                 f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read"
             )
-        begun = time.perf_counter()
         if policy.reads_window and self.fits:
             n = min(policy.window, int(self.since.max()))
             # What precedes the window stays as the student wrote it.
@@ -204,7 +206,6 @@ class Pair:
         self.teacher_tokens = self.teacher_tokens + counts * rows
         self.passes = self.passes + rows
         self.unread = self.unread * ~rows
-        self.seconds += time.perf_counter() - begun
         return self.consulted
 
     @property
@@ -215,20 +216,17 @@ class Pair:
     def refresh(self, rows: Tensor, policy: Policy) -> None:
         """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by
         the teacher's."""
-        tokens_before, seconds_before = int(self.teacher_tokens.sum()), self.seconds
+        begun, tokens_before = time.perf_counter(), int(self.teacher_tokens.sum())
         counts = self.since * rows  # (B,)
         if policy.window is not None:
             counts = counts.clamp(max=policy.window)
         if self.fits:
             source, _ = self.consult(rows, policy)
-        begun = time.perf_counter()
-        if self.fits:
             splice_last(self.cache, source, counts)
         tokens = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
-        self.seconds += time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
         self.since = self.since * ~rows
         self.counts = self.counts + rows
-        seconds = self.seconds - seconds_before
         self.refreshes.append(Refresh(self.written, tokens, int(counts.max()), seconds))
 
 
@@ -240,33 +238,23 @@ def generate_refreshed(
     *,
     temperature: float = 0.0,
     top_k: int | None = None,
-    stop_id: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield up to max_new_tokens tokens (B, 1) after the pair's prompts, each as soon as it is
-    known: the first from the teacher's own reading of the prompt, all others from the student, on a
-    cache that the policy has refreshed.
+    """Yield max_new_tokens tokens (B, 1) after the pair's prompts, each as soon as it is known: the
+    first from the teacher's own reading of the prompt, all others from the student, on a cache that
+    the policy has refreshed.
 
     Options and errors are those of gpt_kv_cache.generate().
     """
-    policy = policy or Policy()
     check_options(pair.ids, max_new_tokens, temperature, top_k)
-    done, token = torch.zeros_like(pair.ids[:, :1], dtype=torch.bool), None
+    token = None
     for _ in range(max_new_tokens):
         if token is None:
             pair.prefill()
         else:
-            pair.step(token)
-            rows = policy.due(pair)
-            if rows.any():  # both caches now cover all of the text, the newest token too
-                pair.refresh(rows, policy)
+            pair.step(token, policy or Policy())
         token = sample(pair.logits, temperature, top_k, generator)  # (B, 1)
-        if stop_id is not None:
-            token = token.masked_fill(done, stop_id)
-            done |= token == stop_id
         yield token
-        if stop_id is not None and done.all():
-            return
 
 
 @torch.no_grad()
@@ -275,58 +263,22 @@ def read_along(pair: Pair, new: Tensor, policy: Policy) -> Iterator[Tensor]:
     (B, V) after each."""
     pair.prefill()
     for token in new.split(1, 1):
-        pair.step(token)
-        rows = policy.due(pair)
-        if rows.any():
-            pair.refresh(rows, policy)
+        pair.step(token, policy)
         yield pair.logits
 
 
-@torch.no_grad()
-def teacher_nats(teacher: nn.Module, ids: Tensor, new: Tensor) -> Tensor:
-    """Return the nats (B, N) of new tokens (B, N) after ids (B, T) by a teacher; exp of their mean
-    is perplexity."""
-    text = torch.cat([ids, new], 1)
-    # Logits of so many at once.
-    rows = max(1, 40_000_000 // (text.size(1) * teacher.config.vocab_size))
-    nats = []
-    for part in text.split(rows):
-        logits = teacher(part[:, :-1])[:, ids.size(1) - 1 :].float()
-        nats.append(F.cross_entropy(logits.mT, part[:, ids.size(1) :], reduction="none"))
-    return torch.cat(nats)
-
-
 # --- When to refresh ------------------------------------------------------------------------------
-
-# The smallest and the largest value that a policy's fields may have.
-LIMITS = {
-    "window": (1, 2**31 - 1),
-    "every": (1, 2**31 - 1),
-    "cooldown": (1, 2**31 - 1),
-    "passes": (2, 1024),
-}
 
 
 @dataclass(frozen=True)
 class Policy:
     """When the teacher refreshes, and how much of the cache. This one: never, which is OverFill as
-    it is.
+    it is."""
 
-    Raises ValueError if a value is out of range.
-    """
-
-    window: int | None = field(default=None, kw_only=True)  # at most so many tokens are replaced
+    window = None  # at most so many tokens are replaced
     # Whether the teacher reads only the window, on top of the student's cache, which approximates an
     # approximation; or all that it has not read yet, on its own cache.
-    reads_window: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.reads_window and self.window is None:
-            raise ValueError("a teacher that reads the window needs one: how many tokens it has")
-        for name, (least, most) in LIMITS.items():
-            value = getattr(self, name, None)
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"{name} must be at least {least} and at most {most}, got {value}")
+    reads_window = False
 
     def due(self, pair: Pair) -> Tensor:
         """Return which rows (B,) to refresh now, after the student has read a token."""
@@ -335,59 +287,30 @@ class Policy:
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Every `every` tokens. With a window at most its tokens are replaced, and with reads_window
-    that is also all that the teacher reads, as in the source's cost formula; the source's listing
-    lets it read all new tokens."""
+    """Every `every` tokens, at least 1. With a window of at least 1 at most its tokens are replaced, and with reads_window
+    that is also all that the teacher reads, k_r = min(W, tokens since the last refresh), as in the
+    source's cost formula; the source's listing lets it read all new tokens. The speculative refresh
+    is this one too: the student writes a burst, and the teacher corrects exactly that."""
 
     every: int
+    window: int | None = None
+    reads_window: bool = False
 
     def due(self, pair: Pair) -> Tensor:
         return pair.since >= self.every
-
-
-def windowed(every: int, window: int) -> Periodic:
-    """Return the sliding-window refresh of the source's cost formula: k_r = min(W, tokens since the
-    last refresh)."""
-    return Periodic(every, window=window, reads_window=True)
-
-
-def windowed_listing(every: int, window: int) -> Periodic:
-    """Return the sliding-window refresh of the source's listing: the teacher reads all new tokens,
-    and of its entries the last ones replace the student's."""
-    return Periodic(every, window=window)
-
-
-def speculative(burst: int) -> Periodic:
-    """Return the speculative refresh: the student writes a burst, and the teacher corrects exactly
-    that."""
-    return Periodic(burst, window=burst)
-
-
-def predicted_seconds(
-    tokens: int, tps: float, reads: Iterable[float], prefill: Callable[[float], float]
-) -> float:
-    """Return the seconds that tokens take by the source's cost model, N / TPS + the sum of
-    prefill(k_r): the student's decoding, at so many tokens a second, and the teacher's passes over
-    k_r tokens each, prefill(k) seconds for k.
-
-    Source: section "Why is it cheap?". The prompt's prefill and a gate's own computation aren't in
-    it.
-    """
-    return tokens / tps + sum(prefill(k) for k in reads)
 
 
 @dataclass(frozen=True)
 class Gate(Policy):
     """If a signal exceeds a threshold, but no sooner than `cooldown` tokens after a refresh: the
     cause of a high signal is often a hard word, and still there at the next token. Looked at every
-    so many tokens."""
+    so many tokens. Raises ValueError if the threshold is no number."""
 
     threshold: float
-    cooldown: int = field(default=16, kw_only=True)
-    every: int = field(default=1, kw_only=True)
+    cooldown: int = 16
+    every: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if math.isnan(self.threshold):
             raise ValueError("threshold must be a number, got nan")
 
@@ -427,11 +350,6 @@ class MonteCarloDropout(Gate):
 
     passes: int = 8
     rate: float = 0.1  # the dropout that the student was trained with
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.rate < 1:
-            raise ValueError(f"a dropout of {self.rate} is not from 0 to less than 1")
 
     def signal(self, pair: Pair) -> Tensor:
         last = pair.ids[:, -1:]
@@ -519,31 +437,35 @@ class Form(NamedTuple):
     whose threshold makes it fire 2.5 times in 1,000 tokens."""
 
     make: Callable[..., Policy]
-    values: dict[str, type]
+    values: dict[str, Callable[[str], float]]
     about: str
     ways: tuple[str, ...]
 
 
 # All policies. A new one is a class and a line here: the command line, the tests and the study go
 # over this table.
+COUNT = whole_number(1)
 POLICIES = {
     "none": Form(Policy, {}, "never: OverFill as it is", ("none",)),
     "periodic": Form(
         Periodic,
-        {"T": int},
+        {"T": COUNT},
         "every T tokens",
         ("periodic:256", "periodic:128", "periodic:64", "periodic:32", "periodic:16"),
     ),
     "windowed": Form(
-        windowed, {"T": int, "W": int}, "every T, the last W of them", ("windowed:64:16",)
+        lambda every, window: Periodic(every, window, reads_window=True),
+        {"T": COUNT, "W": COUNT},
+        "every T, the last W of them",
+        ("windowed:64:16",),
     ),
     "windowed-listing": Form(
-        windowed_listing,
-        {"T": int, "W": int},
+        Periodic,
+        {"T": COUNT, "W": COUNT},
         "the same, and the teacher reads all T",
         ("windowed-listing:64:16",),
     ),
-    "speculative": Form(speculative, {"K": int}, "after bursts of K tokens", ("speculative:8",)),
+    "speculative": Form(Periodic, {"K": COUNT}, "after bursts of K tokens", ("speculative:8",)),
     "entropy": Form(
         Entropy,
         {"H": float},
@@ -552,13 +474,13 @@ POLICIES = {
     ),
     "probe": Form(
         lambda every, limit: ProbeKL(limit, every=every),
-        {"M": int, "D": float},
+        {"M": COUNT, "D": float},
         "every M tokens, if it is D nats from the teacher's",
         ("probe:32~7.8",),
     ),
     "dropout": Form(
-        lambda passes, limit: MonteCarloDropout(limit, passes),
-        {"N": int, "U": float},
+        lambda passes, limit: MonteCarloDropout(limit, passes=passes),
+        {"N": whole_number(2, 1024), "U": float},
         "if the logits of N passes with dropout vary by U",
         ("dropout:8~7.8",),
     ),
@@ -574,24 +496,11 @@ def parse_policy(text: str) -> Policy:
     form = POLICIES[name]
     if len(values) != len(form.values):
         raise ValueError(f"the policy {text!r} must have the form {':'.join([name, *form.values])}")
-    numbers = []
-    for (letter, kind), value in zip(form.values.items(), values, strict=True):
-        try:
-            numbers.append(kind(value))
-        except ValueError as error:
-            what = "a whole number" if kind is int else "a number"
-            raise ValueError(
-                f"{letter} of the policy {text!r} must be {what}, got {value!r}"
-            ) from error
     try:
-        return form.make(*numbers)
-    except ValueError as error:
+        pairs = zip(form.values.values(), values, strict=True)
+        return form.make(*(convert(value) for convert, value in pairs))
+    except (ArgumentTypeError, ValueError) as error:
         raise ValueError(f"the policy {text!r}: {error}") from error
-
-
-def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
-    """Return the text of each token."""
-    return [tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)]
 
 
 def load_pair(
@@ -603,7 +512,8 @@ def load_pair(
     """Return two models and their tokenizer, and print it if one's cache doesn't fit the other, and
     so what. Raises ValueError if they don't have the same tokenizer."""
     tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
-    if tokens_of(tokenizer) != tokens_of(other):
+    mine, its = (x.decode_tokens_bytes(range(x.n_vocab)) for x in (tokenizer, other))
+    if mine != its:
         raise ValueError(
             f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
             f"{other.n_vocab:,} tokens, some have one id and two texts"
@@ -639,15 +549,14 @@ def write(
 ) -> None:
     """Print a prompt, its continuation, the places of the refreshes, and their cost."""
     print(tokenizer.decode(pair.ids[0].tolist()), end="", flush=True)
-    tokens = generate_refreshed(pair, n, policy, stop_id=tokenizer.eot_token, **options)
-    stream(tokens, tokenizer, pair, trace)
+    stream(generate_refreshed(pair, n, policy, **options), tokenizer, pair, trace)
     shown = [str(refresh.written) for refresh in pair.refreshes]
     if len(shown) > 12:
         shown[8:-3] = ["..."]
+    ms = 1e3 * sum(refresh.seconds for refresh in pair.refreshes)
     print(
-        f"[refreshed after tokens: {', '.join(shown) or 'none'}; the teacher read "
-        f"{int(pair.teacher_tokens)} tokens after the prompt, which took {1e3 * pair.seconds:.1f} ms, "
-        "splicing included]"
+        f"[refreshed after tokens: {', '.join(shown) or 'none'}, in {ms:.1f} ms; the teacher read "
+        f"{int(pair.teacher_tokens)} tokens after the prompt]"
     )
 
 
@@ -742,9 +651,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     cli.only("write", "--prompt", "--temperature", "--top-k", "--trace")
     with cli.parse(argv) as args:
-        names = ["periodic:64"] if args.what == "write" else ["periodic:64", "periodic:16"]
-        if args.policy is not None:
-            names = [args.policy]
+        names = [args.policy] if args.policy else ["periodic:64", "periodic:16"]
         policies = {f"OverFill, {name}": parse_policy(name) for name in names}
         teacher, student, tokenizer = load_pair(
             args.model, args.student, device=args.device, dtype=args.dtype
@@ -757,11 +664,12 @@ def main(argv: list[str] | None = None) -> None:
             return demo(teacher, student, tokenizer, policies, n, args.seed)
         ids = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")]
         ids = torch.tensor(ids, device=args.device)
+        policy, *_ = policies.values()
         write(
             Pair(teacher, student, ids),
             tokenizer,
             args.max_new_tokens or 250,
-            *policies.values(),
+            policy,
             top_k=args.top_k,
             temperature=args.temperature or 0.0,
             generator=torch.Generator(args.device).manual_seed(args.seed),

@@ -46,6 +46,7 @@ from gpt_kv_cache import GPT, KVCache, generate, sample
 from load_gpt2_weights import load_tokenizer
 from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
 from pocket import corpus
+from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import Run, read_prompts, timed
 from studies.core import Figure, Rows, in_turn, recorded, report
@@ -184,9 +185,11 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     due = texts.rows.due(ways, "perplexity", **at)
     for way in tqdm(due, f"quality, {', '.join(map(str, at.values()))}", leave=False):
         tokens, pair = texts.writing(way, ids, mode, seed=0)
-        new = torch.cat(list(tokens), 1)
-        nats = overfill.teacher_nats(texts.models["teacher"], ids, new).double().mean(1)
-        texts.rows.add(way, at, perplexity=nats.tolist())
+        nats = []
+        for text in torch.cat([ids, *tokens], 1).tolist():
+            of_text = nats_of(texts.models["teacher"], text)[-texts.n :]
+            nats.append(float(of_text.double().mean()))
+        texts.rows.add(way, at, perplexity=nats)
         if pair:
             counts = {"refreshes": pair.counts.tolist(), "reads": pair.teacher_tokens.tolist()}
             passes = (1000 / texts.n * pair.passes).tolist()
@@ -333,7 +336,11 @@ def read_times(texts: Texts, found: dict[str, list[Written]]) -> None:
 
 def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
-    prompt's prefill included. prefill(k) is the line through the times of the teacher's passes."""
+    prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
+    teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.
+
+    Source: section "Why is it cheap?".
+    """
     counts = {row["setting"]["k"] for row in rows.rows.values() if row["metric"] == "read_ms"}
     measured = {k: rows.figure("teacher", "read_ms", **at, k=k) for k in sorted(counts)}
     points = [(k, found.value / 1e3) for k, found in measured.items() if found]
@@ -341,15 +348,14 @@ def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
         return
     slope, start = np.polyfit(*zip(*points, strict=True), 1)
     first, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
-    alone = overfill.predicted_seconds(n - 1, tps, [], float)
+    alone = (n - 1) / tps
     for way in dict.fromkeys(row["way"] for row in rows.rows.values() if row["metric"] == "passes"):
         passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
         count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
-        prefills = partial(np.polyval, [slope, count * start])  # of all passes together
-        seconds = overfill.predicted_seconds(n - 1, tps, [reads.value], prefills)
-        found = round((first / 1e3 + seconds) / (first / 1e3 + alone), 4)
+        prefills = slope * reads.value + count * start  # of all passes together
+        found = round((first / 1e3 + (alone + prefills)) / (first / 1e3 + alone), 4)
         if rows.figure(way, "time", **at, by="formula") != Figure(found, found, found):
             rows.add_figure(way, at | {"by": "formula"}, "time", Figure(found, found, found), 1)
 

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 
 from gpt_kv_cache import generate
-from overfill import Pair, generate_refreshed, load_pair, parse_policy, teacher_nats
+from overfill import Pair, generate_refreshed, load_pair, parse_policy
 from pocket import corpus
+from pocket.evaluation import nats_of
 from recycle import Run, timed
 from speculate import DRAFTS, Passes, speculate
 from studies.core import Figure, in_turn, recorded, report
@@ -63,7 +64,7 @@ def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
     run = timed(lambda: tokens)
     if kind not in BY:
         passes.count = n - 1 if way == "teacher" else int(pair.passes)
-    nats = teacher_nats(teacher, ids, torch.tensor([run.ids], device=ids.device))
+    nats = nats_of(teacher, ids[0].tolist() + run.ids)[ids.size(1) - 1 :]
     return Written(run, float(nats.mean()), passes)
 
 
