@@ -287,10 +287,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Every `every` tokens, at least 1. With a window of at least 1 at most its tokens are replaced, and with reads_window
-    that is also all that the teacher reads, k_r = min(W, tokens since the last refresh), as in the
-    source's cost formula; the source's listing lets it read all new tokens. The speculative refresh
-    is this one too: the student writes a burst, and the teacher corrects exactly that."""
+    """Every `every` tokens, at least 1. With a window of at least 1 at most its tokens are replaced,
+    and with reads_window that is also all that the teacher reads, k_r = min(W, tokens since the
+    last refresh), as in the source's cost formula; the source's listing lets it read all new tokens.
+    The speculative refresh is this one too: the student writes a burst, and the teacher corrects
+    exactly that."""
 
     every: int
     window: int | None = None

@@ -4,8 +4,7 @@
 process of its own, a new one in every turn (memory addresses are a matter of luck, and a process keeps them). Figures
 are medians over turns, and shares of the machine's own limits in the same turns: reading the weights once per token,
 and computing only the matrix products of a prompt. `--ablate` measures our own choices one by one, and where the time
-goes; `--requests` serves many texts of different lengths at once; `--scale` predicts larger models from recorded
-figures.
+goes; `--requests` serves many texts of different lengths at once.
 """
 
 from __future__ import annotations
@@ -27,16 +26,7 @@ import torch
 
 import gpt_kv_cache
 from benchmarks import batches, scale
-from benchmarks.contenders import (
-    BASE,
-    CONTENDERS,
-    LLAMAS,
-    WITHOUT,
-    Clock,
-    base_of,
-    floors,
-    measured,
-)
+from benchmarks.contenders import Clock, floors, measured
 from benchmarks.processes import Job, in_turns
 from benchmarks.report import (
     ablation,
@@ -47,7 +37,7 @@ from benchmarks.report import (
     report,
     summary,
 )
-from benchmarks.runners import Where, exported
+from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Where, base_of, exported
 from benchmarks.words import words
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama, LlamaConfig
@@ -188,7 +178,8 @@ def record_of(
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    """Measure all implementations, or those asked for: a table, figures and summary.json, or of a Llama llama.json."""
+    """Measure all implementations, or those asked for: a table, figures and summary.json, or of a Llama llama.json; of
+    a GPT-2 also what larger models would take by these figures."""
     on = about(args, folder)
     llama = "rope_theta" in on["geometry"]
     known = LLAMAS if llama else CONTENDERS
@@ -198,10 +189,12 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
             raise ValueError(f"--only {name} can't read {args.model}: choose of {'; '.join(known)}")
     names = [name for name in known if name in (base, *wanted)]
     record = record_of(args, folder, on, names, TEXTS)
+    file, predicted = "llama.json", ""
     if not llama:
+        file, predicted = "summary.json", scale.predictions(record)
         add_overheads(args, record)
-    write_json(args.out / ("llama.json" if llama else "summary.json"), record, indent=1)
-    print(f"{report(record)}\n\n{words('doubts', record, base)}")
+    write_json(args.out / file, record, indent=1)
+    print(f"{report(record)}\n\n{predicted}\n\n{words('doubts', record, base)}")
     draw(record, args.out)
 
 
@@ -286,16 +279,7 @@ def main(argv: list[str] | None = None) -> None:
         help="measure N requests of different lengths at once instead, and keep the record of other N in "
         f"the folder; default: {' '.join(map(str, batches.COUNTS))}",
     )
-    task.add_argument(
-        "--scale",
-        metavar="FILE",
-        type=Path,
-        help="predict larger models from a recorded summary.json",
-    )
     with cli.parse(argv) as args:
-        if args.scale:
-            print(scale.note(args.scale))
-            return
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
         if args.peer_path and not args.peer_path.is_dir():

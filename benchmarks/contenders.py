@@ -1,77 +1,17 @@
-"""Implementations of GPT-2 that `python3 -m benchmarks` compares, and what it measures of them.
-
-All get the same weights: a folder in Hugging Face format. A contender is a function from ids (B, T) to an iterator that
-yields the greedy next tokens (B, 1), one after each step of its work, the first after the prefill.
-"""
+"""What `python3 -m benchmarks` measures of a contender, and of the machine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import gpt_baseline
-import gpt_bounded_cache
-import llama_kv_cache
-from benchmarks.runners import (
-    ABLATIONS,
-    ENDLESS,
-    CTranslate2,
-    FromScratch,
-    Int8,
-    Ours,
-    RandomBCT,
-    Runner,
-    Transformers,
-    Where,
-    Without,
-)
+from benchmarks.runners import CONTENDERS, LLAMAS, UNCACHED, WITHOUT, Where
 
-BASE, LLAMA = "gpt_kv_cache.py", "llama_kv_cache.py"  # what ratios are to
-UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
-FEW = 3  # tokens that it writes after a prompt
-
-
-bounded = partial(Ours, module=gpt_bounded_cache)
-CONTENDERS: dict[str, Callable[[Where], Runner]] = {
-    UNCACHED: partial(Ours, module=gpt_baseline),
-    BASE: Ours,
-    "gpt_bounded_cache.py, preallocated": partial(bounded, window=ENDLESS),
-    "gpt_bounded_cache.py, window of 256": partial(bounded, window=256),
-    "gpt_bounded_cache.py, BCT, 24 slots": RandomBCT,
-    "gpt_kv_cache.py, bfloat16": partial(Ours, dtype=torch.bfloat16),
-    "gpt_kv_cache.py, int8": Int8,
-    "transformers, DynamicCache": Transformers,
-    "transformers, StaticCache": partial(Transformers, static=True),
-    "CTranslate2": CTranslate2,
-    "CTranslate2, int8": partial(CTranslate2, compute_type="int8"),
-    "LLMs-from-scratch, concat cache": partial(FromScratch, file="gpt_with_kv_cache.py"),
-    "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
-}
-LLAMAS: dict[str, Callable[[Where], Runner]] = {
-    LLAMA: partial(Ours, module=llama_kv_cache),
-    "llama_kv_cache.py, preallocated": partial(Ours, module=llama_kv_cache, window=ENDLESS),
-    "transformers, DynamicCache": Transformers,
-    "transformers, StaticCache": partial(Transformers, static=True),
-}
-WITHOUT = {name: partial(Without, name=name) for name in ABLATIONS}
-
-
-def base_of(names: Collection[str]) -> str:
-    """Return which of these contenders ratios are to: our own file with a growing cache."""
-    return BASE if BASE in names else LLAMA
-
-
-def is_exact(name: str) -> bool:
-    """Return whether a contender's greedy tokens must be those of our own file."""
-    return not any(word in name for word in ("window", "BCT", "bfloat16", "int8"))
-
-
-# --- Measuring ------------------------------------------------------------------------------------------------------
+FEW = 3  # tokens that a contender without a cache writes after a prompt
 
 
 class Clock:
@@ -94,7 +34,7 @@ class Clock:
         return 1e3 * (time.perf_counter() - begun), 1e3 * (time.process_time() - cpu), result
 
 
-def timed(runner: Runner, clock: Clock, ids: Tensor, decode: int) -> dict[str, Any]:
+def timed(runner: Any, clock: Clock, ids: Tensor, decode: int) -> dict[str, Any]:
     """Return the milliseconds to the first token and of each further one, the tokens and the bytes of the cache."""
     tokens = runner.start(ids)
     first, cpu, token = clock(lambda: next(tokens))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import batches, scale
-from benchmarks.report import BASE, ablation_table, decoding, draw, shown, speed
+from benchmarks.report import BASE, ablation_table, decoding, draw, speed
 from benchmarks.words import words
 from support.blocks import write_blocks
 from support.cli import CommandLine
@@ -37,7 +37,7 @@ def processors() -> str:
     """The headline figures on two processors, side by side."""
     records = both()
     header = [""]
-    rows = {name: [name] for name in shown(records["AMD"])}
+    rows = {name: [name] for name in records["AMD"]["rows"]}
     for processor, record in records.items():
         columns = ("tokens/s after 128", "after 1,000", "first of 1,000, ms")
         header += [f"{processor}: {column}" for column in columns]

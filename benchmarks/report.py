@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.contenders import BASE, CONTENDERS, LLAMAS, base_of, is_exact
+from benchmarks.runners import BASE, base_of, is_exact
 from benchmarks.scale import cells_of
 from benchmarks.words import words
 from support.figures import figure
@@ -94,12 +94,6 @@ def different(rows: Record) -> list[str]:
     ]
 
 
-def shown(record: Record) -> dict[str, Record]:
-    """Return the rows of a record that are of a contender of today."""
-    known = CONTENDERS | LLAMAS
-    return {name: row for name, row in record["rows"].items() if name in known}
-
-
 def decoding(record: Record) -> Table:
     """Return tokens/s in all cells and the first tokens, each with its ratio to our own file's, bytes of the cache, and
     the overhead of a step where it was measured."""
@@ -111,11 +105,11 @@ def decoding(record: Record) -> Table:
         header.append(f"{texts}after {int(T):,}")
     header += [f"first token of {T:,}" for T in record["lengths"]]
     header.append(f"bytes of cache for {record['lengths'][-1]:,}")
-    overhead = any("overhead_ms" in row for row in shown(record).values())
+    overhead = any("overhead_ms" in row for row in record["rows"].values())
     if overhead:
         header.append("overhead")
     rows = []
-    for name, row in shown(record).items():
+    for name, row in record["rows"].items():
         speeds = [f"{row[c]['tokens_per_s']:.1f} ({row[c]['decode_ratio']:.2f})" for c in cells]
         ones = [row[f"1 x {T}"] for T in record["lengths"]]
         firsts = [f"{one['first_ms']:,.0f} ms ({one['first_ratio']:.2f})" for one in ones]
@@ -145,10 +139,10 @@ def report(record: Record) -> str:
     return f"{speed(record)}\n\n{words('absent', record)}".strip()
 
 
-def ablation(rows: Record, lengths: Sequence[int]) -> dict[str, dict[str, dict[str, list[float]]]]:
+def ablation(rows: Record, lengths: Sequence[int]) -> Record:
     """Return how many times as long decoding and the first token take without each choice: median, least and most of
     the turns."""
-    without: dict[str, dict[str, dict[str, list[float]]]] = {}
+    without: Record = {}
     for name in rows:
         if name == BASE:
             continue
@@ -186,7 +180,7 @@ def draw(record: Record, out: Path) -> None:
     styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 9 colours: no two lines look alike
 
     def lines(axes: Any, key: str, floor: Sequence[float], said: str) -> None:
-        for i, (name, row) in enumerate(shown(record).items()):
+        for i, (name, row) in enumerate(record["rows"].items()):
             values = [row[f"1 x {T}"][key] for T in lengths]
             axes.plot(lengths, values, styles[i % 7], markersize=5, linewidth=1, label=name)
         axes.plot(lengths, floor, color="black", linewidth=2, label=said)

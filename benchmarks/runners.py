@@ -1,11 +1,16 @@
-"""Implementations of GPT-2 as contenders: our files, `gpt_kv_cache.py` without each of its choices, and others':
-transformers, LLMs-from-scratch, CTranslate2."""
+"""Implementations of GPT-2 that `python3 -m benchmarks` compares: our files, `gpt_kv_cache.py` without each of its
+choices, and others': transformers, LLMs-from-scratch, CTranslate2.
+
+All get the same weights: a folder in Hugging Face format. A contender is made of that, or raises ValueError if it
+can't take part. Its start() takes ids (B, T) and returns an iterator that yields the greedy next tokens (B, 1), one
+after each step of its work, the first after the prefill; nbytes are then those of its cache.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -17,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
+import llama_kv_cache
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, read_tensors
 from pocket.checkpoints import export
@@ -43,17 +50,7 @@ def exported(model: nn.Module) -> Iterator[Path]:
         yield Path(folder)
 
 
-class Runner:
-    """An implementation with its weights loaded. Raises ValueError if it can't take part."""
-
-    nbytes = 0  # of the cache of the last text
-
-    def start(self, ids: Tensor) -> Iterator[Tensor]:
-        """Return the iterator of the tokens (B, 1) after ids (B, T)."""
-        raise NotImplementedError
-
-
-class Ours(Runner):
+class Ours:
     """One of our files, with a window of at most the context or the cache that its models begin with, if any."""
 
     def __init__(
@@ -168,13 +165,12 @@ def three_products(model: GPT) -> None:
 
 
 def always_a_mask(model: GPT) -> None:
-    def attend(
-        forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any
-    ) -> Tensor:
-        return forward(q, k, v, explicit(q, k, mask))
+    def with_mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        q, k, v, mask = args
+        return q, k, v, explicit(q, k, mask)
 
     for block in model.h:
-        block.attn.forward = partial(attend, block.attn.forward)
+        block.attn.register_forward_pre_hook(with_mask)
 
 
 ABLATIONS: dict[str, Callable[[GPT], None]] = {
@@ -187,12 +183,11 @@ ABLATIONS: dict[str, Callable[[GPT], None]] = {
 }
 
 
-class Without(Ours):
-    """gpt_kv_cache.py without one of its choices."""
-
-    def __init__(self, where: Where, name: str) -> None:
-        super().__init__(where)
-        ABLATIONS[name](self.model)
+def without(where: Where, name: str) -> Ours:
+    """Return gpt_kv_cache.py without one of its choices."""
+    runner = Ours(where)
+    ABLATIONS[name](runner.model)
+    return runner
 
 
 # --- Others ---------------------------------------------------------------------------------------------------------
@@ -203,7 +198,7 @@ def check_cpu(where: Where) -> None:
         raise ValueError("runs on cpu only")
 
 
-class Transformers(Runner):
+class Transformers:
     """transformers' GPT-2 or Llama with one of its caches."""
 
     def __init__(self, where: Where, static: bool = False) -> None:
@@ -230,7 +225,7 @@ class Transformers(Runner):
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
 
-class FromScratch(Runner):
+class FromScratch:
     """The GPTModel of a file of LLMs-from-scratch, which has a cache of its own."""
 
     def __init__(self, where: Where, file: str) -> None:
@@ -297,7 +292,7 @@ def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         parameter.copy_(tensor.t() if block.startswith("h.") and tensor.dim() == 2 else tensor)
 
 
-class CTranslate2(Runner):
+class CTranslate2:
     """CTranslate2, an engine in C++, with weights as its own converter makes them. The bytes of its cache are by
     formula: it can't be asked for them, and concatenates keys and values in float32, whatever the weights are."""
 
@@ -333,3 +328,43 @@ class CTranslate2(Runner):
             self.nbytes = len(ids) * read * self.token_bytes
             read += 1
             yield torch.tensor([[result.token_id] for result in step])
+
+
+# --- All of them ----------------------------------------------------------------------------------------------------
+
+BASE, LLAMA = "gpt_kv_cache.py", "llama_kv_cache.py"  # what ratios are to
+UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
+
+bounded = partial(Ours, module=gpt_bounded_cache)
+CONTENDERS: dict[str, Callable[[Where], Any]] = {
+    UNCACHED: partial(Ours, module=gpt_baseline),
+    BASE: Ours,
+    "gpt_bounded_cache.py, preallocated": partial(bounded, window=ENDLESS),
+    "gpt_bounded_cache.py, window of 256": partial(bounded, window=256),
+    "gpt_bounded_cache.py, BCT, 24 slots": RandomBCT,
+    "gpt_kv_cache.py, bfloat16": partial(Ours, dtype=torch.bfloat16),
+    "gpt_kv_cache.py, int8": Int8,
+    "transformers, DynamicCache": Transformers,
+    "transformers, StaticCache": partial(Transformers, static=True),
+    "CTranslate2": CTranslate2,
+    "CTranslate2, int8": partial(CTranslate2, compute_type="int8"),
+    "LLMs-from-scratch, concat cache": partial(FromScratch, file="gpt_with_kv_cache.py"),
+    "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
+}
+LLAMAS: dict[str, Callable[[Where], Any]] = {
+    LLAMA: partial(Ours, module=llama_kv_cache),
+    "llama_kv_cache.py, preallocated": partial(Ours, module=llama_kv_cache, window=ENDLESS),
+    "transformers, DynamicCache": Transformers,
+    "transformers, StaticCache": partial(Transformers, static=True),
+}
+WITHOUT = {name: partial(without, name=name) for name in ABLATIONS}
+
+
+def base_of(names: Collection[str]) -> str:
+    """Return which of these contenders ratios are to: our own file with a growing cache."""
+    return BASE if BASE in names else LLAMA
+
+
+def is_exact(name: str) -> bool:
+    """Return whether a contender's greedy tokens must be those of our own file."""
+    return not any(word in name for word in ("window", "BCT", "bfloat16", "int8"))

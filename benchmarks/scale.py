@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.words import threads_of, words
-from support.files import read_csv, read_json
+from support.files import read_csv
 from support.tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,19 +79,8 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     return [cell for cell in row if " x " in cell]
 
 
-def note(path: Path) -> str:
-    """Return what a summary.json of `python3 -m benchmarks` predicts, and how well it predicts itself. Raises
-    ValueError if the file is another one."""
-    record = read_json(path)
-    try:
-        return predictions(record)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"{path} is not a summary.json that this version wrote: {error!r}"
-        raise ValueError(why) from error
-
-
 def predictions(record: dict[str, Any], markdown: bool = False) -> str:
-    """Return the text of note() from what the file contains."""
+    """Return what a record of `python3 -m benchmarks` predicts, and how well it predicts itself."""
     read, rate = 1e9 * record["gb_per_s"], product_rate(record)
     checks, holds = bounds(record, read, rate)
     larger = larger_models((f"this one, {threads_of(record)}, fp32", read, rate, 4), H100)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import benchmarks.__main__ as bench
-from benchmarks import contenders, processes, report, runners
-from benchmarks.contenders import BASE, CONTENDERS, LLAMA, Clock, is_exact, timed
-from benchmarks.runners import Int8, Where
+from benchmarks import processes, report, runners
+from benchmarks.contenders import Clock, timed
+from benchmarks.runners import BASE, CONTENDERS, LLAMA, LLAMAS, Int8, Where, is_exact
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model, read_tensors
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def runner_of(name: str, folder: Path) -> runners.Runner:
+def runner_of(name: str, folder: Path) -> object:
     try:
         return CONTENDERS[name](Where(folder))
     except ImportError as error:
@@ -195,8 +195,7 @@ def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
     ours = record["rows"][BASE]
     assert ours["1 x 48"]["decode_ratio"] == 1
     assert ours["overhead_ms"] > 0
-    assert all(name in printed for name in only)
-    assert "Llama 3 70B" in command("--scale", str(out / "summary.json"))
+    assert all(name in printed for name in (*only, "Llama 3 70B"))
 
 
 @pytest.mark.slow
@@ -217,7 +216,6 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
         (f"--lengths {N_CTX + 1} --model pocket", f"{N_CTX + 1} {N_CTX}"),
         ("--only nothing", "nothing"),
         ("--model pocket-llama --only CTranslate2", "CTranslate2 pocket-llama"),
-        ("--scale pocket/teacher/figures.json", "figures.json gb_per_s"),
         ("--peer-path nowhere", "nowhere folder"),
         ("--ablate --only CTranslate2", "--ablate --only"),
         ("--requests 0", "0 1"),
@@ -243,7 +241,7 @@ def test_todays_models_take_turns_and_write_the_same(
     words = ["--model", str(tmp_path), "--out", str(tmp_path), *"--lengths 5 9 --turns 2".split()]
     bench.main(words)
     record = read_json(tmp_path / "llama.json")
-    assert {*record["rows"]} == {*contenders.LLAMAS} and record["different"] == []
+    assert {*record["rows"]} == {*LLAMAS} and record["different"] == []
     bytes_of = {name: row["1 x 9"]["cache_bytes"] for name, row in record["rows"].items()}
     token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
     assert bytes_of[LLAMA] == bytes_of["transformers, DynamicCache"] == (9 + 16) * token
