@@ -26,7 +26,7 @@ import torch
 
 import gpt_kv_cache
 from benchmarks import batches, scale
-from benchmarks.contenders import Clock, floors, measured
+from benchmarks.contenders import floors, measured
 from benchmarks.processes import Job, in_turns
 from benchmarks.report import (
     ablation,
@@ -69,7 +69,7 @@ def weights(model: str) -> AbstractContextManager[Path]:
 def about(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the
     weights in float32."""
-    model = load_model(str(folder), device=args.on)
+    model = load_model(str(folder))
     config = model.config
     sizes = {
         "attention": config.n_head * config.head_dim,
@@ -108,7 +108,7 @@ def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
         vocab_size=64, n_ctx=128, n_layer=layers, n_head=heads, n_embd=NARROW * heads
     )
     with exported(GPT(narrow)) as folder:
-        where = Where(folder, args.on, args.peer_path)
+        where = Where(folder, args.peer_path)
         jobs = jobs_of(where, [*record["rows"]], narrow.vocab_size, [(1, 32)], 4 * DECODED)
         found, _ = in_turns(jobs, args.turns, args.threads, needed=[BASE])
     for name, turns in found.items():
@@ -117,7 +117,7 @@ def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
+def where_time_goes(folder: Path, T: int) -> dict[str, float]:
     """Return the shares of the time to the first token of T by PyTorch's profiler, the largest first."""
     kinds = {
         "addmm": "products with weights",
@@ -126,18 +126,17 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
         "copy_": "copies",
         "cat": "copies",
     }
-    model = load_model(str(folder), model_class=GPT, device=device)
-    ids = torch.arange(T, device=device)[None] % model.config.vocab_size
+    model = load_model(str(folder), model_class=GPT)
+    ids = torch.arange(T)[None] % model.config.vocab_size
     for _ in range(2):  # the first warms up
         with torch.profiler.profile() as profile:
             model(ids, gpt_kv_cache.KVCache(), last_only=True)
     shares: dict[str, float] = {}
-    clock = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     for event in profile.key_averages():
         namespace, _, key = event.key.partition("::")
-        if namespace == "aten":  # what a GPU's kernels take is theirs
+        if namespace == "aten":
             kind = "attention" if "attention" in key else kinds.get(key, "all else")
-            shares[kind] = shares.get(kind, 0.0) + getattr(event, clock)
+            shares[kind] = shares.get(kind, 0.0) + event.self_cpu_time_total
     total = sum(shares.values())
     shares = {kind: took / total for kind, took in shares.items()}
     return dict(sorted(shares.items(), key=lambda item: (item[0] == "all else", -item[1])))
@@ -166,13 +165,13 @@ def record_of(
     cells = [(1, T) for T in lengths]
     if texts > 1:
         cells.append((texts, lengths[0]))
-    where = Where(folder, args.on, args.peer_path)
+    where = Where(folder, args.peer_path)
     tokens = sorted({B * T for B, T in cells})
-    jobs = {"floor": (floors, Clock(args.on), geometry, tokens)}
+    jobs = {"floor": (floors, geometry, tokens)}
     jobs |= jobs_of(where, names, geometry["vocab_size"], cells, DECODED)
     found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", base_of(names)))
     record = on | {"lengths": lengths, "absent": failed}
-    record |= summary(found, geometry["weights"], args.on == "cpu" and args.threads == 1)
+    record |= summary(found, geometry["weights"], args.threads)
     record |= {"different": different(record["rows"]), "disturbed": disturbed(record)}
     return record
 
@@ -202,7 +201,7 @@ def ablate(args: argparse.Namespace, folder: Path) -> None:
     """Measure our own choices one by one: a table and ablation.json."""
     record = record_of(args, folder, about(args, folder), [BASE, *WITHOUT])
     lengths = record["lengths"]
-    first = where_time_goes(folder, lengths[-1], args.on)
+    first = where_time_goes(folder, lengths[-1])
     record |= {"without": ablation(record.pop("rows"), lengths), "first_token": first}
     write_json(args.out / "ablation.json", record, indent=1)
     choices = ablation_table(record["without"], lengths)
@@ -269,7 +268,6 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FOLDER",
         help="where results go",
     )
-    cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     task.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     task.add_argument(
         "--requests",
@@ -280,8 +278,6 @@ def main(argv: list[str] | None = None) -> None:
         f"the folder; default: {' '.join(map(str, batches.COUNTS))}",
     )
     with cli.parse(argv) as args:
-        if args.on == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
         if args.peer_path and not args.peer_path.is_dir():
             raise ValueError(f"--peer-path {args.peer_path} is not a folder")
         if args.requests is not None and args.lengths:

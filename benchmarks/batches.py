@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import Clock, floors
+from benchmarks.contenders import clock, floors
 from benchmarks.processes import in_turns
-from benchmarks.runners import Transformers, Where
+from benchmarks.runners import Ours, Transformers, Where
 from benchmarks.words import words
 from gpt_kv_cache import GPT
-from load_gpt2_weights import load_model
 from paged import PagedCache, Server
 from studies.paging import Record, one_at_a_time
 from support.tables import Table
@@ -65,10 +64,9 @@ def padded(model: Any, prompts: Prompts, limits: Limits) -> Served:
     padding = [width - len(ids) for ids in prompts]
     rows = [[0] * n + ids for n, ids in zip(padding, prompts, strict=True)]
     seen = [[0] * n + [1] * (width - n) for n in padding]
-    device = model.device
     done = model.generate(
-        torch.tensor(rows, device=device),
-        attention_mask=torch.tensor(seen, device=device),
+        torch.tensor(rows),
+        attention_mask=torch.tensor(seen),
         max_new_tokens=new,
         do_sample=False,
         eos_token_id=None,
@@ -122,17 +120,13 @@ def served(
 ) -> dict[int, dict[str, Any]]:
     """Return the figures of a contender for each number of requests, after small ones that warm it up."""
     serve = CONTENDERS[name]
-    if name in (BASE, PAGED):
-        model = load_model(str(where.folder), model_class=GPT, device=where.device)
-    else:
-        model = Transformers(where).model
+    runner = Ours if name in (BASE, PAGED) else Transformers
+    model = runner(where).model
     serve(model, [[1, 2, 3], [1]], [3, 2])
     found = {}
     for count, (prompts, limits) in requests.items():
-        begun = time.perf_counter()
-        texts, held, wasted = serve(model, prompts, limits)
-        seconds = time.perf_counter() - begun
-        found[count] = {"seconds": seconds, "tokens": texts, "held": held, "wasted": wasted}
+        ms, _, (texts, held, wasted) = clock(partial(serve, model, prompts, limits))
+        found[count] = {"seconds": ms / 1e3, "tokens": texts, "held": held, "wasted": wasted}
     return found
 
 
@@ -150,8 +144,8 @@ def measure(
     vocab_size, n_ctx = geometry["vocab_size"], geometry["n_ctx"]
     requests = {count: requests_of(count, vocab_size, n_ctx) for count in counts}
     rows = n_ctx // 2
-    jobs = {"floor": (floors, Clock(args.on), geometry, [rows])}
-    where = Where(folder, args.on)
+    jobs = {"floor": (floors, geometry, [rows])}
+    where = Where(folder)
     jobs |= {name: (served, name, where, requests) for name in CONTENDERS}
     found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", BASE, PAGED))
     floor = found.pop("floor")

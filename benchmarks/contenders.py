@@ -14,27 +14,14 @@ from benchmarks.runners import CONTENDERS, LLAMAS, UNCACHED, WITHOUT, Where
 FEW = 3  # tokens that a contender without a cache writes after a prompt
 
 
-class Clock:
-    """Milliseconds on the device that computes, and of this process's CPU time."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.cuda = device, device == "cuda"
-
-    def __call__(self, call: Callable[[], Any]) -> tuple[float, float, Any]:
-        """Return the milliseconds of a call, those of CPU time, and what it returned."""
-        if self.cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            result = call()
-            end.record()
-            torch.cuda.synchronize()
-            return begin.elapsed_time(end), 0.0, result
-        begun, cpu = time.perf_counter(), time.process_time()
-        result = call()
-        return 1e3 * (time.perf_counter() - begun), 1e3 * (time.process_time() - cpu), result
+def clock(call: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Return the milliseconds of a call, those of this process's CPU time, and what it returned."""
+    begun, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return 1e3 * (time.perf_counter() - begun), 1e3 * (time.process_time() - cpu), result
 
 
-def timed(runner: Any, clock: Clock, ids: Tensor, decode: int) -> dict[str, Any]:
+def timed(runner: Any, ids: Tensor, decode: int) -> dict[str, Any]:
     """Return the milliseconds to the first token and of each further one, the tokens and the bytes of the cache."""
     tokens = runner.start(ids)
     first, cpu, token = clock(lambda: next(tokens))
@@ -54,38 +41,32 @@ def timed(runner: Any, clock: Clock, ids: Tensor, decode: int) -> dict[str, Any]
     }
 
 
-def floors(clock: Clock, geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+def floors(geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Return this machine's limits in float32: bytes read per millisecond, and milliseconds of nothing but the
     matrix products of a prefill, by the number of tokens in all texts."""
-    device = clock.device
-    times = 20 if clock.cuda else 1  # a GPU is told to begin so many times before the clock stops
-    matrix = torch.rand(8192, 16384, device=device)  # 512 MiB
-    vector = torch.rand(1, 8192, device=device)
+    matrix = torch.rand(8192, 16384)  # 512 MiB
+    vector = torch.rand(1, 8192)
     calls = (
         lambda: matrix.sum(),
         lambda: vector @ matrix,
-        lambda: matrix @ torch.ones(16384, device=device),
+        lambda: matrix @ torch.ones(16384),
     )
-    read = matrix.nbytes / min(
-        clock(lambda call=call: [call() for _ in range(times)])[0] / times
-        for call in calls
-        for _ in range(4)
-    )
-    weights = [torch.rand(*shape, device=device) for shape in geometry["matrices"]]
+    read = matrix.nbytes / min(clock(call)[0] for call in calls for _ in range(4))
+    weights = [torch.rand(*shape) for shape in geometry["matrices"]]
     C = geometry["n_embd"]
-    head = torch.rand(C, geometry["vocab_size"], device=device)
-    row = torch.rand(1, C, device=device)
+    head = torch.rand(C, geometry["vocab_size"])
+    row = torch.rand(1, C)
     last = min(clock(lambda: row @ head)[0] for _ in range(3))
     products = {}
     for T in rows:
-        x = {w.size(0): torch.rand(T, w.size(0), device=device) for w in weights}
+        x = {w.size(0): torch.rand(T, w.size(0)) for w in weights}
 
-        def layers(x: dict[int, Tensor] = x) -> None:
-            for w in weights * times:
+        def layer(x: dict[int, Tensor] = x) -> None:
+            for w in weights:
                 x[w.size(0)] @ w
 
-        layers()
-        one = min(clock(layers)[0] for _ in range(3)) / times
+        layer()
+        one = min(clock(layer)[0] for _ in range(3))
         products[str(T)] = one * geometry["n_layer"] + last
     return {"bytes_per_ms": read, "products_ms": products}
 
@@ -95,11 +76,10 @@ def measured(
 ) -> dict[str, Any]:
     """Return the figures of a contender for each prompt. A first pass over each warms up."""
     make = (CONTENDERS | LLAMAS | WITHOUT)[name]
-    clock, runner = Clock(where.device), make(where)
-    warm = 3
+    runner, warm = make(where), 3
     if name == UNCACHED:
         warm, decode = 0, FEW
-    ids = {cell: torch.tensor(rows, device=where.device) for cell, rows in prompts.items()}
+    ids = {cell: torch.tensor(rows) for cell, rows in prompts.items()}
     for rows in ids.values():
-        timed(runner, clock, rows, warm)
-    return {cell: timed(runner, clock, rows, decode) for cell, rows in ids.items()}
+        timed(runner, rows, warm)
+    return {cell: timed(runner, rows, decode) for cell, rows in ids.items()}

@@ -18,10 +18,10 @@ BUSY = 0.10
 Record = dict[str, Any]
 
 
-def summary(found: Record, weights: int, timed_cpu: bool) -> Record:
+def summary(found: Record, weights: int, threads: int) -> Record:
     """Return the figures of what was found in each turn, with weights of so many bytes: medians over turns, ratios turn
-    by turn, shares of the floors, and what disturbed them (of waiting, the share of the time that a process of one CPU
-    thread didn't compute)."""
+    by turn, shares of the floors, and what disturbed them (of waiting, the share of the time that a process of one thread
+    didn't compute)."""
     floor = found.pop("floor")
     speeds = [turn["bytes_per_ms"] for turn in floor]
     roofline = weights / median(speeds)
@@ -47,7 +47,7 @@ def summary(found: Record, weights: int, timed_cpu: bool) -> Record:
         "gb_per_s": median(speeds) / 1e6,
         "products_ms": products,
         "bandwidth_change": (max(speeds) - min(speeds)) / median(speeds),
-        "waited": mean(waited) if timed_cpu else None,
+        "waited": mean(waited) if threads == 1 else None,
     }
 
 

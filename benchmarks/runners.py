@@ -35,10 +35,9 @@ ENDLESS = 1 << 20  # tokens to write: the caller stops
 
 
 class Where(NamedTuple):
-    """A folder of weights, the device that computes, and LLMs-from-scratch's folder if it is there."""
+    """A folder of weights, and LLMs-from-scratch's folder if it is there."""
 
     folder: Path
-    device: str = "cpu"
     peer: Path | None = None
 
 
@@ -62,7 +61,7 @@ class Ours:
     ) -> None:
         kind = getattr(module, "GPT", None)  # None: a Llama, as the folder says
         folder = str(where.folder)
-        self.model = load_model(folder, model_class=kind, device=where.device, dtype=dtype)
+        self.model = load_model(folder, model_class=kind, dtype=dtype)
         self.module, self.window, self.cache = module, window, None
 
     def new_cache(self) -> Any:
@@ -86,7 +85,6 @@ class Int8(Ours):
     """gpt_kv_cache.py with every product by a matrix of weights in int8, as PyTorch's dynamic quantization has it."""
 
     def __init__(self, where: Where) -> None:
-        check_cpu(where)
         super().__init__(where)
         head = quantized(self.model.wte.weight, None)
         for part in (part for block in self.model.h for part in (block.attn, block.mlp)):
@@ -113,7 +111,7 @@ class RandomBCT(Ours):
         super().__init__(where, gpt_bounded_cache)
         weights = self.model.state_dict()
         config = gpt_bounded_cache.BCTConfig(**vars(self.model.config), slots=24, recent=8)
-        self.model = gpt_bounded_cache.BCT(config).eval().to(where.device)
+        self.model = gpt_bounded_cache.BCT(config).eval()
         self.model.load_state_dict(weights, strict=False)
 
 
@@ -140,7 +138,7 @@ def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         return mask
     T, S = q.size(2), k.size(2)
-    return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return torch.ones(T, S, dtype=torch.bool).tril(S - T)
 
 
 def explicit_softmax(model: GPT) -> None:
@@ -193,11 +191,6 @@ def without(where: Where, name: str) -> Ours:
 # --- Others ---------------------------------------------------------------------------------------------------------
 
 
-def check_cpu(where: Where) -> None:
-    if where.device != "cpu":
-        raise ValueError("runs on cpu only")
-
-
 class Transformers:
     """transformers' GPT-2 or Llama with one of its caches."""
 
@@ -205,7 +198,7 @@ class Transformers:
         import transformers
 
         auto = transformers.AutoModelForCausalLM
-        self.model = auto.from_pretrained(where.folder, dtype=torch.float32).eval().to(where.device)
+        self.model = auto.from_pretrained(where.folder, dtype=torch.float32).eval()
         self.new_cache = transformers.DynamicCache
         if static:
             config = self.model.config
@@ -231,8 +224,7 @@ class FromScratch:
     def __init__(self, where: Where, file: str) -> None:
         if where.peer is None or not (where.peer / file).is_file():
             raise ValueError(f"needs --peer-path with {file}")
-        model = import_file(where.peer / file).GPTModel(sizes(where.folder))
-        self.model = model.eval().to(where.device)
+        self.model = import_file(where.peer / file).GPTModel(sizes(where.folder)).eval()
         fill(self.model, read_tensors(str(where.folder)))
 
     @torch.inference_mode()
@@ -297,7 +289,6 @@ class CTranslate2:
     formula: it can't be asked for them, and concatenates keys and values in float32, whatever the weights are."""
 
     def __init__(self, where: Where, compute_type: str = "float32") -> None:
-        check_cpu(where)
         import ctranslate2
         from ctranslate2.converters import TransformersConverter
 

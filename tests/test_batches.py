@@ -58,7 +58,7 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(
     }
     turns["floor"] = [{"bytes_per_ms": 1e6, "products_ms": {"32": 3.2}}]
     monkeypatch.setattr(batches, "in_turns", lambda *_, needed: (turns, {"other": "no"}))
-    args = Namespace(on="cpu", turns=3, threads=1)
+    args = Namespace(turns=3, threads=1)
     one = measure(args, Path(), GEOMETRY, [2])["2"]
     prompts, new = requests_of(2, 300, 64)
     bound = 1e-4 * sum(map(len, prompts)) + 1e-3 * (max(new) - 1)

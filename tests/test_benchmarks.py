@@ -9,7 +9,7 @@ import torch
 
 import benchmarks.__main__ as bench
 from benchmarks import processes, report, runners
-from benchmarks.contenders import Clock, timed
+from benchmarks.contenders import timed
 from benchmarks.runners import BASE, CONTENDERS, LLAMA, LLAMAS, Int8, Where, is_exact
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import Llama, LlamaConfig
@@ -66,7 +66,7 @@ CACHED = {  # tokens whose keys and values are held, after 12 and 20 more
 @pytest.mark.parametrize("name", [of_all_speeds(name) for name in EXACT])
 def test_equal_weights_give_equal_tokens(name: str, folder: Path) -> None:
     runner = runner_of(name, folder)
-    done = timed(runner, Clock("cpu"), prompt(), 20)
+    done = timed(runner, prompt(), 20)
     assert done["tokens"] == plain(folder, prompt(), 21).tolist()
     assert len(done["steps_ms"]) == 20 and min(done["steps_ms"]) > 0 and done["first_ms"] > 0
     token = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * 4  # of two texts
@@ -96,7 +96,7 @@ def test_int8_is_near(folder: Path) -> None:
 @pytest.mark.slow
 def test_ctranslate2_writes_the_same_up_to_the_context(folder: Path) -> None:
     left = CONFIG.n_ctx - 12  # as many as it has positions for
-    done = timed(runner_of("CTranslate2", folder), Clock("cpu"), prompt(4), left)
+    done = timed(runner_of("CTranslate2", folder), prompt(4), left)
     assert done["tokens"] == plain(folder, prompt(4), left + 1).tolist()
 
 
@@ -137,7 +137,7 @@ def summary(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1
         "gpt_kv_cache.py": [{"2 x 100": turn(200 * s, 100 * s, [1, 2])} for s in slow],
         "other": [{"2 x 100": turn(400 * s, 150 * s, [1, 3])} for s in slow],
     }
-    return report.summary(found, 500e6, True)
+    return report.summary(found, 500e6, 1)
 
 
 def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -> None:
