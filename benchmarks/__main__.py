@@ -15,9 +15,9 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,14 +27,12 @@ import torch
 import gpt_kv_cache
 from benchmarks import batches, scale
 from benchmarks.contenders import floors, measured
-from benchmarks.processes import Job, in_turns
+from benchmarks.processes import in_turns
 from benchmarks.report import (
     ablation,
     ablation_table,
-    different,
-    disturbed,
     draw,
-    report,
+    speed,
     summary,
 )
 from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Where, base_of, exported
@@ -60,7 +58,7 @@ def weights(model: str) -> AbstractContextManager[Path]:
     """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES or SMOLLM."""
     if model == SMOLLM:
         torch.manual_seed(0)
-        return exported(Llama(replace(LlamaConfig(), n_ctx=1024)))
+        return exported(Llama(LlamaConfig(n_ctx=1024)))
     if model in SIZES:
         return exported(random_model(GPT, model))
     return nullcontext(find_file(model, "config.json").parent)
@@ -70,46 +68,28 @@ def about(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the
     weights in float32."""
     model = load_model(str(folder))
-    config = model.config
+    config, on = model.config, conditions(args.model, model)
     sizes = {
         "attention": config.n_head * config.head_dim,
         "matrices": [[*p.shape] for p in model.h[0].parameters() if p.dim() == 2],
-        "weights": sum(p.nbytes for p in model.parameters()),
+        "weights": 4 * on["parameters"],
     }
-    on = conditions(args.model, model)
     return on | {"turns": args.turns, "geometry": vars(config) | sizes}
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------------
 
 
-def jobs_of(
-    where: Where,
-    names: Sequence[str],
-    vocab_size: int,
-    cells: Sequence[tuple[int, int]],
-    decoded: int,
-) -> dict[str, Job]:
-    """Return what measures contenders for each cell, a batch size and a prompt length."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = {
-        f"{B} x {T}": torch.randint(vocab_size, (B, T), generator=generator).tolist()
-        for B, T in cells
-    }
-    return {name: (measured, name, where, prompts, decoded) for name in names}
-
-
 def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
     """Add, to each contender's row, the milliseconds of a step that aren't arithmetic: those of a model with as many
     layers and heads, but so narrow that there is hardly anything to compute."""
     layers, heads = record["layers"], record["heads"]
-    torch.manual_seed(0)
     narrow = GPTConfig(
         vocab_size=64, n_ctx=128, n_layer=layers, n_head=heads, n_embd=NARROW * heads
     )
     with exported(GPT(narrow)) as folder:
-        where = Where(folder, args.peer_path)
-        jobs = jobs_of(where, [*record["rows"]], narrow.vocab_size, [(1, 32)], 4 * DECODED)
+        what = Where(folder, args.peer_path), [(1, 32)], narrow.vocab_size, 4 * DECODED
+        jobs = {name: (measured, name, *what) for name in record["rows"]}
         found, _ = in_turns(jobs, args.turns, args.threads, needed=[BASE])
     for name, turns in found.items():
         steps = [median(turn["1 x 32"]["steps_ms"]) for turn in turns]
@@ -120,26 +100,22 @@ def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
 def where_time_goes(folder: Path, T: int) -> dict[str, float]:
     """Return the shares of the time to the first token of T by PyTorch's profiler, the largest first."""
     kinds = {
-        "addmm": "products with weights",
-        "mm": "products with weights",
-        "gelu": "GELU",
-        "copy_": "copies",
-        "cat": "copies",
+        "aten::addmm": "products with weights",
+        "aten::mm": "products with weights",
+        "aten::gelu": "GELU",
+        "aten::copy_": "copies",
+        "aten::cat": "copies",
     }
     model = load_model(str(folder), model_class=GPT)
     ids = torch.arange(T)[None] % model.config.vocab_size
     for _ in range(2):  # the first warms up
         with torch.profiler.profile() as profile:
             model(ids, gpt_kv_cache.KVCache(), last_only=True)
-    shares: dict[str, float] = {}
+    times = Counter()
     for event in profile.key_averages():
-        namespace, _, key = event.key.partition("::")
-        if namespace == "aten":
-            kind = "attention" if "attention" in key else kinds.get(key, "all else")
-            shares[kind] = shares.get(kind, 0.0) + event.self_cpu_time_total
-    total = sum(shares.values())
-    shares = {kind: took / total for kind, took in shares.items()}
-    return dict(sorted(shares.items(), key=lambda item: (item[0] == "all else", -item[1])))
+        kind = "attention" if "attention" in event.key else kinds.get(event.key, "all else")
+        times[kind] += event.self_cpu_time_total
+    return {kind: took / times.total() for kind, took in times.most_common()}
 
 
 # --- What the command does ------------------------------------------------------------------------------------------
@@ -156,7 +132,7 @@ def record_of(
     One that fails is left out, and said in "absent". Raises ValueError if our own file fails, or what measures the
     floors, or if the context doesn't hold the longest prompt and what follows it."""
     geometry = on["geometry"]
-    lengths = sorted({*(args.lengths or LENGTHS)})
+    lengths = sorted({*args.lengths})
     longest, n_ctx = lengths[-1], geometry["n_ctx"]
     if longest + DECODED > n_ctx:
         raise ValueError(
@@ -165,15 +141,12 @@ def record_of(
     cells = [(1, T) for T in lengths]
     if texts > 1:
         cells.append((texts, lengths[0]))
-    where = Where(folder, args.peer_path)
-    tokens = sorted({B * T for B, T in cells})
-    jobs = {"floor": (floors, geometry, tokens)}
-    jobs |= jobs_of(where, names, geometry["vocab_size"], cells, DECODED)
+    what = Where(folder, args.peer_path), cells, geometry["vocab_size"], DECODED
+    jobs = {"floor": (floors, geometry, sorted({B * T for B, T in cells}))}
+    jobs |= {name: (measured, name, *what) for name in names}
     found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", base_of(names)))
-    record = on | {"lengths": lengths, "absent": failed}
-    record |= summary(found, geometry["weights"], args.threads)
-    record |= {"different": different(record["rows"]), "disturbed": disturbed(record)}
-    return record
+    figures = summary(found, geometry["weights"], args.threads)
+    return on | {"lengths": lengths, "absent": failed} | figures
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
@@ -188,12 +161,14 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
             raise ValueError(f"--only {name} can't read {args.model}: choose of {'; '.join(known)}")
     names = [name for name in known if name in (base, *wanted)]
     record = record_of(args, folder, on, names, TEXTS)
-    file, predicted = "llama.json", ""
-    if not llama:
-        file, predicted = "summary.json", scale.predictions(record)
+    if llama:
+        file, predicted = "llama.json", ""
+    else:
         add_overheads(args, record)
+        file, predicted = "summary.json", scale.predictions(record)
     write_json(args.out / file, record, indent=1)
-    print(f"{report(record)}\n\n{predicted}\n\n{words('doubts', record, base)}")
+    parts = [speed(record), words("absent", record), predicted, words("doubts", record, base)]
+    print("\n\n".join(filter(None, parts)))
     draw(record, args.out)
 
 
@@ -248,8 +223,9 @@ def main(argv: list[str] | None = None) -> None:
         "--lengths",
         nargs="+",
         type=whole_number(2),
+        default=LENGTHS,
         metavar="N",
-        help=f"tokens of prompts; default: {' '.join(map(str, LENGTHS))}",
+        help="tokens of prompts",
     )
     cli.add_argument(
         "--turns",
@@ -280,13 +256,13 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if args.peer_path and not args.peer_path.is_dir():
             raise ValueError(f"--peer-path {args.peer_path} is not a folder")
-        if args.requests is not None and args.lengths:
-            raise ValueError("--requests has no --lengths: see --help")
         torch.set_num_threads(args.threads)
         do = compare
         if args.ablate:
             do = ablate
-        elif args.requests is not None:
+        if args.requests is not None:
+            if args.lengths != LENGTHS:
+                raise ValueError("--requests has no --lengths: see --help")
             do = serve
         with weights(args.model) as folder:
             do(args, folder)

@@ -38,8 +38,8 @@ def requests_of(count: int, vocab_size: int, n_ctx: int) -> tuple[Prompts, Limit
     prompts, limits = [], []
     for _ in range(count):
         length, new = (round(n_ctx / 32 * scale ** rng.random()) for scale in (16, 4))
-        prompts.append([rng.randrange(vocab_size) for _ in range(max(1, length))])
-        limits.append(max(1, new))
+        prompts.append([rng.randrange(vocab_size) for _ in range(length)])
+        limits.append(new)
     return prompts, limits
 
 
@@ -125,7 +125,7 @@ def served(
     serve(model, [[1, 2, 3], [1]], [3, 2])
     found = {}
     for count, (prompts, limits) in requests.items():
-        ms, _, (texts, held, wasted) = clock(partial(serve, model, prompts, limits))
+        ms, (texts, held, wasted) = clock(partial(serve, model, prompts, limits))
         found[count] = {"seconds": ms / 1e3, "tokens": texts, "held": held, "wasted": wasted}
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,28 +14,28 @@ from benchmarks.runners import CONTENDERS, LLAMAS, UNCACHED, WITHOUT, Where
 FEW = 3  # tokens that a contender without a cache writes after a prompt
 
 
-def clock(call: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Return the milliseconds of a call, those of this process's CPU time, and what it returned."""
-    begun, cpu = time.perf_counter(), time.process_time()
+def clock(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the milliseconds of a call, and what it returned."""
+    begun = time.perf_counter()
     result = call()
-    return 1e3 * (time.perf_counter() - begun), 1e3 * (time.process_time() - cpu), result
+    return 1e3 * (time.perf_counter() - begun), result
 
 
 def timed(runner: Any, ids: Tensor, decode: int) -> dict[str, Any]:
-    """Return the milliseconds to the first token and of each further one, the tokens and the bytes of the cache."""
+    """Return the milliseconds to the first token and of each further one, the share of all of them in which this
+    process had no processor (if it has one thread), the tokens and the bytes of the cache."""
     tokens = runner.start(ids)
-    first, cpu, token = clock(lambda: next(tokens))
-    written, steps, steps_cpu = [token], [], []
-    for _ in range(decode):
-        ms, cpu_ms, token = clock(lambda: next(tokens))
+    cpu = time.process_time()
+    times, written = [], []
+    for _ in range(1 + decode):
+        ms, token = clock(lambda: next(tokens))
+        times.append(ms)
         written.append(token)
-        steps.append(ms)
-        steps_cpu.append(cpu_ms)
+    waited = 1 - 1e3 * (time.process_time() - cpu) / sum(times)
     return {
-        "first_ms": first,
-        "first_cpu_ms": cpu,
-        "steps_ms": steps,
-        "steps_cpu_ms": steps_cpu,
+        "first_ms": times[0],
+        "steps_ms": times[1:],
+        "waited": waited,
         "tokens": torch.cat(written, 1).tolist(),
         "nbytes": runner.nbytes,
     }
@@ -72,14 +72,17 @@ def floors(geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 def measured(
-    name: str, where: Where, prompts: dict[str, list[list[int]]], decode: int
+    name: str, where: Where, cells: Sequence[tuple[int, int]], vocab_size: int, decode: int
 ) -> dict[str, Any]:
-    """Return the figures of a contender for each prompt. A first pass over each warms up."""
-    make = (CONTENDERS | LLAMAS | WITHOUT)[name]
-    runner, warm = make(where), 3
+    """Return the figures of a contender for each cell, a batch size and a prompt length. A first pass over each warms
+    up."""
+    runner, warm = (CONTENDERS | LLAMAS | WITHOUT)[name](where), 3
     if name == UNCACHED:
         warm, decode = 0, FEW
-    ids = {cell: torch.tensor(rows) for cell, rows in prompts.items()}
-    for rows in ids.values():
-        timed(runner, rows, warm)
-    return {cell: timed(runner, rows, decode) for cell, rows in ids.items()}
+    generator = torch.Generator().manual_seed(0)
+    prompts = {
+        f"{B} x {T}": torch.randint(vocab_size, (B, T), generator=generator) for B, T in cells
+    }
+    for ids in prompts.values():
+        timed(runner, ids, warm)
+    return {cell: timed(runner, ids, decode) for cell, ids in prompts.items()}

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-Job = tuple[Callable[..., Any], *tuple[Any, ...]]  # a function of a module, and its arguments
-
 
 def in_turns(
-    jobs: dict[str, Job], turns: int, threads: int, needed: Sequence[str]
+    jobs: dict[str, tuple[Any, ...]], turns: int, threads: int, needed: Sequence[str]
 ) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """Run each job once in every turn, in an order that rotates; return by name what it returned in each turn.
+    """Run each job, a function of a module and its arguments, once in every turn, in an order that rotates; return by
+    name what it returned in each turn.
 
     A job that fails is left out from there on; why is the second of what is returned. Raises ValueError if the job is
     one of those needed.

@@ -40,8 +40,8 @@ def summary(found: Record, weights: int, threads: int) -> Record:
             row["of_roofline"] = roofline / row["step_ms"]
             row["of_products"] = products[str(B * T)] / row["first_ms"]
             rows[name][cell] = row
-            waited += map(share_waited, mine)
-    return {
+            waited += [turn["waited"] for turn in mine]
+    result = {
         "rows": rows,
         "roofline_ms": roofline,
         "gb_per_s": median(speeds) / 1e6,
@@ -49,6 +49,7 @@ def summary(found: Record, weights: int, threads: int) -> Record:
         "bandwidth_change": (max(speeds) - min(speeds)) / median(speeds),
         "waited": mean(waited) if threads == 1 else None,
     }
+    return result | {"different": different(rows), "disturbed": disturbed(result)}
 
 
 def figures(turns: Sequence[Record], base: Sequence[Record]) -> Record:
@@ -72,12 +73,6 @@ def same_tokens(turn: Record, base: Record) -> bool:
     """Return whether a contender's tokens are BASE's, as far as it has written."""
     pairs = zip(turn["tokens"], base["tokens"], strict=True)
     return all(row == expected[: len(row)] for row, expected in pairs)
-
-
-def share_waited(turn: Record) -> float:
-    """Return the share of a turn's time in which its process had no processor."""
-    computed = turn["first_cpu_ms"] + sum(turn["steps_cpu_ms"])
-    return 1 - computed / (turn["first_ms"] + sum(turn["steps_ms"]))
 
 
 def disturbed(found: Record) -> bool:
@@ -132,11 +127,6 @@ def speed(record: Record, markdown: bool = False) -> str:
     """Return the table of all contenders, and how near our own file comes to the limits."""
     found = base_of(record["rows"]), decoding(record), reached(record)
     return words("speed", record, *found, markdown=markdown)
-
-
-def report(record: Record) -> str:
-    """Return all the figures of a run."""
-    return f"{speed(record)}\n\n{words('absent', record)}".strip()
 
 
 def ablation(rows: Record, lengths: Sequence[int]) -> Record:

@@ -44,7 +44,7 @@ class Where(NamedTuple):
 @contextmanager
 def exported(model: nn.Module) -> Iterator[Path]:
     """Yield a folder in Hugging Face format with a model's weights in float32, for as long as it is needed."""
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         export(model, Path(folder), torch.float32)
         yield Path(folder)
 
@@ -60,25 +60,22 @@ class Ours:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         kind = getattr(module, "GPT", None)  # None: a Llama, as the folder says
-        folder = str(where.folder)
-        self.model = load_model(folder, model_class=kind, dtype=dtype)
-        self.module, self.window, self.cache = module, window, None
-
-    def new_cache(self) -> Any:
-        if self.window:
-            window = min(self.window, self.model.config.n_ctx)
-            return gpt_bounded_cache.SlidingWindowCache(window)
-        return self.model.new_cache()
+        self.model = load_model(str(where.folder), model_class=kind, dtype=dtype)
+        self.module, self.window = module, window
+        self.cache = gpt_kv_cache.KVCache()  # gpt_baseline.py takes none
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
-        options = {}
-        if hasattr(self.model, "new_cache"):  # gpt_baseline.py's model has none
-            self.cache = options["cache"] = self.new_cache()
-        return self.module.generate(self.model, ids, ENDLESS, **options)
+        if self.module is gpt_baseline:
+            return gpt_baseline.generate(self.model, ids, ENDLESS)
+        self.cache = self.model.new_cache()
+        if self.window:
+            window = min(self.window, self.model.config.n_ctx)
+            self.cache = gpt_bounded_cache.SlidingWindowCache(window)
+        return self.module.generate(self.model, ids, ENDLESS, cache=self.cache)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.cache is None else self.cache.nbytes
+        return self.cache.nbytes
 
 
 class Int8(Ours):
@@ -87,9 +84,10 @@ class Int8(Ours):
     def __init__(self, where: Where) -> None:
         super().__init__(where)
         head = quantized(self.model.wte.weight, None)
-        for part in (part for block in self.model.h for part in (block.attn, block.mlp)):
-            for name, layer in [*part.named_children()]:
-                setattr(part, name, quantized(layer.weight.t(), layer.bias))
+        for block in self.model.h:
+            for part in (block.attn, block.mlp):
+                for name, layer in [*part.named_children()]:
+                    setattr(part, name, quantized(layer.weight.t(), layer.bias))
         self.model.head = lambda x: head(self.model.ln_f(x))
 
 
@@ -101,7 +99,7 @@ def quantized(weight: Tensor, bias: nn.Parameter | None) -> nn.Module:
     module.weight, module.bias = nn.Parameter(weight), bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated in favour of a package of its own
-        return quantize_dynamic(nn.Sequential(module), {nn.Linear}, dtype=torch.qint8)[0]
+        return quantize_dynamic(nn.Sequential(module))[0]
 
 
 class RandomBCT(Ours):
@@ -148,7 +146,7 @@ def explicit_softmax(model: GPT) -> None:
         return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     for block in model.h:
-        block.attn.forward = attend.__get__(block.attn)
+        block.attn.forward = partial(attend, block.attn)
 
 
 def three_products(model: GPT) -> None:
@@ -159,7 +157,7 @@ def three_products(model: GPT) -> None:
 
     for block in model.h:
         block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
-        block.attn.project = project.__get__(block.attn)
+        block.attn.project = partial(project, block.attn)
 
 
 def always_a_mask(model: GPT) -> None:
@@ -202,8 +200,8 @@ class Transformers:
         self.new_cache = transformers.DynamicCache
         if static:
             config = self.model.config
-            options = {"config": config, "max_cache_len": config.max_position_embeddings}
-            self.new_cache = partial(transformers.StaticCache, **options)
+            length = config.max_position_embeddings
+            self.new_cache = partial(transformers.StaticCache, config, length)
 
     @torch.inference_mode()
     def start(self, ids: Tensor) -> Iterator[Tensor]:
@@ -237,7 +235,7 @@ class FromScratch:
     @property
     def nbytes(self) -> int:
         buffers = self.model.named_buffers()
-        return sum(b.nbytes for name, b in buffers if "cache" in name and b is not None)
+        return sum(buffer.nbytes for name, buffer in buffers if "cache" in name)
 
 
 NAMES = {
@@ -250,6 +248,7 @@ NAMES = {
     "scale": "weight",
     "shift": "bias",
     "att.out_proj": "attn.c_proj",
+    "att.W_": "attn.",
     "ff.layers.0": "mlp.c_fc",
     "ff.layers.2": "mlp.c_proj",
 }
@@ -272,16 +271,14 @@ def sizes(folder: Path) -> dict[str, Any]:
 @torch.no_grad()
 def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Give a GPTModel of LLMs-from-scratch GPT-2's weights: its names, and (out, in) instead of (in, out)."""
+    for name in [name for name in tensors if "c_attn" in name]:
+        thirds = zip(("query", "key", "value"), tensors[name].chunk(3, -1), strict=True)
+        tensors |= {name.replace("c_attn", third): tensor for third, tensor in thirds}
     for name, parameter in model.named_parameters():
         for theirs, public in NAMES.items():
             name = name.replace(theirs, public)
-        block, projection, kind = name.partition("att.W_")
-        if projection:
-            third = ("query", "key", "value").index(kind.partition(".")[0])
-            tensor = tensors[f"{block}attn.c_attn.{kind.partition('.')[2]}"].chunk(3, -1)[third]
-        else:
-            tensor = tensors[name]
-        parameter.copy_(tensor.t() if block.startswith("h.") and tensor.dim() == 2 else tensor)
+        tensor = tensors[name]
+        parameter.copy_(tensor.t() if name.startswith("h.") and tensor.dim() == 2 else tensor)
 
 
 class CTranslate2:
@@ -301,7 +298,7 @@ class CTranslate2:
         tokenizer = SimpleNamespace(get_vocab=lambda: names, **special)
         converter = TransformersConverter(str(where.folder))
         converter.load_tokenizer = lambda *args, **options: tokenizer
-        with tempfile.TemporaryDirectory(prefix="benchmarks-") as made:
+        with tempfile.TemporaryDirectory() as made:
             converter.convert(made, force=True)
             threads = torch.get_num_threads()
             self.generator = ctranslate2.Generator(
@@ -327,6 +324,11 @@ BASE, LLAMA = "gpt_kv_cache.py", "llama_kv_cache.py"  # what ratios are to
 UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
 
 bounded = partial(Ours, module=gpt_bounded_cache)
+llama = partial(Ours, module=llama_kv_cache)
+TRANSFORMERS = {
+    "transformers, DynamicCache": Transformers,
+    "transformers, StaticCache": partial(Transformers, static=True),
+}
 CONTENDERS: dict[str, Callable[[Where], Any]] = {
     UNCACHED: partial(Ours, module=gpt_baseline),
     BASE: Ours,
@@ -335,18 +337,16 @@ CONTENDERS: dict[str, Callable[[Where], Any]] = {
     "gpt_bounded_cache.py, BCT, 24 slots": RandomBCT,
     "gpt_kv_cache.py, bfloat16": partial(Ours, dtype=torch.bfloat16),
     "gpt_kv_cache.py, int8": Int8,
-    "transformers, DynamicCache": Transformers,
-    "transformers, StaticCache": partial(Transformers, static=True),
+    **TRANSFORMERS,
     "CTranslate2": CTranslate2,
     "CTranslate2, int8": partial(CTranslate2, compute_type="int8"),
     "LLMs-from-scratch, concat cache": partial(FromScratch, file="gpt_with_kv_cache.py"),
     "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
 }
 LLAMAS: dict[str, Callable[[Where], Any]] = {
-    LLAMA: partial(Ours, module=llama_kv_cache),
-    "llama_kv_cache.py, preallocated": partial(Ours, module=llama_kv_cache, window=ENDLESS),
-    "transformers, DynamicCache": Transformers,
-    "transformers, StaticCache": partial(Transformers, static=True),
+    LLAMA: llama,
+    "llama_kv_cache.py, preallocated": partial(llama, window=ENDLESS),
+    **TRANSFORMERS,
 }
 WITHOUT = {name: partial(without, name=name) for name in ABLATIONS}
 

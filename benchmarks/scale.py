@@ -126,7 +126,7 @@ def measured_shape(record: dict[str, Any]) -> Shape:
 def product_rate(record: dict[str, Any]) -> float:
     """Return the operations a second of the fastest products that were measured."""
     g = record["geometry"]
-    layer = g["n_embd"] * (3 * g["attention"] + 2 * g["n_inner"]) + g["attention"] * g["n_embd"]
+    layer = sum(rows * columns for rows, columns in g["matrices"])
     head = g["n_embd"] * g["vocab_size"]
     rates = []
     for T, ms in record["products_ms"].items():
@@ -162,16 +162,15 @@ def seconds(x: float) -> str:
 
 def fleet() -> Table:
     """Return predictions for the largest of SHAPES on H100, from the hit rates of two public traces."""
-    _, _, rate, nbytes = H100
-    shape, block = replace(SHAPES[-1], nbytes=nbytes), 512
-    cells = []
+    _, _, rate, _ = H100
+    shape, cells = SHAPES[-1], []
     for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         rows = read_csv(path)
         for row in (rows[0], rows[len(rows) // 2], rows[-1]):
             hit, blocks = float(row["token_hit_rate"]), row["capacity_blocks"]
             size = "any"
             if blocks.isdecimal():
-                size = f"{int(blocks) * block * shape.token_bytes / 1e12:.2f} TB"
+                size = f"{int(row['tokens']) * shape.token_bytes / 1e12:.2f} TB"
             # A machine that does nothing but prefill computes (1 - hit) of the tokens that it serves.
             moved = rate / token_operations(shape) / max(1 - hit, 1e-9) * hit * shape.token_bytes
             network = [f"{8e-9 * moved / 25:.0%}", f"{8e-9 * moved / 400:.1%}"]

@@ -124,9 +124,8 @@ def summary(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1
     def turn(first: float, step: float, tokens: list[int]) -> dict:
         return {
             "first_ms": first,
-            "first_cpu_ms": cpu * first,
             "steps_ms": [step] * 4,
-            "steps_cpu_ms": [cpu * step] * 4,
+            "waited": 1 - cpu,
             "tokens": [[1, 1], tokens],
             "nbytes": 100,
         }
