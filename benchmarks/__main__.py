@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-import gpt_kv_cache
 from benchmarks import batches, scale
 from benchmarks.contenders import floors, measured
 from benchmarks.processes import in_turns
@@ -37,7 +36,7 @@ from benchmarks.report import (
 )
 from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Where, base_of, exported
 from benchmarks.words import words
-from gpt_kv_cache import GPT, GPTConfig
+from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import find_file, load_model
 from support.cli import CommandLine, whole_number, writable_folder
@@ -83,9 +82,13 @@ def about(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
     """Add, to each contender's row, the milliseconds of a step that aren't arithmetic: those of a model with as many
     layers and heads, but so narrow that there is hardly anything to compute."""
-    layers, heads = record["layers"], record["heads"]
+    heads = record["heads"]
     narrow = GPTConfig(
-        vocab_size=64, n_ctx=128, n_layer=layers, n_head=heads, n_embd=NARROW * heads
+        vocab_size=64,
+        n_ctx=128,
+        n_layer=record["layers"],
+        n_head=heads,
+        n_embd=NARROW * heads,
     )
     with exported(GPT(narrow)) as folder:
         what = Where(folder, args.peer_path), [(1, 32)], narrow.vocab_size, 4 * DECODED
@@ -110,7 +113,7 @@ def where_time_goes(folder: Path, T: int) -> dict[str, float]:
     ids = torch.arange(T)[None] % model.config.vocab_size
     for _ in range(2):  # the first warms up
         with torch.profiler.profile() as profile:
-            model(ids, gpt_kv_cache.KVCache(), last_only=True)
+            model(ids, KVCache(), last_only=True)
     times = Counter()
     for event in profile.key_averages():
         kind = "attention" if "attention" in event.key else kinds.get(event.key, "all else")
@@ -126,9 +129,9 @@ def record_of(
     folder: Path,
     on: dict[str, Any],
     names: Sequence[str],
-    texts: int = 1,
+    texts: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Measure contenders after one text of each length, and after `texts` at once of the shortest; return the record.
+    """Measure contenders after one text of each length, and after so many texts of the shortest; return the record.
     One that fails is left out, and said in "absent". Raises ValueError if our own file fails, or what measures the
     floors, or if the context doesn't hold the longest prompt and what follows it."""
     geometry = on["geometry"]
@@ -138,15 +141,13 @@ def record_of(
         raise ValueError(
             f"{longest} tokens and {DECODED} more exceed the context of {args.model}, {n_ctx}"
         )
-    cells = [(1, T) for T in lengths]
-    if texts > 1:
-        cells.append((texts, lengths[0]))
+    cells = [(1, T) for T in lengths] + [(B, lengths[0]) for B in texts]
     what = Where(folder, args.peer_path), cells, geometry["vocab_size"], DECODED
     jobs = {"floor": (floors, geometry, sorted({B * T for B, T in cells}))}
     jobs |= {name: (measured, name, *what) for name in names}
     found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", base_of(names)))
-    figures = summary(found, geometry["weights"], args.threads)
-    return on | {"lengths": lengths, "absent": failed} | figures
+    record = on | {"lengths": lengths, "absent": failed}
+    return record | summary(found, geometry["weights"], args.threads)
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
@@ -160,7 +161,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         if name not in known:
             raise ValueError(f"--only {name} can't read {args.model}: choose of {'; '.join(known)}")
     names = [name for name in known if name in (base, *wanted)]
-    record = record_of(args, folder, on, names, TEXTS)
+    record = record_of(args, folder, on, names, [TEXTS])
     if llama:
         file, predicted = "llama.json", ""
     else:
@@ -189,7 +190,7 @@ def serve(args: argparse.Namespace, folder: Path) -> None:
     path = args.out / "requests.json"
     kept = read_json(path, counts=dict)["counts"] if path.exists() else {}
     on, counts = about(args, folder), sorted({*(args.requests or batches.COUNTS)})
-    found = batches.measure(args, folder, on["geometry"], counts)
+    found = batches.measure(args.turns, args.threads, folder, on["geometry"], counts)
     new = {count: on | figures for count, figures in found.items()}
     write_json(path, {"counts": kept | new}, indent=1)
     print(batches.summary(new))
@@ -216,6 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--peer-path",
         type=Path,
+        default=".",
         metavar="FOLDER",
         help="a folder with gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py of LLMs-from-scratch",
     )
@@ -254,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
         f"the folder; default: {' '.join(map(str, batches.COUNTS))}",
     )
     with cli.parse(argv) as args:
-        if args.peer_path and not args.peer_path.is_dir():
+        if not args.peer_path.is_dir():
             raise ValueError(f"--peer-path {args.peer_path} is not a folder")
         torch.set_num_threads(args.threads)
         do = compare

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -134,7 +133,7 @@ def served(
 
 
 def measure(
-    args: argparse.Namespace, folder: Path, geometry: dict[str, int], counts: Sequence[int]
+    turns: int, threads: int, folder: Path, geometry: dict[str, int], counts: Sequence[int]
 ) -> dict[str, Any]:
     """Return the record of each number of requests: the medians over turns of every contender, and the bound: a
     prompt's products, then all weights once for each further token of the text that is written longest.
@@ -147,7 +146,7 @@ def measure(
     jobs = {"floor": (floors, geometry, [rows])}
     where = Where(folder)
     jobs |= {name: (served, name, where, requests) for name in CONTENDERS}
-    found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", BASE, PAGED))
+    found, failed = in_turns(jobs, turns, threads, needed=("floor", BASE, PAGED))
     floor = found.pop("floor")
     read = geometry["weights"] / median(f["bytes_per_ms"] for f in floor) / 1e3  # seconds a pass
     token = median(f["products_ms"][str(rows)] for f in floor) / rows / 1e3
@@ -175,7 +174,6 @@ def figures(turns: list[dict[str, Any]], base: list[dict[str, Any]], tokens: int
     seconds = [turn["seconds"] for turn in turns]
     pairs = [*zip(base, turns, strict=True)]
     return {
-        "seconds": seconds,
         "tokens_per_s": tokens / median(seconds),
         "times_as_fast": median(b["seconds"] / turn["seconds"] for b, turn in pairs),
         "same_tokens": all(turn["tokens"] == b["tokens"] for b, turn in pairs),

@@ -65,7 +65,6 @@ def floors(geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
             for w in weights:
                 x[w.size(0)] @ w
 
-        layer()
         one = min(clock(layer)[0] for _ in range(3))
         products[str(T)] = one * geometry["n_layer"] + last
     return {"bytes_per_ms": read, "products_ms": products}

@@ -75,7 +75,7 @@ def standing() -> str:
         words("disturbed", one, "one thread"),
         words("choices", choices, BASE, found, markdown=True),
     ]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
 def demo() -> str:
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--figures", action="store_true", help="draw the figures of all results too")
     with cli.parse(argv) as args:
         write_blocks(PAGES)
-        for path in (HERE / "results").glob("*-thread*/summary.json") if args.figures else ():
+        for path in (HERE / "results").glob("*/summary.json") if args.figures else ():
             draw(read_json(path), path.parent)
 
 

@@ -20,8 +20,8 @@ Record = dict[str, Any]
 
 def summary(found: Record, weights: int, threads: int) -> Record:
     """Return the figures of what was found in each turn, with weights of so many bytes: medians over turns, ratios turn
-    by turn, shares of the floors, and what disturbed them (of waiting, the share of the time that a process of one thread
-    didn't compute)."""
+    by turn, shares of the floors, who wrote other tokens, and what disturbed them (of waiting, the share of the time that
+    a process of one thread didn't compute)."""
     floor = found.pop("floor")
     speeds = [turn["bytes_per_ms"] for turn in floor]
     roofline = weights / median(speeds)
@@ -133,12 +133,12 @@ def ablation(rows: Record, lengths: Sequence[int]) -> Record:
     """Return how many times as long decoding and the first token take without each choice: median, least and most of
     the turns."""
     without: Record = {}
-    for name in rows:
+    for name, row in rows.items():
         if name == BASE:
             continue
         without[name] = {}
         for T in lengths:
-            cell = rows[name][f"1 x {T}"]
+            cell = row[f"1 x {T}"]
             spreads = {"decode": spread(cell["ratios"]), "first": spread(cell["first_ratios"])}
             without[name][str(T)] = spreads
     return without

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt_baseline
@@ -35,10 +34,10 @@ ENDLESS = 1 << 20  # tokens to write: the caller stops
 
 
 class Where(NamedTuple):
-    """A folder of weights, and LLMs-from-scratch's folder if it is there."""
+    """A folder of weights, and the one with LLMs-from-scratch's files."""
 
     folder: Path
-    peer: Path | None = None
+    peer: Path = Path()
 
 
 @contextmanager
@@ -153,7 +152,9 @@ def three_products(model: GPT) -> None:
     def project(self: nn.Module, x: Tensor) -> list[Tensor]:
         heads = (self.n_head, self.head_dim)
         parts = zip(self.parts, self.c_attn.bias.chunk(3), strict=True)
-        return [F.linear(x, w.t(), b).unflatten(-1, heads).transpose(1, 2) for w, b in parts]
+        return [
+            nn.functional.linear(x, w.t(), b).unflatten(-1, heads).transpose(1, 2) for w, b in parts
+        ]
 
     for block in model.h:
         block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
@@ -220,7 +221,7 @@ class FromScratch:
     """The GPTModel of a file of LLMs-from-scratch, which has a cache of its own."""
 
     def __init__(self, where: Where, file: str) -> None:
-        if where.peer is None or not (where.peer / file).is_file():
+        if not (where.peer / file).is_file():
             raise ValueError(f"needs --peer-path with {file}")
         self.model = import_file(where.peer / file).GPTModel(sizes(where.folder)).eval()
         fill(self.model, read_tensors(str(where.folder)))
@@ -300,9 +301,8 @@ class CTranslate2:
         converter.load_tokenizer = lambda *args, **options: tokenizer
         with tempfile.TemporaryDirectory() as made:
             converter.convert(made, force=True)
-            threads = torch.get_num_threads()
             self.generator = ctranslate2.Generator(
-                made, compute_type=compute_type, intra_threads=threads
+                made, compute_type=compute_type, intra_threads=torch.get_num_threads()
             )
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:

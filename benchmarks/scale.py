@@ -162,8 +162,7 @@ def seconds(x: float) -> str:
 
 def fleet() -> Table:
     """Return predictions for the largest of SHAPES on H100, from the hit rates of two public traces."""
-    _, _, rate, _ = H100
-    shape, cells = SHAPES[-1], []
+    shape, rate, cells = SHAPES[-1], H100[2], []
     for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         rows = read_csv(path)
         for row in (rows[0], rows[len(rows) // 2], rows[-1]):
