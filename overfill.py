@@ -287,15 +287,24 @@ class Policy:
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Every `every` tokens, at least 1. With a window of at least 1 at most its tokens are replaced,
-    and with reads_window that is also all that the teacher reads, k_r = min(W, tokens since the
-    last refresh), as in the source's cost formula; the source's listing lets it read all new tokens.
-    The speculative refresh is this one too: the student writes a burst, and the teacher corrects
-    exactly that."""
+    """Every `every` tokens. With a window at most its tokens are replaced, and with reads_window
+    that is also all that the teacher reads, k_r = min(W, tokens since the last refresh), as in the
+    source's cost formula; the source's listing lets it read all new tokens. The speculative refresh
+    is this one too: the student writes a burst, and the teacher corrects exactly that.
+
+    Raises ValueError if a value is below 1, or the window that the teacher reads isn't given.
+    """
 
     every: int
     window: int | None = None
     reads_window: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reads_window and self.window is None:
+            raise ValueError("a teacher that reads the window needs one: how many tokens it has")
+        for value in (self.every, self.window):
+            if value is not None and value < 1:
+                raise ValueError(f"every and window must be at least 1, got {value}")
 
     def due(self, pair: Pair) -> Tensor:
         return pair.since >= self.every

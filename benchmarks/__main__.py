@@ -66,7 +66,7 @@ def weights(model: str) -> AbstractContextManager[Path]:
 def about(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the
     weights in float32."""
-    model = load_model(str(folder))
+    model = load_model(str(folder), device=args.on)
     config, on = model.config, conditions(args.model, model)
     sizes = {
         "attention": config.n_head * config.head_dim,
@@ -91,7 +91,7 @@ def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
         n_embd=NARROW * heads,
     )
     with exported(GPT(narrow)) as folder:
-        what = Where(folder, args.peer_path), [(1, 32)], narrow.vocab_size, 4 * DECODED
+        what = Where(folder, args.on, args.peer_path), [(1, 32)], narrow.vocab_size, 4 * DECODED
         jobs = {name: (measured, name, *what) for name in record["rows"]}
         found, _ = in_turns(jobs, args.turns, args.threads, needed=[BASE])
     for name, turns in found.items():
@@ -100,7 +100,7 @@ def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def where_time_goes(folder: Path, T: int) -> dict[str, float]:
+def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
     """Return the shares of the time to the first token of T by PyTorch's profiler, the largest first."""
     kinds = {
         "aten::addmm": "products with weights",
@@ -109,15 +109,16 @@ def where_time_goes(folder: Path, T: int) -> dict[str, float]:
         "aten::copy_": "copies",
         "aten::cat": "copies",
     }
-    model = load_model(str(folder), model_class=GPT)
-    ids = torch.arange(T)[None] % model.config.vocab_size
+    model = load_model(str(folder), model_class=GPT, device=device)
+    ids = torch.arange(T, device=device)[None] % model.config.vocab_size
     for _ in range(2):  # the first warms up
         with torch.profiler.profile() as profile:
             model(ids, KVCache(), last_only=True)
-    times = Counter()
+    times, clock = Counter(), f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
     for event in profile.key_averages():
-        kind = "attention" if "attention" in event.key else kinds.get(event.key, "all else")
-        times[kind] += event.self_cpu_time_total
+        if event.key.startswith("aten::"):  # what a GPU's kernels take is theirs
+            kind = "attention" if "attention" in event.key else kinds.get(event.key, "all else")
+            times[kind] += getattr(event, clock)
     return {kind: took / times.total() for kind, took in times.most_common()}
 
 
@@ -142,8 +143,8 @@ def record_of(
             f"{longest} tokens and {DECODED} more exceed the context of {args.model}, {n_ctx}"
         )
     cells = [(1, T) for T in lengths] + [(B, lengths[0]) for B in texts]
-    what = Where(folder, args.peer_path), cells, geometry["vocab_size"], DECODED
-    jobs = {"floor": (floors, geometry, sorted({B * T for B, T in cells}))}
+    what = Where(folder, args.on, args.peer_path), cells, geometry["vocab_size"], DECODED
+    jobs = {"floor": (floors, args.on, geometry, sorted({B * T for B, T in cells}))}
     jobs |= {name: (measured, name, *what) for name in names}
     found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", base_of(names)))
     record = on | {"lengths": lengths, "absent": failed}
@@ -177,7 +178,7 @@ def ablate(args: argparse.Namespace, folder: Path) -> None:
     """Measure our own choices one by one: a table and ablation.json."""
     record = record_of(args, folder, about(args, folder), [BASE, *WITHOUT])
     lengths = record["lengths"]
-    first = where_time_goes(folder, lengths[-1])
+    first = where_time_goes(folder, lengths[-1], args.on)
     record |= {"without": ablation(record.pop("rows"), lengths), "first_token": first}
     write_json(args.out / "ablation.json", record, indent=1)
     choices = ablation_table(record["without"], lengths)
@@ -190,7 +191,9 @@ def serve(args: argparse.Namespace, folder: Path) -> None:
     path = args.out / "requests.json"
     kept = read_json(path, counts=dict)["counts"] if path.exists() else {}
     on, counts = about(args, folder), sorted({*(args.requests or batches.COUNTS)})
-    found = batches.measure(args.turns, args.threads, folder, on["geometry"], counts)
+    found = batches.measure(
+        args.turns, args.threads, Where(folder, args.on), on["geometry"], counts
+    )
     new = {count: on | figures for count, figures in found.items()}
     write_json(path, {"counts": kept | new}, indent=1)
     print(batches.summary(new))
@@ -246,6 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FOLDER",
         help="where results go",
     )
+    cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     task.add_argument("--ablate", action="store_true", help="measure our own choices instead")
     task.add_argument(
         "--requests",
@@ -256,6 +260,8 @@ def main(argv: list[str] | None = None) -> None:
         f"the folder; default: {' '.join(map(str, batches.COUNTS))}",
     )
     with cli.parse(argv) as args:
+        if args.on == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
         if not args.peer_path.is_dir():
             raise ValueError(f"--peer-path {args.peer_path} is not a folder")
         torch.set_num_threads(args.threads)

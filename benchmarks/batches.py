@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -64,8 +63,8 @@ def padded(model: Any, prompts: Prompts, limits: Limits) -> Served:
     rows = [[0] * n + ids for n, ids in zip(padding, prompts, strict=True)]
     seen = [[0] * n + [1] * (width - n) for n in padding]
     done = model.generate(
-        torch.tensor(rows),
-        attention_mask=torch.tensor(seen),
+        torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(seen, device=model.device),
         max_new_tokens=new,
         do_sample=False,
         eos_token_id=None,
@@ -133,7 +132,7 @@ def served(
 
 
 def measure(
-    turns: int, threads: int, folder: Path, geometry: dict[str, int], counts: Sequence[int]
+    turns: int, threads: int, where: Where, geometry: dict[str, int], counts: Sequence[int]
 ) -> dict[str, Any]:
     """Return the record of each number of requests: the medians over turns of every contender, and the bound: a
     prompt's products, then all weights once for each further token of the text that is written longest.
@@ -143,8 +142,7 @@ def measure(
     vocab_size, n_ctx = geometry["vocab_size"], geometry["n_ctx"]
     requests = {count: requests_of(count, vocab_size, n_ctx) for count in counts}
     rows = n_ctx // 2
-    jobs = {"floor": (floors, geometry, [rows])}
-    where = Where(folder)
+    jobs = {"floor": (floors, where.device, geometry, [rows])}
     jobs |= {name: (served, name, where, requests) for name in CONTENDERS}
     found, failed = in_turns(jobs, turns, threads, needed=("floor", BASE, PAGED))
     floor = found.pop("floor")

@@ -15,9 +15,11 @@ FEW = 3  # tokens that a contender without a cache writes after a prompt
 
 
 def clock(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the milliseconds of a call, and what it returned."""
+    """Return the milliseconds of a call, and what it returned. A GPU has only queued the work when the call returns."""
     begun = time.perf_counter()
     result = call()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - begun), result
 
 
@@ -41,25 +43,25 @@ def timed(runner: Any, ids: Tensor, decode: int) -> dict[str, Any]:
     }
 
 
-def floors(geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+def floors(device: str, geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Return this machine's limits in float32: bytes read per millisecond, and milliseconds of nothing but the
     matrix products of a prefill, by the number of tokens in all texts."""
-    matrix = torch.rand(8192, 16384)  # 512 MiB
-    vector = torch.rand(1, 8192)
+    matrix = torch.rand(8192, 16384, device=device)  # 512 MiB
+    vector = torch.rand(1, 8192, device=device)
     calls = (
         lambda: matrix.sum(),
         lambda: vector @ matrix,
-        lambda: matrix @ torch.ones(16384),
+        lambda: matrix @ torch.ones(16384, device=device),
     )
     read = matrix.nbytes / min(clock(call)[0] for call in calls for _ in range(4))
-    weights = [torch.rand(*shape) for shape in geometry["matrices"]]
+    weights = [torch.rand(*shape, device=device) for shape in geometry["matrices"]]
     C = geometry["n_embd"]
-    head = torch.rand(C, geometry["vocab_size"])
-    row = torch.rand(1, C)
+    head = torch.rand(C, geometry["vocab_size"], device=device)
+    row = torch.rand(1, C, device=device)
     last = min(clock(lambda: row @ head)[0] for _ in range(3))
     products = {}
     for T in rows:
-        x = {w.size(0): torch.rand(T, w.size(0)) for w in weights}
+        x = {w.size(0): torch.rand(T, w.size(0), device=device) for w in weights}
 
         def layer(x: dict[int, Tensor] = x) -> None:
             for w in weights:
@@ -80,7 +82,8 @@ def measured(
         warm, decode = 0, FEW
     generator = torch.Generator().manual_seed(0)
     prompts = {
-        f"{B} x {T}": torch.randint(vocab_size, (B, T), generator=generator) for B, T in cells
+        f"{B} x {T}": torch.randint(vocab_size, (B, T), generator=generator).to(where.device)
+        for B, T in cells
     }
     for ids in prompts.values():
         timed(runner, ids, warm)

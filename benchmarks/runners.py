@@ -34,9 +34,10 @@ ENDLESS = 1 << 20  # tokens to write: the caller stops
 
 
 class Where(NamedTuple):
-    """A folder of weights, and the one with LLMs-from-scratch's files."""
+    """A folder of weights, the device that computes, and the folder with LLMs-from-scratch's files."""
 
     folder: Path
+    device: str = "cpu"
     peer: Path = Path()
 
 
@@ -59,7 +60,8 @@ class Ours:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         kind = getattr(module, "GPT", None)  # None: a Llama, as the folder says
-        self.model = load_model(str(where.folder), model_class=kind, dtype=dtype)
+        folder = str(where.folder)
+        self.model = load_model(folder, model_class=kind, device=where.device, dtype=dtype)
         self.module, self.window = module, window
         self.cache = gpt_kv_cache.KVCache()  # gpt_baseline.py takes none
 
@@ -81,6 +83,7 @@ class Int8(Ours):
     """gpt_kv_cache.py with every product by a matrix of weights in int8, as PyTorch's dynamic quantization has it."""
 
     def __init__(self, where: Where) -> None:
+        check_cpu(where)
         super().__init__(where)
         head = quantized(self.model.wte.weight, None)
         for block in self.model.h:
@@ -108,7 +111,7 @@ class RandomBCT(Ours):
         super().__init__(where, gpt_bounded_cache)
         weights = self.model.state_dict()
         config = gpt_bounded_cache.BCTConfig(**vars(self.model.config), slots=24, recent=8)
-        self.model = gpt_bounded_cache.BCT(config).eval()
+        self.model = gpt_bounded_cache.BCT(config).eval().to(where.device)
         self.model.load_state_dict(weights, strict=False)
 
 
@@ -135,7 +138,7 @@ def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         return mask
     T, S = q.size(2), k.size(2)
-    return torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
 
 
 def explicit_softmax(model: GPT) -> None:
@@ -190,6 +193,11 @@ def without(where: Where, name: str) -> Ours:
 # --- Others ---------------------------------------------------------------------------------------------------------
 
 
+def check_cpu(where: Where) -> None:
+    if where.device != "cpu":
+        raise ValueError("runs on cpu only")
+
+
 class Transformers:
     """transformers' GPT-2 or Llama with one of its caches."""
 
@@ -197,7 +205,7 @@ class Transformers:
         import transformers
 
         auto = transformers.AutoModelForCausalLM
-        self.model = auto.from_pretrained(where.folder, dtype=torch.float32).eval()
+        self.model = auto.from_pretrained(where.folder, dtype=torch.float32).eval().to(where.device)
         self.new_cache = transformers.DynamicCache
         if static:
             config = self.model.config
@@ -223,7 +231,8 @@ class FromScratch:
     def __init__(self, where: Where, file: str) -> None:
         if not (where.peer / file).is_file():
             raise ValueError(f"needs --peer-path with {file}")
-        self.model = import_file(where.peer / file).GPTModel(sizes(where.folder)).eval()
+        model = import_file(where.peer / file).GPTModel(sizes(where.folder))
+        self.model = model.eval().to(where.device)
         fill(self.model, read_tensors(str(where.folder)))
 
     @torch.inference_mode()
@@ -287,6 +296,7 @@ class CTranslate2:
     formula: it can't be asked for them, and concatenates keys and values in float32, whatever the weights are."""
 
     def __init__(self, where: Where, compute_type: str = "float32") -> None:
+        check_cpu(where)
         import ctranslate2
         from ctranslate2.converters import TransformersConverter
 

@@ -126,7 +126,7 @@ def measured_shape(record: dict[str, Any]) -> Shape:
 def product_rate(record: dict[str, Any]) -> float:
     """Return the operations a second of the fastest products that were measured."""
     g = record["geometry"]
-    layer = sum(rows * columns for rows, columns in g["matrices"])
+    layer = g["n_embd"] * (3 * g["attention"] + 2 * g["n_inner"]) + g["attention"] * g["n_embd"]
     head = g["n_embd"] * g["vocab_size"]
     rates = []
     for T, ms in record["products_ms"].items():

@@ -57,7 +57,7 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(
     }
     turns["floor"] = [{"bytes_per_ms": 1e6, "products_ms": {"32": 3.2}}]
     monkeypatch.setattr(batches, "in_turns", lambda *_, needed: (turns, {"other": "no"}))
-    one = measure(3, 1, Path(), GEOMETRY, [2])["2"]
+    one = measure(3, 1, Where(Path()), GEOMETRY, [2])["2"]
     prompts, new = requests_of(2, 300, 64)
     bound = 1e-4 * sum(map(len, prompts)) + 1e-3 * (max(new) - 1)
     assert one["bound_tokens_per_s"] == pytest.approx(sum(new) / bound)

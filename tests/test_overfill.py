@@ -386,6 +386,13 @@ def test_tokens_are_those_of_the_sources_loop_over_transformers(
     assert new[0].tolist() == published_loop(*theirs, ids, 40, every, window)
 
 
+def test_windows_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="reads the window needs one"):
+        Periodic(8, reads_window=True)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        Periodic(8, 0)
+
+
 # --- The command line -----------------------------------------------------------------------------------------------
 
 
