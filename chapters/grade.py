@@ -18,7 +18,7 @@ from support.cli import CommandLine, whole_number
 from support.files import write_csv
 
 SECONDS = 900  # for a chapter of a student
-POINTS = re.compile(r"^  (\d+\.\d+) +(\d+) of (\d+)", re.M)
+POINTS = re.compile(r"^  (\d+\.\d+) +(\d+) of", re.M)
 
 
 def points(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
@@ -32,7 +32,7 @@ def points(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
         run = execute(*command, *options, errors="replace", timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return {}, f"{chapter.name}: stopped after {SECONDS} seconds"
-    found = {exercise: int(earned) for exercise, earned, _ in POINTS.findall(run.stdout)}
+    found = {exercise: int(earned) for exercise, earned in POINTS.findall(run.stdout)}
     return found, "" if found else f"{chapter.name}: the tests didn't run"
 
 

@@ -10,15 +10,11 @@ import inspect
 import linecache
 import re
 import shlex
-import warnings
 from types import FunctionType
 
 from chapters.builder import blocks
 
 WORK = blocks.ROOT / "results" / "two_hours"
-warnings.filterwarnings(
-    "ignore", "IProgress not found"
-)  # progress bars of huggingface_hub, which are not used here
 
 
 class Shown(str):
@@ -27,14 +23,15 @@ class Shown(str):
     __repr__ = _repr_markdown_ = str.__str__
 
 
-def code(file: str, name: str, start: str = "", end: str = "") -> Shown:
-    """Return a class, function or method of a file, or its lines from one that has `start` to one that has `end`."""
-    return shown(blocks.code(file, name, start, end))
+def code(*part: str) -> Shown:
+    """Return a class, function or method: of a FILE, by its NAME; or of its lines those from one that has START to one
+    that has END."""
+    return shown(blocks.code(*part))
 
 
-def diff(old: str, new: str, number: int, last: int = 0) -> Shown:
-    """Return a hunk, or several, of the difference of two files."""
-    return shown(blocks.diff(old, new, str(number), str(last or "")))
+def diff(*part: str | int) -> Shown:
+    """Return of the difference between two files, OLD and NEW, hunk N, or hunks N to LAST."""
+    return shown(blocks.diff(*part))
 
 
 def shown(text: str) -> Shown:
@@ -53,9 +50,9 @@ def check(exercise: str, *work: type | FunctionType) -> None:
 
     They become the chapter's exercise.py in `results/two_hours/`, in the given order."""
     chapter, number = exercise.split(".")
-    folder = next(blocks.CHAPTERS.glob(f"{int(chapter):02}_*")).name
+    folder = blocks.folders([int(chapter)])[0].name
     (WORK / folder).mkdir(parents=True, exist_ok=True)
-    (WORK / folder / "exercise.py").write_text("\n\n".join(map(cell_of, work)), encoding="utf-8")
+    (WORK / folder / "exercise.py").write_text("\n\n".join(map(cell_of, work)), "utf-8")
     command = f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider --from".split()
     result = blocks.execute("python3", *command, str(WORK))
     if missing := re.search(r"not written yet: (\S+)", result.stdout):

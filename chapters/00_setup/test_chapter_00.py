@@ -11,7 +11,6 @@ import torch
 from chapters.checking import assert_same
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-POINTS = {"ex0_1": 2, "ex0_2": 3, "ex0_3": 3, "ex0_4": 2}
 PAIRS = [
     ("gpt_baseline.py", "gpt_kv_cache.py", ["# NEW"]),
     ("gpt_kv_cache.py", "gpt_bounded_cache.py", ["# RING", "# BCT"]),

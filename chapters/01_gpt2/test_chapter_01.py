@@ -16,7 +16,6 @@ from gpt_baseline import GPT, Block, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer
 
 LOGITS = ("row", "token", "logit")
-POINTS = {"ex1_1": 1, "ex1_2": 2, "ex1_3": 1, "ex1_4": 4, "ex1_5": 2}
 CONFIGS = {
     "12 layers": GPTConfig(vocab_size=50, n_ctx=16, n_layer=12, n_head=2, n_embd=8),
     "heads wider than the stream": GPTConfig(

@@ -12,7 +12,6 @@ import gpt_baseline
 from chapters.checking import assert_close, assert_same, fails, text
 from gpt_kv_cache import GPT, Attention, GPTConfig, KVCache
 
-POINTS = {"ex2_1": 4, "ex2_2": 1, "ex2_3": 1, "ex2_4": 2, "ex2_5": 2}
 LOGITS = ("row", "token", "logit")
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 

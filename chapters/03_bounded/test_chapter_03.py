@@ -13,7 +13,6 @@ import gpt_kv_cache
 from chapters.checking import assert_close, assert_same, fails, text
 from gpt_bounded_cache import GPT, GPTConfig, SlidingWindowCache
 
-POINTS = {"ex3_1": 1, "ex3_2": 1, "ex3_3": 1, "ex3_4": 3, "ex3_5": 2, "ex3_6": 2}
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 LOGITS = ("row", "token", "logit")
 

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chapters.checking import assert_close
 from gpt_bounded_cache import BCT, BCTConfig, BoundedMemory, WriteMemory
 
-POINTS = {"ex4_1": 2, "ex4_2": 3, "ex4_3": 4, "ex4_4": 1}
-
 
 @pytest.fixture(autouse=True)
 def double() -> object:

@@ -16,7 +16,6 @@ from chapters.checking import assert_close, assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from studies.core import Rows
 
-POINTS = {"ex5_1": 1, "ex5_2": 3, "ex5_3": 2, "ex5_4": 1, "ex5_5": 3}
 GIVEN = ("gpt_kv_cache", "support.fingerprints")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = GPTConfig(vocab_size=50, n_ctx=96, n_layer=3, n_head=2, n_embd=32)

@@ -18,8 +18,6 @@ from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from studies.core import Rows
 
-POINTS = {"ex6_1": 1, "ex6_2": 3, "ex6_3": 2, "ex6_4": 2, "ex6_5": 2}
-
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -19,7 +19,6 @@ from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Pair, Periodic, generate_refreshed
 from studies.refreshing import firings, refresh_as_published
 
-POINTS = {"ex7_1": 2, "ex7_2": 1, "ex7_3": 1, "ex7_4": 1, "ex7_5": 2, "ex7_6": 1, "ex7_7": 2}
 GIVEN = ("gpt_kv_cache",)
 WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)

@@ -18,7 +18,6 @@ from chapters.checking import assert_close
 from gpt_kv_cache import GPT, MLP, Attention, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 
-POINTS = {"ex8_1": 1, "ex8_2": 2, "ex8_3": 1, "ex8_4": 2, "ex8_5": 2, "ex8_6": 2}
 GIVEN = ("gpt_kv_cache",)
 ROOT = Path(__file__).resolve().parent.parent.parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

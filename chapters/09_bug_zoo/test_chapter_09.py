@@ -18,7 +18,6 @@ spec = importlib.util.spec_from_file_location("zoo", Path(__file__).with_name("z
 zoo = sys.modules["zoo"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(zoo)
 
-POINTS = {"ex9_1": 1, "ex9_2": 2, "ex9_3": 3, "ex9_4": 2, "ex9_5": 2}
 GIVEN = ("gpt_baseline",)
 
 

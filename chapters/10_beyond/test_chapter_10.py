@@ -22,7 +22,6 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from studies.replay import Request, hit_rates
 
-POINTS = {"ex10_1": 2, "ex10_2": 1, "ex10_3": 1, "ex10_4": 2, "ex10_5": 2, "ex10_6": 2}
 GIVEN = ("gpt_kv_cache", "support.fingerprints")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)

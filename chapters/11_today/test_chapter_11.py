@@ -13,7 +13,6 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import generate
 from llama_kv_cache import Llama, LlamaConfig, rotation
 
-POINTS = {"ex11_1": 2, "ex11_2": 2, "ex11_3": 2, "ex11_4": 2, "ex11_5": 2}
 GIVEN = ()
 CONFIG = LlamaConfig(
     vocab_size=90,

@@ -26,9 +26,9 @@ from chapters.builder.blocks import (
     title_of,
 )
 from support.cli import CommandLine, whole_number
-from support.files import write_text
+from support.files import read_text, write_text
 
-EXERCISE = re.compile(r"\s*# (exercise \d+\.\d+)")
+EXERCISE = re.compile(r"( *)# (exercise [\d.]+)")
 
 
 def stub_of(solution: str) -> str:
@@ -43,11 +43,10 @@ def stub_of(solution: str) -> str:
             while first and not lines[first - 1].strip():  # the blank lines before it too
                 first -= 1
             del lines[first : node.end_lineno]
-        elif isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+        elif ast.get_docstring(node):
             begin = node.body[0].end_lineno
             if match := EXERCISE.fullmatch(lines[begin]):
-                indent = " " * (node.col_offset + 4)
-                missing = f'{indent}raise NotImplementedError("{match.group(1)}")'
+                missing = f'{match[1]}raise NotImplementedError("{match[2]}")'
                 lines[begin : node.end_lineno] = [missing]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -67,7 +66,7 @@ def build(numbers: list[int]) -> dict[Path, str]:
         files |= side_by_side.pages(texts) | {CHAPTERS / "front.svg": front.picture()}
         if all((chapter / "solution.py").exists() for chapter in chapters):
             files[notebook.FILE] = notebook.make(files, stub_of)
-        texts |= {path: path.read_text(encoding="utf-8") for path in sorted(CHAPTERS.glob("*.md"))}
+        texts |= {path: read_text(path) for path in sorted(CHAPTERS.glob("*.md"))}
     for path, text in texts.items():
         name = path.stem.replace("README", "index")
         files[path.with_name(f"{name}.html")] = pages.page(text, links(path))
@@ -78,15 +77,15 @@ def links(path: Path) -> list[tuple[str, str]]:
     """Return the pages that a page leads to, each with its words: the chapter before, all chapters, the next one."""
     if path.parent == CHAPTERS:
         return [] if path.stem == "README" else [("index.html", "All chapters")]
-    chapters = folders([])
-    titles = [title_of((chapter / "README.md").read_text(encoding="utf-8")) for chapter in chapters]
-    addresses = [f"../{chapter.name}/index.html" for chapter in chapters]
+    chapters, found = folders([]), [("../index.html", "All chapters")]
     at = chapters.index(path.parent)
-    found = [("../index.html", "All chapters")]
-    if at > 0:
-        found = [(addresses[at - 1], f"← {titles[at - 1]}"), *found]
-    if at + 1 < len(chapters):
-        found = [*found, (addresses[at + 1], f"{titles[at + 1]} →")]
+    for number, folder in enumerate(chapters):
+        title = title_of(read_text(folder / "README.md"))
+        address = f"../{folder.name}/index.html"
+        if number == at - 1:
+            found.insert(0, (address, f"← {title}"))
+        if number == at + 1:
+            found.append((address, f"{title} →"))
     return found
 
 
@@ -110,19 +109,20 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         files = build(args.chapters)
         if args.stubs:
-            solutions = [chapter / "solution.py" for chapter in folders(args.chapters)]
-            solutions = [path for path in solutions if path.exists()]
+            solutions = [
+                path for folder in folders(args.chapters) for path in folder.glob("solution.py")
+            ]
             if not solutions:
                 raise ValueError(
                     "stubs are made from solution.py, and there is none here: your teacher may have it"
                 )
             for path in solutions:
-                stub = stub_of(path.read_text(encoding="utf-8"))
+                stub = stub_of(read_text(path))
                 files[path.with_name("exercise.py")] = stub
         stale = {
             path: text
             for path, text in files.items()
-            if not path.is_file() or path.read_text(encoding="utf-8") != text
+            if not path.is_file() or read_text(path) != text
         }
         if args.check and stale:
             names = ", ".join(str(path.relative_to(ROOT)) for path in stale)

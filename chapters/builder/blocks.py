@@ -34,7 +34,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from support.files import import_file
+from support.files import import_file, read_text
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
@@ -42,7 +42,6 @@ BLOCK = re.compile(
     r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S
 )
 NUMBER = re.compile(r"<!--= (\S+) (.*?) -->(.*?)<!--/-->", re.S)
-LINES = 40  # of code or diff that a chapter shows at once: more is not read
 
 
 def folders(numbers: list[int]) -> list[Path]:
@@ -56,10 +55,7 @@ def folders(numbers: list[int]) -> list[Path]:
 @cache
 def read(name: str) -> str:
     """Return the text of a file of the project, or of the last that a name with wildcards matches."""
-    paths = sorted(ROOT.glob(name))
-    if not paths:
-        raise ValueError(f"there is no {name}")
-    return paths[-1].read_text(encoding="utf-8")
+    return read_text(sorted(ROOT.glob(name))[-1])
 
 
 @cache
@@ -78,20 +74,16 @@ def first_line(node: ast.AST) -> int:
 
 def names_of(node: ast.AST) -> list[str]:
     """Return the names that a statement defines."""
-    if isinstance(node, ast.Assign):
-        return [ast.unparse(target) for target in node.targets]
-    return [getattr(node, "name", "")]
+    targets = [ast.unparse(target) for target in getattr(node, "targets", [])]
+    return [*targets, getattr(node, "name", "")]
 
 
 def source(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
     text = read(file)
-    body, node = ast.parse(text).body, None
+    node = ast.parse(text)
     for part in name.split("."):
-        node = next((n for n in body if part in names_of(n)), None)
-        if node is None:
-            raise ValueError(f"{file} has no {name}")
-        body = getattr(node, "body", [])
+        node = next(inner for inner in node.body if part in names_of(inner))
     first = first_line(node)
     return first, text.splitlines()[first - 1 : node.end_lineno]
 
@@ -100,45 +92,36 @@ def code(file: str, name: str, start: str = "", end: str = "") -> str:
     """Return a block of Python, and where it is from."""
     first, lines = source(file, name)
     if start:
-        i = next((i for i, line in enumerate(lines) if start in line), None)
-        if i is not None:
-            first, lines = first + i, lines[i:]
-            count = next((j for j, line in enumerate(lines, 1) if (end or start) in line), None)
-        if i is None or count is None:
-            raise ValueError(f"{name} of {file} has no {start!r} or, after it, {end!r}")
-        lines = lines[:count]
-    if len(lines) > LINES:
-        raise ValueError(f"{name} of {file} has {len(lines)} lines, more than {LINES}: show a part")
-    text = dedent("\n".join(lines))
-    return f"```python\n{text}\n```\n{place(file, first, len(lines))}"
+        i = next(i for i, line in enumerate(lines) if start in line)
+        j = next(j for j in range(i, len(lines)) if (end or start) in lines[j])
+        first, lines = first + i, lines[i : j + 1]
+    return shown("python", dedent("\n".join(lines)), place(file, first, len(lines)))
+
+
+def shown(language: str, text: str, where: str) -> str:
+    """Return lines as a block, and where they are from."""
+    return f"```{language}\n{text}\n```\n<sub>{where}</sub>"
 
 
 def place(file: str, first: int, count: int) -> str:
     where = f"line {first}" if count == 1 else f"lines {first} to {first + count - 1}"
     if file.startswith("chapters/"):  # a student's lines may have moved
-        return f"<sub>[{Path(file).name}](../../{file})</sub>"
-    return f"<sub>[{file}](../../{file}#L{first}), {where}</sub>"
+        return f"[{Path(file).name}](../../{file})"
+    return f"[{file}](../../{file}#L{first}), {where}"
 
 
-def diff(old: str, new: str, number: str, last: str = "") -> str:
+def diff(old: str, new: str, number: str | int, last: str | int = "") -> str:
     """Return hunks as a block of what goes and what comes."""
     found, lines = hunks(old, new), []
-    if not 1 <= int(number) <= int(last or number) <= len(found):
-        raise ValueError(
-            f"{old} and {new} differ in {len(found)} hunks; asked for {number} to {last or number}"
-        )
-    chosen = found[int(number) - 1 : int(last or number)]
+    chosen = [found[i] for i in range(int(number) - 1, int(last or number))]
     for i, end, j, new_end in chosen:
         lines += ["..."] if lines else []
         lines += [f"-{line}" for line in read(old).splitlines()[i:end]]
         lines += [f"+{line}" for line in read(new).splitlines()[j:new_end]]
-    if len(lines) > LINES:
-        raise ValueError(
-            f"hunk {number} of {old} and {new} has {len(lines)} lines, more than {LINES}"
-        )
-    which = f"hunks {number} to {last}" if last else f"hunk {number}"
     text = "\n".join(line.rstrip() for line in lines)
-    return f"```diff\n{text}\n```\n<sub>{which} of {len(found)}, [{new}](../../{new}#L{chosen[0][2] + 1})</sub>"
+    which = f"hunks {number} to {last}" if last else f"hunk {number}"
+    where = f"{which} of {len(found)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
+    return shown("diff", text, where)
 
 
 def execute(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -173,21 +156,18 @@ def table(name: str) -> str:
     """Return a table that is made of recorded results."""
     from studies import pages
 
-    return getattr(pages, name, None)()
+    return getattr(pages, name)()
 
 
 def pictures(chapter: Path) -> dict[str, Callable[[], str]]:
     """Return the functions that draw a chapter's pictures, each an SVG, by their names."""
-    path = chapter / "pictures.py"
-    return import_file(path).PICTURES if path.exists() else {}
+    return import_file(chapter / "pictures.py").PICTURES
 
 
 def picture(chapter: Path, name: str) -> str:
     """Return an image of the chapter's pictures.py; the file is written by build()."""
-    known = pictures(chapter)
-    if name not in known:
-        raise ValueError(f"there is no picture {name}, but {', '.join(known)}")
-    alt = html.unescape(re.search(r"<desc>(.*?)</desc>", known[name](), re.S).group(1))
+    drawn = pictures(chapter)[name]()
+    alt = html.unescape(re.search(r"<desc>(.*?)</desc>", drawn, re.S).group(1))
     return f"![{alt}]({name}.svg)"
 
 
@@ -205,30 +185,24 @@ def record(file: str) -> Any:
     return Rows(Path(file).parent.name)
 
 
-def number(match: re.Match[str]) -> str:
-    """Return an inline mark with what its expression, the chapter's own, makes of its file."""
-    file, expression, _ = match.groups()
-    try:
-        value = eval(expression, {"r": record(file)})
-    except (AttributeError, LookupError, TypeError, NameError, SyntaxError) as error:
-        raise ValueError(f"{expression} of {file}: {error!r}") from error
-    return f"<!--= {file} {expression} -->{value}<!--/-->"
-
-
 def text_of(readme: Path) -> str:
-    """Return a chapter's README.md as it should be."""
-
-    def block(match: re.Match[str]) -> str:
-        kind, words, _ = match.groups()
-        try:
-            body = makers[kind](*shlex.split(words))
-        except TypeError as error:
-            raise ValueError(f"<!-- {kind} {words} -->: {error}") from error
-        return f"<!-- {kind} {words} -->\n{body}\n<!-- end -->"
-
+    """Return a chapter's README.md as it should be. Raises ValueError, which names the mark, if one fits nothing."""
     makers = {"code": code, "diff": diff, "output": output, "table": table}
     makers["picture"] = partial(picture, readme.parent)
-    try:
-        return NUMBER.sub(number, BLOCK.sub(block, readme.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{readme.relative_to(ROOT)}: {error}") from error
+
+    def block(kind: str, words: str, _: str) -> str:
+        return f"<!-- {kind} {words} -->\n{makers[kind](*shlex.split(words))}\n<!-- end -->"
+
+    def number(file: str, expression: str, _: str) -> str:
+        value = eval(expression, {"r": record(file)})  # the chapter's own
+        return f"<!--= {file} {expression} -->{value}<!--/-->"
+
+    def filled(make: Callable[..., str], match: re.Match[str]) -> str:
+        try:
+            return make(*match.groups())
+        except Exception as error:
+            mark = match[0].partition("-->")[0]
+            raise ValueError(f"{readme.relative_to(ROOT)}: {mark}-->: {error!r}") from error
+
+    text = BLOCK.sub(partial(filled, block), read_text(readme))
+    return NUMBER.sub(partial(filled, number), text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,36 +12,30 @@ import gpt_kv_cache
 from chapters.builder.pages import TEMPLATES
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import load_model, load_tokenizer
-from support.tracing import Trace
 
 PROMPT, STEPS = "The month in which", 7
 CELL, ROW, TOP = 26, 28, 88
 COLOURS = {"computed now": "#1f4e79", "read from the cache": "#d9d9d9"}
 
 
-def half(heading: str, module: ModuleType, cache: KVCache | None) -> dict[str, Any]:
+def half(heading: str, module: ModuleType, **options: KVCache) -> dict[str, Any]:
     """Return what a half of the picture shows: each step of the text's writing, its tokens computed, and their sum."""
     tokenizer = load_tokenizer("pocket")
-    ids = torch.tensor([tokenizer.encode(PROMPT)])
+    ids, steps, computed = tokenizer.encode(PROMPT), [], []
     model = load_model("pocket", model_class=module.GPT)
-    trace = Trace("", tokenizer, model.config.n_ctx, Path(), gpt_baseline.context_start)
-    trace.begin(ids[0].tolist())
-    options = {} if cache is None else {"cache": cache}
-    for token in module.generate(model, ids, STEPS, **options):
-        trace.step(int(token), cache)
-    steps = []
-    for first, end in (step["fed"] for step in trace.steps):
-        word = tokenizer.decode([trace.ids[end]]).strip()
-        steps.append({"first": first, "end": end, "word": word})
-    total = sum(step["end"] - step["first"] for step in steps)
-    return {"heading": heading, "steps": steps, "total": total}
+    model.register_forward_pre_hook(lambda _, args: computed.append(args[0].size(1)))
+    for token in module.generate(model, torch.tensor([ids]), STEPS, **options):
+        end, word = len(ids), tokenizer.decode([int(token)]).strip()
+        steps.append({"first": end - computed[-1], "end": end, "word": word})
+        ids.append(int(token))
+    return {"heading": heading, "steps": steps, "total": sum(computed)}
 
 
 def picture() -> str:
     """Return the SVG. Its rows appear one after the other; a still shows all of them."""
     halves = [
-        half("Without a cache: the whole text, at every step", gpt_baseline, None),
-        half("With a KV cache: the new token only", gpt_kv_cache, KVCache()),
+        half("Without a cache: the whole text, at every step", gpt_baseline),
+        half("With a KV cache: the new token only", gpt_kv_cache, cache=KVCache()),
     ]
     without, cached = (half["total"] for half in halves)
     alt = (

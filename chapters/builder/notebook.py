@@ -17,16 +17,16 @@ import linecache
 import posixpath
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from contextlib import chdir, redirect_stdout
-from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from chapters.builder.blocks import CHAPTERS, ROOT, first_line, run, source, title_of
+from chapters.builder.blocks import CHAPTERS, ROOT, first_line, source, title_of
+from support.files import read_text
 
 FILE = CHAPTERS / "two_hours.ipynb"
 PART = re.compile(
@@ -74,7 +74,8 @@ class Notebook:
                 picture = base64.b64encode(self.files[folder / target].encode()).decode()
                 pictures[target] = {"image/svg+xml": picture}
                 return f"{words}(attachment:{target})"
-            return f"{words}({posixpath.normpath(posixpath.join(folder.relative_to(CHAPTERS).as_posix(), target))})"
+            path = posixpath.normpath((folder.relative_to(CHAPTERS) / target).as_posix())
+            return f"{words}({path})"
 
         text = re.sub(r"\n{3,}", "\n\n", re.sub(r"<!--.*?-->", "", text, flags=re.S)).strip()
         text = re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text)
@@ -88,16 +89,14 @@ class Notebook:
                 cell["attachments"] = pictures
             self.cells.append(cell)
 
-    def code(self, text: str, recorded: bool = False, printed: str | None = None) -> None:
-        """Add a cell of Python and its outputs: recorded ones, those of a run elsewhere, or those of a run here."""
+    def code(self, text: str, recorded: bool = False) -> None:
+        """Add a cell of Python and its outputs: recorded ones, if there are any, or those of a run."""
         number = 1 + sum(cell["cell_type"] == "code" for cell in self.cells)
-        outputs = self.kept.get(text) if recorded else None
-        if outputs is None:
-            outputs = execute(text, self.names, number) if printed is None else stream(printed)
-        self.kept[text] = outputs  # of a command that comes twice, too
-        made = {"id": f"cell-{len(self.cells)}", "execution_count": number, "outputs": outputs}
+        if not recorded or text not in self.kept:
+            self.kept[text] = execute(text, self.names, number)
         metadata = {"tags": ["recorded"]} if recorded else {}
-        self.cells.append(new_code_cell(text, metadata=metadata, **made))
+        made = {"id": f"cell-{len(self.cells)}", "outputs": self.kept[text], "metadata": metadata}
+        self.cells.append(new_code_cell(text, execution_count=number, **made))
 
     def part(self, text: str, folder: Path) -> None:
         """Add a part of a chapter."""
@@ -111,14 +110,12 @@ class Notebook:
             for line in commands.splitlines() if shell else [words] if kind == "output" else []:
                 _, *rest = shlex.split(line, comments=bool(shell))
                 if rest[0] == "-c":  # a statement a line
-                    segments = partial(ast.get_source_segment, rest[1])
-                    self.code("\n".join(map(segments, ast.parse(rest[1]).body)))
+                    self.code(rest[1].replace("; ", "\n"))
                     continue
                 command = re.sub(
                     r"chapters/(\w+/exercise\.py)", r"results/two_hours/\1", shlex.join(rest)
                 )
-                printed = None if shell else run(f"python3 {command}")
-                self.code(f"run({json.dumps(command)})", recorded=bool(shell), printed=printed)
+                self.code(f"run({json.dumps(command)})", recorded=bool(shell))
         self.markdown(text[end:], folder)
 
     def exercise(self, number: str, names: list[str], solution: Path, stub: str) -> None:
@@ -148,23 +145,15 @@ def imports(module: str, text: str) -> str:
 
 def execute(text: str, names: dict[str, object], number: int) -> list[dict]:
     """Return the outputs of a cell, as Jupyter would."""
-    name, printed, shown, hook = f"<cell {number}>", io.StringIO(), [], sys.displayhook
+    name, printed, shown = f"<cell {number}>", io.StringIO(), []
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-    sys.displayhook = lambda value: shown.append(value) if value is not None else None
-    try:
-        with redirect_stdout(printed), chdir(ROOT):
-            exec(compile(ast.Interactive(ast.parse(text).body), name, "single"), names)
-    finally:
-        sys.displayhook = hook
-    found = stream(printed.getvalue())
-    for value in shown:
+    with redirect_stdout(printed), chdir(ROOT), patch("sys.displayhook", shown.append):
+        exec(compile(ast.Interactive(ast.parse(text).body), name, "single"), names)
+    found = [new_output("stream", text=printed.getvalue())] if printed.getvalue() else []
+    for value in filter(None, shown):
         data = {"text/markdown": str(value), "text/plain": str(value)}
         found.append(new_output("execute_result", data, execution_count=number))
     return found
-
-
-def stream(printed: str) -> list[dict]:
-    return [new_output("stream", text=printed)] if printed else []
 
 
 def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
@@ -183,7 +172,7 @@ def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
     notebook.code(START)
     for path, parts in plan.items():
         solution, names, heading = path.parent / "solution.py", [], ""
-        stub = stub_of(solution.read_text(encoding="utf-8"))
+        stub = stub_of(read_text(solution))
         notebook.markdown(f"# {title_of(files[path])}")
         for part in parts:
             if part["text"]:
@@ -204,4 +193,4 @@ def make(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
 def begun(new: str) -> bool:
     """Whether fewer exercises are left to write in the notebook that is there than in a new one: it was worked in."""
     left = "raise NotImplementedError("
-    return FILE.exists() and FILE.read_text(encoding="utf-8").count(left) < new.count(left)
+    return FILE.exists() and read_text(FILE).count(left) < new.count(left)

@@ -6,6 +6,7 @@ import html
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -20,6 +21,10 @@ TEMPLATES = Environment(
 )
 MARK = re.compile(r'<span class="c1">(# (?:NEW|RING|BCT|ROPE|GQA|RMS|SWIGLU|LLAMA)\b)')
 PLAIN = re.compile(r'<span class="(?:[opw]|n[bden]?|vm)">(.*?)</span>')  # names, operators, spaces
+KINDS = {
+    "diff": {"+": "new", "-": "old"},
+    "text": {"$": "command"},
+}  # of lines, by what begins them
 LEXER, FORMATTER = PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True)
 
 
@@ -29,23 +34,18 @@ def coloured(text: str) -> list[str]:
     return MARK.sub(r'<span class="c1"><span class="mark">\1</span>', shown).split("\n")
 
 
-def span(kind: str, text: str) -> str:
-    text = html.escape(text, quote=False)
-    return f'<span class="{kind}">{text}</span>' if kind and text else text
-
-
 def fence(code: str, language: str, _: str) -> str:
     """Return a block of code."""
     code = code.removesuffix("\n")
-    lines = code.split("\n")
-    kinds = [""] * len(lines)
-    if language == "diff":
-        kinds = [{"+": "new", "-": "old"}.get(line[:1], "") for line in lines]
-    elif language == "bash":  # a long command wraps; a table doesn't
-        kinds = ["command"] * len(lines)
-    elif language == "text":
-        kinds = ["command" if line.startswith("$ ") else "" for line in lines]
-    shown = map(span, kinds, lines) if language != "python" else coloured(code)
+    shown = []
+    for line in code.split("\n"):
+        text = html.escape(line, quote=False)
+        kind = KINDS.get(language, {}).get(line[:1])
+        if language == "bash":  # a long command wraps; a table doesn't
+            kind = "command"
+        shown.append(f'<span class="{kind}">{text}</span>' if kind and text else text)
+    if language == "python":
+        shown = coloured(code)
     return "<pre><code>" + "\n".join(shown) + "</code></pre>"
 
 
@@ -70,7 +70,7 @@ def page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
     them the builder's marks, are left out."""
     tokens = MARKDOWN.parse(re.sub(r"<!--.*?-->", "", text, flags=re.S))
     seen = Counter()
-    for token, following in zip(tokens, [*tokens[1:], None], strict=True):
+    for token, following in pairwise(tokens):
         if token.type == "heading_open":
             name = slug(following)
             token.attrSet("id", f"{name}-{seen[name]}" if seen[name] else name)

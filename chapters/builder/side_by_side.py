@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read, title_of
+from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read
 from chapters.builder.pages import MARKDOWN, TEMPLATES, coloured
 
 PAIRS = (
@@ -32,8 +32,8 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
     """Return, by files and the number of a hunk, what the texts of the chapters' README.md say of it."""
     found: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
     for path, text in chapters.items():
-        chapter = title_of(text).partition(".")[0]
-        link = f'<a href="../{path.parent.name}/index.html">chapter {chapter}</a>'
+        folder = path.parent.name
+        link = f'<a href="../{folder}/index.html">chapter {int(folder[:2])}</a>'
         for _, old, new, first, last, said in WORDS.findall(HUNK.sub("", text)):
             said = re.sub(r"<!-- margin: (.*) -->", r"\1", said, flags=re.S)
             if said.startswith(("#", "<!--", "|", "```", "- ")):
@@ -45,11 +45,6 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
     return found
 
 
-def near(same: int) -> int:
-    """Return over how many of the equal lines below a hunk its words may reach: all, if they are few."""
-    return same if same <= FEW else NEAR
-
-
 def table(old: str, new: str, said: dict[int, list[str]]) -> dict[str, Any]:
     """Return what the template shows of two files: the lines of both as HTML, their indents, and rows.
 
@@ -57,38 +52,36 @@ def table(old: str, new: str, said: dict[int, list[str]]) -> dict[str, Any]:
     or isn't its own: the words of the hunk above reach over it. Other rows stand for hidden lines, or take the rest of
     the words."""
     texts = [read(name).splitlines() for name in (old, new)]
-    left, right = (coloured(read(name).rstrip("\n")) for name in (old, new))
-    result, i, j = [], 0, 0
+    left, right = (coloured(read(name)) for name in (old, new))
+    result, hunk, i, j = [], {"span": 0}, 0, 0
     changes = [*hunks(old, new), (len(left), len(left), len(right), len(right))]
     for number, (first, end, new_first, new_end) in enumerate(changes, 1):
         same = first - i
+        reach = same if same <= FEW else NEAR  # of the words above
         above = NEAR if number > 1 else 0
         below = NEAR if number < len(changes) else 0
         for step in range(same):
             if same > FEW and step == above:
                 result.append({"hidden": same - above - below})
             shown = same <= FEW or step < above or step >= same - below
-            empty = number == 1 or step >= near(same)
+            empty = number == 1 or step >= reach
             kind = "same near" if shown else "same"
             result.append({"kind": kind, "a": i + step, "b": j + step, "empty": empty})
-            if number > 1 and step + 1 == near(same):
+            if number > 1 and step + 1 == reach:
                 result.append({"rest": True})
+        hunk["span"] += reach + 1
         begin = len(result)
         for a, b in aligned(*texts, range(first, end), range(new_first, new_end)):
-            kinds = {
-                "first": len(result) == begin,
-                "old": a is not None,
-                "new": b is not None,
-            }
-            kind = " ".join(kind for kind, is_so in kinds.items() if is_so)
+            kind = " ".join(kind for kind, line in (("old", a), ("new", b)) if line is not None)
             result.append({"kind": kind, "a": a, "b": b})
             if a is not None and b is not None:
                 alike, gone, come = difference(texts[0][a], texts[1][b])
                 if alike >= ALIKE:
                     left[a], right[b] = marked(left[a], gone), marked(right[b], come)
         if number < len(changes):
-            span = len(result) - begin + near(changes[number][0] - end) + 1
-            result[begin] |= {"hunk": number, "span": span, "said": said.get(number, [])}
+            hunk = result[begin]
+            hunk |= {"hunk": number, "span": len(result) - begin, "said": said.get(number, [])}
+            hunk["kind"] = f"first {hunk['kind']}"
         i, j = end, new_end
     indents = [[len(line) - len(line.lstrip(" ")) for line in text] for text in texts]
     return {"rows": result, "left": left, "right": right, "indents": indents}

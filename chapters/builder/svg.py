@@ -31,19 +31,16 @@ def cells(
 
     alt describes the picture to whoever can't see it. Raises ValueError for an unknown kind.
     """
-    if unknown := {kind for _, row in rows for _, kind in row} - {*KINDS}:
-        raise ValueError(
-            f"unknown kinds {sorted(unknown)}: must be among {', '.join(map(repr, KINDS))}"
-        )
+    legend = legend or {}
     left = 16 + 8 * max(len(label) for label, _ in rows)
     total = max(
         left + max(len(row) for _, row in rows) * (width + GAP) + 8,
-        8 + sum(34 + 8 * len(words) for words in (legend or {}).values()),
+        8 + sum(34 + 8 * len(words) for words in legend.values()),
     )
     return TEMPLATES.get_template("cells.svg").render(
         alt=alt,
         rows=rows,
-        legend=legend or {},
+        legend=legend,
         kinds=KINDS,
         left=left,
         total=total,
