@@ -23,15 +23,14 @@ class Shown(str):
     __repr__ = _repr_markdown_ = str.__str__
 
 
-def code(*part: str) -> Shown:
-    """Return a class, function or method: of a FILE, by its NAME; or of its lines those from one that has START to one
-    that has END."""
-    return shown(blocks.code(*part))
+def code(file: str, name: str, start: str = "", end: str = "") -> Shown:
+    """Return a class, function or method of a file, or its lines from one that has `start` to one that has `end`."""
+    return shown(blocks.code(file, name, start, end))
 
 
-def diff(*part: str | int) -> Shown:
-    """Return of the difference between two files, OLD and NEW, hunk N, or hunks N to LAST."""
-    return shown(blocks.diff(*part))
+def diff(old: str, new: str, number: int, last: int = 0) -> Shown:
+    """Return a hunk, or several, of the difference of two files."""
+    return shown(blocks.diff(old, new, number, last))
 
 
 def shown(text: str) -> Shown:
