@@ -33,9 +33,8 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
         fields["samples"] = samples(recipe, model)
         fields["stories"] = stories(recipe, model)
     elif recipe.kind == "llama":
-        fields["known"] = read_json(find_file(recipe.init, "figures.json"))
+        fields["known"] = read_json(find_file("pocket", "figures.json"))
         fields["teacher"] = TEACHER.config
-        fields["teacher_tokens"] = size_of(TEACHER)[1]
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )

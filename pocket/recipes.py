@@ -96,6 +96,13 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class LlamaRecipe(Recipe):
+    """The same for a Llama."""
+
+    kind, model_class = "llama", Llama
+
+
+@dataclass(frozen=True)
 class Change(Recipe):
     """Training of a model that begins as another, `init`, and learns what that predicts."""
 
@@ -114,40 +121,6 @@ class Change(Recipe):
         with mixed_precision(batch.rows.device):
             expected, got = self.read(model, teacher, batch)
         return kl(expected, got)
-
-
-@dataclass(frozen=True)
-class Uptraining(Change):
-    """A trained GPT-2 goes on as a Llama: it learns what it predicted before, and to get there by
-    the same way, block by block."""
-
-    kind, model_class = "llama", Llama
-    documents: int = 20_000
-    warmup: int = 50
-
-    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
-        """Return KL(teacher || model) (B, T) in nats, and the mean over all blocks but the last of
-        the squared distance between their streams, in units of the teacher's mean square. Positions
-        are not in a Llama's stream, and the mean of a stream is of no account to a GPT-2."""
-        plain = getattr(model, "module", model)  # under torchrun it is wrapped
-        with recorded(teacher.h) as theirs, recorded(plain.h) as ours:
-            nats = super().losses(model, teacher, batch)
-        apart = []
-        for target, stream in zip(theirs[:-1], ours[:-1], strict=True):
-            target = target.float() - positions(teacher, target.size(1))
-            distance = centred(target - stream.float()).square().mean(-1)
-            apart.append(distance / centred(target).square().mean())
-        return nats + torch.stack(apart).mean(0)
-
-
-def centred(x: Tensor) -> Tensor:
-    """Return x (..., C) less its mean over C."""
-    return x - x.mean(-1, keepdim=True)
-
-
-def positions(model: GPT, n: int) -> Tensor:
-    """Return by how much the embeddings (n, C) of the first positions differ from their mean."""
-    return model.wpe.weight[:n] - model.wpe.weight.mean(0)
 
 
 @contextmanager
@@ -227,6 +200,19 @@ TEACHER = Recipe(
     ),
     documents=120_000,
 )
+LLAMA = LlamaRecipe(  # as many parameters but for a few hundred, a third of the heads of keys and values
+    LlamaConfig(
+        vocab_size=VOCABULARY,
+        n_ctx=1280,
+        n_layer=6,
+        n_head=6,
+        n_kv_head=2,
+        n_embd=192,
+        n_inner=672,
+    ),
+    TEACHER.phases,
+    TEACHER.documents,
+)
 MEMORY = {"slots": 24, "recent": 8}
 PAPER = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
 SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
@@ -260,14 +246,6 @@ def distillation(
     return Distillation(bounded.BCTConfig(**vars(config), **memory), phases, init=init, text=text)
 
 
-def uptraining(config: GPTConfig, steps: int = 1_600) -> Uptraining:
-    """The recipe that makes a Llama of the teacher, whose geometry is this: of as many parameters
-    but for a few hundred, with a third of the heads of keys and values."""
-    sizes = {name: value for name, value in vars(config).items() if name != "dropout"}
-    sizes |= {"n_kv_head": max(1, config.n_head // 3), "n_inner": 7 * config.n_inner // 8}
-    return Uptraining(LlamaConfig(**sizes), phases_of(config, steps, 1e-3, 8.0, lists=1))
-
-
 def pruning(
     init: str, config: GPTConfig, steps: int | None, kind: str, text: str | None = None
 ) -> Pruning:
@@ -289,12 +267,7 @@ def pruning(
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth. An
-    uptraining warms up, goes on as it is, and falls to nothing in its last phase."""
-    if isinstance(recipe, Uptraining):
-        left = sum(phase.steps for phase in recipe.phases) - step
-        last = recipe.phases[-1]
-        return last.lr * min(1.0, (step + 1) / recipe.warmup, left / last.steps)
+    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth."""
     courses = groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0))
     for (lr, reads), phases in courses:
         steps = sum(phase.steps for phase in phases)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT
+from llama_kv_cache import Llama, rotate, rotation
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus
-from pocket.conversion import as_llama
 from pocket.pruning import pruned
 from pocket.recipes import Pruning, Recipe, recorded
 
@@ -93,6 +93,64 @@ def start_as_copier(model: GPT) -> None:
 
 
 @torch.no_grad()
+def start_llama_as_copier(model: Llama) -> None:
+    """Let training start from the same circuit where positions turn queries and keys.
+
+    The width is split into content | one back | two back | constant. In layer 0 all keys of a group are the constant, in
+    the pairs that turn fast, and the queries of heads 0 and 1 are the same turned one and two tokens back. In layer 1
+    the first head of each of two groups looks, in the pairs that turn slowly, for tokens that follow the present one,
+    or that stand two after the one before it, and adds their content to its own.
+    """
+    config = model.config
+    C, D, H, K = config.n_embd, config.head_dim, config.n_head, config.n_kv_head
+    n, group = D // 2, H // K  # pairs of a head, heads of a group
+    W = C - 2 * n - 1  # of the content
+    content = slice(0, W)
+    back = slice(W, W + n), slice(W + n, W + 2 * n)
+    project = torch.randn(W, n) / math.sqrt(W)
+    fast = torch.arange(D) % n < n // 2  # numbers i and n + i are a pair
+
+    def weights(layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        attention = model.h[layer].attn
+        joined = attention.c_attn.weight.view(C, H + 2 * K, D)
+        return *joined.split([H, K, K], dim=1), attention.c_proj.weight.view(H, D, C)
+
+    model.wte.weight *= 5
+    model.ln_f.weight /= 5
+    for part in back:
+        model.wte.weight[:, part] *= 0.1
+    model.wte.weight[:, -1] = 0.5  # the constant
+
+    query, key, value, write = weights(0)
+    key[:, 0] = 0
+    key[-1, 0, fast] = 1.0
+    value[:, 0] = 0
+    value[content, 0, :n] = project
+    for head in (0, 1):
+        query[:, head] = 0
+        ahead = rotation(torch.tensor([-1 - head]), config)
+        query[-1, head] = rotate(key[-1, 0].view(1, 1, 1, D), ahead).flatten()
+        write[head] = 0
+        write[head, :n, back[head]] = 0.5 * torch.eye(n)
+
+    for layer in range(
+        1, config.n_layer
+    ):  # what a head writes is what it reads, up to a projection
+        _, _, value, write = weights(layer)
+        write.copy_(value.permute(1, 2, 0).repeat_interleave(group, dim=0))
+    query, key, value, write = weights(1)
+    sought = (content, 4 * project), (back[0], 4 * torch.eye(n))
+    for shared, (part, matrix) in enumerate(sought):
+        head = shared * group
+        for old in (query[:, head], key[:, shared], value[:, shared], write[head]):
+            old.zero_()
+        query[part, head, ~fast] = matrix
+        key[back[shared], shared, ~fast] = 4 * torch.eye(n)
+        value[content, shared, :n] = project
+        write[head, :n, content] = 0.75 * project.t()
+
+
+@torch.no_grad()
 def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
     """Return k centres (k, D) of points (N, D) by Lloyd's algorithm; a centre that loses its points becomes another."""
     centres = points[torch.randperm(len(points), generator=generator)[:k]]
@@ -132,6 +190,8 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         model = recipe.model_class(recipe.config)
         if recipe.kind == "teacher":
             start_as_copier(model)
+        elif recipe.kind == "llama":
+            start_llama_as_copier(model)
         return model.to(device).train(), None
     teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
@@ -141,8 +201,6 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         model = pruned(teacher, recipe.config, sample)
         if recipe.begin:
             model.load_state_dict(load_model(recipe.begin, model_class=GPT).state_dict())
-    elif recipe.kind == "llama":
-        model = as_llama(teacher.cpu(), recipe.config, sample.cpu())
     else:
         model = recipe.model_class(recipe.config).to(device)
         model.load_state_dict(teacher.state_dict(), strict=False)

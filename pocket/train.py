@@ -3,7 +3,7 @@
   python3 pocket/train.py tokenizer                           a byte-level BPE of the corpus
   python3 pocket/train.py teacher                             the model itself: an interrupted run goes on
   torchrun --nproc-per-node 2 pocket/train.py teacher         the same run, data-parallel
-  python3 pocket/train.py llama                               the teacher as a Llama, trained on
+  python3 pocket/train.py llama                               a Llama of the same size, by the same recipe
   python3 pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   python3 pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE --out FOLDER
@@ -40,13 +40,13 @@ from pocket.checkpoints import finish
 from pocket.recipes import (
     DROPOUT,
     KINDS,
+    LLAMA,
     MEMORY,
     PAPER,
     TEACHER,
     Recipe,
     distillation,
     pruning,
-    uptraining,
 )
 from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
@@ -59,10 +59,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     """Return the recipe of what is to be trained."""
     if args.what == "teacher":
         return TEACHER
+    if args.what == "llama":
+        return LLAMA
     init = args.init or "pocket"
     config = load_model(init, model_class=GPT).config
-    if args.what == "llama":
-        return uptraining(config)
     if args.what == "student":
         return pruning(init, config, args.steps, args.kind or KINDS[0], args.text)
     memory = PAPER if args.rule == "sum" else MEMORY

@@ -37,7 +37,7 @@ def recipe_of(name: str) -> Recipe:
     if what == "student":
         return recipes.pruning("pocket", plain, None, kind or recipes.KINDS[0])
     if what == "llama":
-        return recipes.uptraining(plain)
+        return recipes.LLAMA
     if what == "bct":
         return recipes.distillation("pocket", plain, **recipes.MEMORY)
     return recipes.TEACHER

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import gpt_bounded_cache
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from llama_kv_cache import Llama
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import (
     batches,
     checkpoints,
-    conversion,
     corpus,
     evaluation,
     pruning,
@@ -28,7 +28,6 @@ from pocket import (
 )
 from pocket.recipes import Phase, Recipe
 from pocket.tokenizer import TOKENIZER, VOCABULARY, train_tokenizer
-from support.statistics import kl
 from tests import test_pocket
 from tests.helpers import ROOT, process, run
 from tests.test_equivalence import randomize
@@ -63,8 +62,6 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
     """A recipe that makes something of the small teacher."""
     if what == "bct":
         recipe = recipes.distillation(teacher, PLAIN, steps, **options)
-    elif what == "llama":
-        recipe = replace(recipes.uptraining(PLAIN, steps), init=teacher)
     else:
         recipe = recipes.pruning(teacher, PLAIN, steps, what)
     return replace(recipe, documents=60, warmup=2)
@@ -99,7 +96,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_end(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["bct", "llama", *recipes.KINDS])
+@pytest.mark.parametrize("what", ["bct", *recipes.KINDS])
 def test_fine_tuning_learns_and_goes_on_to_the_same_end(
     what: str, teacher: str, tmp_path: Path
 ) -> None:
@@ -226,7 +223,6 @@ def test_a_damaged_state_is_noticed_first(
 # sha256 of rates and batches: with another one the shipped models could not be made again.
 PINNED = {
     "teacher": "3749e5999376d82da448c7ffc8f56780f08c1e290a25079bbe7d74cac1826390",
-    "llama": "40fe92567bef9a684b8c238370694f08d64e672de60878e66b9cfd76ae63850d",
     "bct": "de72430c20370fbc57decf3a42a00b4a50811d4b19d4e3ed6919060ad58c11f3",
     "student": "5fb549d6e2439dfbb7134fde3f11fb6bc258c09cd9113107acac01018cd71512",
     "student-prompt": "866ad0bcfbfd131b03700a5cd1bbe9565bf633e110c95e9a35afa09228d6a41e",
@@ -271,15 +267,26 @@ def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
 # --- Models as they begin
 
 
-def test_training_starts_from_an_induction_circuit() -> None:
-    torch.manual_seed(0)
-    model = GPT(recipes.TEACHER.config)
-    starts.start_as_copier(model)
+@pytest.mark.parametrize("recipe", [recipes.TEACHER, recipes.LLAMA], ids=str)
+def test_training_starts_from_an_induction_circuit(recipe: Recipe) -> None:
+    model, _ = starts.start(recipe, None, CPU)
     words = torch.randperm(1500)[:40]
     with torch.no_grad():
         logits = model(torch.cat([words, words])[None])[0, 40:-1]
     better = (logits > logits.gather(1, words[1:, None])).sum(1)  # than the right next token
     assert better.float().median() < 50  # by chance: 768
+
+
+def test_the_llama_is_the_teacher_in_size_and_in_what_it_reads() -> None:
+    teacher, llama = (
+        recipe.model_class(recipe.config) for recipe in (recipes.TEACHER, recipes.LLAMA)
+    )
+    sizes = [
+        sum(parameter.numel() for parameter in model.parameters()) for model in (teacher, llama)
+    ]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.01
+    assert recipes.LLAMA.phases == recipes.TEACHER.phases
+    assert recipes.LLAMA.documents == recipes.TEACHER.documents
 
 
 def test_a_distillation_starts_as_its_teacher(teacher: str) -> None:
@@ -288,24 +295,6 @@ def test_a_distillation_starts_as_its_teacher(teacher: str) -> None:
     assert not any(parameter.requires_grad for parameter in plain.parameters())  # frozen
     with torch.no_grad():  # as long as no token leaves the recent ones
         torch.testing.assert_close(model(ids), plain(ids), atol=1e-4, rtol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def converted(text: batches.Corpus) -> tuple[GPT, nn.Module, Tensor]:
-    """The shipped teacher, the Llama that it becomes before any training, and held-out rows."""
-    model = load_model("pocket", model_class=GPT)
-    config = recipes.uptraining(model.config, 300).config
-    phase = Phase(steps=1, documents=4, lists=0, context=256, lr=0)
-    rows, others = (text.batch(phase, torch.Generator().manual_seed(i))[0] for i in range(2))
-    return model, conversion.as_llama(model, config, rows[:, :-1]).eval(), others[:, :-1]
-
-
-@torch.no_grad()
-def test_a_llama_begins_near_the_gpt2_that_it_is_made_of(converted: tuple) -> None:
-    model, llama, ids = converted
-    sizes = [sum(p.numel() for p in made.parameters()) for made in (model, llama)]
-    assert abs(sizes[1] / sizes[0] - 1) < 0.01
-    assert kl(model(ids), llama(ids)).mean() < 3.5 < kl(model(ids), llama(ids) * 0).mean()
 
 
 def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str) -> None:
@@ -367,9 +356,9 @@ def test_answers_agrees_with_greedy_decoding() -> None:
     assert share == pytest.approx(right / len(questions))
 
 
-def test_export_writes_what_load_model_reads(converted: tuple, tmp_path: Path) -> None:
+def test_export_writes_what_load_model_reads(tmp_path: Path) -> None:
     config = GPTConfig(**vars(PLAIN) | {"n_embd": 20, "n_inner": 24})
-    for model in (GPT(config), converted[1]):
+    for model in (GPT(config), Llama(recipes.LLAMA.config)):
         checkpoints.export(model, tmp_path)
         loaded = load_model(str(tmp_path))
         assert loaded.config == model.config
