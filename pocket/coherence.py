@@ -116,7 +116,7 @@ class Verdict:
 def judge(story: str) -> Verdict:
     """Read a story's prose back, and compare what its sentences say."""
     found = statements(story)
-    sexes = {p.name.lower(): p.female for people in corpus.PEOPLE.values() for p in people}
+    sexes = {p.name.lower(): p.they == "she" for people in corpus.PEOPLE.values() for p in people}
     opening = [reading for reading in found if reading.kind == "opening"]
     travellers = {name for reading in opening for name in reading.said("a", "b")}
     towns = {name for reading in opening for name in reading.said("town")}
