@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import tiktoken
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from pocket import corpus
-from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, phase_at
+from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, schedule
 from support.files import read_text
 
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun says so
 
 
 def lists_batch(
@@ -63,9 +57,7 @@ class Corpus:
         self, documents: int, tokenizer: tiktoken.Encoding, file: str | None = None
     ) -> None:
         self.vocabulary = tokenizer.n_vocab
-        tokens: list[int] = []
-        starts: list[int] = []
-        is_answer: list[bool] = []
+        tokens, starts, is_answer = [], [], []
 
         def add(ids: list[int], answer: bool) -> None:
             tokens.extend(ids)
@@ -76,7 +68,7 @@ class Corpus:
             parts = read_text(Path(file)).split("<|endoftext|>")
             texts = [text for text in parts if text.strip()]
             documents = len(texts)
-        for text in tqdm(texts, total=documents, desc="corpus", disable=rank() > 0):
+        for text in tqdm(texts, total=documents, desc="corpus", disable=RANK > 0):
             starts.append(len(tokens))
             for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
                 question, mark, answer = line.partition("Answer:")
@@ -139,7 +131,7 @@ def segment_starts(
 
 def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
     """Return the batch of a step, all processes together."""
-    phase, progress = phase_at(recipe, step)
+    phase, progress, _ = schedule(recipe)[step]
     generator = torch.Generator().manual_seed(step)
     longest = 1.0 if phase.documents else progress
     rows, weights = lists_batch(phase, recipe.config.vocab_size, longest, generator)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache
-from pocket.recipes import recorded
 
 
 class Student(GPT):
@@ -48,11 +47,19 @@ def most_active(activity: Tensor, n: int) -> Tensor:
 def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> Student:
     """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
     active (mean absolute value) on texts ids (B, T)."""
-    norms = [norm for block in teacher.h for norm in (block.ln_1, block.ln_2)]
-    with recorded(norms) as hidden, recorded([b.mlp.c_proj for b in teacher.h], True) as neurons:
-        teacher(ids)
-    wide = most_active(sum(x.abs().mean((0, 1)) for x in hidden), config.n_embd)
-    inner = [most_active(x.abs().mean((0, 1)), config.n_inner) for x in neurons]
+    activity = {}
+
+    def record(layer: nn.Module, given: tuple[Tensor]) -> None:
+        activity[layer] = given[0].abs().mean((0, 1))
+
+    readers = [layer for block in teacher.h for layer in (block.attn.c_attn, block.mlp.c_fc)]
+    writers = [block.mlp.c_proj for block in teacher.h]
+    hooks = [layer.register_forward_pre_hook(record) for layer in readers + writers]
+    teacher(ids)
+    for hook in hooks:
+        hook.remove()
+    wide = most_active(sum(activity[layer] for layer in readers), config.n_embd)
+    inner = [most_active(activity[layer], config.n_inner) for layer in writers]
     kept = {}
     for name, p in teacher.named_parameters():
         if name.endswith(("c_attn.weight", "c_fc.weight")):  # read the residual stream
@@ -64,7 +71,6 @@ def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> Student:
         elif ".c_attn." not in name:  # all others write to the stream, or are as wide
             p = p[..., wide]
         kept[name] = p
-    student = Student(config).to(ids.device)
-    for name, parameter in student.named_parameters():
-        parameter.copy_(kept[name])
-    return student
+    student = Student(config)
+    student.load_state_dict(kept, strict=False)  # which names lm_head, the same as wte, once more
+    return student.to(ids.device)

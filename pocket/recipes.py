@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiktoken
 import torch
@@ -123,20 +122,6 @@ class Change(Recipe):
         return kl(expected, got)
 
 
-@contextmanager
-def recorded(modules: Iterable[nn.Module], inputs: bool = False) -> Iterator[list[Tensor]]:
-    """Yield what modules return, or are given, in the order in which they are called within."""
-    found: list[Tensor] = []
-
-    def record(module: nn.Module, given: tuple, returned: Tensor) -> None:
-        found.append(given[0] if inputs else returned)
-
-    hooks = [module.register_forward_hook(record) for module in modules]
-    yield found
-    for hook in hooks:
-        hook.remove()
-
-
 @dataclass(frozen=True)
 class Distillation(Change):
     """Fine-tuning of a trained model with a bounded memory. Every second step reads on after another text, so that the
@@ -219,12 +204,7 @@ SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which a
 
 
 def phases_of(
-    config: GPTConfig,
-    steps: int,
-    lr: float,
-    answers: float,
-    text: str | None = None,
-    lists: int = 0,
+    config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None
 ) -> tuple[Phase, ...]:
     """The phases of a model that begins as another: of a text; or of documents, two thirds of the steps in short rows,
     the last third in long ones of unshuffled documents. A text has no answers; and what other models predict of
@@ -233,8 +213,8 @@ def phases_of(
         return (Phase(steps, 8, 0, config.n_ctx, lr),)
     long = steps // 3 if config.n_ctx > SHORT else 0
     short = min(SHORT, config.n_ctx)
-    first = Phase(steps - long, 3, lists, short, lr, shuffled=1, answers=answers)
-    last = Phase(long, 2, lists, config.n_ctx, lr, answers=answers)
+    first = Phase(steps - long, 3, 0, short, lr, shuffled=1, answers=answers)
+    last = Phase(long, 2, 0, config.n_ctx, lr, answers=answers)
     return (first, last) if long else (first,)
 
 
@@ -266,33 +246,34 @@ def pruning(
     return Pruning(narrow, phases, init=init, text=text, mode=mode, begin=begin)
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth."""
+class Step(NamedTuple):
+    """What a step of training reads, and at which learning rate."""
+
+    phase: Phase  # the one that it belongs to, with the rows of this step
+    progress: float  # how far into its phase it is, 0 to 1
+    lr: float
+
+
+@cache
+def schedule(recipe: Recipe) -> list[Step]:
+    """Return all steps of a recipe. Consecutive phases of the same lr are a course: a linear warm-up and, with
+    documents, a cosine to a tenth."""
+    found = []
     courses = groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0))
     for (lr, reads), phases in courses:
-        steps = sum(phase.steps for phase in phases)
-        if step < steps:
-            fall = 0.55 + 0.45 * math.cos(math.pi * step / steps) if reads else 1.0
-            return lr * min(1.0, (step + 1) / recipe.warmup) * fall
-        step -= steps
-    raise ValueError(f"step {step} is past the recipe's end")
-
-
-def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
-    """Return the phase that step belongs to, with the rows that it reads, and how far into it the step is, 0 to 1."""
-    for phase in recipe.phases:
-        if step < phase.steps:
-            progress = step / phase.steps
-            if any(phase.long) and step % 5 == 4:
+        course = [(phase, i) for phase in phases for i in range(phase.steps)]
+        for step, (phase, i) in enumerate(course):
+            fall = 0.55 + 0.45 * math.cos(math.pi * step / len(course)) if reads else 1.0
+            rate = lr * min(1.0, (step + 1) / recipe.warmup) * fall
+            progress = i / phase.steps
+            if any(phase.long) and i % 5 == 4:
                 rows = dict(zip(("documents", "lists", "shuffled"), phase.long, strict=True))
                 phase = replace(phase, **rows, context=recipe.config.n_ctx)
-            return phase, progress
-        step -= phase.steps
-    raise ValueError(f"step {step} is past the recipe's end")
+            found.append(Step(phase, progress, rate))
+    return found
 
 
 def size_of(recipe: Recipe) -> tuple[int, int]:
     """Return a recipe's steps and how many tokens they read."""
-    steps = sum(phase.steps for phase in recipe.phases)
-    phases = [phase_at(recipe, step)[0] for step in range(steps)]
-    return steps, sum(phase.rows * phase.context for phase in phases)
+    steps = schedule(recipe)
+    return len(steps), sum(step.phase.rows * step.phase.context for step in steps)

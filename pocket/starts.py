@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-from gpt_kv_cache import GPT
+from gpt_kv_cache import GPT, KVCache
 from llama_kv_cache import Llama, rotate, rotation
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus
 from pocket.pruning import pruned
-from pocket.recipes import Pruning, Recipe, recorded
+from pocket.recipes import Pruning, Recipe
 
 MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
 
@@ -170,14 +170,14 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
     W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
     of the texts ids (B, T). Small random addresses would make all slots the same mean.
     """
-    with recorded(block.ln_1 for block in plain.h) as inputs:
-        plain(ids)
-    for block, x in zip(model.h, inputs, strict=True):
+    cache = KVCache()
+    plain(ids, cache)
+    for block, (keys, _) in zip(model.h, cache.layers, strict=True):
         query, attention = block.memory.c_query, block.attn.c_attn
         query.weight.copy_(attention.weight.chunk(3, 1)[1])
         if query.bias is not None:
             query.bias.copy_(attention.bias.chunk(3)[1])
-        keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
+        keys = keys.transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))

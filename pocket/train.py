@@ -35,7 +35,7 @@ import torch.distributed as dist
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.ablation import ablation
-from pocket.batches import rank
+from pocket.batches import RANK
 from pocket.checkpoints import finish
 from pocket.recipes import (
     DROPOUT,
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
             recipe = recipe_of(args)
             out, run = folders(args.out, recipe.name)
             model, losses = train(recipe, run)
-            if rank() == 0:
+            if RANK == 0:
                 finish(recipe, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()

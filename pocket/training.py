@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
-from pocket.batches import Corpus, batch_at, rank, text_of, world_size
-from pocket.recipes import Recipe, learning_rate, phase_at, size_of
+from pocket.batches import RANK, batch_at, text_of
+from pocket.recipes import Recipe, schedule
 from pocket.starts import start
 from support.files import regular, write_atomically
 from support.fingerprints import fingerprint
 
-
-def loss_at(
-    recipe: Recipe,
-    step: int,
-    model: nn.Module,
-    text: Corpus,
-    device: torch.device,
-    teacher: nn.Module | None = None,
-) -> Tensor:
-    """Return this process's part of the step's mean loss (nats per token), from its share of the rows."""
-    batch = batch_at(recipe, step, text).share(rank(), world_size(), device)
-    return (recipe.losses(model, teacher, batch) * batch.weights).sum()
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # torchrun says so
 
 
 def identity_of(recipe: Recipe) -> str:
@@ -49,10 +37,10 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     """
     if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    steps, _ = size_of(recipe)
-    rows = min(phase_at(recipe, step)[0].rows for step in range(steps))
-    if rows < world_size():
-        raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
+    plan = schedule(recipe)[:stop_at]
+    rows = min(step.phase.rows for step in plan)
+    if rows < PROCESSES:
+        raise ValueError(f"{PROCESSES} processes are too many for batches of {rows} rows")
     identity, path, state = identity_of(recipe), run / "last.pt", None
     if path.exists():
         state = read_state(path)
@@ -82,22 +70,22 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     def save() -> None:
         state = {"recipe": identity, "losses": losses}
         state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        if rank() == 0:
+        if RANK == 0:
             write_atomically(path, lambda file: torch.save(state, file))
 
-    steps = min(stop_at or sys.maxsize, steps)
     saved = time.monotonic()
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
-        while (step := len(losses)) < steps:
+    with tqdm(initial=len(losses), total=len(plan), desc="training", disable=RANK > 0) as bar:
+        for step in range(len(losses), len(plan)):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(recipe, step) * group["factor"]
-            loss = loss_at(recipe, step, parallel, text, device, teacher)
+                group["lr"] = plan[step].lr * group["factor"]
+            batch = batch_at(recipe, step, text).share(RANK, PROCESSES, device)
+            loss = (recipe.losses(parallel, teacher, batch) * batch.weights).sum()
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            loss = loss.detach() / world_size()
+            loss = loss.detach() / PROCESSES
             if dist.is_initialized():
                 dist.all_reduce(loss)
             losses.append(loss.item())
