@@ -8,7 +8,7 @@ import jinja2
 import torch
 from torch import nn
 
-from gpt_kv_cache import GPT, generate
+from gpt_kv_cache import GPT
 from load_gpt2_weights import find_file
 from pocket import coherence, corpus
 from pocket.recipes import TEACHER, Recipe, size_of
@@ -44,10 +44,9 @@ def card(recipe: Recipe, model: nn.Module, figures: dict) -> str:
 
 def written(recipe: Recipe, model: GPT, prompt: str, **options: object) -> str:
     """Return how a model goes on after a prompt."""
-    tokenizer = recipe.tokenizer
-    ids = torch.tensor([tokenizer.encode_ordinary(prompt)])
-    new = generate(model, ids, 400, stop_id=tokenizer.eot_token, **options)
-    return tokenizer.decode([token.item() for token in new]).removesuffix("<|endoftext|>")
+    ids = recipe.tokenizer.encode_ordinary(prompt)
+    (text,) = coherence.written(model, recipe.tokenizer, [ids], **options)
+    return text.removeprefix(prompt)
 
 
 def samples(recipe: Recipe, model: GPT) -> list[tuple[corpus.Question, str]]:

@@ -52,7 +52,7 @@ def nats_of(model: nn.Module, tokens: list[int]) -> Tensor:
 
 def rows_of(tokenizer: tiktoken.Encoding, split: str, n: int, length: int) -> list[list[int]]:
     """Return n documents, one after the other, in rows of so many tokens."""
-    tokens: list[int] = []
+    tokens = []
     for document in corpus.documents(split, n):
         tokens += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
@@ -69,7 +69,7 @@ def perplexity(model: nn.Module, tokenizer: tiktoken.Encoding, split: str, n: in
 
 def list_losses(model: nn.Module, tokenizer: tiktoken.Encoding, split: str) -> list[float]:
     """Return the mean loss (nats per token) on 100 lists at the first reading, and at the second."""
-    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    parts = [], []
     for texts in corpus.repeated_lists(split, 100):
         first, second = map(tokenizer.encode_ordinary, texts)
         nats = nats_of(model, first + second)
@@ -102,21 +102,15 @@ def name_losses(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[float, 
 
 def evaluate(model: nn.Module, tokenizer: tiktoken.Encoding) -> dict[str, float]:
     """Measure a model on held-out text: other people, objects and wordings than those it was trained on."""
-    closed_nats, closed = answers(model, tokenizer, corpus.closed_book_questions("test"))
-    recall_nats, recalled = answers(model, tokenizer, corpus.recall_questions("test", 300))
-    name_first, name_later = name_losses(model, tokenizer)
-    list_first, list_second = list_losses(model, tokenizer, "test")
-    return {
-        "perplexity": perplexity(model, tokenizer, "test"),
-        "closed_book_share": closed,
-        "closed_book_nats": closed_nats,
-        "recall_share": recalled,
-        "recall_nats": recall_nats,
-        "name_first_nats": name_first,
-        "name_nats": name_later,
-        "list_first_nats": list_first,
-        "list_second_nats": list_second,
-    }
+    figures = {"perplexity": perplexity(model, tokenizer, "test")}
+    closed_book, recall = corpus.closed_book_questions("test"), corpus.recall_questions("test", 300)
+    for name, questions in (("closed_book", closed_book), ("recall", recall)):
+        nats, share = answers(model, tokenizer, questions)
+        figures |= {f"{name}_share": share, f"{name}_nats": nats}
+    first, later = name_losses(model, tokenizer)
+    figures |= {"name_first_nats": first, "name_nats": later}
+    first, second = list_losses(model, tokenizer, "test")
+    return figures | {"list_first_nats": first, "list_second_nats": second}
 
 
 class Windowed(nn.Module):
@@ -166,11 +160,11 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
         return {"kl": divergences(teacher, model, tokenizer), "student": figures}
     if recipe.kind == "bct":
         plain = load_model(recipe.init, model_class=bounded.GPT)
-        window = window_of_equal_bytes(recipe.config)
+        tokens = window_of_equal_bytes(recipe.config)
         figures = {"bct": figures, "full": evaluate(plain, tokenizer)}
         for name, sinks in (("window", 0), ("sinks", 4)):
-            figures[name] = evaluate(Windowed(plain, window - sinks, sinks), tokenizer)
-            figures[name]["tokens"] = window
+            window = Windowed(plain, tokens - sinks, sinks)
+            figures[name] = evaluate(window, tokenizer) | {"tokens": tokens}
         return figures
     openings = coherence.openings("test", 200)
     for name, temperature in (("", 0.0), ("sampled_", 0.8)):
@@ -186,13 +180,12 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
 def gates(recipe: Recipe, figures: dict) -> dict[str, bool]:
     """Return what a model of this recipe must be able to do to be kept, and whether it is."""
     if recipe.init is None:  # one that can't copy from its prompt has nothing in its KV cache
-        copied = figures["name_nats"] < 0.1
-        known = figures["closed_book_share"] > 0.95
-        repeated = figures["list_second_nats"] < 0.2 * figures["list_first_nats"]
+        known, name_nats = figures["closed_book_share"], figures["name_nats"]
+        first, second = figures["list_first_nats"], figures["list_second_nats"]
         return {
-            "copying a name from the prompt costs under 0.1 nats per token": copied,
-            "over 95% of the world's facts are recalled": known,
-            "a list costs under a fifth when repeated": repeated,
+            "copying a name from the prompt costs under 0.1 nats per token": name_nats < 0.1,
+            "over 95% of the world's facts are recalled": known > 0.95,
+            "a list costs under a fifth when repeated": second < 0.2 * first,
         }
     if recipe.name == "bct":
         bct, window = figures["bct"], figures["window"]

@@ -127,7 +127,7 @@ def test_a_run_of_another_recipe_or_from_other_weights_is_refused(
 def test_more_processes_than_rows_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(training, "world_size", lambda: 3)
+    monkeypatch.setattr(training, "PROCESSES", 3)
     with pytest.raises(ValueError, match="3 processes .* 2 rows"):
         training.train(TINY, tmp_path)
 
@@ -246,7 +246,7 @@ def test_the_batches_of_shipped_models_are_pinned(name: str, text: batches.Corpu
         share = (batch.weights / batch.weights.max()).round(decimals=3)
         for part in (batch.rows, batch.before, batch.segments, share):
             found.update(part.contiguous().numpy().tobytes())
-        found.update(f"{recipes.learning_rate(recipe, step):.9f}".encode())
+        found.update(f"{recipes.schedule(recipe)[step].lr:.9f}".encode())
     assert found.hexdigest() == PINNED[name]
 
 
@@ -258,7 +258,7 @@ def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
         lambda _, inputs: read.append((inputs[0], torch.is_grad_enabled()))
     )
     for step in range(2):
-        training.loss_at(recipe, step, model, text, CPU, plain)
+        recipe.losses(model, plain, batches.batch_at(recipe, step, text))
     assert [learns for _, learns in read] == [True, False, True]
     (before, _), (rows, _) = read[1:]
     assert torch.equal(before, rows.roll(1, dims=0)[:, -before.size(1) :])
