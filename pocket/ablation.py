@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gpt_bounded_cache as bounded
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from pocket.evaluation import answers, perplexity
+from pocket.evaluation import answers, perplexity, windowed
 from pocket.recipes import MEMORY, TEACHER, Change, Distillation, phases_of
 from pocket.training import train
 from support.files import write_json
@@ -44,17 +44,10 @@ class Ablation(Distillation):
         return bounded.BCT if self.forget else unforgetting
 
 
-class WindowedGPT(bounded.GPT):
-    """A model that sees a sliding window of its text."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids, bounded.SlidingWindowCache(WINDOW))
-
-
 class WindowTuning(Change):
     """Fine-tuning of a model that sees a sliding window of its text."""
 
-    kind, model_class, clusters = "window", WindowedGPT, False
+    kind, model_class, clusters = "window", windowed(WINDOW), False
 
 
 def phases(times: int) -> tuple:

@@ -16,7 +16,7 @@ import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model
 from pocket import coherence, corpus
-from pocket.pruning import Student
+from pocket.pruning import SegmentCache
 from pocket.recipes import Recipe
 from support.statistics import kl
 
@@ -113,16 +113,17 @@ def evaluate(model: nn.Module, tokenizer: tiktoken.Encoding) -> dict[str, float]
     return figures | {"list_first_nats": first, "list_second_nats": second}
 
 
-class Windowed(nn.Module):
-    """A trained model that sees only a sliding window of its text, and the first `sinks` tokens."""
+def windowed(window: int, sinks: int = 0) -> type[bounded.GPT]:
+    """Return the class of a model that sees a sliding window of its text, and the first `sinks` tokens."""
 
-    def __init__(self, model: bounded.GPT, window: int, sinks: int = 0) -> None:
-        super().__init__()
-        self.model, self.window, self.sinks = model, window, sinks
-        self.config, self.wte = model.config, model.wte
+    class Windowed(bounded.GPT):
+        def forward(
+            self, ids: Tensor, cache: bounded.KVCache | None = None, last_only: bool = False
+        ) -> Tensor:
+            cache = bounded.SlidingWindowCache(window, sinks) if cache is None else cache
+            return super().forward(ids, cache, last_only)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(ids, bounded.SlidingWindowCache(self.window, self.sinks))
+    return Windowed
 
 
 def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
@@ -133,7 +134,7 @@ def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
 
 
 @torch.inference_mode()
-def divergences(teacher: GPT, student: Student, tokenizer: tiktoken.Encoding) -> dict[str, float]:
+def divergences(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding) -> dict[str, float]:
     """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of the context, by what
     the student reads: its own cache, the teacher's of the prompt, or one that is refreshed every so many tokens."""
     n_ctx = student.config.n_ctx
@@ -146,7 +147,7 @@ def divergences(teacher: GPT, student: Student, tokenizer: tiktoken.Encoding) ->
         start = torch.zeros_like(at)
         if stride:
             start = torch.where(at < prompt, 0, prompt + (at - prompt) // stride * stride)
-        nats = kl(expected, student(rows, cache, start=start.expand_as(rows)))
+        nats = kl(expected, student(rows, SegmentCache(cache, start.expand_as(rows))))
         found[name] = nats[:, prompt:].mean().item()
     return found
 
@@ -159,12 +160,11 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
         teacher = load_model(recipe.init, model_class=GPT)
         return {"kl": divergences(teacher, model, tokenizer), "student": figures}
     if recipe.kind == "bct":
-        plain = load_model(recipe.init, model_class=bounded.GPT)
         tokens = window_of_equal_bytes(recipe.config)
-        figures = {"bct": figures, "full": evaluate(plain, tokenizer)}
+        figures = {"bct": figures, "full": evaluate(load_model(recipe.init), tokenizer)}
         for name, sinks in (("window", 0), ("sinks", 4)):
-            window = Windowed(plain, tokens - sinks, sinks)
-            figures[name] = evaluate(window, tokenizer) | {"tokens": tokens}
+            model = load_model(recipe.init, model_class=windowed(tokens - sinks, sinks))
+            figures[name] = evaluate(model, tokenizer) | {"tokens": tokens}
         return figures
     openings = coherence.openings("test", 200)
     for name, temperature in (("", 0.0), ("sampled_", 0.8)):

@@ -8,34 +8,24 @@ from torch import Tensor, nn
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 
 
-class Student(GPT):
-    """A narrower model in training, on its own cache or a teacher's."""
+class SegmentCache(KVCache):
+    """In training, what a student reads of a text: its teacher's keys and values up to where the segment of each token
+    begins, start (B, T), and its own from there on, as if it had taken the teacher's cache over there."""
 
-    def forward(
-        self,
-        ids: Tensor,
-        cache: KVCache | None = None,
-        last_only: bool = False,
-        start: Tensor | None = None,
-    ) -> Tensor:
-        """Return logits (B, T, V); with start (B, T), where the segment of each token begins, as if there the cache
-        of ids that a teacher has written had been taken over, and the student's own went on from it."""
-        if start is None:
-            return super().forward(ids, cache, last_only)
-        at = torch.arange(ids.size(1), device=ids.device)
+    def __init__(self, teacher: KVCache, start: Tensor) -> None:
+        super().__init__()
+        self.teacher = teacher
+        at = torch.arange(start.size(1), device=start.device)
         before = start[..., None] > at  # (B, T, T), the teacher's tokens that each token sees
         own = ~before & (at <= at[:, None])
-        mask = torch.cat([before, own], -1)[:, None]  # (B, 1, T, 2 T)
-        x = self.drop(self.wte(ids) + self.wpe(at))
-        for block, kv in zip(self.h, cache.layers, strict=True):
-            q, k, v = block.attn.project(block.ln_1(x))
-            k, v = (
-                torch.cat([read.to(written), written], 2)
-                for read, written in zip(kv, (k, v), strict=True)
-            )
-            x = x + block.drop(block.attn(q, k, v, mask))
-            x = x + block.drop(block.mlp(block.ln_2(x)))
-        return self.head(x)
+        self.mask = torch.cat([before, own], -1)[:, None]  # (B, 1, T, 2 T)
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys and values (B, H, 2 T, D) of both."""
+        old_k, old_v = self.teacher.layers[layer].to(k)
+        return torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), self.mask
 
 
 def most_active(activity: Tensor, n: int) -> Tensor:
@@ -44,7 +34,7 @@ def most_active(activity: Tensor, n: int) -> Tensor:
 
 
 @torch.no_grad()
-def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> Student:
+def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> GPT:
     """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
     active (mean absolute value) on texts ids (B, T)."""
     activity = {}
@@ -71,6 +61,6 @@ def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> Student:
         elif ".c_attn." not in name:  # all others write to the stream, or are as wide
             p = p[..., wide]
         kept[name] = p
-    student = Student(config)
+    student = GPT(config)
     student.load_state_dict(kept, strict=False)  # which names lm_head, the same as wte, once more
     return student.to(ids.device)

@@ -17,6 +17,7 @@ import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_tokenizer
+from pocket.pruning import SegmentCache
 from pocket.tokenizer import VOCABULARY
 from support.statistics import kl
 
@@ -46,8 +47,7 @@ class Phase:
         return self.documents + self.lists + self.shuffled
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """The reading of one step, of B rows."""
 
     rows: Tensor  # (B, T + 1), tokens
@@ -57,7 +57,7 @@ class Batch:
 
     def share(self, rank: int, n: int, device: torch.device) -> Batch:
         """Return the part of the process `rank` of n; n times the weights, since gradients are averaged over them."""
-        rows, weights, before, segments = (x[rank::n].to(device) for x in vars(self).values())
+        rows, weights, before, segments = (x[rank::n].to(device) for x in self)
         return Batch(rows, weights * n, before, segments)
 
 
@@ -166,7 +166,7 @@ class Pruning(Change):
     def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (B, T, V) of both, with segments that begin where the batch has them."""
         cache, rows = KVCache(), batch.rows[:, :-1]
-        return teacher(rows, cache), model(rows, cache, start=batch.segments)
+        return teacher(rows, cache), model(rows, SegmentCache(cache, batch.segments))
 
 
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP

@@ -21,7 +21,7 @@ from torch import nn
 
 from gpt_bounded_cache import GPT, BCTConfig, BoundedMemory, GPTConfig, KVCache, SlidingWindowCache
 from load_gpt2_weights import read_tokenizer
-from pocket.evaluation import Windowed, window_of_equal_bytes
+from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, size_of
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
@@ -51,7 +51,7 @@ class Pretraining(Recipe):
     def model_class(self) -> Callable[[GPTConfig], nn.Module]:
         if isinstance(self.config, BCTConfig):
             return WideBCT
-        return (lambda config: Windowed(GPT(config), self.window)) if self.window else GPT
+        return windowed(self.window) if self.window else GPT
 
 
 def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
@@ -69,7 +69,7 @@ def trained(way: str, recipe: Pretraining, state: Path) -> Memory:
     if isinstance(model, WideBCT):
         return Memory(way, model, BoundedMemory)
     if recipe.window:
-        return Memory(way, model.model, partial(SlidingWindowCache, recipe.window))
+        return Memory(way, model, partial(SlidingWindowCache, recipe.window))
     return Memory(way, model, KVCache)
 
 

@@ -10,8 +10,6 @@ from gpt_bounded_cache import BCT, BoundedMemory
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import cards, corpus, evaluation, recipes
-from pocket.evaluation import Windowed
-from pocket.pruning import Student
 from pocket.recipes import Recipe
 from support.files import read_json
 from tests.helpers import N_CTX, ROOT
@@ -111,8 +109,8 @@ def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None
     figures = figures_of("bct").get(name) or figures_of(name)
     if name in ("window", "sinks"):
         sinks = 4 * (name == "sinks")
-        plain = load_model("pocket", model_class=gpt_bounded_cache.GPT)
-        model = Windowed(plain, figures["tokens"] - sinks, sinks)
+        kind = evaluation.windowed(figures["tokens"] - sinks, sinks)
+        model = load_model("pocket", model_class=kind)
     else:
         model = made(name)
     found = evaluation.perplexity(model, tokenizer, "test")
@@ -127,9 +125,7 @@ def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STUDENTS)
 def test_recorded_divergences_are_those_of_the_students(name: str, tokenizer) -> None:
-    student = Student(made(name).config).eval()
-    student.load_state_dict(made(name).state_dict())
-    found = evaluation.divergences(load_model("pocket"), student, tokenizer)
+    found = evaluation.divergences(load_model("pocket"), made(name), tokenizer)
     assert found == pytest.approx(figures_of(name)["kl"], rel=1e-2)
 
 

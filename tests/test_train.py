@@ -323,7 +323,7 @@ def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> N
     close = {"atol": 1e-4, "rtol": 1e-4}
     with torch.no_grad():
         plain(ids, cache)
-        logits = model(ids, cache, start=start)
+        logits = model(ids, pruning.SegmentCache(cache, start))
         torch.testing.assert_close(logits[1], model(ids)[1], **close)  # its own cache only
         for t in (0, 7, 8, 20, 31):  # one token at a time, on what a refresh leaves
             taken = cache.clone()
