@@ -414,14 +414,11 @@ def explain(pen: Pen) -> str:
 
 def items_of(pen: Pen, what: str, n: int) -> list[str]:
     """n different items of a list."""
+    pools = {"names": PEOPLE[pen.split], "towns": list(TOWNS), "numbers": range(10, 1000)}
+    if what in pools:
+        return list(map(str, pen.sample(pools[what], n)))
     if what == "things":
         return pen.things(n)
-    if what == "names":
-        return [person.name for person in pen.sample(PEOPLE[pen.split], n)]
-    if what == "towns":
-        return pen.towns(n)
-    if what == "numbers":
-        return [str(number) for number in pen.sample(range(10, 1000), n)]
     pairs = zip(pen.sample(WORDS["number"], n), pen.sample(WORDS["goods"] * 2, n), strict=True)
     return [f"{number} {goods}" for number, goods in pairs]
 

@@ -1,4 +1,4 @@
-"""The abilities of a model on held-out text, and the gates that it must pass to be kept."""
+"""The abilities of a model on held-out text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model
 from pocket import coherence, corpus
-from pocket.pruning import SegmentCache
-from pocket.recipes import Recipe
+from pocket.recipes import Recipe, SegmentCache
 from support.statistics import kl
 
 
@@ -34,11 +33,11 @@ def answers(
     for question in questions:
         prompt = tokenizer.encode_ordinary(question.prompt)
         answer = tokenizer.encode_ordinary(f" {question.answer}")
-        logits = model(torch.tensor([prompt + answer], device=device))[0].float().cpu()
-        logits = logits[len(prompt) - 1 :]
+        ids = torch.tensor([prompt + answer], device=device)
+        logits = model(ids)[0, len(prompt) - 1 :].float().cpu()
         nats.append(F.cross_entropy(logits[:-1], torch.tensor(answer), reduction="none"))
         *best, end = logits.argmax(-1).tolist()
-        ends = end == tokenizer.eot_token or tokenizer.decode([end]).startswith("\n")
+        ends = tokenizer.decode([end]).startswith(("\n", "<|endoftext|>"))
         right += best == answer and ends
     return torch.cat(nats).mean().item(), right / len(questions)
 
@@ -175,23 +174,3 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
     figures["perplexity_before_512"] = nats[:, 256:512].mean().exp().item()
     figures["perplexity_after_512"] = nats[:, 512:].mean().exp().item()
     return figures
-
-
-def gates(recipe: Recipe, figures: dict) -> dict[str, bool]:
-    """Return what a model of this recipe must be able to do to be kept, and whether it is."""
-    if recipe.init is None:  # one that can't copy from its prompt has nothing in its KV cache
-        known, name_nats = figures["closed_book_share"], figures["name_nats"]
-        first, second = figures["list_first_nats"], figures["list_second_nats"]
-        return {
-            "copying a name from the prompt costs under 0.1 nats per token": name_nats < 0.1,
-            "over 95% of the world's facts are recalled": known > 0.95,
-            "a list costs under a fifth when repeated": second < 0.2 * first,
-        }
-    if recipe.name == "bct":
-        bct, window = figures["bct"], figures["window"]
-        better = all(bct[name] < window[name] for name in ("perplexity", "recall_nats"))
-        return {"it is better than a sliding window of equal bytes": better}
-    if recipe.kind == "student":
-        near = min(figures["kl"].values()) <= 0.5
-        return {"its divergence from the teacher is 0.5 nats at most, on some cache": near}
-    return {}  # the paper's rule is there to be looked at, whatever it can do

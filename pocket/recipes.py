@@ -17,7 +17,6 @@ import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_tokenizer
-from pocket.pruning import SegmentCache
 from pocket.tokenizer import VOCABULARY
 from support.statistics import kl
 
@@ -143,6 +142,26 @@ class Distillation(Change):
             with torch.no_grad():
                 model(batch.before, cache)
         return teacher(rows), model(rows, cache)
+
+
+class SegmentCache(KVCache):
+    """In training, what a student reads of a text: its teacher's keys and values up to where the segment of each token
+    begins, start (B, T), and its own from there on, as if it had taken the teacher's cache over there."""
+
+    def __init__(self, teacher: KVCache, start: Tensor) -> None:
+        super().__init__()
+        self.teacher = teacher
+        at = torch.arange(start.size(1), device=start.device)
+        before = start[..., None] > at  # (B, T, T), the teacher's tokens that each token sees
+        own = ~before & (at <= at[:, None])
+        self.mask = torch.cat([before, own], -1)[:, None]  # (B, 1, T, 2 T)
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys and values (B, H, 2 T, D) of both."""
+        old_k, old_v = self.teacher.layers[layer].to(k)
+        return torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), self.mask
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-from gpt_kv_cache import GPT, KVCache
+from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, rotate, rotation
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus
-from pocket.pruning import pruned
 from pocket.recipes import Pruning, Recipe
 
 MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
@@ -181,6 +180,44 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
+
+
+def most_active(activity: Tensor, n: int) -> Tensor:
+    """Return the n dimensions (n,) that are most active, in their order."""
+    return activity.topk(n).indices.sort().values
+
+
+@torch.no_grad()
+def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> GPT:
+    """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
+    active (mean absolute value) on texts ids (B, T)."""
+    activity = {}
+
+    def record(layer: nn.Module, given: tuple[Tensor]) -> None:
+        activity[layer] = given[0].abs().mean((0, 1))
+
+    readers = [layer for block in teacher.h for layer in (block.attn.c_attn, block.mlp.c_fc)]
+    writers = [block.mlp.c_proj for block in teacher.h]
+    hooks = [layer.register_forward_pre_hook(record) for layer in readers + writers]
+    teacher(ids)
+    for hook in hooks:
+        hook.remove()
+    wide = most_active(sum(activity[layer] for layer in readers), config.n_embd)
+    inner = [most_active(activity[layer], config.n_inner) for layer in writers]
+    kept = {}
+    for name, p in teacher.named_parameters():
+        if name.endswith(("c_attn.weight", "c_fc.weight")):  # read the residual stream
+            p = p[wide]
+        elif name.endswith("mlp.c_proj.weight"):
+            p = p[inner[int(name.split(".")[1])]]
+        if ".c_fc." in name:
+            p = p[..., inner[int(name.split(".")[1])]]
+        elif ".c_attn." not in name:  # all others write to the stream, or are as wide
+            p = p[..., wide]
+        kept[name] = p
+    student = GPT(config)
+    student.load_state_dict(kept, strict=False)  # which names lm_head, the same as wte, once more
+    return student.to(ids.device)
 
 
 def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module, nn.Module | None]:

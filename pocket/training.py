@@ -23,12 +23,6 @@ from support.fingerprints import fingerprint
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # torchrun says so
 
 
-def identity_of(recipe: Recipe) -> str:
-    """Return what a state belongs to: the recipe, and the weights of the models that it begins from."""
-    models = [load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name]
-    return "; ".join([repr(recipe), *map(fingerprint, models)])
-
-
 def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
     """Train by the recipe and return the model and the loss of every step (nats per token).
 
@@ -41,7 +35,9 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     rows = min(step.phase.rows for step in plan)
     if rows < PROCESSES:
         raise ValueError(f"{PROCESSES} processes are too many for batches of {rows} rows")
-    identity, path, state = identity_of(recipe), run / "last.pt", None
+    origins = [load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name]
+    identity = "; ".join([repr(recipe), *map(fingerprint, origins)])
+    path, state = run / "last.pt", None
     if path.exists():
         state = read_state(path)
         if state["recipe"] != identity:
@@ -61,7 +57,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
         groups.append({"params": [parameter], "weight_decay": decay, "factor": factor})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
-    losses: list[float] = []
+    losses = []
     if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -101,13 +97,11 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state of a run. Raises ValueError if the file is damaged or something else, OSError if it isn't
     there."""
-    with regular(path).open("rb") as file:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception:  # what torch.load raises on a damaged file is of ten kinds
-            state = None
-    if not isinstance(state, dict) or {*state} != {"recipe", "losses", "model", "optimizer"}:
+    regular(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: state[name] for name in ("recipe", "losses", "model", "optimizer")}
+    except Exception as error:  # what torch.load raises on a damaged file is of ten kinds
         raise ValueError(
             f"{path} is damaged, or not the state of a run; move it away to start anew"
-        )
-    return state
+        ) from error
