@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
-import tiktoken
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -51,11 +49,11 @@ def lists_batch(
 
 
 class Corpus:
-    """The tokens of the training documents, <|endoftext|> after each; where each document starts; what is an answer."""
+    """The text that a recipe trains on, in the tokens of its model, <|endoftext|> after each document; where each document
+    starts; what is an answer."""
 
-    def __init__(
-        self, documents: int, tokenizer: tiktoken.Encoding, file: str | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe) -> None:
+        tokenizer, n = recipe.tokenizer, recipe.documents
         self.vocabulary = tokenizer.n_vocab
         tokens, starts, is_answer = [], [], []
 
@@ -63,12 +61,12 @@ class Corpus:
             tokens.extend(ids)
             is_answer.extend([answer] * len(ids))
 
-        texts: Iterable[str] = (doc.text for doc in corpus.documents("train", documents))
-        if file is not None:
-            parts = read_text(Path(file)).split("<|endoftext|>")
+        texts = (document.text for document in corpus.documents("train", n))
+        if recipe.text is not None:
+            parts = read_text(Path(recipe.text)).split("<|endoftext|>")
             texts = [text for text in parts if text.strip()]
-            documents = len(texts)
-        for text in tqdm(texts, total=documents, desc="corpus", disable=RANK > 0):
+            n = len(texts)
+        for text in tqdm(texts, total=n, desc="corpus", disable=RANK > 0):
             starts.append(len(tokens))
             for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
                 question, mark, answer = line.partition("Answer:")
@@ -103,11 +101,6 @@ class Corpus:
             place[moved] = moved[torch.randperm(len(moved), generator=generator)]
             row.copy_(place[row])
         return rows, weights
-
-
-def text_of(recipe: Recipe) -> Corpus:
-    """Return the text that a recipe trains on, in the tokens of its model."""
-    return Corpus(recipe.documents, recipe.tokenizer, recipe.text)
 
 
 def segment_starts(

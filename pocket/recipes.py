@@ -21,13 +21,6 @@ from pocket.tokenizer import VOCABULARY
 from support.statistics import kl
 
 
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """Compute products in bfloat16 within, where the device does so natively: a CPU that only
-    emulates it takes ten times as long as with float32."""
-    native = device.type != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return torch.autocast(device.type, torch.bfloat16, enabled=native)
-
-
 @dataclass(frozen=True)
 class Phase:
     """A stretch of training: for how many steps, on how many rows of which kind, each of `context` tokens."""
@@ -53,11 +46,6 @@ class Batch(NamedTuple):
     weights: Tensor  # (B, T), of each token but the first in the loss; their sum is 1
     before: Tensor  # (B, any), the end of the text that a memory has read before
     segments: Tensor  # (B, T), where the segment of each token begins
-
-    def share(self, rank: int, n: int, device: torch.device) -> Batch:
-        """Return the part of the process `rank` of n; n times the weights, since gradients are averaged over them."""
-        rows, weights, before, segments = (x[rank::n].to(device) for x in self)
-        return Batch(rows, weights * n, before, segments)
 
 
 @dataclass(frozen=True)
@@ -85,8 +73,7 @@ class Recipe:
 
     def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
         """Return the loss (B, T) in nats of every next token."""
-        with mixed_precision(batch.rows.device):
-            logits = model(batch.rows[:, :-1])
+        logits = model(batch.rows[:, :-1])
         nats = F.cross_entropy(
             logits.float().flatten(0, 1), batch.rows[:, 1:].flatten(), reduction="none"
         )
@@ -116,9 +103,7 @@ class Change(Recipe):
 
     def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || model) (B, T) in nats."""
-        with mixed_precision(batch.rows.device):
-            expected, got = self.read(model, teacher, batch)
-        return kl(expected, got)
+        return kl(*self.read(model, teacher, batch))
 
 
 @dataclass(frozen=True)
@@ -255,8 +240,8 @@ def pruning(
         begin, lr, usual = "pocket-student", 4e-4, 600
     narrow = replace(
         config,
-        n_embd=max(8, 8 * round(STUDENT_WIDTH * config.n_embd / 8)),
-        n_inner=max(8, 8 * round(STUDENT_WIDTH * config.n_inner / 8)),
+        n_embd=8 * round(STUDENT_WIDTH * config.n_embd / 8),
+        n_inner=8 * round(STUDENT_WIDTH * config.n_inner / 8),
         head_dim=config.head_dim,
         dropout=DROPOUT if kind == "dropout" else 0.0,
     )

@@ -18,13 +18,6 @@ from pocket.recipes import Pruning, Recipe
 MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
 
 
-def sinusoids(n_positions: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return frequencies (width / 2,) and [sin | cos] of every position (n_positions, width)."""
-    frequency = 1000.0 ** -torch.linspace(0, 1, width // 2)
-    angle = torch.arange(n_positions)[:, None] * frequency
-    return frequency, torch.cat([angle.sin(), angle.cos()], dim=1)
-
-
 def heads(model: GPT, layer: int) -> Tensor:
     """Return a view (C, 3, H, D) of the weights of a layer's queries, keys and values."""
     return model.h[layer].attn.c_attn.weight.unflatten(
@@ -51,12 +44,13 @@ def start_as_copier(model: GPT) -> None:
     back = slice(C - 2 * n, C - n), slice(C - n, C)
     project = torch.randn(W, n) / math.sqrt(W)
 
-    frequency, table = sinusoids(model.config.n_ctx, P)
+    frequency = 1000.0 ** -torch.linspace(0, 1, P // 2)
+    angle = torch.arange(model.config.n_ctx)[:, None] * frequency
     # large, so that a step of training changes it little; ln_f keeps the logits as they were
     model.wte.weight *= 5
     model.ln_f.weight /= 5
     model.wpe.weight *= 0.1
-    model.wpe.weight[:, position] = 0.25 * table
+    model.wpe.weight[:, position] = 0.25 * torch.cat([angle.sin(), angle.cos()], dim=1)
     for part in (position, *back):
         model.wte.weight[:, part] *= 0.1
 

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
-from pocket.batches import RANK, batch_at, text_of
-from pocket.recipes import Recipe, schedule
+from pocket.batches import RANK, Corpus, batch_at
+from pocket.recipes import Batch, Recipe, schedule
 from pocket.starts import start
 from support.files import regular, write_atomically
 from support.fingerprints import fingerprint
@@ -44,10 +44,12 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
             raise ValueError(
                 f"{path} is of another recipe, or of other weights; move it away to start anew"
             )
-    device = torch.device("cpu")
+    device, native = torch.device("cpu"), torch.cpu.get_capabilities().get("avx512_bf16", False)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    text = text_of(recipe)
+        device, native = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), True
+    # products in bfloat16, but not on a CPU that only emulates it, which takes ten times as long as with float32
+    mixed_precision = torch.autocast(device.type, torch.bfloat16, enabled=native)
+    text = Corpus(recipe)
     model, teacher = start(recipe, text, device)
     groups = []
     for name, parameter in model.named_parameters():
@@ -75,13 +77,16 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
         for step in range(len(losses), len(plan)):
             for group in optimizer.param_groups:
                 group["lr"] = plan[step].lr * group["factor"]
-            batch = batch_at(recipe, step, text).share(RANK, PROCESSES, device)
-            loss = (recipe.losses(parallel, teacher, batch) * batch.weights).sum()
+            parts = (part[RANK::PROCESSES].to(device) for part in batch_at(recipe, step, text))
+            batch = Batch(*parts)  # this process's share
+            with mixed_precision:
+                losses_of = recipe.losses(parallel, teacher, batch)
+            loss = (losses_of * batch.weights).sum()
             optimizer.zero_grad()
-            loss.backward()
+            (loss * PROCESSES).backward()  # of which the mean over processes is the sum
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            loss = loss.detach() / PROCESSES
+            loss = loss.detach()
             if dist.is_initialized():
                 dist.all_reduce(loss)
             losses.append(loss.item())

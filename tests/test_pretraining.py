@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt_bounded_cache import GPT, SlidingWindowCache
-from pocket.batches import batch_at, text_of
+from pocket.batches import Corpus, batch_at
 from pocket.training import read_state
 from studies import bounding, pretraining
 from studies.core import Rows
@@ -24,7 +24,7 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_models_read_the_same_batches() -> None:
     recipes = [recipe_of(name, 2, 60) for name in MEMORIES]
-    text = text_of(recipes[0])
+    text = Corpus(recipes[0])
     first, *others = (batch_at(recipe, 1, text) for recipe in recipes)
     assert first.rows.shape == (5, 513)
     for other in others:

@@ -68,7 +68,7 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
 
 def begun(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
     """The model as training begins, and its teacher."""
-    return starts.start(recipe, batches.text_of(recipe), CPU)
+    return starts.start(recipe, batches.Corpus(recipe), CPU)
 
 
 def ids_of(B: int, T: int) -> Tensor:
@@ -232,7 +232,7 @@ STEPS = (0, 1, 2, 3, 499, 500, 2904, 2905, 10504)
 
 @pytest.fixture(scope="module")
 def text() -> batches.Corpus:
-    return batches.Corpus(400, recipes.TEACHER.tokenizer)
+    return batches.Corpus(replace(recipes.TEACHER, documents=400))
 
 
 @pytest.mark.parametrize("name", PINNED)
@@ -252,7 +252,7 @@ def test_the_batches_of_shipped_models_are_pinned(name: str, text: batches.Corpu
 def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
     recipe = recipe_of("bct", teacher, **MEMORY)
     model, plain = begun(recipe)
-    text, read = batches.text_of(recipe), []
+    text, read = batches.Corpus(recipe), []
     model.register_forward_pre_hook(
         lambda _, inputs: read.append((inputs[0], torch.is_grad_enabled()))
     )
