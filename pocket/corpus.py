@@ -290,8 +290,8 @@ def quiz(pen: Pen) -> str:
     return "\n".join(lines)
 
 
-def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
-    """A conversation and the (topic, template values) told in it; if recall, some are asked for again in it."""
+def talk(pen: Pen, recall: bool) -> tuple[str, list[dict]]:
+    """A conversation and the template values of all that is told in it; if recall, some is asked for again in it."""
     a, b, c = pen.cast(3)
     here = pen.pick(list(TOWNS))
     lines = pen.part(dialogues.GREETINGS, a=a, b=b, town=here).split("|")
@@ -305,11 +305,13 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
         says(who, dialogues.TOPICS[topic][1], **values)
         short = dialogues.SHORT[topic].format(**values)
         spoken = f"a {short}" if topic in ("job", "thing") else short
-        told.append((topic, values | {"short": short, "spoken": spoken, "Spoken": english(spoken)}))
+        more = {"topic": topic, "short": short, "spoken": spoken, "Spoken": english(spoken)}
+        told.append(values | more)
 
-    for who, thing in zip((a, b), pen.things(2), strict=True):
+    for who, other, thing in zip((a, b), (b, a), pen.things(2), strict=True):
         home = pen.pick(list(TOWNS))
-        facts[who] = {"who": who, "home": home, "epithet": pen.epithet(home), "obj": thing}
+        facts[who] = {"who": who, "other": other, "obj": thing}
+        facts[who] |= {"home": home, "epithet": pen.epithet(home)}
         facts[who] |= pen.fill("job pet petname food")
         facts[who] |= {"age": pen.pick(range(16, 80)), "kin": pen.pick(WORDS["number"][:8])}
     for topic in pen.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
@@ -327,17 +329,15 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
         says(a, dialogues.WORLD_TALK, question=pen.part(ASKS[key], **about))
         lines.append(f"{b}: {pen.fact(about, key)}")
     if recall:
-        for topic, values in pen.sample(told, pen.pick([0, 1, 1, 2])):
-            who = values["who"]
-            again = pen.part(dialogues.TOPICS[topic][2], **values)
-            says(b if who is a else a, dialogues.REMINDS, b=who, again=again)
-            says(who, dialogues.REPLIES, **values)
+        for values in pen.sample(told, pen.pick([0, 1, 1, 2])):
+            again = pen.part(dialogues.TOPICS[values["topic"]][2], **values)
+            says(values["other"], dialogues.REMINDS, b=values["who"], again=again)
+            says(values["who"], dialogues.REPLIES, **values)
         if pen.chance(0.4):
-            topic, values = pen.pick(told)
-            other = b if values["who"] is a else a
-            question = pen.part(dialogues.TOPICS[topic][3], **values)
-            says(c, dialogues.THIRD, b=other, question=question)
-            says(other, dialogues.THIRD_REPLIES, **values)
+            values = pen.pick(told)
+            question = pen.part(dialogues.TOPICS[values["topic"]][3], **values)
+            says(c, dialogues.THIRD, b=values["other"], question=question)
+            says(values["other"], dialogues.THIRD_REPLIES, **values)
         lines += pen.part(dialogues.FAREWELLS, a=a, b=b).split("|")
     return "\n".join(lines), told
 
@@ -346,24 +346,25 @@ def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
     text, told = talk(pen, recall=True)
     questions = []
-    for topic, values in pen.sample(told, pen.pick([0, 1, 2])):
-        questions.append(qa(pen.part(dialogues.TOPICS[topic][3], **values), values["short"]))
+    for values in pen.sample(told, pen.pick([0, 1, 2])):
+        asks = dialogues.TOPICS[values["topic"]][3]
+        questions.append(qa(pen.part(asks, **values), values["short"]))
     return below(text, questions)
 
 
 def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tuple[str, ...]) -> str:
     """Join clauses as numbered lines, or as a paragraph that says First and Finally."""
     if pen.chance(0.4):
-        lines = [f"{i}. {english(step)}." for i, step in enumerate(steps, 1)]
-        return "\n".join([opening, *lines, closing])
-    between = [words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)]
-    starts = ["First, ", *between, "Finally, "]
+        joint, starts = "\n", [f"{i}. " for i in range(1, len(steps) + 1)]
+    else:
+        between = [words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)]
+        joint, starts = " ", ["First, ", *between, "Finally, "]
     lines = [english(start + step) + "." for start, step in zip(starts, steps, strict=True)]
-    return " ".join([opening, *lines, closing])
+    return joint.join([opening, *lines, closing])
 
 
-def project(pen: Pen) -> tuple[str, dict, list[int]]:
-    """What a device, a dish or a journey is made of: its kind, its template values and the numbers of its points."""
+def project(pen: Pen) -> dict:
+    """What a device, a dish or a journey is made of: its template values, its kind and the numbers of its points."""
     kind = pen.pick(list(explanations.PLANS))
     needed, points = explanations.NEEDED[kind], explanations.PLANS[kind][-1]
     v = dict(zip("acd", pen.cast(3), strict=True))
@@ -373,12 +374,13 @@ def project(pen: Pen) -> tuple[str, dict, list[int]]:
     v["m1"], v["m2"] = pen.sample(WORDS["minutes"], 2)
     others = [i for i in range(len(points)) if i not in needed]
     kept = needed | set(pen.sample(others, pen.pick([5, 6, 7]) - len(needed)))
-    return kind, v, sorted(kept)
+    return v | {"kind": kind, "kept": sorted(kept)}
 
 
-def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str]:
+def notes_of(pen: Pen, v: dict) -> tuple[str, str]:
     """Notes on a project with the question to explain it, and the long answer that the notes imply."""
-    head, ask, opening, closing, points = explanations.PLANS[kind]
+    head, ask, opening, closing, points = explanations.PLANS[v["kind"]]
+    kept = v["kept"]
     heads = pen.part(head, **v).split("|")
     notes = [pen.part((points[i][:2],) * 2, **v) for i in kept]
     split_at = pen.rng.randint(1, len(heads))
@@ -398,7 +400,7 @@ def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str]:
 def explain(pen: Pen) -> str:
     """A long, ordered answer, from notes or (one time in four) from knowledge of the world."""
     if pen.chance(0.75):
-        return " ".join(notes_of(pen, *project(pen)))
+        return " ".join(notes_of(pen, project(pen)))
     kind, about = pen.topic()
     ask, opening, closing = explanations.WORLD_EXPLAINS[kind]
     keys, steps = list(FACTS[kind]), []
@@ -512,8 +514,9 @@ def recall_questions(split: str, n: int) -> list[Question]:
         while not 270 <= len(text) <= 1200:
             if index % 3 == 2:
                 text, told = talk(pen, recall=False)
-                key, v = pen.pick(told)
-                asks, answer = dialogues.TOPICS[key][3], v["short"]
+                v = pen.pick(told)
+                key, answer = v["topic"], v["short"]
+                asks = dialogues.TOPICS[key][3]
             else:
                 text, v, (key, *_) = tell(pen, mute=True)
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
@@ -529,7 +532,7 @@ def explain_questions(split: str, n: int) -> list[Question]:
     found = []
     for i in range(n):
         pen = Pen(split, f"0/{split}/explain/{i}")
-        found.append(Question(f"explain:{split}:{i}", *notes_of(pen, *project(pen))))
+        found.append(Question(f"explain:{split}:{i}", *notes_of(pen, project(pen))))
     return found
 
 
@@ -542,14 +545,12 @@ def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
     names = sorted(first)
     Random("families").shuffle(names)
     head = [f"{first[name].prompt} {first[name].answer}" for name in names[:header]]
-    rest = names[header:]
-    parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}[split]
-    families = {name: [] for name in parts}
+    rest, families = names[header:], {}
     for q in closed_book_questions(split):
-        if q.family in families:
-            prompt = "\n".join([*head, q.prompt])
-            families[q.family].append(Question(f"quiz:{q.family}", prompt, q.answer))
-    return list(families.values())
+        again = Question(f"quiz:{q.family}", "\n".join([*head, q.prompt]), q.answer)
+        families.setdefault(q.family, []).append(again)
+    parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}
+    return [families[name] for name in parts[split]]
 
 
 def story_families(split: str, n: int, tellings: int) -> list[list[Question]]:
@@ -578,7 +579,7 @@ def notes_families(split: str, n: int, tellings: int) -> list[list[Question]]:
         name, family = f"0/{split}/noted/{index}", []
         made = project(Pen(split, name))
         for i in range(tellings):
-            told = notes_of(Pen(split, f"{name}/{i}"), *made)
+            told = notes_of(Pen(split, f"{name}/{i}"), made)
             family.append(Question(f"notes:{split}:{index}", *told))
         families.append(family)
     return families
