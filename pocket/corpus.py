@@ -553,15 +553,15 @@ def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
     return [families[name] for name in parts[split]]
 
 
-def story_families(split: str, n: int, tellings: int) -> list[list[Question]]:
-    """n stories, each told in several ways and each time with a question on the same early fact, in other words."""
+def story_families(split: str, n: int) -> list[list[Question]]:
+    """n stories, each told in three ways and each time with a question on the same early fact, in other words."""
     families, index = [], 0
     while len(families) < n:
         name = f"0/{split}/retold/{index}"
         v, threads = scene(Pen(split, name))
         key, family = threads[0], []
         answer = stories.THREADS[key].format(**v)
-        for i in range(tellings):
+        for i in range(3):
             pen = Pen(split, f"{name}/{i}")
             text, asks = prose_of(pen, v, threads, mute=True), stories.RECALLS[key][pen.side]
             prompt = below(text, [asked(asks[i % len(asks)], **v)])
@@ -572,16 +572,14 @@ def story_families(split: str, n: int, tellings: int) -> list[list[Question]]:
     return families
 
 
-def notes_families(split: str, n: int, tellings: int) -> list[list[Question]]:
-    """n projects, each with several sets of notes, in other words and another order, and the question to explain it."""
+def notes_families(split: str, n: int) -> list[list[Question]]:
+    """n projects, each with three sets of notes, in other words and another order, and the question to explain it."""
     families = []
     for index in range(n):
-        name, family = f"0/{split}/noted/{index}", []
-        made = project(Pen(split, name))
-        for i in range(tellings):
-            told = notes_of(Pen(split, f"{name}/{i}"), made)
-            family.append(Question(f"notes:{split}:{index}", *told))
-        families.append(family)
+        name = f"0/{split}/noted/{index}"
+        made, family = project(Pen(split, name)), f"notes:{split}:{index}"
+        told = [notes_of(Pen(split, f"{name}/{i}"), made) for i in range(3)]
+        families.append([Question(family, *one) for one in told])
     return families
 
 

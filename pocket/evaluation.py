@@ -49,27 +49,27 @@ def nats_of(model: nn.Module, tokens: list[int]) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none")
 
 
-def rows_of(tokenizer: tiktoken.Encoding, split: str, n: int, length: int) -> list[list[int]]:
-    """Return n documents, one after the other, in rows of so many tokens."""
+def rows_of(tokenizer: tiktoken.Encoding, n: int, length: int) -> list[list[int]]:
+    """Return n held-out documents, one after the other, in rows of so many tokens."""
     tokens = []
-    for document in corpus.documents(split, n):
+    for document in corpus.documents("test", n):
         tokens += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
 
 
-def perplexity(model: nn.Module, tokenizer: tiktoken.Encoding, split: str, n: int = 300) -> float:
-    """Return the perplexity per token of n documents, each read by itself."""
+def perplexity(model: nn.Module, tokenizer: tiktoken.Encoding, split: str) -> float:
+    """Return the perplexity per token of 300 documents, each read by itself."""
     nats = []
-    for document in corpus.documents(split, n):
+    for document in corpus.documents(split, 300):
         tokens = tokenizer.encode_ordinary(document.text)
         nats.append(nats_of(model, [*tokens, tokenizer.eot_token]))
     return torch.cat(nats).mean().exp().item()
 
 
-def list_losses(model: nn.Module, tokenizer: tiktoken.Encoding, split: str) -> list[float]:
+def list_losses(model: nn.Module, tokenizer: tiktoken.Encoding) -> list[float]:
     """Return the mean loss (nats per token) on 100 lists at the first reading, and at the second."""
     parts = [], []
-    for texts in corpus.repeated_lists(split, 100):
+    for texts in corpus.repeated_lists("test", 100):
         first, second = map(tokenizer.encode_ordinary, texts)
         nats = nats_of(model, first + second)
         parts[0].append(nats[: len(first) - 1])
@@ -87,7 +87,7 @@ def name_losses(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[float, 
     for document in corpus.documents("test", 200):
         if document.kind == "list":
             continue
-        tokens = tokenizer.encode_ordinary(document.text)[: model.config.n_ctx]
+        tokens = tokenizer.encode_ordinary(document.text)
         text, starts = tokenizer.decode_with_offsets(tokens)
         nats, met = nats_of(model, tokens).tolist(), set()
         for mention in name.finditer(text):
@@ -108,7 +108,7 @@ def evaluate(model: nn.Module, tokenizer: tiktoken.Encoding) -> dict[str, float]
         figures |= {f"{name}_share": share, f"{name}_nats": nats}
     first, later = name_losses(model, tokenizer)
     figures |= {"name_first_nats": first, "name_nats": later}
-    first, second = list_losses(model, tokenizer, "test")
+    first, second = list_losses(model, tokenizer)
     return figures | {"list_first_nats": first, "list_second_nats": second}
 
 
@@ -138,7 +138,7 @@ def divergences(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding) -> dic
     the student reads: its own cache, the teacher's of the prompt, or one that is refreshed every so many tokens."""
     n_ctx = student.config.n_ctx
     prompt, at = 3 * n_ctx // 8, torch.arange(n_ctx)
-    rows = torch.tensor(rows_of(tokenizer, "test", 150, n_ctx)[:24])
+    rows = torch.tensor(rows_of(tokenizer, 150, n_ctx)[:24])
     cache, found = KVCache(), {}
     expected = teacher(rows, cache)
     strides = {"alone": 0, "teacher's prompt": n_ctx} | {f"every {n}": n for n in (64, 16, 4)}
@@ -169,7 +169,7 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
     for name, temperature in (("", 0.0), ("sampled_", 0.8)):
         stories = coherence.write(model, tokenizer, openings, temperature)
         figures |= {name + key: share for key, share in coherence.measure(stories).items()}
-    rows = rows_of(tokenizer, "test", 300, recipe.config.n_ctx)
+    rows = rows_of(tokenizer, 300, recipe.config.n_ctx)
     nats = torch.stack([nats_of(model, row) for row in rows])
     figures["perplexity_before_512"] = nats[:, 256:512].mean().exp().item()
     figures["perplexity_after_512"] = nats[:, 512:].mean().exp().item()

@@ -57,10 +57,8 @@ HERE = Path(__file__).resolve().parent
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """Return the recipe of what is to be trained."""
-    if args.what == "teacher":
-        return TEACHER
-    if args.what == "llama":
-        return LLAMA
+    if args.what in ("teacher", "llama"):
+        return TEACHER if args.what == "teacher" else LLAMA
     init = args.init or "pocket"
     config = load_model(init, model_class=GPT).config
     if args.what == "student":

@@ -22,7 +22,7 @@ def digest(split: str) -> str:
     told += [(q.prompt, q.answer) for q in corpus.recall_questions(split, 30)]
     told += [(q.prompt, q.answer) for q in corpus.explain_questions(split, 10)]
     told += corpus.repeated_lists(split, 10)
-    for families in (corpus.story_families(split, 5, 3), corpus.notes_families(split, 5, 3)):
+    for families in (corpus.story_families(split, 5), corpus.notes_families(split, 5)):
         told += [(q.prompt, q.answer) for family in families for q in family]
     return hashlib.sha256(repr(told).encode()).hexdigest()
 

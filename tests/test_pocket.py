@@ -116,7 +116,7 @@ def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None
     assert found == pytest.approx(figures["perplexity"], rel=1e-3)
     _, share = evaluation.answers(model, tokenizer, corpus.recall_questions("test", 300))
     assert share == pytest.approx(figures["recall_share"], abs=0.01)
-    lists = evaluation.list_losses(model, tokenizer, "test")
+    lists = evaluation.list_losses(model, tokenizer)
     expected = [figures["list_first_nats"], figures["list_second_nats"]]
     assert lists == pytest.approx(expected, rel=1e-2)
 
