@@ -122,30 +122,6 @@ def written(recipe: Recipe, model: GPT, prompt: str, **options: object) -> str:
     return text.removeprefix(prompt)
 
 
-def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
-    """Draw the loss of every step (faint) and its running mean over 100 steps, or all if they are fewer."""
-    n = min(100, len(losses))
-
-    def draw_on(axes: Any) -> None:
-        axes.plot(losses, color="C0", alpha=0.25, linewidth=0.5, label="each step")
-        mean = torch.tensor(losses).unfold(0, n, 1).mean(1)
-        axes.plot(range(n - 1, len(losses)), mean, color="C0", label=f"mean of {n} steps")
-        begin = 0
-        for number, phase in enumerate(recipe.phases, 1):
-            axes.axvline(begin, color="grey", linewidth=0.8)
-            axes.text(begin, max(losses), f" {number}", va="top", fontsize=8)
-            begin += phase.steps
-
-    figure(
-        path,
-        draw_on,
-        xlabel="step",
-        ylabel="loss (nats per token)",
-        ylim=(0, None),
-        title="Training loss (of what each phase reads)",
-    )
-
-
 def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
     """Write a model as it is shipped, in fp16, with its loss curve and, if it was trained on the corpus, its figures
     and card. It gets the tokenizer of the model that it comes from, if that has its own; the shipped ones share one."""
@@ -155,7 +131,16 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         print(json.dumps(figures, indent=2))
         write_json(folder / "figures.json", figures)
         write_text(folder / "README.md", card(recipe, model, figures))
-    plot_losses(recipe, losses, folder / "loss.png")
+    n = min(100, len(losses))
+    mean = torch.tensor(losses).unfold(0, n, 1).mean(1)
+    figure(
+        folder / "loss.png",
+        lambda axes: axes.plot(range(n, len(losses) + 1), mean),
+        xlabel=f"step (mean of the last {n})",
+        ylabel="loss (nats per token)",
+        ylim=(0, None),
+        title="Training loss (of what each phase reads)",
+    )
     if recipe.init and folder.resolve().parent != TEMPLATE.parent:
         own = find_file(recipe.init, "config.json").with_name("tokenizer.tiktoken")
         if own.is_file():
