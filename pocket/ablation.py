@@ -1,7 +1,5 @@
 """The parts of BCT, by short runs with and without each."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

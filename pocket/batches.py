@@ -1,7 +1,5 @@
 """The batches of a recipe: a pure function of recipe and step, so that a run can be resumed and shared out."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

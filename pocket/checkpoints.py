@@ -1,7 +1,5 @@
 """The files of a trained model: weights, figures, card and loss curve."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

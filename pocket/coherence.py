@@ -14,8 +14,6 @@ left open      two threads or more are never paid off (the corpus itself leaves 
 unread         a sentence is none of the corpus's
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The abilities of a model on held-out text."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Everything that decides what a training run computes, and the recipes of the models that come along."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The model as training begins: an induction circuit, addresses near the keys."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -233,8 +231,8 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         if recipe.begin:
             model.load_state_dict(load_model(recipe.begin, model_class=GPT).state_dict())
     else:
-        model = recipe.model_class(recipe.config).to(device)
+        model = recipe.model_class(recipe.config)
         model.load_state_dict(teacher.state_dict(), strict=False)
         if recipe.clusters:
             start_memory(model, teacher, sample, generator)
-    return model.to(device).train(), teacher.to(device)
+    return model.to(device).train(), teacher

@@ -1,7 +1,5 @@
 """The tokenizer of pocket: a byte-level BPE of its corpus."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -20,8 +20,6 @@ and hence rows of shuffled vocabulary, in which only the prompt helps: with answ
 of early facts that are recalled late from 17% to 54% in the second half of the first generation's training.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

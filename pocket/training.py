@@ -1,7 +1,5 @@
 """Training by a recipe: a run that was interrupted goes on, alone or under torchrun."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
