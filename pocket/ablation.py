@@ -1,6 +1,5 @@
 """The parts of BCT, by short runs with and without each."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +80,6 @@ def ablation(run: Path, path: Path) -> None:
         nats, share = answers(model, tokenizer, corpus.recall_questions("valid", 300))
         row = {"name": name, "steps": steps, "perplexity": perplexity(model, tokenizer, "valid")}
         results.append(row | {"recall_nats": nats, "recall_share": share})
-        print(json.dumps(results[-1]))
 
     measure("full attention", 0, load_model("pocket"))
     for name, recipe in ABLATION.items():

@@ -1,6 +1,5 @@
 """The files of a trained model: weights, figures, card and loss curve."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,11 +105,13 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
     elif recipe.kind == "llama":
         fields["known"] = read_json(find_file("pocket", "figures.json"))
         fields["teacher"] = TEACHER.config
-    environment = jinja2.Environment(
-        trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    template = jinja2.Template(
+        TEMPLATE.read_text("utf-8"),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
     )
-    environment.filters["n"] = "{:,}".format
-    return environment.from_string(TEMPLATE.read_text("utf-8")).render(fields)
+    return template.render(fields)
 
 
 def written(recipe: Recipe, model: GPT, prompt: str, **options: object) -> str:
@@ -126,7 +127,6 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     model = model.half().float()
     if recipe.text is None:
         figures = measure(recipe, model)
-        print(json.dumps(figures, indent=2))
         write_json(folder / "figures.json", figures)
         write_text(folder / "README.md", card(recipe, model, figures))
     n = min(100, len(losses))
