@@ -1,11 +1,9 @@
 """The parts of BCT, by short runs with and without each."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 
 import gpt_bounded_cache as bounded
@@ -20,25 +18,21 @@ STEPS = 110
 WINDOW = 36  # tokens that take as many bytes as the slots
 
 
-@torch.no_grad()
-def unforgetting(config: bounded.BCTConfig) -> bounded.BCT:
-    """Return a BCT whose writes keep all of the slots, and go on doing so: sigmoid(1e4) = 1, without a gradient."""
-    model = bounded.BCT(config)
-    for block in model.h:
-        block.memory.c_gate.bias[config.n_head :] = 1e4
-    return model
+class UnforgettingBCT(bounded.BCT):
+    """A BCT whose writes keep all of the slots, and go on doing so: sigmoid(1e4) = 1, without a gradient."""
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        for block in self.h:
+            nn.init.constant_(block.memory.c_gate.bias[self.config.n_head :], 1e4)
 
 
 @dataclass(frozen=True)
 class Ablation(Distillation):
     """Fine-tuning of a model with some of the parts of BCT's memory."""
 
-    forget: bool = True
+    model_class: type[nn.Module] = bounded.BCT
     clusters: bool = True
-
-    @property
-    def model_class(self) -> Callable[[bounded.BCTConfig], nn.Module]:
-        return bounded.BCT if self.forget else unforgetting
 
 
 class WindowTuning(Change):
@@ -51,7 +45,7 @@ def phases(times: int) -> tuple:
     return phases_of(TEACHER.config, times * STEPS, 6e-4, 8.0)
 
 
-def with_memory(memory: dict, times: int = 1, **parts: bool) -> Ablation:
+def with_memory(memory: dict, times: int = 1, **parts: object) -> Ablation:
     config = bounded.BCTConfig(**vars(TEACHER.config), **memory)
     return Ablation(config, phases(times), **parts)
 
@@ -60,9 +54,9 @@ SLOTS = {"slots": 32, "recent": 0}
 ABLATION = {
     "the paper's rule": with_memory(SLOTS | {"rule": "sum"}, clusters=False),
     "a slot is the mean, with a mass; a token has a step size": with_memory(
-        SLOTS, forget=False, clusters=False
+        SLOTS, model_class=UnforgettingBCT, clusters=False
     ),
-    "+ addresses by k-means of keys": with_memory(SLOTS, forget=False),
+    "+ addresses by k-means of keys": with_memory(SLOTS, model_class=UnforgettingBCT),
     "+ forgetting": with_memory(SLOTS),
     "+ the last 8 tokens kept exactly, 24 slots": with_memory(MEMORY),
     "sliding window of equal bytes, fine-tuned the same": WindowTuning(TEACHER.config, phases(1)),

@@ -20,7 +20,6 @@ from support.figures import figure
 from support.files import read_json, write_atomically, write_json, write_text
 
 TEMPLATE = Path(__file__).resolve().parent / "card.md.jinja"
-SIZES = ("n_ctx", "n_embd", "n_layer", "n_head", "n_inner")
 
 
 def export(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16) -> None:
@@ -48,7 +47,8 @@ def gpt2_format(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "vocab_size": c.vocab_size,
         "n_positions": c.n_ctx,
     }
-    config |= {name: getattr(c, name) for name in SIZES}
+    sizes = ("n_ctx", "n_embd", "n_layer", "n_head", "n_inner")
+    config |= {name: getattr(c, name) for name in sizes}
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
@@ -116,9 +116,8 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
 
 def written(recipe: Recipe, model: GPT, prompt: str, **options: object) -> str:
     """Return how a model goes on after a prompt."""
-    ids = recipe.tokenizer.encode_ordinary(prompt)
-    (text,) = coherence.written(model, recipe.tokenizer, [ids], **options)
-    return text.removeprefix(prompt)
+    ids = [recipe.tokenizer.encode_ordinary(prompt)]
+    return coherence.written(model, recipe.tokenizer, ids, **options)[0]
 
 
 def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
@@ -129,12 +128,10 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         figures = measure(recipe, model)
         write_json(folder / "figures.json", figures)
         write_text(folder / "README.md", card(recipe, model, figures))
-    n = min(100, len(losses))
-    mean = torch.tensor(losses).unfold(0, n, 1).mean(1)
     figure(
         folder / "loss.png",
-        lambda axes: axes.plot(range(n, len(losses) + 1), mean),
-        xlabel=f"step (mean of the last {n})",
+        lambda axes: axes.plot(losses, linewidth=0.5),
+        xlabel="step",
         ylabel="loss (nats per token)",
         ylim=(0, None),
         title="Training loss (of what each phase reads)",

@@ -43,7 +43,7 @@ FIELDS = {
 ANY = r"[a-z' ]+?"  # all other fields, in whatever words: what is no door's colour or no place must disagree, not hide
 START = r"(?:^|(?<=[.!?\"] ))"  # of a sentence
 # Either traveller may do this.
-FREE = dict.fromkeys(("meet", "word", "door", "errand", "count"), "ab") | {"": "ab"}
+FREE = dict.fromkeys(("", "meet", "word", "door", "errand", "count"), "ab")
 
 
 class Statement(NamedTuple):
@@ -163,10 +163,9 @@ def openings(split: str, n: int) -> list[str]:
 def written(
     model: GPT, tokenizer: tiktoken.Encoding, prompts: list[Sequence[int]], **options: object
 ) -> list[str]:
-    """Return prompts of as many tokens, each with the text that a model writes after it."""
-    ids = torch.tensor(prompts)
-    new = generate(model, ids, 400, stop_id=tokenizer.eot_token, **options)
-    rows = torch.cat([ids, *new], dim=1).tolist()
+    """Return the text that a model writes after each of some prompts of as many tokens."""
+    new = generate(model, torch.tensor(prompts), 400, stop_id=tokenizer.eot_token, **options)
+    rows = torch.cat([*new], dim=1).tolist()
     return [tokenizer.decode(row).partition("<|endoftext|>")[0] for row in rows]
 
 
@@ -180,7 +179,8 @@ def write(
     for _, group in groupby(sorted({*encoded}, key=lambda ids: (len(ids), ids)), key=len):
         batch = list(group)
         stories |= zip(batch, written(model, tokenizer, batch, **options), strict=True)
-    return [stories[ids].partition("\n\n")[0] for ids in encoded]
+    texts = [stories[ids].partition("\n\n")[0] for ids in encoded]
+    return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def measure(stories: list[str]) -> dict[str, float]:

@@ -163,9 +163,6 @@ class Pen:
             things.setdefault(thing.split()[1], thing)
         return list(things.values())
 
-    def towns(self, n: int) -> list[str]:
-        return self.sample(list(TOWNS), n)
-
     def epithet(self, town: str) -> str:
         return self.part(EPITHET, **TOWNS[town])
 
@@ -191,7 +188,7 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     v = dict(zip("abcd", pen.cast(4), strict=True))
     v["obj"], v["obj2"] = pen.things(2)
     v["n1"], v["n2"] = pen.sample(WORDS["number"], 2)
-    v["town"], v["place"] = pen.towns(2)
+    v["town"], v["place"] = pen.sample(list(TOWNS), 2)
     v["when"] = pen.part(WHEN, any_month=pen.pick([town["month"] for town in TOWNS.values()]))
     v["rel"] = pen.pick(["sister" if v["b"].they == "she" else "brother", *WORDS["rel"]])
     v |= pen.fill("job goods cargo spot word colour landmark hour errand")
@@ -199,7 +196,7 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     v |= {"Word": v["word"].capitalize(), "Hour": v["hour"].capitalize()}
     creature = pen.pick(WORLD["creature"])
     fact = pen.part(SAYS[pen.pick(CREATURE_FACTS)], **creature)
-    v["creature_a"] = creature["creature_a"]
+    v |= creature
     v["they_said"] = pen.part(stories.CREATURE_ASIDE, fact=fact, **v)
     return v, pen.sample(list(stories.THREADS), pen.pick([2, 3, 3, 4]))
 
@@ -364,7 +361,8 @@ def project(pen: Pen) -> dict:
     kind = pen.pick(list(explanations.PLANS))
     needed, points = explanations.NEEDED[kind], explanations.PLANS[kind][-1]
     v = dict(zip("acd", pen.cast(3), strict=True))
-    (v["obj"],), (v["town"], v["town2"]) = pen.things(1), pen.towns(2)
+    (v["obj"],) = pen.things(1)
+    v["town"], v["town2"] = pen.sample(list(TOWNS), 2)
     v |= {f"n{i}": n for i, n in enumerate(pen.sample(WORDS["number"], 5), 1)}
     v |= pen.fill(explanations.PLAN_FIELDS)
     v["m1"], v["m2"] = pen.sample(WORDS["minutes"], 2)

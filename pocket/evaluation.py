@@ -115,7 +115,7 @@ def windowed(window: int, sinks: int = 0) -> type[bounded.GPT]:
 
     class Windowed(bounded.GPT):
         def forward(
-            self, ids: Tensor, cache: bounded.KVCache | None = None, last_only: bool = False
+            self, ids: Tensor, cache: KVCache | None = None, last_only: bool = False
         ) -> Tensor:
             cache = bounded.SlidingWindowCache(window, sinks) if cache is None else cache
             return super().forward(ids, cache, last_only)

@@ -240,7 +240,6 @@ def pruning(
         config,
         n_embd=8 * round(STUDENT_WIDTH * config.n_embd / 8),
         n_inner=8 * round(STUDENT_WIDTH * config.n_inner / 8),
-        head_dim=config.head_dim,
         dropout=DROPOUT if kind == "dropout" else 0.0,
     )
     phases = phases_of(config, steps or usual, lr, 4.0, text)
