@@ -93,10 +93,9 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
         fields["closed_book"] = len(corpus.closed_book_questions("test"))
         questions = corpus.explain_questions("test", 1) + corpus.recall_questions("test", 4)[::3]
         questions.append(corpus.closed_book_questions("test")[0])
-        texts = [written(recipe, model, question.prompt) for question in questions]
         fields["samples"] = [  # up to the next question that it asks itself
-            (question, text.partition("\nQuestion:")[0])
-            for question, text in zip(questions, texts, strict=True)
+            (question, written(recipe, model, question.prompt).partition("\nQuestion:")[0])
+            for question in questions
         ]
         fields["stories"] = []
         for seed, opening in enumerate(coherence.openings("test", 3)):
