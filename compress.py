@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> None:
         n = args.tokens
         if n > model.context:
             raise ValueError(f"--tokens {n}: the context of {args.model} holds {model.context}")
-        rows = rows_of(load_tokenizer(args.model), "test", 30, n)[:4]
+        rows = rows_of(load_tokenizer(args.model), 30, n)[:4]
         ids = torch.tensor(rows, device=args.device)
         print(f"{len(rows)} held-out texts of {n} tokens, read token by token, side by side:\n")
         print(demo(model, ids))

@@ -1,28 +1,18 @@
 """The batches of a recipe: a pure function of recipe and step, so that a run can be resumed and shared out."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable
+import os
 from pathlib import Path
 
-import tiktoken
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from pocket import corpus
-from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, phase_at
+from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, schedule
 from support.files import read_text
 
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun says so
 
 
 def lists_batch(
@@ -57,26 +47,24 @@ def lists_batch(
 
 
 class Corpus:
-    """The tokens of the training documents, <|endoftext|> after each; where each document starts; what is an answer."""
+    """The text that a recipe trains on, in the tokens of its model, <|endoftext|> after each document; where each document
+    starts; what is an answer."""
 
-    def __init__(
-        self, documents: int, tokenizer: tiktoken.Encoding, file: str | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe) -> None:
+        tokenizer, n = recipe.tokenizer, recipe.documents
         self.vocabulary = tokenizer.n_vocab
-        tokens: list[int] = []
-        starts: list[int] = []
-        is_answer: list[bool] = []
+        tokens, starts, is_answer = [], [], []
 
         def add(ids: list[int], answer: bool) -> None:
             tokens.extend(ids)
             is_answer.extend([answer] * len(ids))
 
-        texts: Iterable[str] = (doc.text for doc in corpus.documents("train", documents))
-        if file is not None:
-            parts = read_text(Path(file)).split("<|endoftext|>")
+        texts = (document.text for document in corpus.documents("train", n))
+        if recipe.text is not None:
+            parts = read_text(Path(recipe.text)).split("<|endoftext|>")
             texts = [text for text in parts if text.strip()]
-            documents = len(texts)
-        for text in tqdm(texts, total=documents, desc="corpus", disable=rank() > 0):
+            n = len(texts)
+        for text in tqdm(texts, total=n, desc="corpus", disable=RANK > 0):
             starts.append(len(tokens))
             for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
                 question, mark, answer = line.partition("Answer:")
@@ -113,11 +101,6 @@ class Corpus:
         return rows, weights
 
 
-def text_of(recipe: Recipe) -> Corpus:
-    """Return the text that a recipe trains on, in the tokens of its model."""
-    return Corpus(recipe.documents, recipe.tokenizer, recipe.text)
-
-
 def segment_starts(
     mode: str, rows: int, T: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
@@ -139,7 +122,7 @@ def segment_starts(
 
 def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
     """Return the batch of a step, all processes together."""
-    phase, progress = phase_at(recipe, step)
+    phase, progress, _ = schedule(recipe)[step]
     generator = torch.Generator().manual_seed(step)
     longest = 1.0 if phase.documents else progress
     rows, weights = lists_batch(phase, recipe.config.vocab_size, longest, generator)

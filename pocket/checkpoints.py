@@ -1,12 +1,10 @@
 """The files of a trained model: weights, figures, card and loss curve."""
 
-from __future__ import annotations
-
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,13 +13,13 @@ import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
 from load_gpt2_weights import LLAMA_SIZES, find_file, parts_of, turned
-from pocket.cards import card
-from pocket.evaluation import gates, measure
-from pocket.recipes import Recipe
+from pocket import coherence, corpus
+from pocket.evaluation import measure
+from pocket.recipes import TEACHER, Recipe, size_of
 from support.figures import figure
-from support.files import write_atomically, write_json, write_text
+from support.files import read_json, write_atomically, write_json, write_text
 
-SIZES = ("n_ctx", "n_embd", "n_layer", "n_head", "n_inner")
+TEMPLATE = Path(__file__).resolve().parent / "card.md.jinja"
 
 
 def export(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16) -> None:
@@ -49,7 +47,8 @@ def gpt2_format(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "vocab_size": c.vocab_size,
         "n_positions": c.n_ctx,
     }
-    config |= {name: getattr(c, name) for name in SIZES}
+    sizes = ("n_ctx", "n_embd", "n_layer", "n_head", "n_inner")
+    config |= {name: getattr(c, name) for name in sizes}
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
     if c.n_head * c.head_dim != c.n_embd:
         config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
@@ -75,58 +74,69 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
         matrix = parameter.t() if turned(name, c) else parameter
         sizes = [shape[0] for shape in parts.values()]
         for public, part in zip(parts, matrix.split(sizes), strict=True):
-            head = public.startswith("lm_head.")
-            tensors[public if head else f"model.{public}"] = part
+            tensors[public if public == "lm_head.weight" else f"model.{public}"] = part
     return config, tensors
 
 
-def plot_losses(recipe: Recipe, losses: list[float], path: Path) -> None:
-    """Draw the loss of every step (faint) and its running mean over 100 steps, or all if they are fewer."""
-    n = min(100, len(losses))
+def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
+    """Return the card of a model with the figures that measure() found."""
+    steps, tokens = size_of(recipe)
+    fields = {
+        "recipe": recipe,
+        "steps": steps,
+        "tokens": tokens,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "new": sum(p.numel() for name, p in model.named_parameters() if ".memory." in name),
+        "figures": figures,
+    }
+    if recipe.kind == "teacher":
+        fields["closed_book"] = len(corpus.closed_book_questions("test"))
+        questions = corpus.explain_questions("test", 1) + corpus.recall_questions("test", 4)[::3]
+        questions.append(corpus.closed_book_questions("test")[0])
+        fields["samples"] = [  # up to the next question that it asks itself
+            (question, written(recipe, model, question.prompt).partition("\nQuestion:")[0])
+            for question in questions
+        ]
+        fields["stories"] = []
+        for seed, opening in enumerate(coherence.openings("test", 3)):
+            options = {"temperature": 0.8, "generator": torch.Generator().manual_seed(seed)}
+            fields["stories"].append((opening, written(recipe, model, opening, **options)))
+    elif recipe.kind == "llama":
+        fields["known"] = read_json(find_file("pocket", "figures.json"))
+        fields["teacher"] = TEACHER.config
+    template = jinja2.Template(
+        TEMPLATE.read_text("utf-8"),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return template.render(fields)
 
-    def draw_on(axes: Any) -> None:
-        axes.plot(losses, color="C0", alpha=0.25, linewidth=0.5, label="each step")
-        mean = torch.tensor(losses).unfold(0, n, 1).mean(1)
-        axes.plot(range(n - 1, len(losses)), mean, color="C0", label=f"mean of {n} steps")
-        begin = 0
-        for number, phase in enumerate(recipe.phases, 1):
-            axes.axvline(begin, color="grey", linewidth=0.8)
-            axes.text(begin, max(losses), f" {number}", va="top", fontsize=8)
-            begin += phase.steps
 
+def written(recipe: Recipe, model: GPT, prompt: str, **options: object) -> str:
+    """Return how a model goes on after a prompt."""
+    ids = [recipe.tokenizer.encode_ordinary(prompt)]
+    return coherence.written(model, recipe.tokenizer, ids, **options)[0]
+
+
+def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
+    """Write a model as it is shipped, in fp16, with its loss curve and, if it was trained on the corpus, its figures
+    and card. It gets the tokenizer of the model that it comes from, if that has its own; the shipped ones share one."""
+    model = model.half().float()
+    if recipe.text is None:
+        figures = measure(recipe, model)
+        write_json(folder / "figures.json", figures)
+        write_text(folder / "README.md", card(recipe, model, figures))
     figure(
-        path,
-        draw_on,
+        folder / "loss.png",
+        lambda axes: axes.plot(losses, linewidth=0.5),
         xlabel="step",
         ylabel="loss (nats per token)",
         ylim=(0, None),
         title="Training loss (of what each phase reads)",
     )
-
-
-def copy_tokenizer(init: str, folder: Path) -> None:
-    """Give a model the tokenizer of the one that it comes from, if that has its own; the shipped ones share one."""
-    own = find_file(init, "config.json").with_name("tokenizer.tiktoken")
-    if own.is_file() and folder.resolve().parent != Path(__file__).resolve().parent:
-        write_atomically(folder / own.name, lambda file: shutil.copyfile(own, file))
-
-
-def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
-    """Write a model as it is shipped, in fp16, with its loss curve and, if it was trained on the corpus, its figures
-    and card. Raises ValueError, and writes nothing, if it fails a gate."""
-    model = model.half().float()
-    if recipe.text is None:
-        figures = measure(recipe, model)
-        print(json.dumps(figures, indent=2))
-        failed = [gate for gate, passed in gates(recipe, figures).items() if not passed]
-        if failed:
-            raise ValueError(
-                f"the model is not kept, because these don't hold: {'; '.join(failed)}"
-            )
-        text = card(recipe, model, figures)
-        write_json(folder / "figures.json", figures)
-        write_text(folder / "README.md", text)
-    plot_losses(recipe, losses, folder / "loss.png")
-    if recipe.init:
-        copy_tokenizer(recipe.init, folder)
+    if recipe.init and folder.resolve().parent != TEMPLATE.parent:
+        own = find_file(recipe.init, "config.json").with_name("tokenizer.tiktoken")
+        if own.is_file():
+            write_atomically(folder / own.name, lambda file: shutil.copyfile(own, file))
     export(model, folder)

@@ -14,12 +14,12 @@ left open      two threads or more are never paid off (the corpus itself leaves 
 unread         a sentence is none of the corpus's
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
+from typing import NamedTuple
 
 import tiktoken
 import torch
@@ -29,7 +29,6 @@ from pocket import corpus
 from pocket.sentences.stories import CREATURE_ASIDE, ENDINGS, INCIDENTS, OPENINGS, PAYS, STATES
 
 NAME = r"(?-i:(?!(?:They|She|He|It|The)\b)[A-Z][a-z]+)"
-PRONOUNS = {"they": "she|he", "them": "her|him", "their": "her|his"}
 FIELDS = {
     **dict.fromkeys(("a", "b", "c", "d", "town", "place"), NAME),
     **dict.fromkeys(("n1", "n2", "goods", "word", "colour", "rel"), "[a-z]+"),
@@ -37,15 +36,17 @@ FIELDS = {
     **dict.fromkeys(("when", "epithet", "epithet2", "fact"), r"[^.\n\"]+?"),
     "cargo": "[a-z]+ of [a-z]+",
     "creature_a": "an? [a-z]+",
+    "they": "she|he",
+    "them": "her|him",
+    "their": "her|his",
 }
 ANY = r"[a-z' ]+?"  # all other fields, in whatever words: what is no door's colour or no place must disagree, not hide
 START = r"(?:^|(?<=[.!?\"] ))"  # of a sentence
 # Either traveller may do this.
-FREE = dict.fromkeys(("meet", "word", "door", "errand", "count"), "ab") | {"": "ab"}
+FREE = dict.fromkeys(("", "meet", "word", "door", "errand", "count"), "ab")
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(NamedTuple):
     """A sentence, or a few, of a story that a template of the corpus has made or could have made."""
 
     kind: str  # opening, state, pay or other
@@ -60,13 +61,12 @@ class Statement:
 
 def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
     """Return a pattern of all that a template can become, and the field of each of its groups."""
-    fields: list[str] = []
+    fields = []
 
     def piece(match: re.Match[str]) -> str:
         if field := match["field"]:
-            name, _, pronoun = field.lower().partition(".")
-            fields.append(f"{name}_{pronoun}" if pronoun else name)
-            words = PRONOUNS[pronoun] if pronoun else FIELDS.get(name, ANY)
+            fields.append(field.lower())
+            words = FIELDS.get(fields[-1].rpartition(".")[2], ANY)
             return f"{'an? ' if match['article'] else ''}({words})"
         if match["loose"]:
             return " ?"
@@ -104,8 +104,7 @@ def statements(story: str) -> list[Statement]:
     return sorted(found, key=lambda reading: reading.span)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The kinds of faults of a story, each once, and how often a thread is paid off, and as it was stated."""
 
     faults: list[str]
@@ -116,33 +115,31 @@ class Verdict:
 def judge(story: str) -> Verdict:
     """Read a story's prose back, and compare what its sentences say."""
     found = statements(story)
-    sexes = {p.name.lower(): p.female for people in corpus.PEOPLE.values() for p in people}
+    sexes = {p.name.lower(): p.they == "she" for people in corpus.PEOPLE.values() for p in people}
     opening = [reading for reading in found if reading.kind == "opening"]
     travellers = {name for reading in opening for name in reading.said("a", "b")}
     towns = {name for reading in opening for name in reading.said("town")}
-    told: dict[str, dict[str, str]] = {}  # by thread and field
-    faults, unread, paid = set(), list(story), []
+    told, faults, unread, paid = {}, set(), list(story), []  # told: by thread and field
     for reading in found:
-        values, thread, kind = reading.values, reading.thread, reading.kind
-        begin, end = reading.span
+        kind, thread, (begin, end), values = reading
         unread[begin:end] = " " * (end - begin)
-        free = "" if kind == "opening" else FREE.get(thread, "")
-        if reading.said(*free) - travellers or (kind == "other" and reading.said("town") - towns):
+        free = FREE.get(thread, "")
+        if reading.said(*free) - travellers or reading.said("town") - towns:
             faults.add("stranger")
         if reading.said("c", "d") & travellers:
             faults.add("two roles")
         for field, pronouns in values.items():
-            person, _, pronoun = field.partition("_")
-            if pronoun in PRONOUNS and person in values:
-                for said in pronouns:
-                    female = said in ("she", "her")
+            person, dot, _ = field.partition(".")
+            if dot and person in values:
+                for pronoun in pronouns:
+                    female = pronoun in ("she", "her")
                     if sexes.setdefault(values[person][0], female) != female:
                         faults.add("he or she")
         if not thread:
             continue
         before, known, wrong = thread in told, told.setdefault(thread, {}), False
         for field, stated in values.items():
-            if "_" not in field and field not in free:
+            if "." not in field and field not in free:
                 wrong |= {*stated} != {known.setdefault(field, stated[0])}
         if wrong:
             faults.add(thread)
@@ -150,8 +147,7 @@ def judge(story: str) -> Verdict:
             paid.append(before and not wrong)
             if not before:
                 faults.add("from nowhere")
-    threads = {kind: {r.thread for r in found if r.kind == kind} for kind in ("state", "pay")}
-    if len(threads["state"] - threads["pay"]) > 1:
+    if len(told.keys() - {reading.thread for reading in found if reading.kind == "pay"}) > 1:
         faults.add("left open")
     if "".join(unread).strip():
         faults.add("unread")
@@ -164,30 +160,27 @@ def openings(split: str, n: int) -> list[str]:
     return [pen.say(OPENINGS, **corpus.scene(pen)[0]) for pen in pens]
 
 
+def written(
+    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[Sequence[int]], **options: object
+) -> list[str]:
+    """Return the text that a model writes after each of some prompts of as many tokens."""
+    new = generate(model, torch.tensor(prompts), 400, stop_id=tokenizer.eot_token, **options)
+    rows = torch.cat([*new], dim=1).tolist()
+    return [tokenizer.decode(row).partition("<|endoftext|>")[0] for row in rows]
+
+
 def write(
-    model: GPT,
-    tokenizer: tiktoken.Encoding,
-    prompts: list[str],
-    temperature: float = 0.0,
+    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], temperature: float = 0.0
 ) -> list[str]:
     """Return the prompts, each with the rest of a story's prose as the model goes on."""
-    generator = torch.Generator().manual_seed(0)
+    options = {"temperature": temperature, "generator": torch.Generator().manual_seed(0)}
     encoded = [tuple(tokenizer.encode_ordinary(prompt)) for prompt in prompts]
     stories = {}
-    for length in sorted({len(ids) for ids in encoded}):  # those of the same length together
-        batch = sorted({ids for ids in encoded if len(ids) == length})
-        new = generate(
-            model,
-            torch.tensor(batch),
-            400,
-            temperature=temperature,
-            generator=generator,
-            stop_id=tokenizer.eot_token,
-        )
-        for ids, row in zip(batch, torch.cat(list(new), dim=1).tolist(), strict=True):
-            text = tokenizer.decode([*ids, *row])
-            stories[ids] = re.split(r"\n\n|<\|endoftext\|>", text)[0]
-    return [stories[ids] for ids in encoded]
+    for _, group in groupby(sorted({*encoded}, key=lambda ids: (len(ids), ids)), key=len):
+        batch = list(group)
+        stories |= zip(batch, written(model, tokenizer, batch, **options), strict=True)
+    texts = [stories[ids].partition("\n\n")[0] for ids in encoded]
+    return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def measure(stories: list[str]) -> dict[str, float]:

@@ -13,13 +13,12 @@ that training also uses. Their prose is worded as in training, so that perplexit
 makes of new names and things rather than how it likes a new phrase.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import NamedTuple
+
+import tiktoken
 
 from pocket.sentences import articles, dialogues, explanations, lists, stories
 from pocket.sentences.nouns import EPITHET, THINGS, WHEN, WORDS
@@ -27,20 +26,26 @@ from pocket.sentences.templates import Bank
 from pocket.sentences.world import ASKS, CREATURE_FACTS, CREATURES, FOLLOWS, SAYS, TOWN_FACTS, TOWNS
 
 SPLITS = ("train", "valid", "test")
-WORLD = {"town": TOWNS, "creature": CREATURES}
 FACTS = {"town": TOWN_FACTS, "creature": CREATURE_FACTS}
+# Each town and creature as template values: its name, {s} as the subject of a sentence, and its facts.
+WORLD = {
+    "town": [{"town": name, "s": name} | facts for name, facts in TOWNS.items()],
+    "creature": [
+        {"creature": name, "creature_a": f"a {name}", "s": f"the {name}"} | facts
+        for name, facts in CREATURES.items()
+    ],
+}
+PRONOUNS = {"woman": ("she", "her", "her"), "man": ("he", "him", "his")}
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """One text of the corpus, with the name of the function that made it."""
 
     kind: str
     text: str
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A prompt that ends with "Answer:" and its reference; the full text is prompt + " " + answer."""
 
     family: str  # the same for all paraphrases of one question
@@ -48,19 +53,16 @@ class Question:
     answer: str
 
 
-@dataclass(frozen=True)
-class Person:
+class Person(NamedTuple):
     """An invented person; templates write {a}, {a.they}, {a.them} and {a.their}."""
 
     name: str
-    female: bool
+    they: str
+    them: str
+    their: str
 
     def __str__(self) -> str:
         return self.name
-
-    they = property(lambda self: "she" if self.female else "he")
-    them = property(lambda self: "her" if self.female else "him")
-    their = property(lambda self: "her" if self.female else "his")
 
 
 # --- Choosing and filling -------------------------------------------------------------------------------
@@ -73,10 +75,9 @@ def english(text: str) -> str:
     return re.sub(r'(^|[.!?] |[.]" )("?)([a-z])', lambda m: m[1] + m[2] + m[3].upper(), text)
 
 
-def asked(question: str, after: str = "") -> str:
-    """A prompt: a text and a question about it, or the question alone."""
-    prompt = f"Question: {question}\nAnswer:"
-    return f"{after}\n\n{prompt}" if after else prompt
+def asked(question: str, **values: object) -> str:
+    """A question as a prompt, its {fields} filled."""
+    return f"Question: {english(question.format(**values))}\nAnswer:"
 
 
 def qa(question: str, answer: str) -> str:
@@ -93,11 +94,13 @@ def _people() -> dict[str, list[Person]]:
     taken = {*TOWNS, *WORDS["petname"]}
     for town in TOWNS.values():
         taken |= {town["river"], town["founder"]}
-    people = []
-    for start in WORDS["start"]:
-        people += [Person(start + end, True) for end in WORDS["woman"]]
-        people += [Person(start + end, False) for end in WORDS["man"]]
-    people = [person for person in people if person.name not in taken]
+    people = [
+        Person(start + end, *pronouns)
+        for start in WORDS["start"]
+        for sex, pronouns in PRONOUNS.items()
+        for end in WORDS[sex]
+        if start + end not in taken
+    ]
     Random("people").shuffle(people)
     return {"train": people[:-220], "valid": people[-220:-110], "test": people[-110:]}
 
@@ -118,8 +121,6 @@ class Pen:
     """The random choices of one document: all of them follow from its split and its key."""
 
     def __init__(self, split: str, key: str) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         self.split = split
         self.side = 0 if split == "train" else 1
         self.rng = Random(key)
@@ -145,54 +146,38 @@ class Pen:
 
     def cast(self, n: int) -> list[Person]:
         """n people with different initials; the second is not of the first one's sex, so that pronouns are clear."""
-        people: list[Person] = []
+        people = []
         while len(people) < n:
             new = self.pick(PEOPLE[self.split])
             same_initial = new.name[0] in [person.name[0] for person in people]
-            same_sex = len(people) == 1 and new.female == people[0].female
+            same_sex = len(people) == 1 and new.they == people[0].they
             if not same_initial and not same_sex:
                 people.append(new)
         return people
 
     def things(self, n: int) -> list[str]:
         """n objects with different nouns."""
-        things: dict[str, str] = {}
+        things = {}
         while len(things) < n:
             thing = self.pick(OBJECTS[self.split])
             things.setdefault(thing.split()[1], thing)
         return list(things.values())
 
-    def towns(self, n: int) -> list[str]:
-        return self.sample(list(TOWNS), n)
-
     def epithet(self, town: str) -> str:
         return self.part(EPITHET, **TOWNS[town])
 
-    def topic(self) -> tuple[str, str]:
-        """A town or a creature: its kind and its name."""
+    def topic(self) -> tuple[str, dict[str, str]]:
+        """A town or a creature: its kind and its template values."""
         kind = "town" if self.chance(0.75) else "creature"
-        return kind, self.pick(list(WORLD[kind]))
+        return kind, self.pick(WORLD[kind])
 
-    def fact(
-        self, kind: str, name: str, key: str, subject: str = "", again: str | None = None
-    ) -> str:
-        """A statement of one fact, as a part; `again` is how templates name the town or animal inside a sentence."""
-        values = world(kind, name) | {kind: again or name, "s": subject or named(kind, name)}
-        return self.part(SAYS[key], **values)
+    def fact(self, about: dict[str, str], key: str) -> str:
+        """A statement of one fact of a town or a creature."""
+        return english(self.part(SAYS[key], **about) + ".")
 
-    def question(self, kind: str, name: str, key: str) -> str:
+    def question(self, about: dict[str, str], key: str) -> str:
         """A question about one fact, and its answer."""
-        values = world(kind, name)
-        return qa(self.say(ASKS[key], **values), values[key])
-
-
-def world(kind: str, name: str) -> dict[str, str]:
-    """All facts of a town or a creature as template values, its name among them."""
-    return {kind: name, "creature_a": f"a {name}", **WORLD[kind][name]}
-
-
-def named(kind: str, name: str) -> str:
-    return name if kind == "town" else f"the {name}"
+        return qa(self.part(ASKS[key], **about), about[key])
 
 
 # --- One function for each kind of document -------------------------------------------------------------
@@ -200,18 +185,18 @@ def named(kind: str, name: str) -> str:
 
 def scene(pen: Pen) -> tuple[dict, list[str]]:
     """What happens in a story: its template values and its threads."""
-    v: dict[str, Any] = dict(zip("abcd", pen.cast(4), strict=True))
+    v = dict(zip("abcd", pen.cast(4), strict=True))
     v["obj"], v["obj2"] = pen.things(2)
     v["n1"], v["n2"] = pen.sample(WORDS["number"], 2)
-    v["town"], v["place"] = pen.towns(2)
+    v["town"], v["place"] = pen.sample(list(TOWNS), 2)
     v["when"] = pen.part(WHEN, any_month=pen.pick([town["month"] for town in TOWNS.values()]))
-    v["rel"] = pen.pick(["sister" if v["b"].female else "brother", *WORDS["rel"]])
+    v["rel"] = pen.pick(["sister" if v["b"].they == "she" else "brother", *WORDS["rel"]])
     v |= pen.fill("job goods cargo spot word colour landmark hour errand")
     v |= {"epithet": pen.epithet(v["town"]), "epithet2": pen.epithet(v["place"])}
     v |= {"Word": v["word"].capitalize(), "Hour": v["hour"].capitalize()}
-    creature = pen.pick(list(CREATURES))
-    fact = pen.fact("creature", creature, pen.pick(CREATURE_FACTS))
-    v["creature_a"] = f"a {creature}"
+    creature = pen.pick(WORLD["creature"])
+    fact = pen.part(SAYS[pen.pick(CREATURE_FACTS)], **creature)
+    v |= creature
     v["they_said"] = pen.part(stories.CREATURE_ASIDE, fact=fact, **v)
     return v, pen.sample(list(stories.THREADS), pen.pick([2, 3, 3, 4]))
 
@@ -219,7 +204,7 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
 def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
     """A story in words; if mute, its first thread is stated but never paid off."""
     early = [pen.say(stories.STATES[t], **v) for t in pen.sample(threads, len(threads))]
-    middle: list[str] = []
+    middle = []
     while len(middle) < pen.pick([1, 1, 2, 2, 3]):
         incident = pen.say(stories.INCIDENTS, **v)
         if not any(incident[:12] == other[:12] for other in middle):
@@ -244,64 +229,66 @@ def story(pen: Pen) -> str:
     questions = []
     for thread in threads[:n]:
         asks, answer = stories.RECALLS[thread], stories.THREADS[thread]
-        questions.append(qa(pen.say(asks, **v), answer.format(**v)))
+        questions.append(qa(pen.part(asks, **v), answer.format(**v)))
     return below(prose, questions)
 
 
 def article(pen: Pen) -> str:
     """What is known of a town or a creature, with an anecdote that is taken up again at the end."""
-    kind, name = pen.topic()
-    the, (a,), (obj,) = named(kind, name), pen.cast(1), pen.things(1)
-    v: dict[str, Any] = {"a": a, "obj": obj}
+    kind, about = pen.topic()
+    (a,), (obj,) = pen.cast(1), pen.things(1)
+    v = {"a": a, "obj": obj, **about}
     v["n1"], v["n2"], v["n3"] = pen.sample(WORDS["number"], 3)
-    v |= pen.fill("job") | world(kind, name)
-    n_facts = pen.pick([3, 4, 5]) if kind == "town" else 3
-    keys = pen.sample(FACTS[kind], n_facts)
+    v |= pen.fill("job")
+    keys = pen.sample(FACTS[kind], pen.pick([3, 4, 5]) if kind == "town" else 3)
     animal, this = ("the town", "the town") if kind == "town" else ("animal", "this animal")
     aside = pen.rng.randrange(1, len(keys))
-    lines: list[str] = []
+    lines = []
     for i, key in enumerate(keys):
         if i == aside:
             lines.append(pen.say(articles.COLOUR[kind], **v))
+        named = dict(about)
         # "it" only right after a sentence that is about the subject as a whole
-        subject = the if i in (0, aside) else pen.pick([the, "it", this])
-        again = pen.pick([animal, name, name]) if i else None
-        lines.append(english(pen.fact(kind, name, key, subject, again) + "."))
+        if i not in (0, aside):
+            named["s"] = pen.pick([about["s"], "it", this])
+        if i:
+            named[kind] = pen.pick([animal, about[kind], about[kind]])
+        lines.append(pen.fact(named, key))
     questions = []
     if pen.chance(0.6):
         early, late, question, answer = pen.part(articles.VISITS, **v).split("|")
         lines.insert(aside, english(early))
         lines.append(english(late))
-        questions.append(qa(english(question), answer))
+        questions.append(qa(question, answer))
     if pen.chance(0.5):
-        other = pen.pick([n for n in WORLD[kind] if n != name])
+        other = pen.pick([other for other in WORLD[kind] if other is not about])
         key = pen.pick(keys)
-        fact = english(pen.fact(kind, other, key) + ".")
-        lines.append(pen.say(articles.COMPARES[kind], other=other, fact=fact, **v))
-        questions.append(pen.question(kind, other, key))
-    questions.append(pen.question(kind, name, pen.pick(keys)))
+        fact = pen.fact(other, key)
+        lines.append(pen.say(articles.COMPARES[kind], other=other[kind], fact=fact, **v))
+        questions.append(pen.question(other, key))
+    questions.append(pen.question(about, pen.pick(keys)))
     pen.rng.shuffle(questions)
     return below(" ".join(lines), questions[: pen.pick([1, 1, 2, 3])])
 
 
 def quiz(pen: Pen) -> str:
     """Closed-book questions; some follow-ups name their town or creature only by "it"."""
-    lines: list[str] = []
+    lines = []
     for _ in range(pen.rng.randint(4, 9)):
-        kind, name = pen.topic()
+        kind, about = pen.topic()
         first, second = pen.sample(FACTS[kind], 2)
-        lines.append(pen.question(kind, name, first))
+        lines.append(pen.question(about, first))
         if pen.chance(0.25):
-            lines.append(qa(pen.say(FOLLOWS[second]), WORLD[kind][name][second]))
+            lines.append(qa(pen.part(FOLLOWS[second]), about[second]))
     return "\n".join(lines)
 
 
-def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
-    """A conversation and the (topic, template values) told in it; if recall, some are asked for again in it."""
+def talk(pen: Pen, recall: bool) -> tuple[str, list[dict]]:
+    """A conversation and the template values of all that is told in it; if recall, some is asked for again in it."""
     a, b, c = pen.cast(3)
     here = pen.pick(list(TOWNS))
     lines = pen.part(dialogues.GREETINGS, a=a, b=b, town=here).split("|")
-    told: list[tuple[str, dict]] = []
+    told, facts = [], {}
 
     def says(speaker: Person, bank: Bank, **values: object) -> None:
         lines.append(f"{speaker}: {pen.say(bank, **values)}")
@@ -311,12 +298,13 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
         says(who, dialogues.TOPICS[topic][1], **values)
         short = dialogues.SHORT[topic].format(**values)
         spoken = f"a {short}" if topic in ("job", "thing") else short
-        told.append((topic, values | {"short": short, "spoken": spoken, "Spoken": english(spoken)}))
+        more = {"topic": topic, "short": short, "spoken": spoken, "Spoken": english(spoken)}
+        told.append(values | more)
 
-    facts: dict[Person, dict[str, Any]] = {}
-    for who, thing in zip((a, b), pen.things(2), strict=True):
+    for who, other, thing in zip((a, b), (b, a), pen.things(2), strict=True):
         home = pen.pick(list(TOWNS))
-        facts[who] = {"who": who, "home": home, "epithet": pen.epithet(home), "obj": thing}
+        facts[who] = {"who": who, "other": other, "obj": thing}
+        facts[who] |= {"home": home, "epithet": pen.epithet(home)}
         facts[who] |= pen.fill("job pet petname food")
         facts[who] |= {"age": pen.pick(range(16, 80)), "kin": pen.pick(WORDS["number"][:8])}
     for topic in pen.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
@@ -329,23 +317,20 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[tuple[str, dict]]]:
         elif pen.chance(0.6):
             says(asker, dialogues.REACTIONS)
     for _ in range(pen.pick([0, 1, 1, 2])):
-        kind, name = pen.topic()
+        kind, about = pen.topic()
         key = pen.pick(FACTS[kind])
-        question = pen.part(ASKS[key], **world(kind, name))
-        says(a, dialogues.WORLD_TALK, question=question)
-        lines.append(f"{b}: {english(pen.fact(kind, name, key) + '.')}")
+        says(a, dialogues.WORLD_TALK, question=pen.part(ASKS[key], **about))
+        lines.append(f"{b}: {pen.fact(about, key)}")
     if recall:
-        for topic, values in pen.sample(told, pen.pick([0, 1, 1, 2])):
-            who = values["who"]
-            again = pen.part(dialogues.TOPICS[topic][2], **values)
-            says(b if who is a else a, dialogues.REMINDS, b=who, again=again)
-            says(who, dialogues.REPLIES, **values)
+        for values in pen.sample(told, pen.pick([0, 1, 1, 2])):
+            again = pen.part(dialogues.TOPICS[values["topic"]][2], **values)
+            says(values["other"], dialogues.REMINDS, b=values["who"], again=again)
+            says(values["who"], dialogues.REPLIES, **values)
         if pen.chance(0.4):
-            topic, values = pen.pick(told)
-            other = b if values["who"] is a else a
-            question = pen.part(dialogues.TOPICS[topic][3], **values)
-            says(c, dialogues.THIRD, b=other, question=question)
-            says(other, dialogues.THIRD_REPLIES, **values)
+            values = pen.pick(told)
+            question = pen.part(dialogues.TOPICS[values["topic"]][3], **values)
+            says(c, dialogues.THIRD, b=values["other"], question=question)
+            says(values["other"], dialogues.THIRD_REPLIES, **values)
         lines += pen.part(dialogues.FAREWELLS, a=a, b=b).split("|")
     return "\n".join(lines), told
 
@@ -354,39 +339,42 @@ def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
     text, told = talk(pen, recall=True)
     questions = []
-    for topic, values in pen.sample(told, pen.pick([0, 1, 2])):
-        questions.append(qa(pen.say(dialogues.TOPICS[topic][3], **values), values["short"]))
+    for values in pen.sample(told, pen.pick([0, 1, 2])):
+        asks = dialogues.TOPICS[values["topic"]][3]
+        questions.append(qa(pen.part(asks, **values), values["short"]))
     return below(text, questions)
 
 
 def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tuple[str, ...]) -> str:
     """Join clauses as numbered lines, or as a paragraph that says First and Finally."""
     if pen.chance(0.4):
-        lines = [f"{i}. {english(step)}." for i, step in enumerate(steps, 1)]
-        return "\n".join([opening, *lines, closing])
-    between = [words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)]
-    starts = ["First, ", *between, "Finally, "]
+        joint, starts = "\n", [f"{i}. " for i in range(1, len(steps) + 1)]
+    else:
+        between = [words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)]
+        joint, starts = " ", ["First, ", *between, "Finally, "]
     lines = [english(start + step) + "." for start, step in zip(starts, steps, strict=True)]
-    return " ".join([opening, *lines, closing])
+    return joint.join([opening, *lines, closing])
 
 
-def project(pen: Pen) -> tuple[str, dict, list[int]]:
-    """What a device, a dish or a journey is made of: its kind, its template values and the numbers of its points."""
+def project(pen: Pen) -> dict:
+    """What a device, a dish or a journey is made of: its template values, its kind and the numbers of its points."""
     kind = pen.pick(list(explanations.PLANS))
     needed, points = explanations.NEEDED[kind], explanations.PLANS[kind][-1]
-    v: dict[str, Any] = dict(zip("acd", pen.cast(3), strict=True))
-    (v["obj"],), (v["town"], v["town2"]) = pen.things(1), pen.towns(2)
+    v = dict(zip("acd", pen.cast(3), strict=True))
+    (v["obj"],) = pen.things(1)
+    v["town"], v["town2"] = pen.sample(list(TOWNS), 2)
     v |= {f"n{i}": n for i, n in enumerate(pen.sample(WORDS["number"], 5), 1)}
     v |= pen.fill(explanations.PLAN_FIELDS)
     v["m1"], v["m2"] = pen.sample(WORDS["minutes"], 2)
     others = [i for i in range(len(points)) if i not in needed]
     kept = needed | set(pen.sample(others, pen.pick([5, 6, 7]) - len(needed)))
-    return kind, v, sorted(kept)
+    return v | {"kind": kind, "kept": sorted(kept)}
 
 
-def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str]:
+def notes_of(pen: Pen, v: dict) -> tuple[str, str]:
     """Notes on a project with the question to explain it, and the long answer that the notes imply."""
-    head, ask, opening, closing, points = explanations.PLANS[kind]
+    head, ask, opening, closing, points = explanations.PLANS[v["kind"]]
+    kept = v["kept"]
     heads = pen.part(head, **v).split("|")
     notes = [pen.part((points[i][:2],) * 2, **v) for i in kept]
     split_at = pen.rng.randint(1, len(heads))
@@ -400,34 +388,33 @@ def notes_of(pen: Pen, kind: str, v: dict, kept: list[int]) -> tuple[str, str]:
     begin, end = pen.say(opening, **v), pen.say(closing, **v)
     answer = in_steps(pen, begin, steps, end, pen.pick(explanations.ORDER_WORDS))
     lines = ["Notes:", *("- " + english(note) for note in notes)]
-    return asked(pen.say(ask, **v), "\n".join(lines)), answer
+    return below("\n".join(lines), [asked(pen.part(ask, **v))]), answer
 
 
 def explain(pen: Pen) -> str:
     """A long, ordered answer, from notes or (one time in four) from knowledge of the world."""
     if pen.chance(0.75):
-        return " ".join(notes_of(pen, *project(pen)))
-    kind, name = pen.topic()
-    v, keys = world(kind, name), list(FACTS[kind])
+        return " ".join(notes_of(pen, project(pen)))
+    kind, about = pen.topic()
     ask, opening, closing = explanations.WORLD_EXPLAINS[kind]
+    keys, steps = list(FACTS[kind]), []
     pen.rng.shuffle(keys)
-    steps = [pen.fact(kind, name, key, pen.pick([named(kind, name), "it"])) for key in keys]
-    begin, end = pen.say(opening, **v), pen.say(closing, **v)
+    for key in keys:
+        subject = pen.pick([about["s"], "it"])
+        steps.append(pen.part(SAYS[key], **about | {"s": subject}))
+    begin, end = pen.say(opening, **about), pen.say(closing, **about)
     answer = in_steps(pen, begin, steps, end, ("Second, ", "Also, ", "And "))
-    text = qa(pen.say(ask, **v), answer)
-    return text + "\n" + pen.question(kind, name, pen.pick(keys))
+    text = qa(pen.part(ask, **about), answer)
+    return text + "\n" + pen.question(about, pen.pick(keys))
 
 
 def items_of(pen: Pen, what: str, n: int) -> list[str]:
     """n different items of a list."""
+    pools = {"names": PEOPLE[pen.split], "towns": list(TOWNS), "numbers": range(10, 1000)}
+    if what in pools:
+        return list(map(str, pen.sample(pools[what], n)))
     if what == "things":
         return pen.things(n)
-    if what == "names":
-        return [person.name for person in pen.sample(PEOPLE[pen.split], n)]
-    if what == "towns":
-        return pen.towns(n)
-    if what == "numbers":
-        return [str(number) for number in pen.sample(range(10, 1000), n)]
     pairs = zip(pen.sample(WORDS["number"], n), pen.sample(WORDS["goods"] * 2, n), strict=True)
     return [f"{number} {goods}" for number, goods in pairs]
 
@@ -445,20 +432,21 @@ def recite(pen: Pen) -> tuple[str, str, str]:
     i = pen.rng.randrange(n - 1)
     nth = i % len(lists.NTH)
     if pen.chance(0.5):
-        questions.append(qa(pen.say(lists.AFTER_ASKS, item=items[i]), items[i + 1]))
+        questions.append(qa(pen.part(lists.AFTER_ASKS, item=items[i]), items[i + 1]))
     elif pen.chance(0.5):
-        questions.append(qa(pen.say(lists.NTH_ASKS, nth=lists.NTH[nth]), items[nth]))
+        questions.append(qa(pen.part(lists.NTH_ASKS, nth=lists.NTH[nth]), items[nth]))
     return head, written, below(tail, questions)
 
 
 KINDS = {
-    "story": (story, 28),
-    "article": (article, 17),
-    "quiz": (quiz, 15),
-    "dialogue": (dialogue, 17),
-    "explain": (explain, 13),
-    "list": (lambda pen: "".join(recite(pen)), 10),
-}  # function, weight in percent
+    "story": story,
+    "article": article,
+    "quiz": quiz,
+    "dialogue": dialogue,
+    "explain": explain,
+    "list": lambda pen: "".join(recite(pen)),
+}
+WEIGHTS = (28, 17, 15, 17, 13, 10)  # in percent
 
 
 # --- What the rest of the project uses ------------------------------------------------------------------
@@ -466,54 +454,45 @@ KINDS = {
 
 def document(split: str, index: int, seed: int = 0) -> Document:
     """The document at (seed, split, index), 350 to 1900 characters long; those of seed 0 are what models are trained
-    and evaluated on.
-
-    Raises ValueError for an unknown split or a negative index.
-    """
+    and evaluated on."""
     pen = Pen(split, f"{seed}/{split}/{index}")
-    if index < 0:
-        raise ValueError(f"index must be 0 or more, got {index}")
-    kind = pen.rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
+    kind = pen.rng.choices(list(KINDS), WEIGHTS)[0]
     text = ""
     while not 350 <= len(text) <= 1900:
-        text = KINDS[kind][0](pen)
+        text = KINDS[kind](pen)
     return Document(kind, text)
 
 
 def documents(split: str, n: int) -> Iterator[Document]:
     """The first n documents of a split."""
-    Pen(split, "")  # an unknown split is refused here, not at the first next()
     return (document(split, i) for i in range(n))
 
 
-def beginnings(tokenizer: Any, split: str, n: int, tokens: int) -> list[list[int]]:
+def beginnings(tokenizer: tiktoken.Encoding, split: str, n: int, tokens: int) -> list[list[int]]:
     """The beginnings of n stories, dialogues or explanations, `tokens` ids each: at most the last 256 are of the
-    document that goes on, and earlier documents precede them. Raises ValueError if too few are long enough."""
+    document that goes on, and earlier documents precede them."""
     own = min(tokens, 256)
-    found: list[list[int]] = []
-    earlier: list[int] = []
-    for doc in documents(split, 40 * n):
+    found, earlier, index = [], [], 0
+    while len(found) < n:
+        doc = document(split, index)
         ids = tokenizer.encode_ordinary(doc.text)
         long = len(ids) > own and len(earlier) >= tokens - own
         if long and doc.kind in ("story", "dialogue", "explain"):
             found.append(earlier[len(earlier) - tokens + own :] + ids[:own])
-        if len(found) == n:
-            return found
         earlier = [*earlier, *ids, tokenizer.eot_token][-tokens:]
-    raise ValueError(
-        f"only {len(found)} of {40 * n} documents have more than {own} tokens, {n} are needed"
-    )
+        index += 1
+    return found
 
 
 def closed_book_questions(split: str) -> list[Question]:
     """Every fact of the world in every paraphrase of the split; the family is like "town:Tolben:river"."""
     side, found = Pen(split, "").side, []
     for kind, table in WORLD.items():
-        for name, facts in table.items():
+        for about in table:
             for key in FACTS[kind]:
+                family = f"{kind}:{about[kind]}:{key}"
                 for ask in ASKS[key][side]:
-                    prompt = asked(english(ask.format(**{kind: name})))
-                    found.append(Question(f"{kind}:{name}:{key}", prompt, facts[key]))
+                    found.append(Question(family, asked(ask, **about), about[key]))
     return found
 
 
@@ -522,21 +501,21 @@ def recall_questions(split: str, n: int) -> list[Question]:
 
     The text states the asked fact once and never comes back to it. Prompts are 350 to 1300 characters long.
     """
-    questions: list[Question] = []
-    index = 0
+    questions, index = [], 0
     while len(questions) < n:
         pen = Pen(split, f"0/{split}/recall/{index}")
         text, key = "", ""
         while not 270 <= len(text) <= 1200:
             if index % 3 == 2:
                 text, told = talk(pen, recall=False)
-                key, v = pen.pick(told)
-                asks, answer = dialogues.TOPICS[key][3], v["short"]
+                v = pen.pick(told)
+                key, answer = v["topic"], v["short"]
+                asks = dialogues.TOPICS[key][3]
             else:
                 text, v, (key, *_) = tell(pen, mute=True)
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
         for i in sorted(pen.sample(range(len(asks[pen.side])), 3)):
-            prompt = asked(english(asks[pen.side][i].format(**v)), text)
+            prompt = below(text, [asked(asks[pen.side][i], **v)])
             questions.append(Question(f"recall:{split}:{index}:{key}", prompt, answer))
         index += 1
     return questions[:n]
@@ -547,7 +526,7 @@ def explain_questions(split: str, n: int) -> list[Question]:
     found = []
     for i in range(n):
         pen = Pen(split, f"0/{split}/explain/{i}")
-        found.append(Question(f"explain:{split}:{i}", *notes_of(pen, *project(pen))))
+        found.append(Question(f"explain:{split}:{i}", *notes_of(pen, project(pen))))
     return found
 
 
@@ -560,29 +539,26 @@ def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
     names = sorted(first)
     Random("families").shuffle(names)
     head = [f"{first[name].prompt} {first[name].answer}" for name in names[:header]]
-    rest = names[header:]
-    parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}[split]
-    families: dict[str, list[Question]] = {name: [] for name in parts}
+    rest, families = names[header:], {}
     for q in closed_book_questions(split):
-        if q.family in families:
-            prompt = "\n".join([*head, q.prompt])
-            families[q.family].append(replace(q, family=f"quiz:{q.family}", prompt=prompt))
-    return list(families.values())
+        again = Question(f"quiz:{q.family}", "\n".join([*head, q.prompt]), q.answer)
+        families.setdefault(q.family, []).append(again)
+    parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}
+    return [families[name] for name in parts[split]]
 
 
-def story_families(split: str, n: int, tellings: int) -> list[list[Question]]:
-    """n stories, each told in several ways and each time with a question on the same early fact, in other words."""
-    families: list[list[Question]] = []
-    index = 0
+def story_families(split: str, n: int) -> list[list[Question]]:
+    """n stories, each told in three ways and each time with a question on the same early fact, in other words."""
+    families, index = [], 0
     while len(families) < n:
         name = f"0/{split}/retold/{index}"
         v, threads = scene(Pen(split, name))
         key, family = threads[0], []
         answer = stories.THREADS[key].format(**v)
-        for i in range(tellings):
+        for i in range(3):
             pen = Pen(split, f"{name}/{i}")
             text, asks = prose_of(pen, v, threads, mute=True), stories.RECALLS[key][pen.side]
-            prompt = asked(english(asks[i % len(asks)].format(**v)), text)
+            prompt = below(text, [asked(asks[i % len(asks)], **v)])
             family.append(Question(f"story:{split}:{index}:{key}", prompt, answer))
         if all(350 <= len(q.prompt) <= 1300 for q in family):
             families.append(family)
@@ -590,16 +566,14 @@ def story_families(split: str, n: int, tellings: int) -> list[list[Question]]:
     return families
 
 
-def notes_families(split: str, n: int, tellings: int) -> list[list[Question]]:
-    """n projects, each with several sets of notes, in other words and another order, and the question to explain it."""
+def notes_families(split: str, n: int) -> list[list[Question]]:
+    """n projects, each with three sets of notes, in other words and another order, and the question to explain it."""
     families = []
     for index in range(n):
-        name, family = f"0/{split}/noted/{index}", []
-        made = project(Pen(split, name))
-        for i in range(tellings):
-            told = notes_of(Pen(split, f"{name}/{i}"), *made)
-            family.append(Question(f"notes:{split}:{index}", *told))
-        families.append(family)
+        name = f"0/{split}/noted/{index}"
+        made, family = project(Pen(split, name)), f"notes:{split}:{index}"
+        told = [notes_of(Pen(split, f"{name}/{i}"), made) for i in range(3)]
+        families.append([Question(family, *one) for one in told])
     return families
 
 

@@ -1,13 +1,10 @@
 """Everything that decides what a training run computes, and the recipes of the models that come along."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiktoken
 import torch
@@ -18,15 +15,7 @@ import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_tokenizer
-from pocket.tokenizer import VOCABULARY
 from support.statistics import kl
-
-
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """Compute products in bfloat16 within, where the device does so natively: a CPU that only
-    emulates it takes ten times as long as with float32."""
-    native = device.type != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return torch.autocast(device.type, torch.bfloat16, enabled=native)
 
 
 @dataclass(frozen=True)
@@ -47,19 +36,13 @@ class Phase:
         return self.documents + self.lists + self.shuffled
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """The reading of one step, of B rows."""
 
     rows: Tensor  # (B, T + 1), tokens
     weights: Tensor  # (B, T), of each token but the first in the loss; their sum is 1
     before: Tensor  # (B, any), the end of the text that a memory has read before
     segments: Tensor  # (B, T), where the segment of each token begins
-
-    def share(self, rank: int, n: int, device: torch.device) -> Batch:
-        """Return the part of the process `rank` of n; n times the weights, since gradients are averaged over them."""
-        rows, weights, before, segments = (x[rank::n].to(device) for x in vars(self).values())
-        return Batch(rows, weights * n, before, segments)
 
 
 @dataclass(frozen=True)
@@ -87,12 +70,18 @@ class Recipe:
 
     def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
         """Return the loss (B, T) in nats of every next token."""
-        with mixed_precision(batch.rows.device):
-            logits = model(batch.rows[:, :-1])
+        logits = model(batch.rows[:, :-1])
         nats = F.cross_entropy(
             logits.float().flatten(0, 1), batch.rows[:, 1:].flatten(), reduction="none"
         )
         return nats.view_as(batch.weights)
+
+
+@dataclass(frozen=True)
+class LlamaRecipe(Recipe):
+    """The same for a Llama."""
+
+    kind, model_class = "llama", Llama
 
 
 @dataclass(frozen=True)
@@ -111,57 +100,7 @@ class Change(Recipe):
 
     def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || model) (B, T) in nats."""
-        with mixed_precision(batch.rows.device):
-            expected, got = self.read(model, teacher, batch)
-        return kl(expected, got)
-
-
-@dataclass(frozen=True)
-class Uptraining(Change):
-    """A trained GPT-2 goes on as a Llama: it learns what it predicted before, and to get there by
-    the same way, block by block."""
-
-    kind, model_class = "llama", Llama
-    documents: int = 20_000
-    warmup: int = 50
-
-    def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
-        """Return KL(teacher || model) (B, T) in nats, and the mean over all blocks but the last of
-        the squared distance between their streams, in units of the teacher's mean square. Positions
-        are not in a Llama's stream, and the mean of a stream is of no account to a GPT-2."""
-        plain = getattr(model, "module", model)  # under torchrun it is wrapped
-        with recorded(teacher.h) as theirs, recorded(plain.h) as ours:
-            nats = super().losses(model, teacher, batch)
-        apart = []
-        for target, stream in zip(theirs[:-1], ours[:-1], strict=True):
-            target = target.float() - positions(teacher, target.size(1))
-            distance = centred(target - stream.float()).square().mean(-1)
-            apart.append(distance / centred(target).square().mean())
-        return nats + torch.stack(apart).mean(0)
-
-
-def centred(x: Tensor) -> Tensor:
-    """Return x (..., C) less its mean over C."""
-    return x - x.mean(-1, keepdim=True)
-
-
-def positions(model: GPT, n: int) -> Tensor:
-    """Return by how much the embeddings (n, C) of the first positions differ from their mean."""
-    return model.wpe.weight[:n] - model.wpe.weight.mean(0)
-
-
-@contextmanager
-def recorded(modules: Iterable[nn.Module], inputs: bool = False) -> Iterator[list[Tensor]]:
-    """Yield what modules return, or are given, in the order in which they are called within."""
-    found: list[Tensor] = []
-
-    def record(module: nn.Module, given: tuple, returned: Tensor) -> None:
-        found.append(given[0] if inputs else returned)
-
-    hooks = [module.register_forward_hook(record) for module in modules]
-    yield found
-    for hook in hooks:
-        hook.remove()
+        return kl(*self.read(model, teacher, batch))
 
 
 @dataclass(frozen=True)
@@ -187,6 +126,26 @@ class Distillation(Change):
         return teacher(rows), model(rows, cache)
 
 
+class SegmentCache(KVCache):
+    """In training, what a student reads of a text: its teacher's keys and values up to where the segment of each token
+    begins, start (B, T), and its own from there on, as if it had taken the teacher's cache over there."""
+
+    def __init__(self, teacher: KVCache, start: Tensor) -> None:
+        super().__init__()
+        self.teacher = teacher
+        at = torch.arange(start.size(1), device=start.device)
+        before = start[..., None] > at  # (B, T, T), the teacher's tokens that each token sees
+        own = ~before & (at <= at[:, None])
+        self.mask = torch.cat([before, own], -1)[:, None]  # (B, 1, T, 2 T)
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys and values (B, H, 2 T, D) of both."""
+        old_k, old_v = self.teacher.layers[layer].to(k)
+        return torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), self.mask
+
+
 @dataclass(frozen=True)
 class Pruning(Change):
     """Distillation into a narrower model of the same layers, heads and head size, so that the teacher's cache fits it.
@@ -208,9 +167,10 @@ class Pruning(Change):
     def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (B, T, V) of both, with segments that begin where the batch has them."""
         cache, rows = KVCache(), batch.rows[:, :-1]
-        return teacher(rows, cache), model(rows, cache, start=batch.segments)
+        return teacher(rows, cache), model(rows, SegmentCache(cache, batch.segments))
 
 
+VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
 KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read
@@ -227,18 +187,26 @@ TEACHER = Recipe(
     ),
     documents=120_000,
 )
+LLAMA = LlamaRecipe(  # as many parameters but for a few hundred, a third of the heads of keys and values
+    LlamaConfig(
+        vocab_size=VOCABULARY,
+        n_ctx=1280,
+        n_layer=6,
+        n_head=6,
+        n_kv_head=2,
+        n_embd=192,
+        n_inner=672,
+    ),
+    TEACHER.phases,
+    TEACHER.documents,
+)
 MEMORY = {"slots": 24, "recent": 8}
 PAPER = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
 SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 
 
 def phases_of(
-    config: GPTConfig,
-    steps: int,
-    lr: float,
-    answers: float,
-    text: str | None = None,
-    lists: int = 0,
+    config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None
 ) -> tuple[Phase, ...]:
     """The phases of a model that begins as another: of a text; or of documents, two thirds of the steps in short rows,
     the last third in long ones of unshuffled documents. A text has no answers; and what other models predict of
@@ -247,8 +215,8 @@ def phases_of(
         return (Phase(steps, 8, 0, config.n_ctx, lr),)
     long = steps // 3 if config.n_ctx > SHORT else 0
     short = min(SHORT, config.n_ctx)
-    first = Phase(steps - long, 3, lists, short, lr, shuffled=1, answers=answers)
-    last = Phase(long, 2, lists, config.n_ctx, lr, answers=answers)
+    first = Phase(steps - long, 3, 0, short, lr, shuffled=1, answers=answers)
+    last = Phase(long, 2, 0, config.n_ctx, lr, answers=answers)
     return (first, last) if long else (first,)
 
 
@@ -258,14 +226,6 @@ def distillation(
     """The recipe that gives a trained model of this geometry a bounded memory."""
     phases = phases_of(config, steps or 4_000, 6e-4, 8.0, text)
     return Distillation(bounded.BCTConfig(**vars(config), **memory), phases, init=init, text=text)
-
-
-def uptraining(config: GPTConfig, steps: int = 1_600) -> Uptraining:
-    """The recipe that makes a Llama of the teacher, whose geometry is this: of as many parameters
-    but for a few hundred, with a third of the heads of keys and values."""
-    sizes = {name: value for name, value in vars(config).items() if name != "dropout"}
-    sizes |= {"n_kv_head": max(1, config.n_head // 3), "n_inner": 7 * config.n_inner // 8}
-    return Uptraining(LlamaConfig(**sizes), phases_of(config, steps, 1e-3, 8.0, lists=1))
 
 
 def pruning(
@@ -278,9 +238,8 @@ def pruning(
         begin, lr, usual = "pocket-student", 4e-4, 600
     narrow = replace(
         config,
-        n_embd=max(8, 8 * round(STUDENT_WIDTH * config.n_embd / 8)),
-        n_inner=max(8, 8 * round(STUDENT_WIDTH * config.n_inner / 8)),
-        head_dim=config.head_dim,
+        n_embd=8 * round(STUDENT_WIDTH * config.n_embd / 8),
+        n_inner=8 * round(STUDENT_WIDTH * config.n_inner / 8),
         dropout=DROPOUT if kind == "dropout" else 0.0,
     )
     phases = phases_of(config, steps or usual, lr, 4.0, text)
@@ -288,38 +247,34 @@ def pruning(
     return Pruning(narrow, phases, init=init, text=text, mode=mode, begin=begin)
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth. An
-    uptraining warms up, goes on as it is, and falls to nothing in its last phase."""
-    if isinstance(recipe, Uptraining):
-        left = sum(phase.steps for phase in recipe.phases) - step
-        last = recipe.phases[-1]
-        return last.lr * min(1.0, (step + 1) / recipe.warmup, left / last.steps)
+class Step(NamedTuple):
+    """What a step of training reads, and at which learning rate."""
+
+    phase: Phase  # the one that it belongs to, with the rows of this step
+    progress: float  # how far into its phase it is, 0 to 1
+    lr: float
+
+
+@cache
+def schedule(recipe: Recipe) -> list[Step]:
+    """Return all steps of a recipe. Consecutive phases of the same lr are a course: a linear warm-up and, with
+    documents, a cosine to a tenth."""
+    found = []
     courses = groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0))
     for (lr, reads), phases in courses:
-        steps = sum(phase.steps for phase in phases)
-        if step < steps:
-            fall = 0.55 + 0.45 * math.cos(math.pi * step / steps) if reads else 1.0
-            return lr * min(1.0, (step + 1) / recipe.warmup) * fall
-        step -= steps
-    raise ValueError(f"step {step} is past the recipe's end")
-
-
-def phase_at(recipe: Recipe, step: int) -> tuple[Phase, float]:
-    """Return the phase that step belongs to, with the rows that it reads, and how far into it the step is, 0 to 1."""
-    for phase in recipe.phases:
-        if step < phase.steps:
-            progress = step / phase.steps
-            if any(phase.long) and step % 5 == 4:
+        course = [(phase, i) for phase in phases for i in range(phase.steps)]
+        for step, (phase, i) in enumerate(course):
+            fall = 0.55 + 0.45 * math.cos(math.pi * step / len(course)) if reads else 1.0
+            rate = lr * min(1.0, (step + 1) / recipe.warmup) * fall
+            progress = i / phase.steps
+            if any(phase.long) and i % 5 == 4:
                 rows = dict(zip(("documents", "lists", "shuffled"), phase.long, strict=True))
                 phase = replace(phase, **rows, context=recipe.config.n_ctx)
-            return phase, progress
-        step -= phase.steps
-    raise ValueError(f"step {step} is past the recipe's end")
+            found.append(Step(phase, progress, rate))
+    return found
 
 
 def size_of(recipe: Recipe) -> tuple[int, int]:
     """Return a recipe's steps and how many tokens they read."""
-    steps = sum(phase.steps for phase in recipe.phases)
-    phases = [phase_at(recipe, step)[0] for step in range(steps)]
-    return steps, sum(phase.rows * phase.context for phase in phases)
+    steps = schedule(recipe)
+    return len(steps), sum(step.phase.rows * step.phase.context for step in steps)

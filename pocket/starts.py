@@ -1,7 +1,5 @@
 """The model as training begins: an induction circuit, addresses near the keys."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -9,21 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
-from gpt_kv_cache import GPT
+from gpt_kv_cache import GPT, GPTConfig, KVCache
+from llama_kv_cache import Llama, rotate, rotation
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus
-from pocket.conversion import as_llama
-from pocket.pruning import pruned
-from pocket.recipes import Pruning, Recipe, recorded
+from pocket.recipes import Pruning, Recipe
 
 MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
-
-
-def sinusoids(n_positions: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return frequencies (width / 2,) and [sin | cos] of every position (n_positions, width)."""
-    frequency = 1000.0 ** -torch.linspace(0, 1, width // 2)
-    angle = torch.arange(n_positions)[:, None] * frequency
-    return frequency, torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
 def heads(model: GPT, layer: int) -> Tensor:
@@ -52,12 +42,13 @@ def start_as_copier(model: GPT) -> None:
     back = slice(C - 2 * n, C - n), slice(C - n, C)
     project = torch.randn(W, n) / math.sqrt(W)
 
-    frequency, table = sinusoids(model.config.n_ctx, P)
+    frequency = 1000.0 ** -torch.linspace(0, 1, P // 2)
+    angle = torch.arange(model.config.n_ctx)[:, None] * frequency
     # large, so that a step of training changes it little; ln_f keeps the logits as they were
     model.wte.weight *= 5
     model.ln_f.weight /= 5
     model.wpe.weight *= 0.1
-    model.wpe.weight[:, position] = 0.25 * table
+    model.wpe.weight[:, position] = 0.25 * torch.cat([angle.sin(), angle.cos()], dim=1)
     for part in (position, *back):
         model.wte.weight[:, part] *= 0.1
 
@@ -93,6 +84,64 @@ def start_as_copier(model: GPT) -> None:
 
 
 @torch.no_grad()
+def start_llama_as_copier(model: Llama) -> None:
+    """Let training start from the same circuit where positions turn queries and keys.
+
+    The width is split into content | one back | two back | constant. In layer 0 all keys of a group are the constant, in
+    the pairs that turn fast, and the queries of heads 0 and 1 are the same turned one and two tokens back. In layer 1
+    the first head of each of two groups looks, in the pairs that turn slowly, for tokens that follow the present one,
+    or that stand two after the one before it, and adds their content to its own.
+    """
+    config = model.config
+    C, D, H, K = config.n_embd, config.head_dim, config.n_head, config.n_kv_head
+    n, group = D // 2, H // K  # pairs of a head, heads of a group
+    W = C - 2 * n - 1  # of the content
+    content = slice(0, W)
+    back = slice(W, W + n), slice(W + n, W + 2 * n)
+    project = torch.randn(W, n) / math.sqrt(W)
+    fast = torch.arange(D) % n < n // 2  # numbers i and n + i are a pair
+
+    def weights(layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        attention = model.h[layer].attn
+        joined = attention.c_attn.weight.view(C, H + 2 * K, D)
+        return *joined.split([H, K, K], dim=1), attention.c_proj.weight.view(H, D, C)
+
+    model.wte.weight *= 5
+    model.ln_f.weight /= 5
+    for part in back:
+        model.wte.weight[:, part] *= 0.1
+    model.wte.weight[:, -1] = 0.5  # the constant
+
+    query, key, value, write = weights(0)
+    key[:, 0] = 0
+    key[-1, 0, fast] = 1.0
+    value[:, 0] = 0
+    value[content, 0, :n] = project
+    for head in (0, 1):
+        query[:, head] = 0
+        ahead = rotation(torch.tensor([-1 - head]), config)
+        query[-1, head] = rotate(key[-1, 0].view(1, 1, 1, D), ahead).flatten()
+        write[head] = 0
+        write[head, :n, back[head]] = 0.5 * torch.eye(n)
+
+    for layer in range(
+        1, config.n_layer
+    ):  # what a head writes is what it reads, up to a projection
+        _, _, value, write = weights(layer)
+        write.copy_(value.permute(1, 2, 0).repeat_interleave(group, dim=0))
+    query, key, value, write = weights(1)
+    sought = (content, 4 * project), (back[0], 4 * torch.eye(n))
+    for shared, (part, matrix) in enumerate(sought):
+        head = shared * group
+        for old in (query[:, head], key[:, shared], value[:, shared], write[head]):
+            old.zero_()
+        query[part, head, ~fast] = matrix
+        key[back[shared], shared, ~fast] = 4 * torch.eye(n)
+        value[content, shared, :n] = project
+        write[head, :n, content] = 0.75 * project.t()
+
+
+@torch.no_grad()
 def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
     """Return k centres (k, D) of points (N, D) by Lloyd's algorithm; a centre that loses its points becomes another."""
     centres = points[torch.randperm(len(points), generator=generator)[:k]]
@@ -112,17 +161,55 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
     W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
     of the texts ids (B, T). Small random addresses would make all slots the same mean.
     """
-    with recorded(block.ln_1 for block in plain.h) as inputs:
-        plain(ids)
-    for block, x in zip(model.h, inputs, strict=True):
+    cache = KVCache()
+    plain(ids, cache)
+    for block, (keys, _) in zip(model.h, cache.layers, strict=True):
         query, attention = block.memory.c_query, block.attn.c_attn
         query.weight.copy_(attention.weight.chunk(3, 1)[1])
         if query.bias is not None:
             query.bias.copy_(attention.bias.chunk(3)[1])
-        keys = block.attn.project(x)[1].transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
+        keys = keys.transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
         keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
+
+
+def most_active(activity: Tensor, n: int) -> Tensor:
+    """Return the n dimensions (n,) that are most active, in their order."""
+    return activity.topk(n).indices.sort().values
+
+
+@torch.no_grad()
+def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> GPT:
+    """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
+    active (mean absolute value) on texts ids (B, T)."""
+    activity = {}
+
+    def record(layer: nn.Module, given: tuple[Tensor]) -> None:
+        activity[layer] = given[0].abs().mean((0, 1))
+
+    readers = [layer for block in teacher.h for layer in (block.attn.c_attn, block.mlp.c_fc)]
+    writers = [block.mlp.c_proj for block in teacher.h]
+    hooks = [layer.register_forward_pre_hook(record) for layer in readers + writers]
+    teacher(ids)
+    for hook in hooks:
+        hook.remove()
+    wide = most_active(sum(activity[layer] for layer in readers), config.n_embd)
+    inner = [most_active(activity[layer], config.n_inner) for layer in writers]
+    kept = {}
+    for name, p in teacher.named_parameters():
+        if name.endswith(("c_attn.weight", "c_fc.weight")):  # read the residual stream
+            p = p[wide]
+        elif name.endswith("mlp.c_proj.weight"):
+            p = p[inner[int(name.split(".")[1])]]
+        if ".c_fc." in name:
+            p = p[..., inner[int(name.split(".")[1])]]
+        elif ".c_attn." not in name:  # all others write to the stream, or are as wide
+            p = p[..., wide]
+        kept[name] = p
+    student = GPT(config)
+    student.load_state_dict(kept, strict=False)  # which names lm_head, the same as wte, once more
+    return student.to(ids.device)
 
 
 def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
@@ -132,6 +219,8 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         model = recipe.model_class(recipe.config)
         if recipe.kind == "teacher":
             start_as_copier(model)
+        elif recipe.kind == "llama":
+            start_llama_as_copier(model)
         return model.to(device).train(), None
     teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
@@ -141,11 +230,9 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         model = pruned(teacher, recipe.config, sample)
         if recipe.begin:
             model.load_state_dict(load_model(recipe.begin, model_class=GPT).state_dict())
-    elif recipe.kind == "llama":
-        model = as_llama(teacher.cpu(), recipe.config, sample.cpu())
     else:
-        model = recipe.model_class(recipe.config).to(device)
+        model = recipe.model_class(recipe.config)
         model.load_state_dict(teacher.state_dict(), strict=False)
         if recipe.clusters:
             start_memory(model, teacher, sample, generator)
-    return model.to(device).train(), teacher.to(device)
+    return model.to(device).train(), teacher

@@ -1,9 +1,8 @@
 """Train the small models that the scripts run on when no other is named.
 
-  python3 pocket/train.py tokenizer                           a byte-level BPE of the corpus
   python3 pocket/train.py teacher                             the model itself: an interrupted run goes on
   torchrun --nproc-per-node 2 pocket/train.py teacher         the same run, data-parallel
-  python3 pocket/train.py llama                               the teacher as a Llama, trained on
+  python3 pocket/train.py llama                               a Llama of the same size, by the same recipe
   python3 pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   python3 pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
   torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE --out FOLDER
@@ -20,8 +19,6 @@ and hence rows of shuffled vocabulary, in which only the prompt helps: with answ
 of early facts that are recalled late from 17% to 54% in the second half of the first generation's training.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":
@@ -35,20 +32,19 @@ import torch.distributed as dist
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.ablation import ablation
-from pocket.batches import rank
+from pocket.batches import RANK
 from pocket.checkpoints import finish
 from pocket.recipes import (
     DROPOUT,
     KINDS,
+    LLAMA,
     MEMORY,
     PAPER,
     TEACHER,
     Recipe,
     distillation,
     pruning,
-    uptraining,
 )
-from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
 
@@ -57,12 +53,10 @@ HERE = Path(__file__).resolve().parent
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """Return the recipe of what is to be trained."""
-    if args.what == "teacher":
-        return TEACHER
+    if args.what in ("teacher", "llama"):
+        return TEACHER if args.what == "teacher" else LLAMA
     init = args.init or "pocket"
     config = load_model(init, model_class=GPT).config
-    if args.what == "llama":
-        return uptraining(config)
     if args.what == "student":
         return pruning(init, config, args.steps, args.kind or KINDS[0], args.text)
     memory = PAPER if args.rule == "sum" else MEMORY
@@ -71,7 +65,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    made = ("tokenizer", "teacher", "llama", "bct", "student", "ablation")
+    made = ("teacher", "llama", "bct", "student", "ablation")
     cli.add_argument("what", choices=made, help="what to train")
     cli.add_argument(
         "--out",
@@ -118,16 +112,14 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(
                     "--out FOLDER is needed: only a run with the defaults may replace what is in pocket"
                 )
-        if args.what == "tokenizer":
-            train_tokenizer((args.out or TOKENIZER.parent) / TOKENIZER.name)
-        elif args.what == "ablation":
+        if args.what == "ablation":
             out, run = folders(args.out, "bct")
             ablation(run, out / "ablation.json")
         else:
             recipe = recipe_of(args)
             out, run = folders(args.out, recipe.name)
             model, losses = train(recipe, run)
-            if rank() == 0:
+            if RANK == 0:
                 finish(recipe, model.cpu(), losses, out)
         if dist.is_initialized():
             dist.destroy_process_group()

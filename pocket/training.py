@@ -1,44 +1,24 @@
 """Training by a recipe: a run that was interrupted goes on, alone or under torchrun."""
 
-from __future__ import annotations
-
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
-from pocket.batches import Corpus, batch_at, rank, text_of, world_size
-from pocket.recipes import Recipe, learning_rate, phase_at, size_of
+from pocket.batches import RANK, Corpus, batch_at
+from pocket.recipes import Batch, Recipe, schedule
 from pocket.starts import start
 from support.files import regular, write_atomically
 from support.fingerprints import fingerprint
 
-
-def loss_at(
-    recipe: Recipe,
-    step: int,
-    model: nn.Module,
-    text: Corpus,
-    device: torch.device,
-    teacher: nn.Module | None = None,
-) -> Tensor:
-    """Return this process's part of the step's mean loss (nats per token), from its share of the rows."""
-    batch = batch_at(recipe, step, text).share(rank(), world_size(), device)
-    return (recipe.losses(model, teacher, batch) * batch.weights).sum()
-
-
-def identity_of(recipe: Recipe) -> str:
-    """Return what a state belongs to: the recipe, and the weights of the models that it begins from."""
-    models = [load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name]
-    return "; ".join([repr(recipe), *map(fingerprint, models)])
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # torchrun says so
 
 
 def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
@@ -49,21 +29,25 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     """
     if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    steps, _ = size_of(recipe)
-    rows = min(phase_at(recipe, step)[0].rows for step in range(steps))
-    if rows < world_size():
-        raise ValueError(f"{world_size()} processes are too many for batches of {rows} rows")
-    identity, path, state = identity_of(recipe), run / "last.pt", None
+    plan = schedule(recipe)[:stop_at]
+    rows = min(step.phase.rows for step in plan)
+    if rows < PROCESSES:
+        raise ValueError(f"{PROCESSES} processes are too many for batches of {rows} rows")
+    origins = [load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name]
+    identity = "; ".join([repr(recipe), *map(fingerprint, origins)])
+    path, state = run / "last.pt", None
     if path.exists():
         state = read_state(path)
         if state["recipe"] != identity:
             raise ValueError(
                 f"{path} is of another recipe, or of other weights; move it away to start anew"
             )
-    device = torch.device("cpu")
+    device, native = torch.device("cpu"), torch.cpu.get_capabilities().get("avx512_bf16", False)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    text = text_of(recipe)
+        device, native = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), True
+    # products in bfloat16, but not on a CPU that only emulates it, which takes ten times as long as with float32
+    mixed_precision = torch.autocast(device.type, torch.bfloat16, enabled=native)
+    text = Corpus(recipe)
     model, teacher = start(recipe, text, device)
     groups = []
     for name, parameter in model.named_parameters():
@@ -73,7 +57,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
         groups.append({"params": [parameter], "weight_decay": decay, "factor": factor})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
-    losses: list[float] = []
+    losses = []
     if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -82,22 +66,25 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     def save() -> None:
         state = {"recipe": identity, "losses": losses}
         state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        if rank() == 0:
+        if RANK == 0:
             write_atomically(path, lambda file: torch.save(state, file))
 
-    steps = min(stop_at or sys.maxsize, steps)
     saved = time.monotonic()
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    with tqdm(initial=len(losses), total=steps, desc="training", disable=rank() > 0) as bar:
-        while (step := len(losses)) < steps:
+    with tqdm(initial=len(losses), total=len(plan), desc="training", disable=RANK > 0) as bar:
+        for step in range(len(losses), len(plan)):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(recipe, step) * group["factor"]
-            loss = loss_at(recipe, step, parallel, text, device, teacher)
+                group["lr"] = plan[step].lr * group["factor"]
+            parts = (part[RANK::PROCESSES].to(device) for part in batch_at(recipe, step, text))
+            batch = Batch(*parts)  # this process's share
+            with mixed_precision:
+                losses_of = recipe.losses(parallel, teacher, batch)
+            loss = (losses_of * batch.weights).sum()
             optimizer.zero_grad()
-            loss.backward()
+            (loss * PROCESSES).backward()  # of which the mean over processes is the sum
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            loss = loss.detach() / world_size()
+            loss = loss.detach()
             if dist.is_initialized():
                 dist.all_reduce(loss)
             losses.append(loss.item())
@@ -113,13 +100,11 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state of a run. Raises ValueError if the file is damaged or something else, OSError if it isn't
     there."""
-    with regular(path).open("rb") as file:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception:  # what torch.load raises on a damaged file is of ten kinds
-            state = None
-    if not isinstance(state, dict) or {*state} != {"recipe", "losses", "model", "optimizer"}:
+    regular(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: state[name] for name in ("recipe", "losses", "model", "optimizer")}
+    except Exception as error:  # what torch.load raises on a damaged file is of ten kinds
         raise ValueError(
             f"{path} is damaged, or not the state of a run; move it away to start anew"
-        )
-    return state
+        ) from error

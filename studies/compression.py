@@ -101,8 +101,8 @@ def quality(
     """Append what the ways' predictions lose to an exact reader's; few: by which the numbers of
     texts are divided."""
     tokenizer = load_tokenizer("pocket")
-    texts = torch.tensor(rows_of(tokenizer, "test", 120, T)[: TEXTS // few])
-    long = torch.tensor(rows_of(tokenizer, "test", 90, LONG)[: max(1, TEXTS // few // 3)])
+    texts = torch.tensor(rows_of(tokenizer, 120, T)[: TEXTS // few])
+    long = torch.tensor(rows_of(tokenizer, 90, LONG)[: max(1, TEXTS // few // 3)])
     questions = corpus.recall_questions("test", FACTS // few)
     draws = torch.Generator().manual_seed(0)
     lists = torch.randint(256, tokenizer.eot_token, (TEXTS // few, LIST), generator=draws)

@@ -20,10 +20,9 @@ from typing import Any
 from torch import nn
 
 from gpt_bounded_cache import GPT, BCTConfig, BoundedMemory, GPTConfig, KVCache, SlidingWindowCache
-from load_gpt2_weights import read_tokenizer
-from pocket.evaluation import Windowed, window_of_equal_bytes
-from pocket.recipes import MEMORY, Phase, Recipe, size_of
-from pocket.tokenizer import TOKENIZER, VOCABULARY
+from load_gpt2_weights import load_tokenizer
+from pocket.evaluation import window_of_equal_bytes, windowed
+from pocket.recipes import MEMORY, VOCABULARY, Phase, Recipe, size_of
 from pocket.training import train
 from studies import bounding
 from studies.bounding import Memory
@@ -51,7 +50,7 @@ class Pretraining(Recipe):
     def model_class(self) -> Callable[[GPTConfig], nn.Module]:
         if isinstance(self.config, BCTConfig):
             return WideBCT
-        return (lambda config: Windowed(GPT(config), self.window)) if self.window else GPT
+        return windowed(self.window) if self.window else GPT
 
 
 def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
@@ -69,7 +68,7 @@ def trained(way: str, recipe: Pretraining, state: Path) -> Memory:
     if isinstance(model, WideBCT):
         return Memory(way, model, BoundedMemory)
     if recipe.window:
-        return Memory(way, model.model, partial(SlidingWindowCache, recipe.window))
+        return Memory(way, model, partial(SlidingWindowCache, recipe.window))
     return Memory(way, model, KVCache)
 
 
@@ -94,7 +93,7 @@ def measure(rows: Rows, quick: bool) -> None:
         f"{size.documents} held-out documents, {size.explanations} explanations",
         "one seed",
     )
-    bounding.quality(rows, at, memories, read_tokenizer(TOKENIZER), size)
+    bounding.quality(rows, at, memories, load_tokenizer("pocket"), size)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -48,8 +48,8 @@ POCKET: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
     "quiz": corpus.quiz_families,
     "long-quiz": lambda split: corpus.quiz_families(split, HEADER),
     # facts in the prompt; and notes to be explained at length
-    "story": lambda split: corpus.story_families(split, 100 if split == "train" else 40, 3),
-    "notes": lambda split: corpus.notes_families(split, 100 if split == "train" else 40, 3),
+    "story": lambda split: corpus.story_families(split, 100 if split == "train" else 40),
+    "notes": lambda split: corpus.notes_families(split, 100 if split == "train" else 40),
 }
 
 

@@ -9,9 +9,7 @@ import gpt_bounded_cache
 from gpt_bounded_cache import BCT, BoundedMemory
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import cards, corpus, evaluation, recipes
-from pocket.evaluation import Windowed
-from pocket.pruning import Student
+from pocket import checkpoints, corpus, evaluation, recipes
 from pocket.recipes import Recipe
 from support.files import read_json
 from tests.helpers import N_CTX, ROOT
@@ -37,7 +35,7 @@ def recipe_of(name: str) -> Recipe:
     if what == "student":
         return recipes.pruning("pocket", plain, None, kind or recipes.KINDS[0])
     if what == "llama":
-        return recipes.uptraining(plain)
+        return recipes.LLAMA
     if what == "bct":
         return recipes.distillation("pocket", plain, **recipes.MEMORY)
     return recipes.TEACHER
@@ -86,11 +84,10 @@ def test_shipped_models_are_those_of_their_recipes_figures_and_cards(
     assert model.config == replace(recipe.config, dropout=0.0)
     config = read_json(FOLDER / name / "config.json")
     assert config.get("resid_pdrop", 0.0) == recipe.config.dropout
-    assert all(evaluation.gates(recipe, figures).values())
     # what the teacher writes takes a minute to write
-    monkeypatch.setattr(cards, "written", lambda *_, **options: "\0")
+    monkeypatch.setattr(checkpoints, "written", lambda *_, **options: "\0")
     card = (FOLDER / name / "README.md").read_text()
-    parts = cards.card(recipe, model, figures).split("\0")
+    parts = checkpoints.card(recipe, model, figures).split("\0")
     assert all(part in card for part in parts) and (len(parts) > 1 or parts == [card])
     names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors"}
     more = {"teacher": {"tokenizer.tiktoken"}, "bct": {"ablation.json"}}.get(name, set())
@@ -111,15 +108,15 @@ def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None
     figures = figures_of("bct").get(name) or figures_of(name)
     if name in ("window", "sinks"):
         sinks = 4 * (name == "sinks")
-        plain = load_model("pocket", model_class=gpt_bounded_cache.GPT)
-        model = Windowed(plain, figures["tokens"] - sinks, sinks)
+        kind = evaluation.windowed(figures["tokens"] - sinks, sinks)
+        model = load_model("pocket", model_class=kind)
     else:
         model = made(name)
     found = evaluation.perplexity(model, tokenizer, "test")
     assert found == pytest.approx(figures["perplexity"], rel=1e-3)
     _, share = evaluation.answers(model, tokenizer, corpus.recall_questions("test", 300))
     assert share == pytest.approx(figures["recall_share"], abs=0.01)
-    lists = evaluation.list_losses(model, tokenizer, "test")
+    lists = evaluation.list_losses(model, tokenizer)
     expected = [figures["list_first_nats"], figures["list_second_nats"]]
     assert lists == pytest.approx(expected, rel=1e-2)
 
@@ -127,9 +124,7 @@ def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STUDENTS)
 def test_recorded_divergences_are_those_of_the_students(name: str, tokenizer) -> None:
-    student = Student(made(name).config).eval()
-    student.load_state_dict(made(name).state_dict())
-    found = evaluation.divergences(load_model("pocket"), student, tokenizer)
+    found = evaluation.divergences(load_model("pocket"), made(name), tokenizer)
     assert found == pytest.approx(figures_of(name)["kl"], rel=1e-2)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_bounded_cache import SlidingWindowCache
-from pocket.batches import batch_at, text_of
+from gpt_bounded_cache import GPT, SlidingWindowCache
+from pocket.batches import Corpus, batch_at
 from pocket.training import read_state
 from studies import bounding, pretraining
 from studies.core import Rows
@@ -24,7 +24,7 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_models_read_the_same_batches() -> None:
     recipes = [recipe_of(name, 2, 60) for name in MEMORIES]
-    text = text_of(recipes[0])
+    text = Corpus(recipes[0])
     first, *others = (batch_at(recipe, 1, text) for recipe in recipes)
     assert first.rows.shape == (5, 513)
     for other in others:
@@ -42,10 +42,12 @@ def test_models_with_equal_bytes_are_measured_and_a_run_goes_on(tmp_path: Path) 
     state = read_state(tmp_path / "pretraining-2" / "window" / "last.pt")
     recipe = recipe_of("window", 2, 60)
     model = recipe.model_class(recipe.config)
-    model.load_state_dict(state["model"])
+    plain = GPT(recipe.config)
+    for one in (model, plain):
+        one.load_state_dict(state["model"])
     ids = torch.randint(1536, (1, 50))
     with torch.no_grad():
-        torch.testing.assert_close(model(ids), model.model(ids, SlidingWindowCache(recipe.window)))
+        torch.testing.assert_close(model(ids), plain(ids, SlidingWindowCache(recipe.window)))
     lines = rows.path.read_text().splitlines()
     measure(Rows("bounding", tmp_path), True)
     assert rows.path.read_text().splitlines() == lines, "nothing is due"

@@ -432,9 +432,9 @@ def test_pair_encoder_learns_which_words_stand_for_which(pocket: tuple) -> None:
 def test_families_are_told_in_other_words_and_splits_share_no_fact() -> None:
     names = {}
     for split in corpus.SPLITS:
-        quiz, stories = corpus.quiz_families(split), corpus.story_families(split, 6, 3)
+        quiz, stories = corpus.quiz_families(split), corpus.story_families(split, 6)
         names[split] = {q.family for family in quiz for q in family}
-        for family in (*quiz, *stories, *corpus.notes_families(split, 6, 3)):
+        for family in (*quiz, *stories, *corpus.notes_families(split, 6)):
             assert len({q.prompt for q in family}) == len(family) > 1
             assert len({q.family for q in family}) == 1
     assert sum(map(len, names.values())) == len(set.union(*names.values()))

@@ -1,7 +1,8 @@
-"""The recipe behind pocket/: resumable, the same under torchrun, and refusing to keep a model that can't copy."""
+"""The recipe behind pocket/: resumable, and the same under torchrun."""
 
 import hashlib
 import io
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,22 +14,19 @@ from torch import Tensor, nn
 import gpt_bounded_cache
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from llama_kv_cache import Llama
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import (
     batches,
     checkpoints,
-    conversion,
     corpus,
     evaluation,
-    pruning,
     recipes,
     starts,
     train,
     training,
 )
-from pocket.recipes import Phase, Recipe
-from pocket.tokenizer import TOKENIZER, VOCABULARY, train_tokenizer
-from support.statistics import kl
+from pocket.recipes import VOCABULARY, Phase, Recipe
 from tests import test_pocket
 from tests.helpers import ROOT, process, run
 from tests.test_equivalence import randomize
@@ -55,7 +53,7 @@ def teacher(tmp_path: Path) -> str:
     model = GPT(PLAIN)
     randomize(model)
     checkpoints.export(model, tmp_path / "teacher")
-    (tmp_path / "teacher" / "tokenizer.tiktoken").write_bytes(TOKENIZER.read_bytes())
+    shutil.copy(ROOT / "pocket" / "teacher" / "tokenizer.tiktoken", tmp_path / "teacher")
     return str(tmp_path / "teacher")
 
 
@@ -63,8 +61,6 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
     """A recipe that makes something of the small teacher."""
     if what == "bct":
         recipe = recipes.distillation(teacher, PLAIN, steps, **options)
-    elif what == "llama":
-        recipe = replace(recipes.uptraining(PLAIN, steps), init=teacher)
     else:
         recipe = recipes.pruning(teacher, PLAIN, steps, what)
     return replace(recipe, documents=60, warmup=2)
@@ -72,7 +68,7 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
 
 def begun(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
     """The model as training begins, and its teacher."""
-    return starts.start(recipe, batches.text_of(recipe), CPU)
+    return starts.start(recipe, batches.Corpus(recipe), CPU)
 
 
 def ids_of(B: int, T: int) -> Tensor:
@@ -99,7 +95,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_end(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["bct", "llama", *recipes.KINDS])
+@pytest.mark.parametrize("what", ["bct", *recipes.KINDS])
 def test_fine_tuning_learns_and_goes_on_to_the_same_end(
     what: str, teacher: str, tmp_path: Path
 ) -> None:
@@ -130,7 +126,7 @@ def test_a_run_of_another_recipe_or_from_other_weights_is_refused(
 def test_more_processes_than_rows_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(training, "world_size", lambda: 3)
+    monkeypatch.setattr(training, "PROCESSES", 3)
     with pytest.raises(ValueError, match="3 processes .* 2 rows"):
         training.train(TINY, tmp_path)
 
@@ -226,7 +222,6 @@ def test_a_damaged_state_is_noticed_first(
 # sha256 of rates and batches: with another one the shipped models could not be made again.
 PINNED = {
     "teacher": "3749e5999376d82da448c7ffc8f56780f08c1e290a25079bbe7d74cac1826390",
-    "llama": "40fe92567bef9a684b8c238370694f08d64e672de60878e66b9cfd76ae63850d",
     "bct": "de72430c20370fbc57decf3a42a00b4a50811d4b19d4e3ed6919060ad58c11f3",
     "student": "5fb549d6e2439dfbb7134fde3f11fb6bc258c09cd9113107acac01018cd71512",
     "student-prompt": "866ad0bcfbfd131b03700a5cd1bbe9565bf633e110c95e9a35afa09228d6a41e",
@@ -237,7 +232,7 @@ STEPS = (0, 1, 2, 3, 499, 500, 2904, 2905, 10504)
 
 @pytest.fixture(scope="module")
 def text() -> batches.Corpus:
-    return batches.Corpus(400, recipes.TEACHER.tokenizer)
+    return batches.Corpus(replace(recipes.TEACHER, documents=400))
 
 
 @pytest.mark.parametrize("name", PINNED)
@@ -250,19 +245,19 @@ def test_the_batches_of_shipped_models_are_pinned(name: str, text: batches.Corpu
         share = (batch.weights / batch.weights.max()).round(decimals=3)
         for part in (batch.rows, batch.before, batch.segments, share):
             found.update(part.contiguous().numpy().tobytes())
-        found.update(f"{recipes.learning_rate(recipe, step):.9f}".encode())
+        found.update(f"{recipes.schedule(recipe)[step].lr:.9f}".encode())
     assert found.hexdigest() == PINNED[name]
 
 
 def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
     recipe = recipe_of("bct", teacher, **MEMORY)
     model, plain = begun(recipe)
-    text, read = batches.text_of(recipe), []
+    text, read = batches.Corpus(recipe), []
     model.register_forward_pre_hook(
         lambda _, inputs: read.append((inputs[0], torch.is_grad_enabled()))
     )
     for step in range(2):
-        training.loss_at(recipe, step, model, text, CPU, plain)
+        recipe.losses(model, plain, batches.batch_at(recipe, step, text))
     assert [learns for _, learns in read] == [True, False, True]
     (before, _), (rows, _) = read[1:]
     assert torch.equal(before, rows.roll(1, dims=0)[:, -before.size(1) :])
@@ -271,15 +266,26 @@ def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
 # --- Models as they begin
 
 
-def test_training_starts_from_an_induction_circuit() -> None:
-    torch.manual_seed(0)
-    model = GPT(recipes.TEACHER.config)
-    starts.start_as_copier(model)
+@pytest.mark.parametrize("recipe", [recipes.TEACHER, recipes.LLAMA], ids=str)
+def test_training_starts_from_an_induction_circuit(recipe: Recipe) -> None:
+    model, _ = starts.start(recipe, None, CPU)
     words = torch.randperm(1500)[:40]
     with torch.no_grad():
         logits = model(torch.cat([words, words])[None])[0, 40:-1]
     better = (logits > logits.gather(1, words[1:, None])).sum(1)  # than the right next token
     assert better.float().median() < 50  # by chance: 768
+
+
+def test_the_llama_is_the_teacher_in_size_and_in_what_it_reads() -> None:
+    teacher, llama = (
+        recipe.model_class(recipe.config) for recipe in (recipes.TEACHER, recipes.LLAMA)
+    )
+    sizes = [
+        sum(parameter.numel() for parameter in model.parameters()) for model in (teacher, llama)
+    ]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.01
+    assert recipes.LLAMA.phases == recipes.TEACHER.phases
+    assert recipes.LLAMA.documents == recipes.TEACHER.documents
 
 
 def test_a_distillation_starts_as_its_teacher(teacher: str) -> None:
@@ -288,24 +294,6 @@ def test_a_distillation_starts_as_its_teacher(teacher: str) -> None:
     assert not any(parameter.requires_grad for parameter in plain.parameters())  # frozen
     with torch.no_grad():  # as long as no token leaves the recent ones
         torch.testing.assert_close(model(ids), plain(ids), atol=1e-4, rtol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def converted(text: batches.Corpus) -> tuple[GPT, nn.Module, Tensor]:
-    """The shipped teacher, the Llama that it becomes before any training, and held-out rows."""
-    model = load_model("pocket", model_class=GPT)
-    config = recipes.uptraining(model.config, 300).config
-    phase = Phase(steps=1, documents=4, lists=0, context=256, lr=0)
-    rows, others = (text.batch(phase, torch.Generator().manual_seed(i))[0] for i in range(2))
-    return model, conversion.as_llama(model, config, rows[:, :-1]).eval(), others[:, :-1]
-
-
-@torch.no_grad()
-def test_a_llama_begins_near_the_gpt2_that_it_is_made_of(converted: tuple) -> None:
-    model, llama, ids = converted
-    sizes = [sum(p.numel() for p in made.parameters()) for made in (model, llama)]
-    assert abs(sizes[1] / sizes[0] - 1) < 0.01
-    assert kl(model(ids), llama(ids)).mean() < 3.5 < kl(model(ids), llama(ids) * 0).mean()
 
 
 def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str) -> None:
@@ -317,12 +305,12 @@ def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str)
             for norm in (block.ln_1, block.ln_2):
                 norm.weight[quiet], norm.bias[quiet] = 1e-3, 0.0
         plain.h[1].mlp.c_fc.weight[:, :40], plain.h[1].mlp.c_fc.bias[:40] = 0.0, -20.0
-    model = pruning.pruned(plain, c, ids_of(4, 32))
+    model = starts.pruned(plain, c, ids_of(4, 32))
     kept, whole = model.h[1], plain.h[1]
     assert torch.equal(model.wte.weight, plain.wte.weight[:, loud])
     assert torch.equal(kept.attn.c_attn.weight, whole.attn.c_attn.weight[loud])
     assert torch.equal(kept.mlp.c_proj.weight, whole.mlp.c_proj.weight[40:][:, loud])
-    assert_same(pruning.pruned(plain, PLAIN, ids_of(4, 32)), plain)  # nothing is cut
+    assert_same(starts.pruned(plain, PLAIN, ids_of(4, 32)), plain)  # nothing is cut
 
 
 def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> None:
@@ -334,7 +322,7 @@ def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> N
     close = {"atol": 1e-4, "rtol": 1e-4}
     with torch.no_grad():
         plain(ids, cache)
-        logits = model(ids, cache, start=start)
+        logits = model(ids, recipes.SegmentCache(cache, start))
         torch.testing.assert_close(logits[1], model(ids)[1], **close)  # its own cache only
         for t in (0, 7, 8, 20, 31):  # one token at a time, on what a refresh leaves
             taken = cache.clone()
@@ -345,12 +333,6 @@ def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> N
 
 
 # --- Figures and files
-
-
-def test_a_model_that_can_not_copy_fails_the_gates() -> None:
-    figures = {"name_nats": 7.0, "closed_book_share": 0.0}
-    figures |= {"list_first_nats": 7.0, "list_second_nats": 7.0}
-    assert [*evaluation.gates(recipes.TEACHER, figures).values()] == [False] * 3
 
 
 @pytest.mark.slow
@@ -367,17 +349,10 @@ def test_answers_agrees_with_greedy_decoding() -> None:
     assert share == pytest.approx(right / len(questions))
 
 
-def test_export_writes_what_load_model_reads(converted: tuple, tmp_path: Path) -> None:
+def test_export_writes_what_load_model_reads(tmp_path: Path) -> None:
     config = GPTConfig(**vars(PLAIN) | {"n_embd": 20, "n_inner": 24})
-    for model in (GPT(config), converted[1]):
+    for model in (GPT(config), Llama(recipes.LLAMA.config)):
         checkpoints.export(model, tmp_path)
         loaded = load_model(str(tmp_path))
         assert loaded.config == model.config
         assert_same(model.half().float(), loaded)
-
-
-@pytest.mark.slow
-def test_the_shipped_tokenizer_is_the_one_that_the_corpus_gives(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    train_tokenizer(tmp_path / "tokenizer.tiktoken")
-    assert (tmp_path / "tokenizer.tiktoken").read_bytes() == TOKENIZER.read_bytes()
