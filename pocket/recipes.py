@@ -15,6 +15,7 @@ import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_tokenizer
+from pocket.tokenizer import VOCABULARY
 from support.statistics import kl
 
 
@@ -170,7 +171,6 @@ class Pruning(Change):
         return teacher(rows, cache), model(rows, SegmentCache(cache, batch.segments))
 
 
-VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
 KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read

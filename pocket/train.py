@@ -1,5 +1,6 @@
 """Train the small models that the scripts run on when no other is named.
 
+  python3 pocket/train.py tokenizer                           a byte-level BPE of the corpus
   python3 pocket/train.py teacher                             the model itself: an interrupted run goes on
   torchrun --nproc-per-node 2 pocket/train.py teacher         the same run, data-parallel
   python3 pocket/train.py llama                               a Llama of the same size, by the same recipe
@@ -45,6 +46,7 @@ from pocket.recipes import (
     distillation,
     pruning,
 )
+from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
 
@@ -65,7 +67,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    made = ("teacher", "llama", "bct", "student", "ablation")
+    made = ("tokenizer", "teacher", "llama", "bct", "student", "ablation")
     cli.add_argument("what", choices=made, help="what to train")
     cli.add_argument(
         "--out",
@@ -112,7 +114,9 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(
                     "--out FOLDER is needed: only a run with the defaults may replace what is in pocket"
                 )
-        if args.what == "ablation":
+        if args.what == "tokenizer":
+            train_tokenizer((args.out or TOKENIZER.parent) / TOKENIZER.name)
+        elif args.what == "ablation":
             out, run = folders(args.out, "bct")
             ablation(run, out / "ablation.json")
         else:

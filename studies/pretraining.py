@@ -20,9 +20,10 @@ from typing import Any
 from torch import nn
 
 from gpt_bounded_cache import GPT, BCTConfig, BoundedMemory, GPTConfig, KVCache, SlidingWindowCache
-from load_gpt2_weights import load_tokenizer
+from load_gpt2_weights import read_tokenizer
 from pocket.evaluation import window_of_equal_bytes, windowed
-from pocket.recipes import MEMORY, VOCABULARY, Phase, Recipe, size_of
+from pocket.recipes import MEMORY, Phase, Recipe, size_of
+from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies import bounding
 from studies.bounding import Memory
@@ -93,7 +94,7 @@ def measure(rows: Rows, quick: bool) -> None:
         f"{size.documents} held-out documents, {size.explanations} explanations",
         "one seed",
     )
-    bounding.quality(rows, at, memories, load_tokenizer("pocket"), size)
+    bounding.quality(rows, at, memories, read_tokenizer(TOKENIZER), size)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from gpt_kv_cache import GPT, GPTConfig
-from load_gpt2_weights import load_tokenizer
+from load_gpt2_weights import read_tokenizer
 from pocket import coherence, corpus
-from pocket.recipes import VOCABULARY
+from pocket.tokenizer import TOKENIZER, VOCABULARY
 
 STORY = """\
 Halek lived in Tolben, the town on the Tamble. One misty day in May, he and his sister Belessa packed for a long walk. \
@@ -56,7 +56,7 @@ def test_a_fault_is_found(kind: str, old: str, new: str) -> None:
 def test_a_model_goes_on_from_openings_each_by_itself() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
-    tokenizer, prompts = load_tokenizer("pocket"), coherence.openings("valid", 4)
+    tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.openings("valid", 4)
     assert len({*prompts}) == 4
     assert {coherence.statements(prompt)[0].kind for prompt in prompts} == {"opening"}
     stories = coherence.write(model, tokenizer, prompts)

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,8 @@ from pocket import (
     train,
     training,
 )
-from pocket.recipes import VOCABULARY, Phase, Recipe
+from pocket.recipes import Phase, Recipe
+from pocket.tokenizer import TOKENIZER, VOCABULARY, train_tokenizer
 from tests import test_pocket
 from tests.helpers import ROOT, process, run
 from tests.test_equivalence import randomize
@@ -53,7 +53,7 @@ def teacher(tmp_path: Path) -> str:
     model = GPT(PLAIN)
     randomize(model)
     checkpoints.export(model, tmp_path / "teacher")
-    shutil.copy(ROOT / "pocket" / "teacher" / "tokenizer.tiktoken", tmp_path / "teacher")
+    (tmp_path / "teacher" / "tokenizer.tiktoken").write_bytes(TOKENIZER.read_bytes())
     return str(tmp_path / "teacher")
 
 
@@ -356,3 +356,10 @@ def test_export_writes_what_load_model_reads(tmp_path: Path) -> None:
         loaded = load_model(str(tmp_path))
         assert loaded.config == model.config
         assert_same(model.half().float(), loaded)
+
+
+@pytest.mark.slow
+def test_the_shipped_tokenizer_is_the_one_that_the_corpus_gives(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    train_tokenizer(tmp_path / "tokenizer.tiktoken")
+    assert (tmp_path / "tokenizer.tiktoken").read_bytes() == TOKENIZER.read_bytes()

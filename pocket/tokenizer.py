@@ -1,0 +1,32 @@
+"""The tokenizer of pocket: a byte-level BPE of its corpus."""
+
+import base64
+import json
+from pathlib import Path
+
+from load_gpt2_weights import byte_characters
+from pocket import corpus
+from support.files import write_atomically
+
+TOKENIZER = Path(__file__).resolve().parent / "teacher" / "tokenizer.tiktoken"
+VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
+
+
+def train_tokenizer(path: Path) -> None:
+    """Train a byte-level BPE on documents of the corpus and write it as tiktoken ranks: base64 of the bytes, rank.
+
+    Needs the package tokenizers, which comes with transformers. The 256 bytes come first, so any UTF-8 text
+    has an encoding.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()  # which cuts texts by GPT-2's pattern
+    texts = (document.text for document in corpus.documents("train", 20_000))
+    tokenizer.train_from_iterator(texts, VOCABULARY - 1, min_frequency=0, show_progress=False)
+
+    tokens = [bytes([b]) for b in range(256)]
+    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+    for left, right in json.loads(tokenizer.to_str())["model"]["merges"]:
+        tokens.append(bytes(byte_of[char] for char in left + right))
+    lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    write_atomically(path, lambda file: file.write_bytes(b"".join(lines)))
