@@ -127,9 +127,17 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         figures = measure(recipe, model)
         write_json(folder / "figures.json", figures)
         write_text(folder / "README.md", card(recipe, model, figures))
+    mean_of = min(100, len(losses))
+
+    def draw_on(axes: Any) -> None:
+        axes.plot(losses, color="C0", alpha=0.25, linewidth=0.5, label="each step")
+        means = torch.tensor(losses).unfold(0, mean_of, 1).mean(1)
+        steps = range(mean_of - 1, len(losses))
+        axes.plot(steps, means, color="C0", label=f"mean of {mean_of} steps")
+
     figure(
         folder / "loss.png",
-        lambda axes: axes.plot(losses, linewidth=0.5),
+        draw_on,
         xlabel="step",
         ylabel="loss (nats per token)",
         ylim=(0, None),

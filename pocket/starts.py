@@ -124,9 +124,8 @@ def start_llama_as_copier(model: Llama) -> None:
         write[head] = 0
         write[head, :n, back[head]] = 0.5 * torch.eye(n)
 
-    for layer in range(
-        1, config.n_layer
-    ):  # what a head writes is what it reads, up to a projection
+    # what a head writes is what it reads, up to a projection
+    for layer in range(1, config.n_layer):
         _, _, value, write = weights(layer)
         write.copy_(value.permute(1, 2, 0).repeat_interleave(group, dim=0))
     query, key, value, write = weights(1)
