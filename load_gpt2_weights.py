@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,8 +125,6 @@ PUBLIC = {
     **{name: Checkpoint(name) for name in ONE_FILE},
     **{name: Checkpoint(name, weights=WEIGHTS[1]) for name in SHARDED},
 }
-NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BCT_READER = "gpt_bounded_cache.py --memory bct"
 OTHERS = ["pocket-bct", "pocket-llama", *LLAMAS]
 GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in OTHERS]
 NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(OTHERS[1:])}; or a folder"
@@ -140,9 +138,6 @@ SUPPORTED: dict[str, dict[str, tuple]] = {
         "add_cross_attention": (False,),
         "tie_word_embeddings": (True,),
         "quantization_config": (None,),
-        "step": (True,),  # of a BCT: both gates, and slots that begin empty
-        "forget": (True,),
-        "learned_start": (False,),
     },
     "Llama": {
         "hidden_act": ("silu",),
@@ -154,8 +149,15 @@ SUPPORTED: dict[str, dict[str, tuple]] = {
         "quantization_config": (None,),
     },
 }
-KINDS = {"gpt2": "GPT-2", "llama": "Llama", "bct": "GPT-2"}  # the last is ours: with something more
-LLAMA_SIZES = {  # Hugging Face's name: LlamaConfig's
+SUPPORTED["BCT"] = SUPPORTED["GPT-2"]
+KINDS = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}  # the last is ours: a GPT-2 with more
+READERS = {
+    "GPT-2": "gpt_kv_cache.py",
+    "Llama": "llama_kv_cache.py",
+    "BCT": "gpt_bounded_cache.py --memory bct",
+}
+LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's
+    "tie_word_embeddings": "tied",
     "vocab_size": "vocab_size",
     "max_position_embeddings": "n_ctx",
     "num_hidden_layers": "n_layer",
@@ -165,6 +167,11 @@ LLAMA_SIZES = {  # Hugging Face's name: LlamaConfig's
     "intermediate_size": "n_inner",
     "head_dim": "head_dim",
     "rms_norm_eps": "norm_eps",
+}
+LLAMA_DEFAULTS = {  # those of transformers
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "layer_types": [],
 }
 LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
     "factor": float,
@@ -210,6 +217,8 @@ def load_model(
     config = read_config(config_path, getattr(model_class, "config_class", None))
     model_class = model_class or class_of(is_llama(config))
     tensors = read_tensors(name_or_path)
+    if getattr(config, "tied", True):
+        drop_head(tensors, name_or_path)
     check_sizes(config, tensors, config_path)
     with torch.device("meta"):  # shapes and strides without memory
         model = model_class(config)
@@ -241,7 +250,14 @@ def class_of(llama: bool) -> type[nn.Module]:
 
 def is_llama(config: Any) -> bool:
     """Return whether a config, or the class of one, is a Llama's."""
-    return hasattr(config, "rope_theta")
+    return kind_of(config) == "Llama"
+
+
+def kind_of(config: Any) -> str:
+    """Return what a config, or the class of one, describes: one of READERS."""
+    if hasattr(config, "rope_theta"):
+        return "Llama"
+    return "BCT" if hasattr(config, "slots") else "GPT-2"
 
 
 def turned(name: str, config: Any) -> bool:
@@ -276,7 +292,7 @@ def check_tensors(
     for name, tensor in tensors.items():
         if name in shapes and tensor.shape != shapes[name]:
             wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
-        elif tensor.dtype not in NUMBERS:
+        elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             wrong.append(
                 f"{name} holds {tensor.dtype}, not floating-point numbers of 16 bits or more"
             )
@@ -313,7 +329,7 @@ def find_file(name_or_path: str, filename: str) -> Path:
         folder = HERE / "pocket" / POCKET[name_or_path]
     elif not folder.is_dir():
         raise ValueError(
-            f"unknown model {name_or_path!r}: choose {NAMES}; pocket-bct (only {BCT_READER})"
+            f"unknown model {name_or_path!r}: choose {NAMES}; pocket-bct (only {READERS['BCT']})"
         )
     if not (folder / filename).exists():
         raise FileNotFoundError(
@@ -327,11 +343,10 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
     repo, revision, _ = checkpoint
     try:
         from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub import try_to_load_from_cache as in_cache
 
-        try:
-            return Path(hf_hub_download(repo, filename, revision=revision, local_files_only=True))
-        except errors.LocalEntryNotFoundError:
-            pass  # not in the cache
+        if isinstance(found := in_cache(repo, filename, revision=revision), str):
+            return Path(found)
         try:
             # One request that fails at once: without a network hf_hub_download itself would retry for half a minute.
             get_hf_file_metadata(hf_hub_url(repo, filename, revision=revision), timeout=10)
@@ -349,8 +364,7 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
             why = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
     # Whatever else a network, its settings, a server or a full disk can do.
     except Exception as error:
-        ours = "the model pocket-llama" if repo in LLAMAS else "the model pocket"
-        raise not_downloaded(f"{filename} of {repo}", error, ours) from error
+        raise not_downloaded(f"{filename} of {repo}", error) from error
     raise OSError(why)
 
 
@@ -364,23 +378,36 @@ def read_config(path: Path, config_class: type | None = None) -> Any:
     given = config.get("model_type", "gpt2")
     check_choice(path, "model_type", given, "this loader", [*KINDS])
     kind = KINDS[given]
+    llama = kind == "Llama"
+    config_class = config_class or class_of(llama).config_class
+    if kind != kind_of(config_class):
+        raise ValueError(f"{path} describes a {kind}: {READERS[kind]} can read it")
     for key, supported in SUPPORTED[kind].items():
         if key in config:
             check_choice(path, key, config[key], f"this {kind}", supported)
-    llama = kind == "Llama"
-    if config_class is None:
-        config_class = class_of(llama).config_class
-    if llama != is_llama(config_class):
-        reader = "llama_kv_cache.py" if llama else "gpt_kv_cache.py"
-        raise ValueError(f"{path} describes a {kind}: {reader} can read it")
-    given = llama_fields(config, path) if llama else gpt2_fields(config, path, config_class)
-    kinds = {}
+    types = {}
     for field in fields(config_class):
-        kinds[field.name] = int if field.default is None else type(field.default)
-    kinds["rope_scaling"] = tuple
-    check_fields(given, str(path), **{name: kinds[name] for name in given})
+        types[field.name] = int if field.default is None else type(field.default)
+    needed = ["vocab_size", "n_ctx", "n_layer", "n_head", "n_embd"]
+    if llama:
+        names = LLAMA_FIELDS
+        needed.append("n_inner")
+        config = LLAMA_DEFAULTS | config
+    else:
+        names = {name: name for name in types if name != "dropout"}
+        if "n_positions" in config:  # Hugging Face's name for n_ctx; older files have both
+            config["n_ctx"] = config["n_positions"]
+    here = {name: ours for name, ours in names.items() if name in config or ours in needed}
+    check_fields(config, str(path), **{name: types[ours] for name, ours in here.items()})
+    found = {ours: config[name] for name, ours in here.items()}
+    if llama:
+        if not found["norm_eps"] > 0:
+            raise ValueError(f"{path}: rms_norm_eps must be more than 0, got {found['norm_eps']}")
+        for layer in check_fields(config, str(path), layer_types=list)["layer_types"]:
+            check_choice(path, "layer_types", layer, "this Llama", ["full_attention"])
+        found = {"n_kv_head": found["n_head"]} | found | rotary_fields(config, path)
     try:
-        return config_class(**given)
+        return config_class(**found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -394,37 +421,9 @@ def check_choice(
         raise ValueError(f"{path}: {key} is {value!r}, but {reader} supports only {known}")
 
 
-def gpt2_fields(config: dict[str, Any], path: Path, config_class: type) -> dict[str, Any]:
-    """Return the fields of a GPT-2's config, or of one of ours that is made of it."""
-    if "n_positions" in config:  # Hugging Face's name for n_ctx; older files have both
-        config["n_ctx"] = config["n_positions"]
-    sizes = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
-    check_fields(config, str(path), **dict.fromkeys(sizes, int))
-    names = [field.name for field in fields(config_class) if field.name != "dropout"]
-    slots = config.get("slots")
-    if bool(slots) != ("slots" in names):
-        raise ValueError(
-            f"{path}: slots is {slots!r}; models with slots, and only those, are read by {BCT_READER}"
-        )
-    return {name: config[name] for name in names if name in config}
-
-
-def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the fields of a Llama's config. Newer files have rope_parameters, older ones rope_theta and
-    rope_scaling."""
-    optional = ("num_key_value_heads", "head_dim", "rms_norm_eps")
-    needed = [key for key in LLAMA_SIZES if key not in optional]
-    check_fields(config, str(path), **dict.fromkeys(needed, int))
-    config = {"rms_norm_eps": 1e-6} | config  # transformers' default
-    check_fields(config, str(path), rms_norm_eps=float)
-    if not config["rms_norm_eps"] > 0:
-        raise ValueError(f"{path}: rms_norm_eps must be more than 0, got {config['rms_norm_eps']}")
-    layer_types = config.get("layer_types", [])
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise ValueError(f"{path}: layer_types has layers of another kind than 'full_attention'")
-    found = {ours: config[key] for key, ours in LLAMA_SIZES.items() if key in config}
-    found.setdefault("n_kv_head", found["n_head"])
-    found["tied"] = config.get("tie_word_embeddings", False)
+def rotary_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return rope_theta and rope_scaling of a Llama's config. Newer files have rope_parameters, older ones rope_theta
+    and rope_scaling."""
     where = f"rope_parameters of {path}"
     rope = config.get("rope_parameters", config.get("rope_scaling", {}))
     rope = {"rope_theta": config.get("rope_theta", 10_000.0)} | check_fields(rope, where)
@@ -437,15 +436,15 @@ def llama_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     for name in positive:
         if not rope[name] > 0:
             raise ValueError(f"{where}: {name} must be more than 0, got {rope[name]}")
-    found["rope_theta"], *scaling = [number(rope[name]) for name, number in positive.items()]
-    if scaling:
-        found["rope_scaling"] = tuple(scaling)
-        _, low, high, _ = scaling
-        if not low < high:
-            raise ValueError(
-                f"{where}: low_freq_factor, {low}, must be less than high_freq_factor, {high}"
-            )
-    return found
+    theta, *scaling = [number(rope[name]) for name, number in positive.items()]
+    if not scaling:
+        return {"rope_theta": theta}
+    _, low, high, _ = scaling
+    if not low < high:
+        raise ValueError(
+            f"{where}: low_freq_factor, {low}, must be less than high_freq_factor, {high}"
+        )
+    return {"rope_theta": theta, "rope_scaling": tuple(scaling)}
 
 
 def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
@@ -466,8 +465,7 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
     """Return a model's tensors by public name (without transformer. or model.), mapped from their files where the
     format allows it.
 
-    Dropped: causal masks, rotary frequencies, and of a model that shares its embeddings with its head the head's matrix
-    after checking that it equals them.
+    Dropped: causal masks and rotary frequencies.
     """
     tensors: dict[str, Tensor] = {}
     for path in find_weights(name_or_path):
@@ -477,17 +475,18 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
                 raise ValueError(f"{path} holds {name} for the second time")
             if not name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
                 tensors[name] = tensor
-    config = read_json(find_file(name_or_path, "config.json"))
-    if config.get("tie_word_embeddings", config.get("model_type") != "llama"):
-        head = tensors.pop("lm_head.weight", None)
-        name = "wte.weight" if "wte.weight" in tensors else "embed_tokens.weight"
-        table = tensors.get(name)
-        both = head is not None and table is not None
-        if both and (head.dtype != table.dtype or not torch.equal(head, table)):
-            raise ValueError(
-                f"lm_head.weight of {name_or_path} differs from {name}, but this model shares the two"
-            )
     return tensors
+
+
+def drop_head(tensors: dict[str, Tensor], model: str) -> None:
+    """Drop the head's matrix of a model that shares it with its embeddings. Raises ValueError if the two differ."""
+    head = tensors.pop("lm_head.weight", None)
+    name = "wte.weight" if "wte.weight" in tensors else "embed_tokens.weight"
+    table = tensors.get(name, head)
+    if head is not None and (head.dtype != table.dtype or not torch.equal(head, table)):
+        raise ValueError(
+            f"lm_head.weight of {model} differs from {name}, but this model shares the two"
+        )
 
 
 def find_weights(name_or_path: str) -> list[Path]:
@@ -670,8 +669,8 @@ def byte_level(path: Path) -> Tokenizer:
     if len({*ranks.values(), *added.values()}) < len(ranks) + len(added):
         raise ValueError(f"{path} gives two tokens the same id")
     try:
-        pattern = pattern_of(content.get("pre_tokenizer"), path)
-        start = start_of(content.get("post_processor"), added, path)
+        pattern = pattern_of(content.get("pre_tokenizer") or {}, path)
+        start = start_of(content.get("post_processor") or {}, added, path)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: its pre_tokenizer or its post_processor has an unknown form"
@@ -750,11 +749,10 @@ def ranks_of(model: dict[str, Any], added: dict[str, int], path: Path) -> dict[b
     return ranks
 
 
-def pattern_of(splitter: dict[str, Any] | None, path: Path) -> str:
+def pattern_of(splitter: dict[str, Any], path: Path) -> str:
     """Return the pattern of the pieces that a pre-tokenizer cuts a text into. Raises ValueError if it is another one
     than GPT-2's, GPT-2's after digits, or a pattern of the file's own, as Llama 3 has it."""
-    parts = (splitter or {}).get("pretokenizers", [splitter])
-    *before, last = [part if isinstance(part, dict) else {} for part in parts]
+    *before, last = splitter.get("pretokenizers", [splitter])
     first = before[0] if len(before) == 1 else {}
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         with_regex = last.get("use_regex", True)
@@ -769,12 +767,10 @@ def pattern_of(splitter: dict[str, Any] | None, path: Path) -> str:
     raise ValueError(f"{path}: its pre_tokenizer is none that tiktoken can do")
 
 
-def start_of(
-    processor: dict[str, Any] | None, added: dict[str, int], path: Path
-) -> tuple[int, ...]:
+def start_of(processor: dict[str, Any], added: dict[str, int], path: Path) -> tuple[int, ...]:
     """Return the tokens that a post-processor puts before a text."""
     found = []
-    for part in (processor or {}).get("processors", [processor or {}]):
+    for part in processor.get("processors", [processor]):
         for item in part.get("single", []):
             if "Sequence" in item:
                 break
@@ -820,12 +816,10 @@ def read_tokenizer(
 
 
 def main(argv: list[str] | None = None) -> None:
-    from gpt_bounded_cache import BCT
     from gpt_kv_cache import generate
-    from support.cli import PROMPT, CommandLine
-    from support.printing import stream
+    from support.cli import CommandLine
 
-    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", f"{NAMES}; or pocket-bct")
+    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", NAMES)
     cli.add_model_arguments("model")
     cli.add_argument(
         "--verify", action="store_true", help="compare with published greedy continuations"
@@ -838,28 +832,18 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(
                 f"no published continuation of {args.model} to compare with; there are some of {known}"
             )
-        kind = BCT if read_json(find_file(args.model, "config.json")).get("slots") else None
-        model = load_model(args.model, model_class=kind, device=args.device, dtype=args.dtype)
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         for what, value in conditions(args.model, model).items():
             print(f"{what}: {value:,}" if isinstance(value, int) else f"{what}: {value}")
-        print()
-
-        def continuation(prompt: str, n_tokens: int, cache: Any = None) -> Iterator[Tensor]:
-            ids = [tokenizer.encode(prompt, allowed_special="all")]
-            ids = torch.tensor(ids, device=args.device)
-            return generate(model, ids, n_tokens, stop_id=tokenizer.eot_token, cache=cache)
-
-        # DialoGPT answers once a turn has ended.
-        prompt = f"Does money buy happiness?{END_OF_TEXT}" if "DialoGPT" in args.model else PROMPT
-        print(prompt, end="", flush=True)
-        cache = model.new_cache()
-        stream(continuation(prompt, 40, cache), tokenizer, cache)
         same = 0
         for entry in expected:
             theirs = entry["continuation"]
             n_tokens = len(tokenizer.encode(theirs, allowed_special="all"))
-            ids = [int(token) for token in continuation(entry["prompt"], n_tokens)]
+            prompt = [tokenizer.encode(entry["prompt"], allowed_special="all")]
+            prompt = torch.tensor(prompt, device=args.device)
+            written = generate(model, prompt, n_tokens, stop_id=tokenizer.eot_token)
+            ids = [int(token) for token in written]
             ours = tokenizer.decode(ids)
             same += ours == theirs
             print(f"\n{'same' if ours == theirs else 'DIFFERENT'}: {entry['prompt']!r} -> {ours!r}")

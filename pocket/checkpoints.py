@@ -12,7 +12,7 @@ from torch import Tensor
 import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
-from load_gpt2_weights import LLAMA_SIZES, find_file, parts_of, turned
+from load_gpt2_weights import LLAMA_FIELDS, find_file, parts_of, turned
 from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, size_of
@@ -66,9 +66,8 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
         "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tied,
     }
-    config |= {public: getattr(c, ours) for public, ours in LLAMA_SIZES.items()}
+    config |= {public: getattr(c, ours) for public, ours in LLAMA_FIELDS.items()}
     for name, parameter in model.named_parameters():
         parts = parts_of(name, parameter, c)
         matrix = parameter.t() if turned(name, c) else parameter
