@@ -33,7 +33,7 @@ from tqdm import tqdm
 from gpt_kv_cache import KVCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
 from support.cli import CommandLine, whole_number
-from support.encoders import load_encoder, nearest
+from support.encoders import load_encoder
 from support.files import read_csv, write_csv
 from support.prefix import common_prefix
 from support.printing import ends_of
@@ -124,8 +124,7 @@ class Recycler:
         if not stored:
             return None
         vectors = np.stack([vector for *_, vector in stored])  # E in section 2.4: (N, C)
-        i = nearest(vectors, embedding)[0]
-        found, ids, vector = stored[i]
+        found, ids, vector = stored[(vectors @ embedding[0]).argmax()]
         return Record(found, ids, float(vector @ embedding[0]))
 
     def reuse(self, text: str, ending: str = "") -> KVCache:

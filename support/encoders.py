@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -88,10 +87,6 @@ def load_encoder(
     """
     if name == "tokens":
         return TokenEncoder(model, tokenizer)
-    if not importlib.util.find_spec("sentence_transformers"):
-        raise ValueError(
-            f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing"
-        )
     device = str(model.wte.weight.device)
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -104,12 +99,11 @@ def load_encoder(
             repo = name if "/" in name else f"sentence-transformers/{name}"
             get_hf_file_metadata(hf_hub_url(repo, "config.json"), timeout=10)
             encoder = SentenceTransformer(name, device=device)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing"
+        ) from error
     # Whatever a network, its settings, a server or a full disk can do.
     except Exception as error:
-        raise not_downloaded(f"the encoder {name}", error, "the encoder tokens") from error
+        raise not_downloaded(f"the encoder {name}", error) from error
     return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
-
-
-def nearest(stored: np.ndarray, queries: np.ndarray) -> list[int]:
-    """Return for each of the queries (Q, C) the index of the stored vector (N, C) with the largest dot product."""
-    return (queries @ stored.T).argmax(axis=1).tolist()

@@ -9,6 +9,7 @@ import io
 import json
 import mmap
 import os
+import reprlib
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 60
+said = SHORT.repr  # a value as a message shows it: what is long is cut
 KINDS = {
     int: "a whole number",
     float: "a finite number",
@@ -39,17 +43,15 @@ def import_file(path: Path) -> ModuleType:
 def regular(path: Path) -> Path:
     """Return the path of a file that can be read to its end. Raises FileNotFoundError if there is
     none, ValueError if it is a folder, a pipe or a device, which may have no end."""
-    if path.exists() and not path.is_file():
+    path.stat()  # says why, if that can't be seen
+    if not path.is_file():
         raise ValueError(f"{path} is not a regular file")
-    if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     return path
 
 
 def map_file(path: Path) -> mmap.mmap:
     """Return the bytes of a file, mapped: what is changed in them stays in memory. Raises ValueError
     if it is empty or not a regular file, FileNotFoundError only if there is none."""
-    path.stat()  # says why, if that can't be seen
     with regular(path).open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -75,7 +77,7 @@ def parse_json(text: str, where: str, /, **fields: type) -> dict[str, Any]:
     try:
         content = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:  # not JSON, or nested without end
-        raise ValueError(f"{where} is not valid JSON: {said(error)}") from error
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
     return check_fields(content, where, **fields)
 
 
@@ -104,15 +106,6 @@ def is_a(value: object, kind: type) -> bool:
     return type(value) is kind
 
 
-def said(value: object) -> str:
-    """Return a value as a message shows it: what is long is cut."""
-    try:
-        text = str(value) if isinstance(value, Exception) else repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits; nested too deeply
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:50]} ..."
-
-
 def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
     """Return the rows of a CSV file in UTF-8, by the names in its first line; a cell that a row
     lacks is empty. Raises ValueError if it isn't such a file, one of the columns isn't there once,
@@ -133,13 +126,12 @@ def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
     return rows
 
 
-def not_downloaded(what: str, error: Exception, other: str = "the model pocket") -> OSError:
-    """Return an error with the first sentence of another one, or that one's name if it says nothing; other: what can
-    be used instead."""
+def not_downloaded(what: str, error: Exception) -> OSError:
+    """Return an error with the first sentence of another one, or that one's name if it says nothing."""
     reason = str(error).partition(". ")[0] or type(error).__name__
     return OSError(
-        f"can't download {what} ({reason}): run this once with internet, or give a folder that "
-        f"holds the model; {other} needs no download"
+        f"can't download {what} ({reason}): run this once with internet, or give a folder that holds "
+        "the model; the models pocket and pocket-llama and the encoder tokens need no download"
     )
 
 
@@ -152,12 +144,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     something else than a file at its place, OSError if it can't be written.
     """
     target = writable(path)
-    existed = target.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
         file = Path(folder) / path.name
         write(file)
-        if existed:
+        if target.exists():
             shutil.copymode(target, file)
         os.replace(file, target)
 
@@ -167,10 +158,9 @@ def writable(path: Path) -> Path:
     else than a regular file, OSError if that may not be written or the links lead nowhere."""
     target = Path(os.path.realpath(path))
     try:
-        path.stat()
+        regular(path)
     except FileNotFoundError:
         return target
-    regular(path)
     if not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return target
