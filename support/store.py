@@ -18,21 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from support.files import map_file
-from support.fingerprints import Weights, fingerprint
+from support.fingerprints import Weights, fingerprint, raw
 from support.geometry import kv_heads
 from support.prefix import common_prefix
 
-HEADER = 256  # bytes: a run's file has at most that many beside its keys and values
 PATIENCE = 30  # seconds to wait for another process, which may never let go of the index
 # The index. A killed process loses nothing by synchronous = OFF; after a power cut the checksums tell.
 # runs: run, its file's name, which is never used again; parent, the run that it continues, or 0 if it
 # begins a text; start, after how many tokens of that one; first, its first token; used, the larger, the
 # later; nbytes, of its file; checksum, of parent, start, ids and file; ids, its tokens.
-# prompts: encoder, of its embedding; run, in which it ends.
+# prompts: encoder, of its embedding; run, in which it ends. A deleted run takes its prompts along.
 SCHEMA = """
 PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS runs (
@@ -56,15 +54,19 @@ CREATE TABLE IF NOT EXISTS prompts (
     ids BLOB NOT NULL,
     embedding BLOB NOT NULL,
     PRIMARY KEY (text, encoder));
+CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON runs BEGIN
+    INSERT INTO gone VALUES (OLD.run, OLD.nbytes);
+    DELETE FROM prompts WHERE run = OLD.run;
+END;
 """
 LEAF = """
 SELECT run FROM runs AS one WHERE run != ? AND NOT EXISTS (SELECT 1 FROM runs WHERE parent = one.run)
 ORDER BY used LIMIT 1
 """
-SUBTREE = """
-WITH RECURSIVE gone (run) AS (
-    SELECT ? UNION SELECT runs.run FROM runs JOIN gone ON runs.parent = gone.run)
-SELECT run FROM gone
+DELETE = """
+WITH RECURSIVE subtree (run) AS (
+    SELECT ? UNION SELECT runs.run FROM runs JOIN subtree ON runs.parent = subtree.run)
+DELETE FROM runs WHERE run IN subtree
 """
 
 
@@ -106,7 +108,7 @@ class Store:
         self.check_model()
         self.memory: dict[int, bytearray] = {}  # the files, if there is no folder
         self.patience, self.warned, self.writable = PATIENCE, False, True
-        self.folder = None if folder is None else Path(folder) / f"runs-{self.fingerprint[:16]}"
+        self.folder = None if folder is None else Path(folder) / f"kv-{self.fingerprint[:16]}"
         self.db = self.opened()
 
     def opened(self) -> sqlite3.Connection:
@@ -241,7 +243,7 @@ class Store:
             path = self.match(ids[:n])
             last, taken = path[-1] if path else (0, 0)
             at = sum(length for _, length in path)
-            excess = max(0, self.nbytes + self.file_bytes(n - at) - self.capacity)
+            excess = max(0, self.nbytes + (n - at) * self.token_bytes - self.capacity)
             end = max(at, n - math.ceil(excess / self.token_bytes))
             if at < end:
                 kv = torch.stack([layer[:, 0, :, at:end] for layer in cache.layers])
@@ -304,18 +306,17 @@ class Store:
             if self.writable:
                 self.delete(run)
             return None
-        begin = nbytes - self.token_bytes * len(unpacked(ids))  # behind the file's header
-        return torch.frombuffer(content, dtype=self.dtype, offset=begin).view(self.shape)
+        return torch.frombuffer(content, dtype=self.dtype).view(self.shape)
 
     def add(self, parent: int, start: int, ids: Sequence[int], kv: Tensor) -> int:
         """Store kv (L, 2, H, n, D) as a new run of tokens after the first `start` ones of its
         parent; return the run."""
-        content, packed = save({"kv": kv.to("cpu").contiguous()}), array("i", ids).tobytes()
+        content, packed = raw(kv.detach().cpu()), array("i", ids).tobytes()
         checksum = self.checksum(parent, start, packed, content)
         run = self.db.execute(
             "INSERT INTO runs (parent, start, first, nbytes, ids, checksum, used)"
             " VALUES (?, ?, ?, ?, ?, ?, (SELECT coalesce(max(used), 0) + 1 FROM runs))",
-            (parent, start, ids[0], len(content), packed, checksum),
+            (parent, start, ids[0], content.nbytes, packed, checksum),
         ).lastrowid
         self.remove(run)  # what a killed process, or somebody, has left in its place
         try:
@@ -343,11 +344,8 @@ class Store:
         self.use(path)
         rest = len(ids) - sum(length for _, length in path)
         if rest:
-            self.evict(self.capacity - self.file_bytes(rest), path[-1][0] if path else 0)
-
-    def file_bytes(self, n: int) -> int:
-        """Return how many bytes the file of a run of n tokens has at most."""
-        return HEADER + n * self.token_bytes
+            kept = path[-1][0] if path else 0
+            self.evict(self.capacity - rest * self.token_bytes, kept)
 
     def evict(self, limit: float, kept: int = 0) -> None:
         """Delete the least recently used run that nothing continues, until the files take at most
@@ -360,10 +358,7 @@ class Store:
 
     def delete(self, run: int) -> None:
         """Delete a run, and those that continue it, from the index: their files follow."""
-        for row in self.db.execute(SUBTREE, (run,)).fetchall():
-            self.db.execute("INSERT INTO gone SELECT run, nbytes FROM runs WHERE run = ?", row)
-            self.db.execute("DELETE FROM runs WHERE run = ?", row)
-            self.db.execute("DELETE FROM prompts WHERE run = ?", row)
+        self.db.execute(DELETE, (run,))
 
     def sweep(self) -> None:
         """Delete the files of deleted runs, also of those that a killed process has deleted."""
@@ -378,10 +373,10 @@ class Store:
             self.file(run).unlink(missing_ok=True)
 
     def file(self, run: int) -> Path:
-        """Return where the keys and values of a run are."""
-        return self.folder / f"{run}.safetensors"
+        """Return where the keys and values of a run are: their bytes (L, 2, H, n, D), nothing else."""
+        return self.folder / f"{run}.kv"
 
-    def checksum(self, parent: int, start: int, ids: bytes, content: bytes) -> int:
+    def checksum(self, parent: int, start: int, ids: bytes, content: Any) -> int:
         """Return the CRC-32 of a run: of the model, of where it begins, its tokens and its file."""
         begin = zlib.crc32(f"{self.fingerprint} {parent} {start} ".encode() + ids)
         return zlib.crc32(content, begin)
