@@ -107,7 +107,7 @@ class Store:
         self.fingerprint, self.weights = fingerprint(model), Weights(model)
         self.check_model()
         self.memory: dict[int, bytearray] = {}  # the files, if there is no folder
-        self.patience, self.warned, self.writable = PATIENCE, False, True
+        self.patience, self.warned = PATIENCE, False
         self.folder = None if folder is None else Path(folder) / f"kv-{self.fingerprint[:16]}"
         self.db = self.opened()
 
@@ -155,26 +155,27 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Keep other writers out, if the index can be written. An error of the disk is a warning;
-        whatever is raised leaves the index as it was."""
+        """Keep other writers out. An error of the disk, or what is written to an index that can't be
+        locked, is a warning and ends the body; whatever is raised leaves the index as it was."""
         self.check_model()
-        self.writable = True
         try:
             try:
                 self.db.execute(f"PRAGMA busy_timeout = {1000 * self.patience}")
                 self.db.execute("BEGIN IMMEDIATE")
                 self.patience = PATIENCE
             except sqlite3.Error as error:
-                self.writable, self.patience = False, 0  # who never lets go is waited for once
+                self.patience = 0  # who never lets go is waited for once
                 self.warn(error)
+                self.db.execute("PRAGMA query_only = ON")
             yield
-            if self.writable:
+            if self.db.in_transaction:
                 self.db.execute("COMMIT")
                 self.sweep()
         except (OSError, sqlite3.Error) as error:
             self.warn(error)
         finally:
             with suppress(sqlite3.Error):
+                self.db.execute("PRAGMA query_only = OFF")
                 if self.db.in_transaction:
                     self.db.execute("ROLLBACK")
 
@@ -235,11 +236,8 @@ class Store:
                 f"the cache has {cache.nbytes} bytes, must have {needed} for {n} tokens of this model"
             )
         with self.transaction():  # of its own: a file is only deleted once its row is for good
-            if self.writable:
-                self.make_room(ids[:n])
+            self.make_room(ids[:n])
         with self.transaction():
-            if not self.writable:
-                return
             path = self.match(ids[:n])
             last, taken = path[-1] if path else (0, 0)
             at = sum(length for _, length in path)
@@ -266,8 +264,7 @@ class Store:
     def clear(self) -> None:
         """Delete all that is stored for this model."""
         with self.transaction():
-            if self.writable:
-                self.evict(-1)
+            self.evict(-1)
 
     def match(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """Return the runs along ids, and how many tokens of each agree."""
@@ -303,8 +300,7 @@ class Store:
         except (FileNotFoundError, KeyError, ValueError) as error:
             if isinstance(error, ValueError):  # else somebody, or a killed process, has deleted it
                 warnings.warn(f"the stored KV cache {run} is not used: {error}", stacklevel=2)
-            if self.writable:
-                self.delete(run)
+            self.delete(run)
             return None
         return torch.frombuffer(content, dtype=self.dtype).view(self.shape)
 
@@ -331,11 +327,10 @@ class Store:
 
     def use(self, path: Sequence[tuple[int, int]]) -> None:
         """Count the runs of a path as used now."""
-        if self.writable:
-            self.db.executemany(
-                "UPDATE runs SET used = (SELECT max(used) + 1 FROM runs) WHERE run = ?",
-                [(run,) for run, _ in reversed(path)],  # what continues a run is older
-            )
+        self.db.executemany(
+            "UPDATE runs SET used = (SELECT max(used) + 1 FROM runs) WHERE run = ?",
+            [(run,) for run, _ in reversed(path)],  # what continues a run is older
+        )
 
     def make_room(self, ids: Sequence[int]) -> None:
         """Count the runs along ids as used now, and evict others until a file of the rest fits."""
