@@ -533,13 +533,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for name, x in tensors.items():
         if not isinstance(name, str) or not isinstance(x, Tensor):
             raise ValueError(f"{path} holds something else than named tensors")
-        plain = x.layout is torch.strided and x.device.type == "cpu"
-        plain = plain and not x.is_nested and not x.is_quantized
+        plain = x.layout is torch.strided and x.device.type == "cpu" and not x.is_nested
         # A few numbers may claim to be any number of them.
         if not plain or x.nbytes > x.untyped_storage().nbytes():
-            raise ValueError(
-                f"{path}: {name} is sparse, nested, quantized, expanded or without numbers"
-            )
+            raise ValueError(f"{path}: {name} is sparse, nested, expanded or without numbers")
     return tensors
 
 

@@ -18,29 +18,19 @@ def fingerprint(model: nn.Module) -> str:
     return sha.hexdigest()
 
 
-class Weights:
-    """Notices that a model's weights are no longer those of the moment at which this was made.
+def versions(model: nn.Module) -> list[tuple[int, Size, int]]:
+    """Return where each parameter of a model lies, its shape, and how often PyTorch has changed it in
+    place: another list later on means other weights.
 
     Noticed: a parameter that is added, taken away or replaced, and a change in place that PyTorch
     counts, such as an optimizer's. Not noticed: a change in place through .data or NumPy, which
     nobody counts, or one under torch.inference_mode().
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.seen = self.versions()
-
-    def versions(self) -> list[tuple[int, Size, int]]:
-        """Return where each parameter lies, its shape, and how often PyTorch has changed it in place."""
-        found = []
-        for parameter in self.model.parameters():
-            changes = 0 if parameter.is_inference() else parameter._version
-            found.append((parameter.data_ptr(), parameter.shape, changes))
-        return found
-
-    def changed(self) -> bool:
-        """Return whether a change is noticed."""
-        return self.versions() != self.seen
+    found = []
+    for parameter in model.parameters():
+        changes = 0 if parameter.is_inference() else parameter._version
+        found.append((parameter.data_ptr(), parameter.shape, changes))
+    return found
 
 
 def raw(tensor: Tensor) -> np.ndarray:

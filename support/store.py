@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from support.files import map_file
-from support.fingerprints import Weights, fingerprint, raw
+from support.fingerprints import fingerprint, raw, versions
 from support.geometry import kv_heads
 from support.prefix import common_prefix
 
@@ -89,8 +89,8 @@ class Store:
     capacity: bytes of this model's files, which they never exceed, unfinished ones included; the
     index, some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that
     nothing continues is deleted first. The model must be in eval() and its weights must stay as they
-    are: Weights says which changes are noticed, by get() and put(). Not for several threads at once,
-    nor across a fork. The folders of stores before this format are left alone.
+    are: versions() says which changes are noticed, by get() and put(). Not for several threads at
+    once, nor across a fork. The folders of stores before this format are left alone.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Store:
         heads = kv_heads(c)
         self.shape = (c.n_layer, 2, heads, -1, c.head_dim)  # of a run's keys and values
         self.token_bytes = 2 * c.n_layer * heads * c.head_dim * self.dtype.itemsize
-        self.fingerprint, self.weights = fingerprint(model), Weights(model)
+        self.fingerprint, self.versions = fingerprint(model), versions(model)
         self.check_model()
         self.memory: dict[int, bytearray] = {}  # the files, if there is no folder
         self.patience, self.warned = PATIENCE, False
@@ -148,7 +148,7 @@ class Store:
             raise ValueError(
                 "the model is in train(), where dropout makes its caches random: call model.eval() first"
             )
-        if self.weights.changed():
+        if versions(self.model) != self.versions:
             raise ValueError(
                 "the model's weights have changed since this store was opened: open a new one"
             )
