@@ -86,23 +86,19 @@ class Record:
     similarity: float
 
 
+@dataclass
 class Recycler:
     """KV recycling as its source describes it: the cache of the nearest stored prompt is reused if
     all of that prompt is a prefix of the new one. "This intentionally conservative condition ensures
     that all cached KVs correspond exactly to the first k tokens" (section 3.1).
 
-    encoder: turns N texts into unit vectors (N, C), as support.encoders.load_encoder() returns it;
-    name: tells its vectors in the store from those of other encoders.
+    encoder: turns N texts into unit vectors (N, C), as support.encoders.load_encoder() returns it.
+    All prompts of a store must be encoded by the same one.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        tokenizer: tiktoken.Encoding,
-        encoder: Callable[[list[str]], np.ndarray],
-        name: str = "tokens",
-    ) -> None:
-        self.store, self.tokenizer, self.encoder, self.name = store, tokenizer, encoder, name
+    store: Store
+    tokenizer: tiktoken.Encoding
+    encoder: Callable[[list[str]], np.ndarray]
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -114,13 +110,13 @@ class Recycler:
         2.4)."""
         ids = self.encode(text)
         cache, embedding = read_all(self.store.model, ids), self.encoder([text])[0]
-        self.store.put(ids, cache, text, embedding, self.name)
+        self.store.put(ids, cache, text, embedding)
 
     def nearest(self, text: str) -> Record | None:
         """Return the stored prompt with the largest dot product of embeddings, None if none is
         stored: "we retrieve the most similar cached prompt by dot product" (section 2.5)."""
         embedding = self.encoder([text])
-        stored = self.store.prompts(self.name)
+        stored = self.store.prompts()
         if not stored:
             return None
         vectors = np.stack([vector for *_, vector in stored])  # E in section 2.4: (N, C)

@@ -30,7 +30,7 @@ PATIENCE = 30  # seconds to wait for another process, which may never let go of 
 # runs: run, its file's name, which is never used again; parent, the run that it continues, or 0 if it
 # begins a text; start, after how many tokens of that one; first, its first token; used, the larger, the
 # later; nbytes, of its file; checksum, of parent, start, ids and file; ids, its tokens.
-# prompts: encoder, of its embedding; run, in which it ends. A deleted run takes its prompts along.
+# prompts: run, in which it ends. A deleted run takes its prompts along.
 SCHEMA = """
 PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS runs (
@@ -48,12 +48,10 @@ CREATE TABLE IF NOT EXISTS gone (  -- runs whose rows are deleted and whose file
     run INTEGER PRIMARY KEY,
     nbytes INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS prompts (
-    text TEXT NOT NULL,
-    encoder TEXT NOT NULL,
+    text TEXT PRIMARY KEY,
     run INTEGER NOT NULL,
     ids BLOB NOT NULL,
-    embedding BLOB NOT NULL,
-    PRIMARY KEY (text, encoder));
+    embedding BLOB NOT NULL);
 CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON runs BEGIN
     INSERT INTO gone VALUES (OLD.run, OLD.nbytes);
     DELETE FROM prompts WHERE run = OLD.run;
@@ -209,15 +207,10 @@ class Store:
         return self.model.new_cache(layers, torch.arange(kv.size(3), device=self.device))
 
     def put(
-        self,
-        ids: Sequence[int],
-        cache: Any,
-        text: str = "",
-        embedding: np.ndarray | None = None,
-        encoder: str = "",
+        self, ids: Sequence[int], cache: Any, text: str = "", embedding: np.ndarray | None = None
     ) -> None:
         """Store what cache has read of ids, as far as it isn't there yet and fits; with a text and
-        its embedding (C,) by an encoder of this name, prompts() knows it too if all of it is stored.
+        its embedding (C,), prompts() knows it too if all of it is stored.
 
         Raises ValueError if cache is not that of the first tokens of a single text, read by this
         model.
@@ -248,16 +241,14 @@ class Store:
                 last = self.add(last, taken, ids[at:end], kv)
             if embedding is not None and 0 < end == n:
                 vector = np.asarray(embedding, dtype=np.float32).tobytes()
-                row = (text, encoder, last, array("i", ids[:n]).tobytes(), vector)
-                self.db.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?, ?)", row)
+                row = (text, last, array("i", ids[:n]).tobytes(), vector)
+                self.db.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)", row)
 
-    def prompts(self, encoder: str = "") -> list[tuple[str, list[int], np.ndarray]]:
-        """Return the texts that were stored with an embedding (C,) by an encoder of this name, with
-        their ids."""
+    def prompts(self) -> list[tuple[str, list[int], np.ndarray]]:
+        """Return the texts that were stored with an embedding (C,), with their ids."""
         found = []
         with self.transaction():
-            query = "SELECT text, ids, embedding FROM prompts WHERE encoder = ?"
-            for text, ids, embedding in self.db.execute(query, (encoder,)):
+            for text, ids, embedding in self.db.execute("SELECT text, ids, embedding FROM prompts"):
                 found.append((text, unpacked(ids), np.frombuffer(embedding, np.float32)))
         return found
 

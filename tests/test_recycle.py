@@ -100,13 +100,13 @@ def test_a_prompt_is_stored_with_text_ids_cache_and_embedding(
     for text in ("abc", "ab", "a"):  # the two last ones end in the middle of the first
         recycler.add(text)
     again = Store(recycler.store.model, tmp_path)  # another process
-    stored = {text: (ids, vector.tolist()) for text, ids, vector in again.prompts("tokens")}
+    stored = {text: (ids, vector.tolist()) for text, ids, vector in again.prompts()}
     for text in ("abc", "ab", "a"):
         assert stored.pop(text) == (Letters().encode(text), pytest.approx(ENCODED[text]))
-    assert stored == {} and again.prompts("another") == []
+    assert stored == {}
     assert found(again, [0, 1, 2]) == 3
     again.clear()
-    assert again.prompts("tokens") == []
+    assert again.prompts() == []
 
 
 def test_the_nearest_prompt_is_that_of_the_largest_dot_product(recycler: Recycler) -> None:
