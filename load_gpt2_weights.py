@@ -368,8 +368,8 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
     raise OSError(why)
 
 
-def read_config(path: Path, config_class: type | None = None) -> Any:
-    """Return the config that a Hugging Face config.json describes; config_class: of which kind it must be.
+def read_config(path: Path, config_class: type | None) -> Any:
+    """Return the config that a Hugging Face config.json describes; config_class: of which kind it must be, if that is given.
 
     Dropout stays 0 whatever the file says: a loaded model is there to infer. Raises ValueError on what our models
     can't represent.

@@ -224,11 +224,9 @@ def answer(
     return cache, generate(store.model, prompt, n, stop_id=stop, cache=cache)
 
 
-def compared(
-    recycler: Recycler, text: str, ending: str, n: int, repeats: int = 3
-) -> dict[str, dict[str, Any]]:
+def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, dict[str, Any]]:
     """Return what each of WAYS makes of a prompt: seconds to the first token and to the last of n,
-    medians of `repeats` runs, taken in turns, of which each begins with another way; the text, and
+    medians of 3 runs, taken in turns, of which each begins with another way; the text, and
     its likeness to the cold one."""
 
     def generation(way: str) -> Iterator[Tensor]:
@@ -238,7 +236,7 @@ def compared(
     record = recycler.nearest(text)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     order = [*WAYS]
-    for _ in range(repeats):
+    for _ in range(3):
         for way in order:
             runs[way].append(timed(partial(generation, way)))
         order.append(order.pop(0))

@@ -48,7 +48,7 @@ def ratio_of_sums(rows: np.ndarray) -> np.ndarray:
 
 
 def bootstrap(
-    rows: np.ndarray, figure: Callable[[np.ndarray], np.ndarray] = mean
+    rows: np.ndarray, figure: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[float, float, float]:
     """Return a figure of n rows and its 95% interval, by drawing rows again 2,000 times.
 
