@@ -345,8 +345,9 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
         from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub import try_to_load_from_cache as in_cache
 
-        if isinstance(found := in_cache(repo, filename, revision=revision), str):
-            return Path(found)
+        cached = in_cache(repo, filename, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
         try:
             # One request that fails at once: without a network hf_hub_download itself would retry for half a minute.
             get_hf_file_metadata(hf_hub_url(repo, filename, revision=revision), timeout=10)
@@ -369,8 +370,9 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
 
 
 def read_config(path: Path, config_class: type | None) -> Any:
-    """Return the config that a Hugging Face config.json describes; config_class: of which kind it must be, if that is given.
+    """Return the config that a Hugging Face config.json describes.
 
+    config_class: of which kind it must be; None: a GPT-2's or a Llama's, as the file says.
     Dropout stays 0 whatever the file says: a loaded model is there to infer. Raises ValueError on what our models
     can't represent.
     """
