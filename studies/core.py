@@ -7,7 +7,8 @@ rows.jsonl as they are measured; of rows with the same way, setting and metric t
 line with `conditions` tells under which the rows after it were measured.
 
 claims.toml beside it holds what a person has written: the source's words and the rules that decide
-each claim, the names of the ways, the columns of the table, the figures.
+each claim, the names of the ways, the columns of the table, the figures. A claim is tested as
+stated unless it says why only `partly`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 from studies.protocol import Claim, claim_tables
 from support.figures import COLORS
 from support.figures import figure as draw_figure
-from support.files import check_fields, parse_json, read_text
+from support.files import parse_json, read_text
 from support.statistics import bootstrap, mean
 from support.tables import Table, page
 
@@ -108,7 +109,7 @@ class Rows:
     ) -> None:
         """folder: of the rows, by default the recorded ones; again: a pattern of the ways to
         measure once more; reduced: why the rows, a file of their own that is begun anew, are given
-        no verdict, such as "reduced run". Raises ValueError if a line of the rows is no row."""
+        no verdict, such as "reduced run". Raises ValueError if a line of the rows is no JSON."""
         self.study, self.again, self.reduced = study, again, reduced
         self.offered: list[str] = []  # the ways that due() was asked about
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
@@ -126,14 +127,9 @@ class Rows:
             if torn:  # the process was killed while it wrote this line
                 self.path.write_text(f"{whole}\n", encoding="utf-8")
             for line in whole.splitlines():
-                row = parse_json(line, str(self.path), study=str)
-                if "conditions" not in row:
-                    check_fields(
-                        row, str(self.path), way=str, setting=dict, metric=str, value=float, n=int
-                    )
-                self.take(row)
-        for way, metric, value in self.paper.get("source", []):
-            self.take(line_of(way, {"by": "source"}, metric, Figure(value, value, value), 1))
+                self.take(parse_json(line, str(self.path), study=str))
+        for way, metric, value in self.paper.get("source", []):  # what it says itself
+            self.take(line_of(way, {}, metric, Figure(value, value, value), 1))
 
     def take(self, line: dict[str, Any]) -> None:
         if "conditions" in line:
@@ -143,10 +139,7 @@ class Rows:
             self.rows[key] = line | {"on": self.on}
 
     def key(self, way: str, metric: str, at: dict[str, Any]) -> str:
-        """Return what names a row; the setting's missing parts are as usual in the study, and a
-        source's figures have one setting."""
-        if at.get("by") == "source":
-            at = {"by": "source"}
+        """Return what names a row; the setting's missing parts are as usual in the study."""
         return json.dumps([way, metric, self.paper["usual"] | at], sort_keys=True)
 
     def append(self, line: dict[str, Any]) -> None:
@@ -192,9 +185,9 @@ class Rows:
     def find(self, way: str, metric: str, **at: Any) -> dict[str, Any] | None:
         return self.rows.get(self.key(way, metric, at))
 
-    def kind(self, metric: str) -> tuple[str, str]:
+    def kind(self, metric: str) -> list[str]:
         """Return how values of a metric are reduced, and the format of the figure."""
-        return self.paper["metrics"][metric]
+        return self.paper["metrics"][metric].split()
 
     def figure(self, way: str, metric: str, **at: Any) -> Figure | None:
         row = self.find(way, metric, **at)
@@ -226,7 +219,7 @@ class Rows:
         """Return a way and its unusual setting, as a page names them."""
         usual = self.paper["usual"]
         unusual = [f"{key} {value}" for key, value in at.items() if usual.get(key) != value]
-        return ", ".join([self.paper["names"].get(way, way), *unusual])
+        return ", ".join([self.paper.get("names", {}).get(way, way), *unusual])
 
     def shown(self, text: str, at: dict[str, Any]) -> str:
         """Return a text whose {[metric: ]way}, {way ±} (with the interval) and {way / other way}
@@ -335,11 +328,13 @@ def verdict_of(rows: Rows, claim: dict[str, Any], places: list[dict[str, Any]]) 
 
 def claims(rows: Rows) -> list[Claim]:
     """Return the source's claims and our questions, which have no section, with their verdicts; one
-    on `every` kind or size is judged for each."""
+    whose figures are found for `every` kind or size is judged for each."""
     found = []
     for claim in rows.paper["claims"]:
-        at, part = claim.get("at", {}), claim.get("every")
-        places = [at | {part: value} for value in rows.paper["every"][part]] if part else [at]
+        part, places = None, [claim.get("at", {})]
+        if "«" in claim["found"]:
+            [(part, values)] = rows.paper["every"].items()
+            places = [{part: value} for value in values]
         source = rows.paper.get("sources", {}).get(claim.get("source"), rows.paper)
         first = RULE.fullmatch(next(iter(np.ravel(claim["rules"]))))
         way, where = side_of(first[2], places[0])
@@ -354,7 +349,7 @@ def claims(rows: Rows) -> list[Claim]:
                 ours=claim.get("on", "; ".join(on)),
                 figure=everywhere(rows, claim["found"], places, part),
                 verdict=verdict_of(rows, claim, places),
-                stated=claim.get("stated", ""),
+                stated=f"partly: {claim['partly']}" if "partly" in claim else "yes",
                 command=claim.get("command", rows.study),
             )
         )
