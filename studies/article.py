@@ -33,9 +33,8 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import Numbers
 from recycle import Run, timed
-from studies.core import Rows, in_turn, recorded, report
+from studies.core import Rows, in_turn, run
 from studies.measuring import begin
-from studies.protocol import StudyLine
 from support.conditions import random_model
 
 PROMPT, NEW = "Hello, I am", 200  # the article's
@@ -183,12 +182,10 @@ def measure(rows: Rows, size: str, n: int, turns: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "20 tokens, at a small geometry"
-    with StudyLine(__doc__, "article", quick, model="").parse(argv) as args:
-        size, n = (SMALL, 20) if args.quick else ("124M", NEW)
-        rows = recorded("article", args)
-        measure(rows, size, n, 1 if args.quick else TURNS)
-        report(rows)
+    def measured(rows: Rows, quick: bool) -> None:
+        measure(rows, *((SMALL, 20, 1) if quick else ("124M", NEW, TURNS)))
+
+    run(__doc__, "article", "20 tokens, at a small geometry", measured, argv, again=False)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,8 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
-from studies.core import Figure, Rows, recorded, report
+from studies.core import Figure, Rows, run
 from studies.measuring import begin
-from studies.protocol import StudyLine
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
 from support.tables import table
 
@@ -242,8 +241,9 @@ def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Si
             rows.add_figure(way, {"tokens": b}, "long", found, len(texts))
 
 
-def measure(rows: Rows, size: Size) -> None:
+def measure(rows: Rows, quick: bool) -> None:
     """Append the figures of pocket's memories."""
+    size = QUICK if quick else Size()
     if not rows.due(["full", "window", "sinks", "ours"], "long"):
         return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
@@ -261,24 +261,8 @@ def measure(rows: Rows, size: Size) -> None:
     long_texts(rows, memories, tokenizer, size)
 
 
-def run(
-    doc: str | None,
-    name: str,
-    quick: str,
-    measured: Callable[[Rows, bool], None],
-    argv: list[str] | None,
-) -> None:
-    """Run one of the studies of this source by its command line: they share rows and claims."""
-    cli = StudyLine(doc, name, quick, model="", out="bounding", again=True)
-    with cli.parse(argv) as args:
-        rows = recorded("bounding", args)
-        measured(rows, args.quick)
-        report(rows)
-
-
 def main(argv: list[str] | None = None) -> None:
-    quick = "fewer and shorter texts"
-    run(__doc__, "bounding", quick, lambda rows, few: measure(rows, QUICK if few else Size()), argv)
+    run(__doc__, "bounding", "fewer and shorter texts", measure, argv)
 
 
 if __name__ == "__main__":

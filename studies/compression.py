@@ -40,9 +40,8 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
 from studies.bounding import above
-from studies.core import Figure, Rows, in_turn, recorded, report
+from studies.core import Figure, Rows, in_turn, run
 from studies.measuring import begin
-from studies.protocol import StudyLine
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
 
@@ -158,9 +157,9 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure(rows: Rows, few: int, turns: int) -> None:
-    """Measure what the rows lack; few: by which the numbers of texts are divided."""
-    piece = 1 if few == 1 else 64
+def measure(rows: Rows, quick: bool) -> None:
+    """Measure what the rows lack."""
+    few, turns, piece = (12, 1, 64) if quick else (1, TURNS, 1)
     numbers = f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
     bct = load_model("pocket-bct", model_class=bounded.BCT)
@@ -175,19 +174,14 @@ def measure(rows: Rows, few: int, turns: int) -> None:
         if due := rows.due(readers, "kl", **at):
             quality(rows, at, {way: readers[way] for way in due}, exact, few)
         times(rows, at, model, turns)
-    if few == 1:
+    if not quick:
         large = random_model(GPT, "124M")
         begin(rows, "124M, random weights", large)
         times(rows, {"model": "124M"}, large, turns)
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "fewer texts, read in pieces of 64 tokens"
-    cli = StudyLine(__doc__, "compression", quick, model="", again=True)
-    with cli.parse(argv) as args:
-        rows = recorded("compression", args)
-        measure(rows, *((12, 1) if args.quick else (1, TURNS)))
-        report(rows)
+    run(__doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure, argv)
 
 
 if __name__ == "__main__":

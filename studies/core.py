@@ -14,6 +14,7 @@ stated unless it says why only `partly`.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import math
 import re
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from studies.protocol import Claim, claim_tables
+from studies.protocol import Claim, StudyLine, claim_tables
 from support.figures import COLORS
 from support.figures import figure as draw_figure
 from support.files import parse_json, read_text
@@ -107,8 +108,8 @@ class Rows:
     def __init__(
         self, study: str, folder: Path | None = None, again: str = "", reduced: str = ""
     ) -> None:
-        """folder: of the rows, by default the recorded ones; again: a pattern of the ways to
-        measure once more; reduced: why the rows, a file of their own that is begun anew, are given
+        """folder: of the rows, by default the recorded ones; again: a pattern, as of files, of the
+        ways to measure once more; reduced: why the rows, a file of their own that is begun anew, are given
         no verdict, such as "reduced run". Raises ValueError if a line of the rows is no JSON."""
         self.study, self.again, self.reduced = study, again, reduced
         self.offered: list[str] = []  # the ways that due() was asked about
@@ -162,7 +163,7 @@ class Rows:
         ways = [*ways]
         self.offered += ways
         if self.again:
-            return [way for way in ways if re.fullmatch(self.again, way)]
+            return fnmatch.filter(ways, self.again)
         return [way for way in ways if self.find(way, metric, **at) is None]
 
     def add(self, way: str, at: dict[str, Any], **metrics: Iterable[float]) -> None:
@@ -417,11 +418,28 @@ def report(rows: Rows) -> None:
     """Draw the figures of a run, and print its claims and its table. Raises ValueError if no way is
     one of those that were to be measured again."""
     offered = [*dict.fromkeys(rows.offered)]
-    if rows.again and offered and not any(re.fullmatch(rows.again, way) for way in offered):
+    if rows.again and offered and not fnmatch.filter(offered, rows.again):
         raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(offered)}")
     folder = rows.path.parent
     draw(rows, folder)
     print(page([*page_of(rows), f"Written to {folder}"]))
+
+
+def run(
+    doc: str | None,
+    study: str,
+    quick: str,
+    measure: Callable[[Rows, bool], None],
+    argv: list[str] | None,
+    of: str = "",
+    again: bool = True,
+) -> None:
+    """Run a study that has models of its own by its command line. quick: what is reduced then; measure: appends the
+    rows, fewer if that is true; of: the study that has the rows and claims, if it is another."""
+    with StudyLine(doc, study, quick, model="", out=of, again=again).parse(argv) as args:
+        rows = recorded(of or study, args)
+        measure(rows, args.quick)
+        report(rows)
 
 
 def points_over(

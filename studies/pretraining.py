@@ -27,7 +27,7 @@ from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies import bounding
 from studies.bounding import Memory
-from studies.core import Rows
+from studies.core import Rows, run
 from studies.measuring import begin
 from studies.recall import WideBCT
 
@@ -98,7 +98,7 @@ def measure(rows: Rows, quick: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    bounding.run(__doc__, "pretraining", "two steps", measure, argv)
+    run(__doc__, "pretraining", "two steps", measure, argv, of="bounding")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,7 @@ from gpt_bounded_cache import (
     WriteMemory,
 )
 from pocket.evaluation import window_of_equal_bytes
-from studies import bounding
-from studies.core import Rows
+from studies.core import Rows, run
 from studies.measuring import begin
 
 KEYS, VALUES, ASKED = 512, 64, 64  # of the vocabulary, and keys asked at most at the end of a text
@@ -254,9 +253,11 @@ def measure(rows: Rows, size: Size) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    def measured(rows: Rows, quick: bool) -> None:
+        measure(rows, QUICK if quick else Size())
+
     quick = "four slots, eight pairs and few steps"
-    measured = lambda rows, few: measure(rows, QUICK if few else Size())  # noqa: E731
-    bounding.run(__doc__, "recall", quick, measured, argv)
+    run(__doc__, "recall", quick, measured, argv, of="bounding")
 
 
 if __name__ == "__main__":
