@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -198,13 +198,7 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
 
 def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
     """Return the threshold by which a gate would fire about per_1000 times in 1,000 tokens, given
-    its signals (B, T) on texts that nothing refreshes. Raises ValueError if that many are
-    impossible with the cooldown."""
-    if not 0 < per_1000 <= 1000 / cooldown:
-        raise ValueError(
-            f"{per_1000:g} refreshes in 1,000 tokens are not possible with {cooldown} tokens "
-            f"between two: at most {1000 / cooldown:g}"
-        )
+    its signals (B, T) on texts that nothing refreshes."""
     levels = signals.flatten().sort(descending=True).values.tolist()
 
     def rate(threshold: float) -> float:  # grows from level to level
@@ -276,18 +270,14 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
 # --- Time -------------------------------------------------------------------------------------------
 
 
-class Written(NamedTuple):
-    """The times of one text, and the pair that wrote it, if any."""
-
-    run: Run
-    pair: Pair | None
+Written = tuple[Run, Pair | None]  # the times of one text, and the pair that wrote it, if any
 
 
 def written(texts: Texts, way: str, prompts: int, turn: int) -> Written:
     """Write one text, sampled, after the first prompts in turn."""
     ids = texts.prompts["test"][turn % prompts][None]
     tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
-    return Written(timed(lambda: tokens), pair)
+    return timed(lambda: tokens), pair
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
@@ -316,7 +306,7 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
             speed.append(steps / (run.total - run.ttft))
             share.append(run.total / other.total)
         rows.add(way, at, time=share, tps=speed)
-        pair = several[0].pair
+        _, pair = several[0]
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
             passes = 1000 / texts.n * int(pair.passes)
             rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
@@ -430,38 +420,28 @@ def sized(rows: Rows, quick: bool) -> None:
 
 
 @torch.no_grad()
-def step_seconds(student: GPT, ids: Tensor) -> float:
-    """Return how long a student's step takes after prompts (B, T)."""
-    cache = student.new_cache()
-    student(ids, cache, last_only=True)
-    begun = time.perf_counter()
-    float(student(ids[:, -1:], cache)[0, 0, 0])  # waits for the device
-    return time.perf_counter() - begun
-
-
-def needed(texts: Texts, ways: Sequence[str], single: int) -> Iterator[str]:
-    """Yield what a run needs: memory for the weights of both models and for a cache of each, of all
-    texts at once, before any is made; then the time of the student's steps, by one that is timed:
-    texts written at once in each mode and way, and `single` texts one by one in each way."""
+def announce(texts: Texts, ways: int, single: int) -> None:
+    """Print what a run needs: memory, before a cache is made; then time, by a step of the student. Texts are written
+    at once in each mode and way, and `single` of them one by one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
-    (many, length), tokens = ids.shape, len(ways) * texts.n
-    weights, caches = [], 0
+    many, length = ids.shape
+    nbytes = 0
     for model in texts.models.values():
-        c, weight = model.config, model.wte.weight
-        weights.append(sum(p.nbytes for p in model.parameters()) / 1e6)
-        token = 2 * c.n_layer * kv_heads(c) * c.head_dim * weight.itemsize
-        caches += many * (length + texts.n) * token
-    yield (
-        f"Memory: {weights[0]:,.1f} MB of weights for the teacher, {weights[1]:,.1f} for the student, "
-        f"{caches / 1e6:,.1f} for the caches of {many} texts of {length + texts.n:,} tokens."
-    )
-    at_once, one = step_seconds(student, ids), step_seconds(student, ids[:1])
-    together, alone = len(MODES) * tokens, single * tokens
-    yield (
-        f"Time: {(together * at_once + alone * one) / 3600:.1f} hours or more: {together:,} steps of "
-        f"the student with {many} texts at once, {at_once:.2f} s each, and {alone:,} with one, "
-        f"{one:.2f} s each; the teacher's reading comes on top. A run that is interrupted begins "
-        "anew.\n"
+        c, size = model.config, model.wte.weight.itemsize
+        nbytes += sum(p.nbytes for p in model.parameters())
+        nbytes += many * (length + texts.n) * 2 * c.n_layer * kv_heads(c) * c.head_dim * size
+    print(f"Memory: {nbytes / 1e6:,.1f} MB for both models' weights and caches.", flush=True)
+    seconds = 0.0
+    for rows, times in ((ids, len(MODES)), (ids[:1], single)):
+        cache = student.new_cache()
+        student(rows, cache, last_only=True)
+        begun = time.perf_counter()
+        float(student(rows[:, -1:], cache)[0, 0, 0])  # waits for the device
+        seconds += times * ways * texts.n * (time.perf_counter() - begun)
+    print(
+        f"Time: {seconds / 3600:.1f} hours for the student's steps; the teacher's reading comes on top. A run that "
+        "is interrupted begins anew.\n",
+        flush=True,
     )
 
 
@@ -475,9 +455,8 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         teacher, student, _ = overfill.load_pair(
             names[0], name, device=args.device, dtype=args.dtype
         )
-        room = min(teacher.config.n_ctx, student.config.n_ctx)
-        n = min(n, room - 192) if path is None else n
-        prompts = prompts_of(tokenizer, path, count, room - n, args.chat)
+        room = min(teacher.config.n_ctx, student.config.n_ctx) - n
+        prompts = prompts_of(tokenizer, path, count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
         at = {} if train == "segments" else {"trained": train}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
@@ -489,8 +468,7 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         many, length = prompts["test"].shape
         few = min(3, many)
         if path is not None:
-            for sentence in needed(texts, ways, turns * few):
-                print(sentence, flush=True)
+            announce(texts, len(ways), turns * few)
         size = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
         begin(rows, names[0], teacher, size, some)

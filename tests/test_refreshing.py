@@ -61,10 +61,6 @@ def test_a_threshold_meets_its_budget() -> None:
     signals = torch.rand(20, 1000, generator=torch.Generator().manual_seed(0))
     count = 1000 * firings(signals, threshold_for(signals, 40, 16), 16) / signals.numel()
     assert 0.8 * 40 <= count <= 40
-    with pytest.raises(ValueError, match=r"at most 62.5"):
-        threshold_for(signals, 63, 16)
-    with pytest.raises(ValueError, match="0 refreshes"):
-        threshold_for(signals, 0, 16)
 
 
 def test_firings_are_those_of_a_gate() -> None:
