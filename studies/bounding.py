@@ -31,7 +31,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import compress
 import gpt_bounded_cache as bounded
@@ -94,14 +93,11 @@ def memories_of(
             f"{n} slots, one of them spare, must be more than {SINKS + 1} and at most {n_ctx + 1}"
         )
     window = n - 1 - SINKS
-    kinds = {
-        "full": (f"full, {n_ctx} tokens", n_ctx),
-        "window": (f"window of {n - 1}", n - 1),
-        "sinks": (f"{SINKS} sinks + window of {window}", window, SINKS),
-    }
+    sinks = partial(SlidingWindowCache, window, SINKS)
     memories = {
-        way: Memory(label, model, partial(SlidingWindowCache, *sizes))
-        for way, (label, *sizes) in kinds.items()
+        "full": Memory(f"full, {n_ctx} tokens", model, partial(SlidingWindowCache, n_ctx)),
+        "window": Memory(f"window of {n - 1}", model, partial(SlidingWindowCache, n - 1)),
+        "sinks": Memory(f"{SINKS} sinks + window of {window}", model, sinks),
     }
     if name == "pocket":
         bct = load_model("pocket-bct", model_class=bounded.BCT, device=device, dtype=dtype)
@@ -196,7 +192,7 @@ def quality(
     explain = corpus.explain_questions("test", size.explanations)
     recall = corpus.recall_questions("test", size.facts)
     full: tuple[np.ndarray, np.ndarray] | None = None
-    for way, memory in tqdm(memories.items(), desc="quality", leave=False):
+    for way, memory in memories.items():
         losses = [nats_of(memory, text) for text in tokens]
         nats = np.array([[float(x.double().sum()), len(x)] for x in losses])
         grams = np.stack(

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import compress
 import gpt_bounded_cache as bounded
@@ -108,7 +107,7 @@ def quality(
     lists = lists.repeat(1, 2)  # read twice
     expected, late = exact(texts), exact(long)[:, -128:]
     usual = nats(expected, texts).double()
-    for way, reader in tqdm(readers.items(), desc="quality", leave=False):
+    for way, reader in readers.items():
         got = expected if reader is exact else reader(texts)
         lost = nats(got, texts).double()
         sums = np.stack([[x.sum(1).numpy(), np.full(len(x), T - 1)] for x in (lost, usual)])

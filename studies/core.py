@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
 from studies.protocol import Claim, StudyLine, claim_tables
 from support.figures import COLORS
@@ -113,6 +114,7 @@ class Rows:
         no verdict, such as "reduced run". Raises ValueError if a line of the rows is no JSON."""
         self.study, self.again, self.reduced = study, again, reduced
         self.offered: list[str] = []  # the ways that due() was asked about
+        self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
         self.paper = tomllib.loads(read_text(HERE / study / "claims.toml"))
         if "like" in self.paper:  # another study of the same source
@@ -153,6 +155,7 @@ class Rows:
             file.write("".join(json.dumps(each, allow_nan=False) + "\n" for each in lines))
         for each in lines:
             self.take(each)
+        self.progress.update()
 
     def begin(self, *conditions: str) -> None:
         """Let the next rows be measured under these conditions."""
@@ -421,6 +424,7 @@ def report(rows: Rows) -> None:
     if rows.again and offered and not fnmatch.filter(offered, rows.again):
         raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(offered)}")
     folder = rows.path.parent
+    rows.progress.close()
     draw(rows, folder)
     print(page([*page_of(rows), f"Written to {folder}"]))
 

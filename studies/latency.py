@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
@@ -80,7 +79,7 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
     whole = max((m for m in lengths if m + DECODED <= n_ctx), default=0)
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
         memory, disk = Store(model), Store(model, folder)
-        for m, share in tqdm(cells, desc="cells", leave=False):
+        for m, share in cells:
             at = {"model": name, "m": m, "share": share}
             if not rows.due(["cold"], "first", **at):
                 continue

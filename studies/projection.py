@@ -75,7 +75,7 @@ GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
 BASELINES = ("raw-8:1", "hidden", "neighbour", "none")
 FOUND = ("written", "proposed", "proposed-true", "own", *BASELINES, *OURS)
 ALONE = ("rule", "stage1-written", "stage1-segments")
-GIVEN = (*FOUND, *ALONE, "learned")
+GIVEN = ("written", "proposed", "proposed-true", *RAW, *ALONE, "learned")
 SHARES = ("low", "good")
 FEW = 8  # families of each split of a reduced run, at most
 FIT_PROMPTS, TIMED, EMITTED = 75, 16, 4
@@ -122,19 +122,15 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
     return float(best), area_under_roc(good, bad)
 
 
-def answer(trial: Trial, prompt: Prompt, *first: int) -> str:
-    """Return the greedy answer, to the end of the line unless answers are long, by the exact cache;
+def score(trial: Trial, prompt: Prompt, *first: int) -> float:
+    """Return the exact match of a greedy answer to the end of the line, or ROUGE-L of a long one, by the exact cache;
     after the first token, if it has been emitted already."""
     n, ids = 80 if trial.long else 24, trial.batch([*prompt.ids, *first])
     tokens = generate(trial.model, ids, n - len(first), stop_id=trial.tokenizer.eot_token)
     text = trial.tokenizer.decode([*first, *map(int, tokens)]).partition(END_OF_TEXT)[0]
-    return text.strip() if trial.long else text.partition("\n")[0].strip()
-
-
-def score(trial: Trial, prompt: Prompt, *first: int) -> float:
-    """Return ROUGE-L or the exact match of an answer."""
-    text = answer(trial, prompt, *first)
-    return rouge_l(text, prompt.answer) if trial.long else float(text == prompt.answer)
+    if trial.long:
+        return rouge_l(text, prompt.answer)
+    return float(text.partition("\n")[0].strip() == prompt.answer)
 
 
 @torch.no_grad()
@@ -186,7 +182,7 @@ def ask(
         way = trial.ways[name]
         if "m" in at:
             way = replace(way, layout=replace(way.layout, m=at["m"]))
-        pairs = [(p, source) for p, source in asked if trial.covers(way, p, source)]
+        pairs = [(p, source) for p, source, *_ in asked if trial.covers(way, p, source)]
         found = [measure(trial, way, p, source) for p, source in pairs]
         columns = {metric: [x[metric] for x in found] for metric in found[0]} if found else {}
         add(rows, name, at, [p for p, _ in pairs], **columns)
@@ -212,8 +208,7 @@ def clocked(start: Callable[[Any], Any], asked: Any, turn: int = 0) -> float:
     """Return how many milliseconds a start takes, until its logits are there."""
     begun = time.perf_counter()
     result = start(asked)
-    if result is not None:
-        int(result[-1].max())  # waits for the device
+    int(result[-1].max())  # waits for the device
     return 1e3 * (time.perf_counter() - begun)
 
 
@@ -303,10 +298,10 @@ def lengths(rows: Rows, turns: int) -> None:
         file = Path(folder) / "summary.pt"
         torch.save(stored[0].clone(), file)
 
-        def retrieval(ids: list[int]) -> None:
+        def retrieval(ids: list[int]) -> Tensor:
             logits_after(encoder, [0] * min(len(ids), MINILM.n_ctx))
             int((embeddings @ embeddings[0]).argmax())
-            torch.load(file, weights_only=True)
+            return torch.load(file, weights_only=True)
 
         def warm(ids: list[int], mapped: bool) -> Tensor:
             summary = stage_2(stored[:1])[0] if mapped else stored[0]
@@ -380,15 +375,14 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
     """Append what the rows lack of one kind of prompts; return tau."""
     at, asked = {"kind": trial.kind}, trial.retrieve("test")
     tau, area = choose_tau(trial)
-    high = [q for q in asked if q.similarity >= tau]
-    if not high:
+    found = [q for q in asked if q.similarity >= tau]
+    if not found:
         return tau
     if rows.due(["retrieval"], "area", **at):
         rows.add("retrieval", at, area=[area])
-    given, found = trial.related("test"), [(q.prompt, q.found) for q in high]
+    given = trial.related("test")
     ask(rows, trial, FOUND, found, worth)
     ask(rows, trial, GIVEN, given, on="given")
-    ask(rows, trial, RAW, given, on="given")
     for m in (1, 32):
         if m < trial.shortest:
             ask(rows, trial, ["proposed"], given, on="given", m=m)
@@ -404,10 +398,9 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
         "lowest": asked[-third:],
         "top50": asked[: len(asked) // 2],
     }.items():
-        ask(rows, trial, ["proposed"], [(q.prompt, q.found) for q in some], on=on)
-    another = [(q.prompt, q.found) for q in asked if q.found is not q.relative]
-    ask(rows, trial, OURS, another, on="another")
-    prompts = [p for p, _ in found]
+        ask(rows, trial, ["proposed"], some, on=on)
+    ask(rows, trial, OURS, [q for q in asked if q.found is not q.relative], on="another")
+    prompts = [q.prompt for q in found]
     names = ["hit", *(name for name in FOUND if name in trial.ways)]
     times(rows, trial, names + ["shared"] * bool(trial.shared), prompts, turns)
     eighth(rows, trial, prompts, turns)
@@ -445,9 +438,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(
                 f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"
             )
-        different = "run of other prompts" if args.pairs else ""
-        if args.model != "pocket":
-            different = "run of another model"
+        others = "run of other prompts or another model"
+        different = others if args.pairs or args.model != "pocket" else ""
         rows, turns = recorded("projection", args, different), 1 if args.quick else 7
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, few = load_tokenizer(args.model), 20 if args.quick else 0

@@ -104,15 +104,16 @@ class Prompt:
 
 
 class Query(NamedTuple):
-    """A prompt that is asked, its stored relative if there is one, and what retrieval found."""
+    """A prompt that is asked, what retrieval found, and its stored relative if there is one."""
 
     prompt: Prompt
-    relative: Prompt | None
     found: Prompt
     similarity: float
+    relative: Prompt | None
 
 
-Asked = Sequence[tuple[Prompt, Prompt]]  # prompts, each with the one that it starts from
+# Prompts, each with the one that it starts from and, where retrieval found that, the rest of a query.
+Asked = Sequence[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -201,11 +202,6 @@ class Trial:
 
     def following(self, ids: list[int], answer: str) -> list[int]:
         """Return the tokens of the text that follows a prompt."""
-        n_ctx = self.model.config.n_ctx
-        if len(ids) + 2 * FOLLOWING > n_ctx:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens and {2 * FOLLOWING} more exceed the context, {n_ctx}"
-            )
         if answer:
             return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING]
         tokens = generate(self.model, self.batch(ids), FOLLOWING, stop_id=self.tokenizer.eot_token)
@@ -247,8 +243,7 @@ class Trial:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
         summaries = torch.zeros(len(stored), 1)
         if way.layout:
-            least = way.layout.tail + way.layout.m
-            stored = [p for p in stored if len(p.ids) >= least and self.covers(way, p)]
+            stored = [p for p in stored if self.covers(way, p)]
             summaries = torch.stack([way.summary(p, way.layout) for p in stored])
         texts = [p.text for p in stored]
         layout = way.layout or PROPOSED
@@ -261,7 +256,7 @@ class Trial:
         library = self.library(Way(), stored)
         for prompt, relative in self.queries(split):
             at, similarity = library.find(prompt.text)
-            found.append(Query(prompt, relative if relatives else None, stored[at], similarity))
+            found.append(Query(prompt, stored[at], similarity, relative if relatives else None))
         return found
 
     # --- The stages -------------------------------------------------------------------------------
@@ -345,7 +340,7 @@ class Trial:
         steps = self.few or STEPS
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
         rng = torch.Generator().manual_seed(0)
-        for _ in tqdm(range(steps), f"{self.kind}: summary tokens for all", leave=False):
+        for _ in range(steps):
             some = torch.randperm(len(last), generator=rng)[:BATCH]
             cache = projector.cache_of(self.model, summary, PROPOSED.m)
             layers = [layer.expand(-1, len(some), -1, -1, -1) for layer in cache.layers]

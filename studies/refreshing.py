@@ -38,7 +38,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
@@ -182,8 +181,7 @@ def refresh_as_published(
 def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
-    due = texts.rows.due(ways, "perplexity", **at)
-    for way in tqdm(due, f"quality, {', '.join(map(str, at.values()))}", leave=False):
+    for way in texts.rows.due(ways, "perplexity", **at):
         tokens, pair = texts.writing(way, ids, mode, seed=0)
         nats = []
         for text in torch.cat([ids, *tokens], 1).tolist():

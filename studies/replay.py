@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from studies.protocol import StudyLine
 from support.figures import figure
 from support.files import parse_json, read_csv, read_text, write_csv
@@ -115,7 +113,7 @@ def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
     unique = len({block for request in requests for block in request.blocks})
     doubled = [500 * 2**i for i in range(30) if 500 * 2**i < unique]
     rows, cells = [], []
-    for size in tqdm([*sorted(capacities or doubled), math.inf], desc="replay", leave=False):
+    for size in [*sorted(capacities or doubled), math.inf]:
         rates = hit_rates(requests, size)
         name, tokens = size, BLOCK * min(size, unique)
         if size == math.inf:
