@@ -23,7 +23,6 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
-from studies.core import Figure, Rows, run
+from studies.core import Rows, run
 from studies.measuring import begin
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
 from support.tables import table
@@ -62,22 +61,24 @@ QUICK = Size(documents=8, facts=8, explanations=4, long_texts=2, contexts=2)
 
 @dataclass
 class Memory:
-    """One memory: a label, a model, and what makes a cache."""
+    """One memory: a label, a model, what makes a cache for a text of n tokens, and how many tokens
+    are read at once."""
 
     label: str
     model: nn.Module
-    new_cache: Callable[[], KVCache]
+    make: Callable[[int], KVCache]
+    piece: int = 10_000
 
     def __post_init__(self) -> None:
         self.config, self.wte = self.model.config, self.model.wte
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
-        return self.model(ids, self.new_cache())
+        return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
 
     def write(self, ids: Tensor, n: int, **options: Any) -> Tensor:
         """Return n tokens (B, n) after ids (B, T)."""
-        new = bounded.generate(self.model, ids, n, cache=self.new_cache(), **options)
+        new = bounded.generate(self.model, ids, n, cache=self.make(n), **options)
         return torch.cat([*new], dim=1)
 
 
@@ -93,16 +94,16 @@ def memories_of(
             f"{n} slots, one of them spare, must be more than {SINKS + 1} and at most {n_ctx + 1}"
         )
     window = n - 1 - SINKS
-    sinks = partial(SlidingWindowCache, window, SINKS)
+    label = f"{SINKS} sinks + window of {window}"
     memories = {
-        "full": Memory(f"full, {n_ctx} tokens", model, partial(SlidingWindowCache, n_ctx)),
-        "window": Memory(f"window of {n - 1}", model, partial(SlidingWindowCache, n - 1)),
-        "sinks": Memory(f"{SINKS} sinks + window of {window}", model, sinks),
+        "full": Memory(f"full, {n_ctx} tokens", model, lambda _: SlidingWindowCache(n_ctx)),
+        "window": Memory(f"window of {n - 1}", model, lambda _: SlidingWindowCache(n - 1)),
+        "sinks": Memory(label, model, lambda _: SlidingWindowCache(window, SINKS)),
     }
     if name == "pocket":
         bct = load_model("pocket-bct", model_class=bounded.BCT, device=device, dtype=dtype)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
-        memories["ours"] = Memory(label, bct, bounded.BoundedMemory)
+        memories["ours"] = Memory(label, bct, lambda _: bounded.BoundedMemory())
     return memories
 
 
@@ -125,7 +126,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     print(tokenizer.decode(text[0].tolist()))
     rows, expected = [], None
     for memory in memories.values():
-        cache = memory.new_cache()
+        cache = memory.make(text.size(1))
         logits, ms = compress.read(memory.model, cache, text)
         expected = logits if expected is None else expected
         same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
@@ -148,7 +149,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
 def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     """Return the nats (B, T - 1) of all tokens of ids (B, T) but the first, read as generate()
     reads: any length."""
-    model, cache, n_ctx = memory.model, memory.new_cache(), memory.config.n_ctx
+    model, cache, n_ctx = memory.model, memory.make(ids.size(1)), memory.config.n_ctx
     losses, start, read = [], 0, 0  # start: where the context begins
     while read < ids.size(1) - 1:
         end = min(read + chunk, ids.size(1) - 1)
@@ -200,19 +201,25 @@ def quality(
         )
         full = full or (nats, grams)
         right = round(answers(memory, tokenizer, recall)[1] * size.facts)
-        found = {
-            "perplexity": (bootstrap(nats, perplexity), size.documents),
-            "above": (bootstrap(np.stack([nats, full[0]], 1), above), size.documents),
-            "bleu": (bootstrap(grams, bleu), size.explanations),
-            "lost": (bootstrap(np.stack([grams, full[1]], 1), lost), size.explanations),
-            "facts": (wilson(right, size.facts), size.facts),
-        }
-        cache = memory.new_cache()
+        cache = memory.make(memory.config.n_ctx)
         with torch.no_grad():
             memory.model(torch.zeros(1, memory.config.n_ctx, dtype=torch.long), cache)
         rows.add(way, at, bytes=[cache.nbytes])
-        for metric, (three, n) in found.items():
-            rows.add_figure(way, at, metric, Figure(*three), n)
+        rows.add_figures(
+            way,
+            at,
+            size.documents,
+            perplexity=bootstrap(nats, perplexity),
+            above=bootstrap(np.stack([nats, full[0]], 1), above),
+        )
+        rows.add_figures(
+            way,
+            at,
+            size.explanations,
+            bleu=bootstrap(grams, bleu),
+            lost=bootstrap(np.stack([grams, full[1]], 1), lost),
+        )
+        rows.add_figures(way, at, size.facts, facts=wilson(right, size.facts))
 
 
 def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Size) -> None:
@@ -231,10 +238,10 @@ def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Si
     ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, width, n_ctx)]
     for way, memory in memories.items():
         nats = stream_losses(memory, torch.tensor(texts)).mean(0)
-        rows.add_figure(way, {}, "long", Figure(nats.mean().exp().item()), len(texts))
+        rows.add_figures(way, {}, len(texts), long=[nats.mean().exp().item()])
         for a, b in pairwise(ends):
-            found = Figure(nats[a:b].mean().exp().item())
-            rows.add_figure(way, {"tokens": b}, "long", found, len(texts))
+            found = nats[a:b].mean().exp().item()
+            rows.add_figures(way, {"tokens": b}, len(texts), long=[found])
 
 
 def measure(rows: Rows, quick: bool) -> None:

@@ -23,7 +23,6 @@ Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -38,8 +37,8 @@ from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
-from studies.bounding import above
-from studies.core import Figure, Rows, in_turn, run
+from studies.bounding import Memory, above
+from studies.core import Rows, in_turn, run
 from studies.measuring import begin
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
@@ -71,19 +70,6 @@ CACHES = compress.CACHES | {  # all of compress.py, and what only this study com
 }
 
 
-class Reader:
-    """A model that reads every text in small pieces, with one way's cache."""
-
-    def __init__(self, model: nn.Module, make: Callable[[int], KVCache], piece: int) -> None:
-        """make: a cache for a text of so many tokens; piece: tokens that are read at once."""
-        self.model, self.make, self.piece = model, make, piece
-        self.wte, self.config = model.wte, model.config  # as of any model that is evaluated
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of ids (B, T)."""
-        return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
-
-
 # --- Quality ----------------------------------------------------------------------------------------
 
 
@@ -94,7 +80,7 @@ def nats(logits: Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quality(
-    rows: Rows, at: dict[str, str], readers: dict[str, Reader], exact: Reader, few: int
+    rows: Rows, at: dict[str, str], readers: dict[str, Memory], exact: Memory, few: int
 ) -> None:
     """Append what the ways' predictions lose to an exact reader's; few: by which the numbers of
     texts are divided."""
@@ -112,11 +98,11 @@ def quality(
         lost = nats(got, texts).double()
         sums = np.stack([[x.sum(1).numpy(), np.full(len(x), T - 1)] for x in (lost, usual)])
         found = bootstrap(sums.transpose(2, 0, 1), above)
-        rows.add_figure(way, at, "above", Figure(*found), len(texts))
+        rows.add_figures(way, at, len(texts), above=found)
         after = late if reader is exact else reader(long)[:, -128:]
         whole, end = (got, after) if way == "grouped" else (expected, late)  # its own attention
         right = round(answers(reader, tokenizer, questions)[1] * len(questions))
-        rows.add_figure(way, at, "facts", Figure(*wilson(right, len(questions))), len(questions))
+        rows.add_figures(way, at, len(questions), facts=wilson(right, len(questions)))
         cache = reader.make(T)
         compress.read(reader.model, cache, texts[:1], reader.piece)
         rows.add(
@@ -165,11 +151,12 @@ def measure(rows: Rows, quick: bool) -> None:
     for name, model in models.items():
         at = {"model": name}
         begin(rows, name, model, numbers)
-        readers = {way: Reader(model, kind.new, piece) for way, kind in CACHES.items()}
+        readers = {way: Memory(way, model, kind.new, piece) for way, kind in CACHES.items()}
         exact = readers["full"]
         if name == "pocket":
-            readers["bct"] = Reader(bct, lambda _: bct.new_cache(), piece)
-            readers["grouped"] = Reader(models["pocket-llama"], lambda _: KVCache(), piece)
+            readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), piece)
+            llama = models["pocket-llama"]
+            readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), piece)
         if due := rows.due(readers, "kl", **at):
             quality(rows, at, {way: readers[way] for way in due}, exact, few)
         times(rows, at, model, turns)

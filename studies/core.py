@@ -182,9 +182,10 @@ class Rows:
         line = line_of(way, at, metric, found, len(values))
         return line | {"values": [float(f"{x:.6g}") for x in values]}
 
-    def add_figure(self, way: str, at: dict[str, Any], metric: str, found: Figure, n: int) -> None:
-        """Append a row of a figure that isn't made of one value for each thing."""
-        self.append(line_of(way, at, metric, found, n))
+    def add_figures(self, way: str, at: dict[str, Any], n: int, **metrics: Iterable[float]) -> None:
+        """Append a row for each metric, of a figure of n things and its interval, if that is known."""
+        for metric, found in metrics.items():
+            self.append(line_of(way, at, metric, Figure(*found), n))
 
     def find(self, way: str, metric: str, **at: Any) -> dict[str, Any] | None:
         return self.rows.get(self.key(way, metric, at))

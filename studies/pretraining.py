@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +66,10 @@ def trained(way: str, recipe: Pretraining, state: Path) -> Memory:
     """Return the trained model with its memory; its training is kept in a folder of its own."""
     model, _ = train(recipe, state / way)
     if isinstance(model, WideBCT):
-        return Memory(way, model, BoundedMemory)
+        return Memory(way, model, lambda _: BoundedMemory())
     if recipe.window:
-        return Memory(way, model, partial(SlidingWindowCache, recipe.window))
-    return Memory(way, model, KVCache)
+        return Memory(way, model, lambda _: SlidingWindowCache(recipe.window))
+    return Memory(way, model, lambda _: KVCache())
 
 
 def measure(rows: Rows, quick: bool) -> None:

@@ -52,7 +52,7 @@ from projector import (
     read_all_queries,
 )
 from recycle import read_all
-from studies.core import LEAST, Figure, Rows, in_turn, recorded, report
+from studies.core import LEAST, Rows, in_turn, recorded, report
 from studies.measuring import begin
 from studies.projection_ways import (
     OURS,
@@ -97,9 +97,8 @@ def add(rows: Rows, way: str, at: dict, prompts: Sequence[Prompt], **metrics: Se
         if metric in SHARES:
             _, least, most = wilson(sum(values), len(values))
             low, high = min(low, least), max(high, most)
-        known = len(families) >= LEAST
-        found = Figure(value, low, high) if known else Figure(value)
-        rows.add_figure(way, at, metric, found, len(values))
+        found = (value, low, high) if len(families) >= LEAST else [value]
+        rows.add_figures(way, at, len(values), **{metric: found})
 
 
 # --- One prompt -------------------------------------------------------------------------------------

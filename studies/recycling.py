@@ -32,7 +32,7 @@ import numpy as np
 
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
-from studies.core import HERE, Figure, Rows, in_turn, recorded, report
+from studies.core import HERE, Rows, in_turn, recorded, report
 from studies.measuring import begin, model_of
 from studies.protocol import StudyLine
 from support.cli import GEOMETRIES
@@ -159,7 +159,7 @@ def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
         )
         for metric, share in zip(("alpha_first", "alpha"), saved.T, strict=True):
             points = np.stack([depth, share], 1)
-            rows.add_figure(way, at, metric, Figure(*bootstrap(points, slope)), len(own))
+            rows.add_figures(way, at, len(own), **{metric: bootstrap(points, slope)})
         texts = [trial.recycler.tokenizer.decode(x.ids).removesuffix(END_OF_TEXT) for x in own]
         vectors[way] = trial.recycler.encoder(texts)
     add_similarity(rows, vectors, at)
@@ -177,7 +177,7 @@ def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], at: dict) -> None
         similarity = (vectors[way] * cold).sum(1)
         rows.add(way, at, similarity=similarity)
         near = bootstrap(np.stack([similarity, others], 1), nearness)
-        rows.add_figure(way, at, "near", Figure(*near), len(cold))
+        rows.add_figures(way, at, len(cold), near=near)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -48,7 +48,7 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import Run, read_prompts, timed
-from studies.core import Figure, Rows, in_turn, recorded, report
+from studies.core import Rows, in_turn, recorded, report
 from studies.measuring import begin
 from studies.protocol import StudyLine
 from support.chat import as_question
@@ -233,7 +233,7 @@ def areas(texts: Texts) -> None:
     for way, x in zip(("entropy", "dropout"), signals, strict=True):
         found = [area_under_roc(x[draw][large[draw]], x[draw][~large[draw]]) for draw in draws]
         low, high = np.quantile([area for area in found[1:] if area is not None], [0.025, 0.975])
-        texts.rows.add_figure(way, texts.at, "area", Figure(found[0], low, high), n)
+        texts.rows.add_figures(way, texts.at, n, area=(found[0], low, high))
 
 
 @torch.no_grad()
@@ -344,8 +344,9 @@ def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
         count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
         prefills = slope * reads.value + count * start  # of all passes together
         found = round((first / 1e3 + (alone + prefills)) / (first / 1e3 + alone), 4)
-        if rows.figure(way, "time", **at, by="formula") != Figure(found, found, found):
-            rows.add_figure(way, at | {"by": "formula"}, "time", Figure(found, found, found), 1)
+        exact = (found, found, found)
+        if rows.figure(way, "time", **at, by="formula") != exact:
+            rows.add_figures(way, at | {"by": "formula"}, 1, time=exact)
 
 
 def variational(rows: Rows) -> None:

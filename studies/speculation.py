@@ -25,7 +25,7 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from recycle import Run, timed
 from speculate import DRAFTS, Passes, speculate
-from studies.core import Figure, Rows, in_turn, run
+from studies.core import Rows, in_turn, run
 from studies.measuring import begin
 from studies.refreshing import MODES, Texts
 
@@ -91,7 +91,7 @@ def measure(texts: Texts, mode: str) -> None:
         drafted = sum(x.passes.drafted for x in several)
         if drafted:
             kept = sum(x.passes.agreed for x in several) / drafted
-            rows.add_figure(way, at, "kept", Figure(kept), len(several))
+            rows.add_figures(way, at, len(several), kept=[kept])
 
 
 def main(argv: list[str] | None = None) -> None:

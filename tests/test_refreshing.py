@@ -19,7 +19,7 @@ from overfill import (
 )
 from pocket.evaluation import nats_of
 from studies import refreshing
-from studies.core import Figure, Rows
+from studies.core import Rows
 from studies.refreshing import (
     Texts,
     caches,
@@ -141,9 +141,8 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     reads = [rows.find("teacher", "read_ms", **at, k=k)["n"] for k in (4, 8)]
     assert reads == [2 * 4, 2 * 2] and rows.figure("periodic:4", "reads", **at).value == 16
     for k, ms in ((4, 10.0), (8, 20.0)):
-        rows.add_figure("teacher", at | {"k": k}, "read_ms", Figure(ms), 1)
-    rows.add_figure("none", at, "first_ms", Figure(50.0), 1)
-    rows.add_figure("none", at, "tps", Figure(20.0), 1)
+        rows.add_figures("teacher", at | {"k": k}, 1, read_ms=[ms])
+    rows.add_figures("none", at, 1, first_ms=[50.0], tps=[20.0])
     predict(rows, 20, at)
     found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
     assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
