@@ -92,9 +92,8 @@ def generations() -> str:
 def replay() -> str:
     """The hit rates of studies/recycling/replay_*.csv, side by side."""
     rates: dict[str, list[str]] = {}
-    paths = sorted(
-        (ROOT / "studies" / "recycling").glob("replay_*.csv"), key=lines_of, reverse=True
-    )
+    paths = (ROOT / "studies" / "recycling").glob("replay_*.csv")
+    paths = sorted(paths, key=lambda path: -len(read_csv(path)))
     for i, path in enumerate(paths):
         for row in read_csv(path):
             cells = rates.setdefault(row["capacity_blocks"], ["-"] * len(paths))
@@ -103,10 +102,6 @@ def replay() -> str:
     header = ["capacity, blocks of 512 tokens", *(path.stem[len("replay_") :] for path in paths)]
     note = "A dash: the trace has fewer different blocks, so the capacity is no limit."
     return page([Table(header, rows), note], markdown=True)
-
-
-def lines_of(path: Path) -> int:
-    return len(read_csv(path))
 
 
 def row_table(name: str) -> str:

@@ -74,13 +74,9 @@ class Trial:
 
     def __init__(self, recycler: Recycler, tests: Sequence[str], n: int, ending: str) -> None:
         """tests: the prompts to answer; n: new tokens; ending: what follows a test prompt, but no
-        stored one. Raises ValueError if a prompt leaves no room for the answer."""
+        stored one."""
         self.recycler, self.tests, self.n, self.ending = recycler, tests, n, ending
         self.lengths = [len(recycler.encode(text + ending)) for text in tests]
-        longest, n_ctx = max(self.lengths), recycler.store.model.config.n_ctx
-        if longest + n > n_ctx:
-            message = f"a prompt of {longest} tokens and {n} new ones exceed the context, {n_ctx}"
-            raise ValueError(message)
 
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; retrieval and restoring count, too."""
