@@ -34,7 +34,6 @@ from gpt_kv_cache import KVCache
 from load_gpt2_weights import Numbers
 from recycle import Run, timed
 from studies.core import Rows, in_turn, run
-from studies.measuring import begin
 from support.conditions import random_model
 
 PROMPT, NEW = "Hello, I am", 200  # the article's
@@ -88,7 +87,7 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
         ids, room = torch.randint(50257, (1, after)), model.config.n_ctx
     found = in_turn({way: partial(written, way, models[way], ids, n, room) for way in ways}, turns)
     what = f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}"
-    begin(rows, f"{size}, random weights", model, what)
+    rows.begin_with(f"{size}, random weights", model, what)
     *_, (plain, _, _) = found["no-cache"]
     seconds = {}
     for way, several in found.items():

@@ -38,7 +38,6 @@ from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
 from studies.core import Rows, run
-from studies.measuring import begin
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
 from support.tables import table
 
@@ -251,8 +250,7 @@ def measure(rows: Rows, quick: bool) -> None:
         return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
     full, bct = memories["full"], memories["ours"].config
-    begin(
-        rows,
+    rows.begin_with(
         "pocket",
         full.model,
         f"{full.config.n_layer} layers of width {full.config.n_embd}",

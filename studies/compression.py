@@ -39,7 +39,6 @@ from pocket import corpus
 from pocket.evaluation import answers, rows_of
 from studies.bounding import Memory, above
 from studies.core import Rows, in_turn, run
-from studies.measuring import begin
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
 
@@ -150,7 +149,7 @@ def measure(rows: Rows, quick: bool) -> None:
     bct = load_model("pocket-bct", model_class=bounded.BCT)
     for name, model in models.items():
         at = {"model": name}
-        begin(rows, name, model, numbers)
+        rows.begin_with(name, model, numbers)
         readers = {way: Memory(way, model, kind.new, piece) for way, kind in CACHES.items()}
         exact = readers["full"]
         if name == "pocket":
@@ -162,7 +161,7 @@ def measure(rows: Rows, quick: bool) -> None:
         times(rows, at, model, turns)
     if not quick:
         large = random_model(GPT, "124M")
-        begin(rows, "124M, random weights", large)
+        rows.begin_with("124M, random weights", large)
         times(rows, {"model": "124M"}, large, turns)
 
 

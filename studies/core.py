@@ -25,9 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
+from torch import nn
 from tqdm import tqdm
 
 from studies.protocol import Claim, StudyLine, claim_tables
+from support.conditions import conditions
 from support.figures import COLORS
 from support.figures import figure as draw_figure
 from support.files import parse_json, read_text
@@ -160,6 +163,13 @@ class Rows:
     def begin(self, *conditions: str) -> None:
         """Let the next rows be measured under these conditions."""
         self.begun = {"study": self.study, "conditions": [*conditions]}
+
+    def begin_with(self, name: str, model: nn.Module, *details: str) -> None:
+        """Let the next rows be measured with a model, on this machine, under conditions in detail."""
+        on, threads = conditions(name, model), torch.get_num_threads()
+        threads = "1 thread" if threads == 1 else f"{threads} threads"
+        size = f"{name}: {on['parameters']:,} parameters"
+        self.begin(size, *details, threads, on["machine"], on["date"])
 
     def due(self, ways: Iterable[str], metric: str, **at: Any) -> list[str]:
         """Return the ways to measure: those without such a row, or those to measure again."""
@@ -451,22 +461,22 @@ def points_over(
     rows: Rows, way: str, metric: str, key: str, at: dict[str, Any]
 ) -> list[tuple[float, ...]]:
     """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
-    found = []
+    usual, found = rows.paper["usual"], []
     for row in rows.rows.values():
-        here = row["setting"]
-        wanted = row["way"] == way and row["metric"] == metric and here.items() >= at.items()
-        if wanted and key in here:
-            found.append((here[key], *rows.figure(way, metric, **here)))
+        x = row["setting"].get(key)
+        here = usual | at | {key: x}
+        if (row["way"], row["metric"]) == (way, metric) and usual | row["setting"] == here:
+            found.append((x, *rows.figure(way, metric, **here)))
     return sorted(found)
 
 
 def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """Return the points of a figure, x and y with its interval, by the label and the kind of their
-    curve: of a metric over a part of the setting, or over another metric, joined for ways of one
-    kind (periodic:64, periodic:16); else x and y of a series."""
+    """Return the points of a figure of its ways, or of the table's, x and y with its interval, by
+    the label and the kind of their curve: of a metric over a part of the setting, or over another
+    metric, joined for ways of one kind (periodic:64, periodic:16); else x and y of a series."""
     curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
-    metric = wanted["y"]
-    for way, at in ways_of(rows, wanted["ways"]):
+    metric, ways = wanted["y"], wanted.get("ways", rows.paper["table"]["ways"])
+    for way, at in ways_of(rows, ways):
         label, points = rows.name(way, at), []
         kind = rows.name(re.split("[:~]", way)[0], at)
         if "over" in wanted:

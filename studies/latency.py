@@ -28,8 +28,7 @@ from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, read_all, timed
 from studies.core import Rows, in_turn, recorded, report
-from studies.measuring import begin, model_of
-from studies.protocol import StudyLine
+from studies.protocol import StudyLine, model_of
 from support.cli import GEOMETRIES
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
@@ -136,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
         lengths, turns = (QUICK, 1) if args.quick else (LENGTHS, 5)
         rows = recorded("latency", args, "run of another model" if args.model != "124M" else "")
         rows.paper["usual"]["model"] = args.model
-        begin(rows, name, model, f"turns: {turns}")
+        rows.begin_with(name, model, f"turns: {turns}")
         measure(rows, model, args.model, lengths, turns)
         report(rows)
 

@@ -32,7 +32,6 @@ from gpt_bounded_cache import (
     SlidingWindowCache,
 )
 from studies.core import Rows, in_turn, run
-from studies.measuring import begin
 
 LENGTHS, SLOTS = (128, 1000, 4000, 8000, 16000), (24, 2048)  # 2,048: the source's capacity
 TURNS = 5
@@ -95,8 +94,7 @@ def measure(rows: Rows, quick: bool) -> None:
     }
     for m in slots:
         caches[f"bct:{m}"] = BCT(BCTConfig(**geometry, slots=m)).eval(), written
-    begin(
-        rows,
+    rows.begin_with(
         f"{what}, random weights",
         plain,
         f"caches filled with random numbers, medians of {DECODED} tokens, turns: {TURNS}",

@@ -27,7 +27,6 @@ from pocket.training import train
 from studies import bounding
 from studies.bounding import Memory
 from studies.core import Rows, run
-from studies.measuring import begin
 from studies.recall import WideBCT
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
@@ -83,8 +82,7 @@ def measure(rows: Rows, quick: bool) -> None:
     state = rows.path.parent / f"pretraining-{steps}"
     memories = {way: trained(way, recipe, state) for way, recipe in recipes.items()}
     _, tokens = size_of(recipes["full"])
-    begin(
-        rows,
+    rows.begin_with(
         "GPT-2 of pocket's layers and width, trained from scratch",
         memories["full"].model,
         f"{steps:,} steps, {tokens / 1e6:.1f} million tokens in rows of {GEOMETRY['n_ctx']}",

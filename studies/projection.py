@@ -53,7 +53,6 @@ from projector import (
 )
 from recycle import read_all
 from studies.core import LEAST, Rows, in_turn, recorded, report
-from studies.measuring import begin
 from studies.projection_ways import (
     OURS,
     POCKET,
@@ -289,7 +288,7 @@ def lengths(rows: Rows, turns: int) -> None:
     if not rows.due(["mapped"], "saved", **at):
         return
     model, encoder, m = random_model(GPT, "124M"), GPT(MINILM).eval(), PROPOSED.m
-    begin(rows, "GPT-2 124M, random weights", model, f"turns: {turns}")
+    rows.begin_with("GPT-2 124M, random weights", model, f"turns: {turns}")
     c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
     stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
     stage_2 = Projector(stored, stored, penalty=1.0)
@@ -454,7 +453,7 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 families = pocket_families(kind, args.seed, FEW if args.quick else None)
             trial = Trial(model, tokenizer, kind, families, args.seed, few)
-            begin(rows, args.model, model, "held-out families of paraphrases")
+            rows.begin_with(args.model, model, "held-out families of paraphrases")
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")

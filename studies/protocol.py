@@ -9,8 +9,10 @@ from typing import TypedDict
 
 import torch
 
-from load_gpt2_weights import NAMES
+from gpt_kv_cache import GPT
+from load_gpt2_weights import NAMES, load_model
 from support.cli import CommandLine, writable_folder
+from support.conditions import is_geometry, random_model
 from support.tables import Table
 
 MINUTES = {  # that a command's full run took on an undisturbed core
@@ -74,6 +76,15 @@ class StudyLine(CommandLine):
                 flush=True,
             )
         return super().resolved(args)
+
+
+def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
+    """Return the model that --model names, with random weights if that is a geometry, and its name
+    in a record."""
+    if is_geometry(args.model):
+        model = random_model(GPT, args.model).to(args.device, args.dtype)
+        return model, f"{args.model}, random weights"
+    return load_model(args.model, device=args.device, dtype=args.dtype), args.model
 
 
 class Claim(TypedDict):

@@ -38,7 +38,6 @@ from gpt_bounded_cache import (
 )
 from pocket.evaluation import window_of_equal_bytes
 from studies.core import Rows, run
-from studies.measuring import begin
 
 KEYS, VALUES, ASKED = 512, 64, 64  # of the vocabulary, and keys asked at most at the end of a text
 POSITIONS = 1024  # of a step's texts together
@@ -237,8 +236,7 @@ def pool(rows: Rows, size: Size) -> None:
 
 def measure(rows: Rows, size: Size) -> None:
     """Append what is missing: full attention, and each way at each number of slots."""
-    begin(
-        rows,
+    rows.begin_with(
         "two layers of GPT-2, trained from scratch to look up keys",
         build("full", 1, 0, positions_of(size))[0],
         f"{size.steps} steps of {POSITIONS:,} positions, seeds: {size.seeds}, one learning rate",

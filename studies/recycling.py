@@ -33,8 +33,7 @@ import numpy as np
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
 from studies.core import HERE, Rows, in_turn, recorded, report
-from studies.measuring import begin, model_of
-from studies.protocol import StudyLine
+from studies.protocol import StudyLine, model_of
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.statistics import bootstrap
@@ -194,8 +193,7 @@ def main(argv: list[str] | None = None) -> None:
             for claim in rows.paper["claims"]:
                 claim["at"] = claim.get("at", {}) | at
         turns, c = 1 if args.quick else 5, model.config
-        begin(
-            rows,
+        rows.begin_with(
             name,
             model,
             f"{c.n_layer} layers of width {c.n_embd:,}",

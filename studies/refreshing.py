@@ -48,8 +48,7 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import Run, read_prompts, timed
-from studies.core import Rows, in_turn, recorded, report
-from studies.measuring import begin
+from studies.core import Rows, in_turn, points_over, recorded, report
 from studies.protocol import StudyLine
 from support.chat import as_question
 from support.conditions import random_model
@@ -329,9 +328,8 @@ def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
 
     Source: section "Why is it cheap?".
     """
-    counts = {row["setting"]["k"] for row in rows.rows.values() if row["metric"] == "read_ms"}
-    measured = {k: rows.figure("teacher", "read_ms", **at, k=k) for k in sorted(counts)}
-    points = [(k, found.value / 1e3) for k, found in measured.items() if found]
+    measured = points_over(rows, "teacher", "read_ms", "k", at)
+    points = [(k, ms / 1e3) for k, ms, *_ in measured]
     if len(points) < 2:
         return
     slope, start = np.polyfit(*zip(*points, strict=True), 1)
@@ -406,8 +404,7 @@ def sized(rows: Rows, quick: bool) -> None:
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     at = {"model": "355M", "tokens": 260}
     texts = Texts(rows, {"teacher": large, "student": student}, {"test": ids}, n, at)
-    begin(
-        rows,
+    rows.begin_with(
         f"{size}, random weights",
         large,
         f"a student of {sum(p.numel() for p in student.parameters()):,} parameters",
@@ -470,7 +467,7 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
             announce(texts, len(ways), turns * few)
         size = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
-        begin(rows, names[0], teacher, size, some)
+        rows.begin_with(names[0], teacher, size, some)
         for mode in MODES:
             quality(texts, ways, mode)
         if train == "dropout":
@@ -478,7 +475,7 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         if train == "segments" and fits:
             caches(texts, TRACED, max(1, count // 6))
         some = f"single texts of {n:,} tokens after {length}, {few} prompts, turns: {turns}"
-        begin(rows, names[0], teacher, size, some)
+        rows.begin_with(names[0], teacher, size, some)
         if train in ("segments", "dropout"):
             times(texts, ways, few, turns)
         predict(rows, n, at)

@@ -26,7 +26,6 @@ from pocket.evaluation import nats_of
 from recycle import Run, timed
 from speculate import DRAFTS, Passes, speculate
 from studies.core import Rows, in_turn, run
-from studies.measuring import begin
 from studies.refreshing import MODES, Texts
 
 BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
@@ -100,8 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         teacher, student, tokenizer = load_pair("pocket", "pocket-student")
         ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192))
         texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
-        begin(
-            rows,
+        rows.begin_with(
             "pocket",
             teacher,
             f"pocket-student: {sum(p.numel() for p in student.parameters()):,} parameters",

@@ -196,5 +196,5 @@ def test_a_claim_on_every_size_has_to_hold_for_each_unless_a_thing_can_be(rows: 
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Rows) -> None:
     for size in (4, 2):
         rows.add("old", {"size": size, "by": "hand"}, share=[size / 10])
-    assert [x for x, *_ in points_over(rows, "old", "share", "size", {})] == [2, 4]
-    assert points_over(rows, "old", "share", "size", {"by": "machine"}) == []
+    assert [x for x, *_ in points_over(rows, "old", "share", "size", {"by": "hand"})] == [2, 4]
+    assert points_over(rows, "old", "share", "size", {}) == []
