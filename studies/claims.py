@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import textwrap
 
-from studies.core import Rows
+from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables
 from studies.core import claims as claims_of
-from studies.protocol import MINUTES, Claim, answer_of, claim_tables
 from support.cli import CommandLine
 from support.tables import Table, page
 

@@ -1,4 +1,5 @@
-"""The core of the studies: rows of measured figures, claims that rows decide, tables and figures.
+"""The core of the studies: their command line, rows of measured figures, claims that rows decide,
+tables and figures.
 
 A row is one figure: study, way (a method by its short name, such as periodic:64), setting, metric,
 value, low and high (its 95% interval), n, and mostly `values`, one for each independent thing
@@ -19,9 +20,10 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,8 +31,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from studies.protocol import Claim, StudyLine, claim_tables
-from support.conditions import conditions
+from gpt_kv_cache import GPT
+from load_gpt2_weights import NAMES, load_model
+from support.cli import CommandLine, writable_folder
+from support.conditions import conditions, is_geometry, random_model
 from support.figures import COLORS
 from support.figures import figure as draw_figure
 from support.files import parse_json, read_text
@@ -55,6 +59,25 @@ RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
 T = TypeVar("T")
+# A claim in its source's own words, the conditions of both sides, and our finding: source (its title, "" if the claim
+# is ours), section, quote, theirs and ours (conditions), figure (what decides, with its interval), verdict, stated
+# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it).
+Claim = dict[str, str]
+ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
+MINUTES = {  # that a command's full run took on an undisturbed core
+    "article": 10,
+    "bounding": 10,
+    "recall": 30,
+    "pretraining": 60,
+    "lengths": 3,
+    "recycling": 1,
+    "recycling --model 355M": 25,
+    "latency": 5,
+    "projection": 120,
+    "refreshing": 150,
+    "speculation": 5,
+    "compression": 20,
+}
 
 
 class Figure(NamedTuple):
@@ -263,6 +286,65 @@ def line_of(way: str, at: dict[str, Any], metric: str, found: Figure, n: int) ->
     return line | {"n": n}
 
 
+# --- The command line ----------------------------------------------------------------------------
+
+
+class StudyLine(CommandLine):
+    """The command line of a study: a model, --quick and --out."""
+
+    def __init__(
+        self,
+        doc: str | None,
+        name: str,
+        quick: str,
+        model: str = "--model",
+        out: str = "",
+        models: str = NAMES,
+        again: bool = False,
+    ) -> None:
+        """quick: the study's reduced form with --quick; model: the option that names the model, "" for none: the
+        study has one thread then; again: whether single ways can be measured once more."""
+        super().__init__(doc, f"python3 -m studies.{name} --quick", models)
+        self.study = name
+        if model:
+            self.add_model_arguments(model)
+        if again:
+            what = "measure these ways once more: a name, or a pattern such as 'raw-*'"
+            self.add_argument("--again", default="", metavar="WAYS", help=what)
+        self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
+        self.add_argument(
+            "--out",
+            default=f"results/{out or name}",
+            metavar="FOLDER",
+            type=writable_folder,
+            help="where results go",
+        )
+
+    def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Set the threads of a study without a model, too, and say how long a full run takes."""
+        if "threads" not in args:
+            torch.set_num_threads(1)
+        command, model = self.study, getattr(args, "model", None)
+        if model != self.get_default("model"):
+            command += f" --model {model}"
+        if command in MINUTES and not args.quick:
+            print(
+                f"The full run takes about {MINUTES[command]} minutes on one core, less what is "
+                "recorded already; --quick takes at most one.\n",
+                flush=True,
+            )
+        return super().resolved(args)
+
+
+def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
+    """Return the model that --model names, with random weights if that is a geometry, and its name
+    in a record."""
+    if is_geometry(args.model):
+        model = random_model(GPT, args.model).to(args.device, args.dtype)
+        return model, f"{args.model}, random weights"
+    return load_model(args.model, device=args.device, dtype=args.dtype), args.model
+
+
 # --- Measuring --------------------------------------------------------------------------------------
 
 
@@ -309,12 +391,10 @@ def judged(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
     return found.below(line) if op == "<" else -found.below(line)
 
 
-def answer(rows: Rows, rule: str | list[str], at: dict[str, Any]) -> int | None:
-    """Return judged() of a rule, or the best answer of several of which one is enough; of these,
+def answer(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
+    """Return judged() of a rule, or the best answer of several, "... or ...", of which one is enough;
     such that aren't measured are left out."""
-    if isinstance(rule, str):
-        return judged(rows, rule, at)
-    answers = [judged(rows, one, at) for one in rule]
+    answers = [judged(rows, one, at) for one in rule.split(" or ")]
     return max((x for x in answers if x is not None), default=None)
 
 
@@ -351,7 +431,7 @@ def claims(rows: Rows) -> list[Claim]:
             [(part, values)] = rows.paper["every"].items()
             places = [{part: value} for value in values]
         source = rows.paper.get("sources", {}).get(claim.get("source"), rows.paper)
-        first = RULE.fullmatch(next(iter(np.ravel(claim["rules"]))))
+        first = RULE.match(claim["rules"][0])
         way, where = side_of(first[2], places[0])
         row = rows.find(way, first[1] or rows.paper["metric"], **where)
         on = row["on"]["conditions"] if row else []
@@ -369,6 +449,42 @@ def claims(rows: Rows) -> list[Claim]:
             )
         )
     return found
+
+
+def answer_of(claim: Claim) -> str:
+    """Return the verdict on a claim, or the answer to a question of ours."""
+    verdict = claim["verdict"]
+    return verdict if claim["source"] else ANSWERS.get(verdict, verdict)
+
+
+def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
+    """Return claims as a table, and our questions as another, after the conditions of each source
+    and ours, which the claims name by a letter if there are several."""
+    parts: list[str | Table] = []
+    theirs = {claim["source"]: claim["theirs"] for claim in claims if claim["source"]}
+    parts += [f"Conditions of {source}: {text}." for source, text in theirs.items()]
+    conditions = [*dict.fromkeys(claim["ours"] for claim in claims)]
+    letters = dict(zip(conditions, ascii_lowercase, strict=False))
+    if len(conditions) == 1:
+        parts.append(f"Here: {conditions[0]}.")
+    elif conditions:
+        parts.append("Here:\n\n" + "\n".join(f"- ({letters[on]}) {on}" for on in conditions))
+    rows, questions = [], []
+    for claim in claims:
+        where = [claim["section"]] if claim["source"] else []
+        if len(conditions) > 1:
+            where.append(letters[claim["ours"]])
+        place = f" ({'; '.join(where)})" if where else ""
+        found = ": ".join(filter(None, (answer_of(claim), claim["figure"])))
+        if claim["source"]:
+            rows.append([f'"{claim["quote"]}"{place}', found, claim["stated"]])
+        else:
+            questions.append([f"{claim['quote']}{place}", found])
+    if rows:
+        parts.append(Table(["claim", "found here", "tested as stated"], rows, left=3))
+    if questions:
+        parts.append(Table(["question of ours", "found here"], questions, left=2))
+    return parts
 
 
 # --- Tables and figures -----------------------------------------------------------------------------

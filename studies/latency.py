@@ -27,8 +27,7 @@ import torch
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, read_all, timed
-from studies.core import Rows, in_turn, recorded, report
-from studies.protocol import StudyLine, model_of
+from studies.core import Rows, StudyLine, in_turn, model_of, recorded, report
 from support.cli import GEOMETRIES
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token

@@ -52,7 +52,7 @@ from projector import (
     read_all_queries,
 )
 from recycle import read_all
-from studies.core import LEAST, Rows, in_turn, recorded, report
+from studies.core import LEAST, Rows, StudyLine, in_turn, recorded, report
 from studies.projection_ways import (
     OURS,
     POCKET,
@@ -66,7 +66,6 @@ from studies.projection_ways import (
     pocket_families,
     read_pairs,
 )
-from studies.protocol import StudyLine
 from support.conditions import random_model
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
 

@@ -32,8 +32,7 @@ import numpy as np
 
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
-from studies.core import HERE, Rows, in_turn, recorded, report
-from studies.protocol import StudyLine, model_of
+from studies.core import HERE, Rows, StudyLine, in_turn, model_of, recorded, report
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.statistics import bootstrap

@@ -48,8 +48,7 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import Run, read_prompts, timed
-from studies.core import Rows, in_turn, points_over, recorded, report
-from studies.protocol import StudyLine
+from studies.core import Rows, StudyLine, in_turn, points_over, recorded, report
 from support.chat import as_question
 from support.conditions import random_model
 from support.geometry import kv_heads

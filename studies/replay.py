@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from studies.protocol import StudyLine
+from studies.core import StudyLine
 from support.figures import figure
 from support.files import parse_json, read_csv, read_text, write_csv
 from support.prefix import common_prefix

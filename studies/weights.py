@@ -20,7 +20,7 @@ from gpt_kv_cache import KVCache
 from llama_kv_cache import Llama
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from studies import projection, recycling
-from studies.protocol import StudyLine
+from studies.core import StudyLine
 from support.files import read_csv, read_json, write_csv
 from support.tables import table
 
