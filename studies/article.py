@@ -17,8 +17,6 @@ wrong          the share of positions whose logits differ from attention to the 
 Source: Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -17,8 +17,6 @@ bytes               of a text's cache
 Source: Yi et al. 2024 (BCT).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable
@@ -37,7 +35,7 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
-from studies.core import Rows, run
+from studies.core import Rows, Setting, run
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
 from support.tables import table
 
@@ -184,7 +182,7 @@ def lost(grams: np.ndarray) -> np.ndarray:
 
 
 def quality(
-    rows: Rows, at: dict[str, Any], memories: dict[str, Memory], tokenizer: Any, size: Size
+    rows: Rows, at: Setting, memories: dict[str, Memory], tokenizer: Any, size: Size
 ) -> None:
     """Append what each memory remembers of held-out texts; the first memory is full attention."""
     documents = corpus.documents("test", size.documents)

@@ -5,8 +5,6 @@ unless it is called ours. Claims about time are judged at the source's geometry,
 parameters or by counting work; claims about quality with a trained model.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables

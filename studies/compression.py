@@ -20,8 +20,6 @@ ms                  of a token after 512
 Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

@@ -12,8 +12,6 @@ each claim, the names of the ways, the columns of the table, the figures. A clai
 stated unless it says why only `partly`.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json
@@ -59,6 +57,10 @@ RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
 T = TypeVar("T")
+Row = dict[str, Any]  # as JSON has it
+Setting = dict[str, Any]
+Points = list[tuple[float, ...]]  # x, y and perhaps y's interval
+Curves = dict[tuple[str, str], Points]  # by the label and the kind of a curve
 # A claim in its source's own words, the conditions of both sides, and our finding: source (its title, "" if the claim
 # is ours), section, quote, theirs and ours (conditions), figure (what decides, with its interval), verdict, stated
 # (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it).
@@ -120,7 +122,7 @@ def reduced(values: np.ndarray, how: str) -> Figure:
     return Figure(value, low, high) if len(values) >= LEAST and how != "series" else Figure(value)
 
 
-def side_of(text: str, at: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def side_of(text: str, at: Setting) -> tuple[str, Setting]:
     """Return the way and the setting that "way@key=value@..." means, on top of a setting."""
     way, *settings = text.split("@")
     at = dict(at)
@@ -146,8 +148,8 @@ class Rows:
         if "like" in self.paper:  # another study of the same source
             other = tomllib.loads(read_text(HERE / self.paper["like"] / "claims.toml"))
             self.paper |= {"title": other["title"], "theirs": other["theirs"]}
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.on: dict[str, Any] = {"conditions": []}
+        self.rows: dict[str, Row] = {}
+        self.on: Row = {"conditions": []}
         self.begun = self.on
         if reduced:
             self.path.unlink(missing_ok=True)
@@ -160,18 +162,18 @@ class Rows:
         for way, metric, value in self.paper.get("source", []):  # what it says itself
             self.take(line_of(way, {}, metric, Figure(value, value, value), 1))
 
-    def take(self, line: dict[str, Any]) -> None:
+    def take(self, line: Row) -> None:
         if "conditions" in line:
             self.on = self.begun = line
         else:
             key = self.key(line["way"], line["metric"], line["setting"])
             self.rows[key] = line | {"on": self.on}
 
-    def key(self, way: str, metric: str, at: dict[str, Any]) -> str:
+    def key(self, way: str, metric: str, at: Setting) -> str:
         """Return what names a row; the setting's missing parts are as usual in the study."""
         return json.dumps([way, metric, self.paper["usual"] | at], sort_keys=True)
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: Row) -> None:
         """Write a row, after the conditions if these have changed, and take it."""
         lines = [{"study": self.study} | line]
         if self.begun != self.on:
@@ -202,25 +204,23 @@ class Rows:
             return fnmatch.filter(ways, self.again)
         return [way for way in ways if self.find(way, metric, **at) is None]
 
-    def add(self, way: str, at: dict[str, Any], **metrics: Iterable[float]) -> None:
+    def add(self, way: str, at: Setting, **metrics: Iterable[float]) -> None:
         """Append a row for each metric, of one way in one setting."""
         for metric, values in metrics.items():
             self.append(self.row(way, at, metric, values))
 
-    def row(
-        self, way: str, at: dict[str, Any], metric: str, values: Iterable[float]
-    ) -> dict[str, Any]:
+    def row(self, way: str, at: Setting, metric: str, values: Iterable[float]) -> Row:
         values = [*values]
         found = reduced(np.array(values), self.kind(metric)[0])
         line = line_of(way, at, metric, found, len(values))
         return line | {"values": [float(f"{x:.6g}") for x in values]}
 
-    def add_figures(self, way: str, at: dict[str, Any], n: int, **metrics: Iterable[float]) -> None:
+    def add_figures(self, way: str, at: Setting, n: int, **metrics: Iterable[float]) -> None:
         """Append a row for each metric, of a figure of n things and its interval, if that is known."""
         for metric, found in metrics.items():
             self.append(line_of(way, at, metric, Figure(*found), n))
 
-    def find(self, way: str, metric: str, **at: Any) -> dict[str, Any] | None:
+    def find(self, way: str, metric: str, **at: Any) -> Row | None:
         return self.rows.get(self.key(way, metric, at))
 
     def kind(self, metric: str) -> list[str]:
@@ -235,7 +235,7 @@ class Rows:
             return Figure(row["value"])
         return Figure(row["value"], row["low"], row["high"])
 
-    def against(self, metric: str, one: str, other: str, at: dict[str, Any]) -> Figure | None:
+    def against(self, metric: str, one: str, other: str, at: Setting) -> Figure | None:
         """Return by how much one way is above another, pair by pair where both have as many values:
         as a share of the other (RELATIVE), or as a difference. None if one isn't measured."""
         sides = [side_of(text, at) for text in (one, other)]
@@ -253,13 +253,13 @@ class Rows:
         found = Figure(*(a / b - 1 if how in RELATIVE else a - b for a, b in bounds))
         return found if math.isfinite(x.low + y.low) else Figure(found.value)
 
-    def name(self, way: str, at: dict[str, Any]) -> str:
+    def name(self, way: str, at: Setting) -> str:
         """Return a way and its unusual setting, as a page names them."""
         usual = self.paper["usual"]
         unusual = [f"{key} {value}" for key, value in at.items() if usual.get(key) != value]
         return ", ".join([self.paper.get("names", {}).get(way, way), *unusual])
 
-    def shown(self, text: str, at: dict[str, Any]) -> str:
+    def shown(self, text: str, at: Setting) -> str:
         """Return a text whose {[metric: ]way}, {way ±} (with the interval) and {way / other way}
         are replaced by figures, "-" if there is none."""
 
@@ -278,7 +278,7 @@ class Rows:
         return SHOWN.sub(replace, text)
 
 
-def line_of(way: str, at: dict[str, Any], metric: str, found: Figure, n: int) -> dict[str, Any]:
+def line_of(way: str, at: Setting, metric: str, found: Figure, n: int) -> Row:
     """Return a row as JSON has it, null for an unknown interval."""
     line = {"way": way, "setting": at, "metric": metric}
     for name, x in found._asdict().items():
@@ -369,7 +369,7 @@ def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T
 # --- Claims -----------------------------------------------------------------------------------------
 
 
-def judged(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
+def judged(rows: Rows, rule: str, at: Setting) -> int | None:
     """Return 1 if a rule holds, -1 if it is refuted, 0 if neither is shown, None if a row is
     missing.
 
@@ -391,14 +391,14 @@ def judged(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
     return found.below(line) if op == "<" else -found.below(line)
 
 
-def answer(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
+def answer(rows: Rows, rule: str, at: Setting) -> int | None:
     """Return judged() of a rule, or the best answer of several, "... or ...", of which one is enough;
     such that aren't measured are left out."""
     answers = [judged(rows, one, at) for one in rule.split(" or ")]
     return max((x for x in answers if x is not None), default=None)
 
 
-def everywhere(rows: Rows, text: str, places: list[dict[str, Any]], part: str | None) -> str:
+def everywhere(rows: Rows, text: str, places: list[Setting], part: str | None) -> str:
     """Return a text with its figures; what stands between « and » is said of each of the places,
     which differ in a part of the setting, if there is a figure of it."""
 
@@ -409,7 +409,7 @@ def everywhere(rows: Rows, text: str, places: list[dict[str, Any]], part: str | 
     return rows.shown(re.sub("«(.*?)»", each, text), places[0])
 
 
-def verdict_of(rows: Rows, claim: dict[str, Any], places: list[dict[str, Any]]) -> str:
+def verdict_of(rows: Rows, claim: dict[str, Any], places: list[Setting]) -> str:
     """Return the verdict on a claim: the worst of its rules' answers in all places, or the best if a
     thing `can` be. NOT SHOWN where a rule that the trial needs to be fair doesn't hold; "" where a
     row is missing, and in a reduced run."""
@@ -490,7 +490,7 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
 # --- Tables and figures -----------------------------------------------------------------------------
 
 
-def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, Setting]]:
     """Return the ways that match patterns such as "periodic.*@train=alone", with the settings."""
     known = dict.fromkeys(row["way"] for row in rows.rows.values())
     found = []
@@ -573,9 +573,7 @@ def run(
         report(rows)
 
 
-def points_over(
-    rows: Rows, way: str, metric: str, key: str, at: dict[str, Any]
-) -> list[tuple[float, ...]]:
+def points_over(rows: Rows, way: str, metric: str, key: str, at: Setting) -> Points:
     """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
     usual, found = rows.paper["usual"], []
     for row in rows.rows.values():
@@ -586,11 +584,11 @@ def points_over(
     return sorted(found)
 
 
-def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+def curves_of(rows: Rows, wanted: dict[str, Any]) -> Curves:
     """Return the points of a figure of its ways, or of the table's, x and y with its interval, by
     the label and the kind of their curve: of a metric over a part of the setting, or over another
     metric, joined for ways of one kind (periodic:64, periodic:16); else x and y of a series."""
-    curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    curves: Curves = {}
     metric, ways = wanted["y"], wanted.get("ways", rows.paper["table"]["ways"])
     for way, at in ways_of(rows, ways):
         label, points = rows.name(way, at), []
@@ -618,9 +616,7 @@ def draw(rows: Rows, folder: Path) -> None:
             draw_figure(folder / f"{name}.png", partial(plot, curves, colors), **labels)
 
 
-def plot(
-    curves: dict[tuple[str, str], list[tuple[float, ...]]], colors: dict[str, str], axes: Any
-) -> None:
+def plot(curves: Curves, colors: dict[str, str], axes: Any) -> None:
     """Plot curves_of() a figure; colors: those of the kinds that are drawn already."""
     for (label, kind), points in curves.items():
         x, y, *interval = np.array(points).T

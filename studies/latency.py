@@ -12,8 +12,6 @@ cost        time to restore all but the last token, as a share of reading the pr
 pays        stored tokens from which reuse pays if one is left to read, in powers of two
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

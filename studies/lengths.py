@@ -12,8 +12,6 @@ share        of the growing cache's bytes
 Source: Yi et al. 2024 (BCT).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Rewrite the figures of README.md, which its marks name, and the tables of studies/README.md and
 pocket/README.md from the recorded results: `python3 -m studies.pages`."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable

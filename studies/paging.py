@@ -1,7 +1,5 @@
 """Twelve prompts served one at a time and in blocks: the demo of paged.py, and its trace."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

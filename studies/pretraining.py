@@ -9,8 +9,6 @@ this study shows its effect on text.
 Source: Yi et al. 2024 (BCT).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -24,8 +24,6 @@ penalty, bytes, share       of a map; a prompt's summary tokens as a share of it
 curvature                   third difference of stage 1's loss along a line of maps, over the loss
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time
@@ -421,16 +419,15 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     models = f"pocket or pocket-llama; with --pairs FILE also {NAMES}"
     cli = StudyLine(__doc__, "projection", "few quiz questions", models=models, again=True)
-    cli.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND", help="of prompts")
-    cli.add_argument(
+    prompts = cli.add_mutually_exclusive_group()
+    prompts.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND", help="of prompts")
+    prompts.add_argument(
         "--pairs",
         metavar="FILE",
         help="similar prompts of your own, for any model: CSV; columns source, target and, if there "
         "are, answer",
     )
     with cli.parse(argv) as args:
-        if args.pairs and args.kinds:
-            raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
         if args.pairs is None and args.model not in ("pocket", "pocket-llama"):
             raise ValueError(
                 f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"

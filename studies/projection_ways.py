@@ -4,8 +4,6 @@ Prompts come in families of paraphrases. A family is fitted on ("train"), chosen
 measured ("test"), never two of these.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

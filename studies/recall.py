@@ -13,8 +13,6 @@ Source: Yi et al. 2024 (BCT); Arora et al. 2023, "Zoology: Measuring and Improvi
 Efficient Language Models" (the task).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable
@@ -43,6 +41,7 @@ KEYS, VALUES, ASKED = 512, 64, 64  # of the vocabulary, and keys asked at most a
 POSITIONS = 1024  # of a step's texts together
 RATE, WARMUP = 1e-2, 50  # AdamW's learning rate, and steps of its linear rise
 GEOMETRY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_inner": 64}
+NewCache = Callable[[], KVCache]
 WAYS = ("ours", "sum", "sum-mk", "window")  # sum-mk: the source's sum, read through MK
 
 
@@ -143,9 +142,7 @@ class RecallingThroughMK(RecallingBCT):
     block_class = BlockThroughMK
 
 
-def build(
-    way: str, slots: int, seed: int, positions: int
-) -> tuple[Recaller, Callable[[], KVCache]]:
+def build(way: str, slots: int, seed: int, positions: int) -> tuple[Recaller, NewCache]:
     """Return a new model of a way, the same for a seed every time, and what makes its caches."""
     torch.manual_seed(seed)
     geometry = GEOMETRY | {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions}
@@ -164,7 +161,7 @@ def positions_of(size: Size) -> int:
     return max(size.pairs) + min(ASKED, max(size.pairs))
 
 
-def trained(way: str, slots: int, seed: int, size: Size) -> tuple[Recaller, Callable[[], KVCache]]:
+def trained(way: str, slots: int, seed: int, size: Size) -> tuple[Recaller, NewCache]:
     """Return a trained model, and what makes its caches.
 
     A step's texts have the same number of pairs, drawn from those up to a limit that rises to the
@@ -195,9 +192,7 @@ def trained(way: str, slots: int, seed: int, size: Size) -> tuple[Recaller, Call
 
 
 @torch.no_grad()
-def right(
-    model: Recaller, new_cache: Callable[[], KVCache], pairs: int, answers: int
-) -> tuple[float, int]:
+def right(model: Recaller, new_cache: NewCache, pairs: int, answers: int) -> tuple[float, int]:
     """Return the share of values that the model recalls, of at least so many asked, the same of
     every model; and the bytes of a text's cache. MK is the model's, and no text's."""
     asked = min(pairs, ASKED)

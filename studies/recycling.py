@@ -21,8 +21,6 @@ near                        how far from the answers to others to the same answe
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

@@ -22,8 +22,6 @@ cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what 
                             KL(teacher || student) of the next token in nats
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -48,7 +46,7 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import Run, read_prompts, timed
-from studies.core import Rows, StudyLine, in_turn, points_over, recorded, report
+from studies.core import Rows, Setting, StudyLine, in_turn, points_over, recorded, report
 from support.chat import as_question
 from support.conditions import random_model
 from support.geometry import kv_heads
@@ -92,7 +90,7 @@ class Texts:
     models: dict[str, GPT]
     prompts: dict[str, Tensor]
     n: int
-    at: dict[str, Any]
+    at: Setting
     rate: float = 0.0
     policies: dict[tuple[str, str], Policy] = field(default_factory=dict)
 
@@ -111,7 +109,7 @@ class Texts:
             self.policies[way, mode] = policy
         return self.policies[way, mode]
 
-    def calibrated(self, gate: Gate, way: str, budget: float, at: dict[str, Any]) -> Gate:
+    def calibrated(self, gate: Gate, way: str, budget: float, at: Setting) -> Gate:
         if self.rows.due([way], "threshold", **at):
             signals = self.signals("valid", [gate], at["mode"])[0]
             cooldown = math.ceil(gate.cooldown / gate.every)
@@ -320,7 +318,7 @@ def read_times(texts: Texts, found: dict[str, list[Written]]) -> None:
         texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
 
 
-def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
+def predict(rows: Rows, n: int, at: Setting) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.

@@ -8,8 +8,6 @@ blocks of 512 tokens. Source: Qin et al. 2024, "Mooncake: A KVCache-centric Disa
 for LLM Serving", whose public traces have this format.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence

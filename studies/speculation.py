@@ -12,8 +12,6 @@ same        whether a text is the teacher's own
 tps         tokens/s, the prompt's prefill included
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ own model, and the projection study on questions about capitals; their results g
 `python3 load_gpt2_weights.py gpt2 --verify` compares the text with published continuations.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
