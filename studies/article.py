@@ -76,16 +76,14 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
     """Append the figures of n tokens after the article's prompt, or after the random tokens that
     the setting says."""
     after = at.get("after")
-    models = {way: random_model(FILES[way].GPT, size) for way in ways}
-    for model in models.values():
-        model.load_state_dict(models["no-cache"].state_dict())
+    models = {way: random_model(FILES[way].GPT, size) for way in ways}  # with equal weights
     ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
     room = ids.size(1) + n
     if after:
-        ids, room = torch.randint(50257, (1, after)), model.config.n_ctx
+        ids, room = torch.randint(50257, (1, after)), models["growing"].config.n_ctx
     found = in_turn({way: partial(written, way, models[way], ids, n, room) for way in ways}, turns)
     what = f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}"
-    rows.begin_with(f"{size}, random weights", model, what)
+    rows.begin_with(f"{size}, random weights", models["growing"], what)
     *_, (plain, _, _) = found["no-cache"]
     seconds = {}
     for way, several in found.items():

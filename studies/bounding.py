@@ -100,7 +100,7 @@ def memories_of(
     if name == "pocket":
         bct = load_model("pocket-bct", model_class=bounded.BCT, device=device, dtype=dtype)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
-        memories["ours"] = Memory(label, bct, lambda _: bounded.BoundedMemory())
+        memories["ours"] = Memory(label, bct, lambda _: bct.new_cache())
     return memories
 
 

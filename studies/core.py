@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,7 +56,6 @@ WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
 RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
-T = TypeVar("T")
 Row = dict[str, Any]  # as JSON has it
 Setting = dict[str, Any]
 Points = list[tuple[float, ...]]  # x, y and perhaps y's interval
@@ -354,10 +353,10 @@ def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
     return Rows(study, args.out, getattr(args, "again", ""), different)
 
 
-def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T]]:
+def in_turn(runs: dict[Any, Callable[[int], Any]], turns: int) -> dict[Any, list[Any]]:
     """Return what each run, given the turn, returns in each: all take turns, after one turn that
     warms up and doesn't count, so that what disturbs the machine disturbs all of them."""
-    found: dict[str, list[T]] = {name: [] for name in runs}
+    found = {name: [] for name in runs}
     for turn in range(-1, turns):
         for name, run in runs.items():
             result = run(max(turn, 0))

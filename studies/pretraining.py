@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from gpt_bounded_cache import GPT, BCTConfig, BoundedMemory, GPTConfig, KVCache, SlidingWindowCache
+from gpt_bounded_cache import GPT, BCTConfig, GPTConfig, SlidingWindowCache
 from load_gpt2_weights import read_tokenizer
 from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, size_of
@@ -62,11 +62,9 @@ def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
 def trained(way: str, recipe: Pretraining, state: Path) -> Memory:
     """Return the trained model with its memory; its training is kept in a folder of its own."""
     model, _ = train(recipe, state / way)
-    if isinstance(model, WideBCT):
-        return Memory(way, model, lambda _: BoundedMemory())
     if recipe.window:
         return Memory(way, model, lambda _: SlidingWindowCache(recipe.window))
-    return Memory(way, model, lambda _: KVCache())
+    return Memory(way, model, lambda _: model.new_cache())
 
 
 def measure(rows: Rows, quick: bool) -> None:

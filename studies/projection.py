@@ -68,10 +68,10 @@ from support.conditions import random_model
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
 
 GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
-BASELINES = ("raw-8:1", "hidden", "neighbour", "none")
-FOUND = ("written", "proposed", "proposed-true", "own", *BASELINES, *OURS)
+BOTH_STAGES = ("written", "proposed", "proposed-true")
+FOUND = (*BOTH_STAGES, "own", "raw-8:1", "hidden", "neighbour", "none", *OURS)
 ALONE = ("rule", "stage1-written", "stage1-segments")
-GIVEN = ("written", "proposed", "proposed-true", *RAW, *ALONE, "learned")
+GIVEN = (*BOTH_STAGES, *RAW, *ALONE, "learned")
 SHARES = ("low", "good")
 FEW = 8  # families of each split of a reduced run, at most
 FIT_PROMPTS, TIMED, EMITTED = 75, 16, 4

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import tiktoken
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import projector
 from gpt_kv_cache import GPT, KVCache, generate
@@ -186,7 +185,7 @@ class Trial:
     def read(self, split: str, families: list[Family]) -> list[list[Prompt]]:
         """Return families of prompts, read exactly, without those too short for the proposal."""
         found: list[list[Prompt]] = []
-        for family in tqdm(families, f"{self.kind}: reading {split}", leave=False):
+        for family in families:
             row = []
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")

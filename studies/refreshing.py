@@ -49,19 +49,14 @@ from recycle import Run, read_prompts, timed
 from studies.core import Rows, Setting, StudyLine, in_turn, points_over, recorded, report
 from support.chat import as_question
 from support.conditions import random_model
-from support.geometry import kv_heads
 from support.statistics import area_under_roc, kl
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
-EVERY_WAY = (
-    "teacher",
-    "student",
-    *PUBLISHED,
-    *(w for f in overfill.POLICIES.values() for w in f.ways),
-)
+POLICIES = [way for form in overfill.POLICIES.values() for way in form.ways]
 FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
-USUAL = [way for way in EVERY_WAY if not way.startswith("dropout")]
+USUAL = ["teacher", "student", *PUBLISHED]
+USUAL += [way for way in POLICIES if not way.startswith("dropout")]
 OWN = "pocket-student"
 STUDENTS = {  # by what they were trained on or with: their names, and the ways that are measured
     "segments": (OWN, USUAL),
@@ -420,9 +415,10 @@ def announce(texts: Texts, ways: int, single: int) -> None:
     many, length = ids.shape
     nbytes = 0
     for model in texts.models.values():
-        c, size = model.config, model.wte.weight.itemsize
+        cache = model.new_cache()
+        model(ids[:1, :1], cache)  # a token's bytes
         nbytes += sum(p.nbytes for p in model.parameters())
-        nbytes += many * (length + texts.n) * 2 * c.n_layer * kv_heads(c) * c.head_dim * size
+        nbytes += many * (length + texts.n) * cache.nbytes
     print(f"Memory: {nbytes / 1e6:,.1f} MB for both models' weights and caches.", flush=True)
     seconds = 0.0
     for rows, times in ((ids, len(MODES)), (ids[:1], single)):
