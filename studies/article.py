@@ -27,7 +27,6 @@ from torch import Tensor
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
-from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import Numbers
 from recycle import Run, timed
@@ -65,7 +64,7 @@ def written(
 ) -> tuple[Run, int, int]:
     """Write n greedy tokens after ids (1, T); return them with their times, and the cache's bytes
     and tokens. room: tokens of the preallocated cache."""
-    cache = SlidingWindowCache(room) if way == "preallocated" else KVCache()
+    cache = gpt_bounded_cache.SlidingWindowCache(room) if way == "preallocated" else KVCache()
     generate = all_logits if way == "all-logits" else FILES[way].generate
     with_cache = {} if FILES[way] is gpt_baseline else {"cache": cache}
     run = timed(lambda: generate(model, ids, n, **with_cache))
@@ -140,7 +139,7 @@ def window_check() -> dict[str, float]:
     model.load_state_dict(exact.state_dict())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, TEXT), generator=generator)
-    expected = exact(ids, SlidingWindowCache(WINDOW))[0]
+    expected = exact(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
     feedings = {
         "token-by-token": ([1] * TEXT, True),
         "by-length": ([1] * TEXT, False),  # positions by the cache's length

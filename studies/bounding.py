@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 import compress
 import gpt_bounded_cache as bounded
-from gpt_bounded_cache import KVCache, SlidingWindowCache
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
@@ -63,7 +62,7 @@ class Memory:
 
     label: str
     model: nn.Module
-    make: Callable[[int], KVCache]
+    make: Callable[[int], bounded.KVCache]
     piece: int = 10_000
 
     def __post_init__(self) -> None:
@@ -79,12 +78,10 @@ class Memory:
         return torch.cat([*new], dim=1)
 
 
-def memories_of(
-    name: str, n: int = SLOTS, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> dict[str, Memory]:
+def memories_of(name: str, n: int = SLOTS, **options: Any) -> dict[str, Memory]:
     """Return the memories that a GPT can have: full, window and sinks of n slots, and for pocket
     ours. Raises ValueError if n is too small or too large."""
-    model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
+    model = load_model(name, model_class=bounded.GPT, **options)
     n_ctx = model.config.n_ctx
     if not SINKS + 1 < n <= n_ctx + 1:
         raise ValueError(
@@ -93,12 +90,12 @@ def memories_of(
     window = n - 1 - SINKS
     label = f"{SINKS} sinks + window of {window}"
     memories = {
-        "full": Memory(f"full, {n_ctx} tokens", model, lambda _: SlidingWindowCache(n_ctx)),
-        "window": Memory(f"window of {n - 1}", model, lambda _: SlidingWindowCache(n - 1)),
-        "sinks": Memory(label, model, lambda _: SlidingWindowCache(window, SINKS)),
+        "full": Memory(f"full, {n_ctx} tokens", model, lambda _: bounded.SlidingWindowCache(n_ctx)),
+        "window": Memory(f"window of {n - 1}", model, lambda _: bounded.SlidingWindowCache(n - 1)),
+        "sinks": Memory(label, model, lambda _: bounded.SlidingWindowCache(window, SINKS)),
     }
     if name == "pocket":
-        bct = load_model("pocket-bct", model_class=bounded.BCT, device=device, dtype=dtype)
+        bct = load_model("pocket-bct", model_class=bounded.BCT, **options)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
         memories["ours"] = Memory(label, bct, lambda _: bct.new_cache())
     return memories
@@ -110,7 +107,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     costs and how far its predictions are from full attention's."""
     if args.trace_file:
         raise ValueError("--trace plays one memory: give --memory too")
-    memories = memories_of(args.model, args.slots, args.device, args.dtype)
+    memories = memories_of(args.model, args.slots, device=args.device, dtype=args.dtype)
     exact, tokenizer = memories["full"], load_tokenizer(args.model)
     options = {
         "temperature": args.temperature,
@@ -162,10 +159,10 @@ def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     return torch.cat(losses, dim=1)
 
 
-def explanation(memory: Memory, tokenizer: Any, question: corpus.Question, n: int = 220) -> str:
+def explanation(memory: Memory, tokenizer: Any, question: corpus.Question) -> str:
     """Return the greedy answer to a question."""
     ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-    new = memory.write(ids, n, stop_id=tokenizer.eot_token)[0].tolist()
+    new = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
     return tokenizer.decode(new).removesuffix(END_OF_TEXT).strip()
 
 

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 import compress
 import gpt_bounded_cache as bounded
-from compress import QuantizedCache
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
@@ -44,7 +43,7 @@ TEXTS, FACTS, TURNS = 12, 75, 5  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
 
 
-class Swapped(QuantizedCache):
+class Swapped(compress.QuantizedCache):
     """The same bits the other way round: keys per token, values per channel."""
 
     def append(

@@ -165,10 +165,10 @@ class Rows:
         if "conditions" in line:
             self.on = self.begun = line
         else:
-            key = self.key(line["way"], line["metric"], line["setting"])
+            key = self.key(line["way"], line["setting"], line["metric"])
             self.rows[key] = line | {"on": self.on}
 
-    def key(self, way: str, metric: str, at: Setting) -> str:
+    def key(self, way: str, at: Setting, metric: str) -> str:
         """Return what names a row; the setting's missing parts are as usual in the study."""
         return json.dumps([way, metric, self.paper["usual"] | at], sort_keys=True)
 
@@ -206,13 +206,10 @@ class Rows:
     def add(self, way: str, at: Setting, **metrics: Iterable[float]) -> None:
         """Append a row for each metric, of one way in one setting."""
         for metric, values in metrics.items():
-            self.append(self.row(way, at, metric, values))
-
-    def row(self, way: str, at: Setting, metric: str, values: Iterable[float]) -> Row:
-        values = [*values]
-        found = reduced(np.array(values), self.kind(metric)[0])
-        line = line_of(way, at, metric, found, len(values))
-        return line | {"values": [float(f"{x:.6g}") for x in values]}
+            values = [*values]
+            found = reduced(np.array(values), self.kind(metric)[0])
+            line = line_of(way, at, metric, found, len(values))
+            self.append(line | {"values": [float(f"{x:.6g}") for x in values]})
 
     def add_figures(self, way: str, at: Setting, n: int, **metrics: Iterable[float]) -> None:
         """Append a row for each metric, of a figure of n things and its interval, if that is known."""
@@ -220,7 +217,8 @@ class Rows:
             self.append(line_of(way, at, metric, Figure(*found), n))
 
     def find(self, way: str, metric: str, **at: Any) -> Row | None:
-        return self.rows.get(self.key(way, metric, at))
+        """Return the row of a way, or of "way@key=value@...", in a setting."""
+        return self.rows.get(self.key(*side_of(way, at), metric))
 
     def kind(self, metric: str) -> list[str]:
         """Return how values of a metric are reduced, and the format of the figure."""
@@ -237,8 +235,7 @@ class Rows:
     def against(self, metric: str, one: str, other: str, at: Setting) -> Figure | None:
         """Return by how much one way is above another, pair by pair where both have as many values:
         as a share of the other (RELATIVE), or as a difference. None if one isn't measured."""
-        sides = [side_of(text, at) for text in (one, other)]
-        rows = [self.find(way, metric, **where) for way, where in sides]
+        rows = [self.find(way, metric, **at) for way in (one, other)]
         if None in rows:
             return None
         how = self.kind(metric)[0]
@@ -247,7 +244,7 @@ class Rows:
             a, b = values
             found = reduced(a / b if how in ("median", "turns") else a - b, how)
             return Figure(*(x - 1 for x in found)) if how in RELATIVE else found
-        x, y = (self.figure(way, metric, **where) for way, where in sides)
+        x, y = (self.figure(way, metric, **at) for way in (one, other))
         bounds = zip(x, (y.value, y.high, y.low), strict=True)  # no pairs: the widest
         found = Figure(*(a / b - 1 if how in RELATIVE else a - b for a, b in bounds))
         return found if math.isfinite(x.low + y.low) else Figure(found.value)
@@ -267,8 +264,7 @@ class Rows:
             metric = metric or self.paper["metric"]
             how, form = self.kind(metric)
             if other is None:
-                way, where = side_of(one, at)
-                found = self.figure(way, metric, **where)
+                found = self.figure(one, metric, **at)
             else:
                 found = self.against(metric, one, other, at)
                 form = "+.1%" if how in RELATIVE else f"+{form}"
@@ -379,8 +375,7 @@ def judged(rows: Rows, rule: str, at: Setting) -> int | None:
     metric = metric or rows.paper["metric"]
     limit = float(margin or 0) / (100 if percent else 1)
     if re.fullmatch(r"[\d.]+", other):
-        way, where = side_of(one, at)
-        found, line = rows.figure(way, metric, **where), float(other)
+        found, line = rows.figure(one, metric, **at), float(other)
     else:
         found, line = rows.against(metric, one, other, at), limit if op == "<" else -limit
     if found is None:
@@ -431,8 +426,7 @@ def claims(rows: Rows) -> list[Claim]:
             places = [{part: value} for value in values]
         source = rows.paper.get("sources", {}).get(claim.get("source"), rows.paper)
         first = RULE.match(claim["rules"][0])
-        way, where = side_of(first[2], places[0])
-        row = rows.find(way, first[1] or rows.paper["metric"], **where)
+        row = rows.find(first[2], first[1] or rows.paper["metric"], **places[0])
         on = row["on"]["conditions"] if row else []
         found.append(
             Claim(
@@ -547,7 +541,7 @@ def report(rows: Rows) -> None:
     """Draw the figures of a run, and print its claims and its table. Raises ValueError if no way is
     one of those that were to be measured again."""
     offered = [*dict.fromkeys(rows.offered)]
-    if rows.again and offered and not fnmatch.filter(offered, rows.again):
+    if rows.again and not fnmatch.filter(offered, rows.again):
         raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(offered)}")
     folder = rows.path.parent
     rows.progress.close()

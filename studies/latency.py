@@ -31,7 +31,6 @@ from support.cli import GEOMETRIES
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
 LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
 DEPTHS = tuple(2**i for i in range(9))  # stored, with one more token to read
-STORED = ("memory", "warm-disk", "cold-disk")
 DECODED = 100  # tokens written after a prompt, for times from end to end
 EQUAL = 0.03  # ours: times to a first token that differ by less are equal
 
@@ -69,7 +68,7 @@ def all_tokens(model: GPT, ids: list[int], store: Store | None, turn: int) -> fl
 def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: int) -> None:
     """Append the times of prompts of these lengths by where and how much of them is stored."""
     n_ctx, generator = model.config.n_ctx, torch.Generator().manual_seed(0)
-    lengths = [m for m in lengths if m <= n_ctx] or [n_ctx]
+    lengths = [m for m in lengths if m <= n_ctx]
     cells = [(m, share) for m in lengths for share in SHARES]
     cells += [(k + 1, 100) for k in DEPTHS if k < max(lengths)]
     whole = max((m for m in lengths if m + DECODED <= n_ctx), default=0)
@@ -107,7 +106,7 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
 def summed_up(rows: Rows, name: str, lengths: Sequence[int]) -> None:
     """Append what restoring costs, and from how many stored tokens on reuse pays."""
     known = [k + 1 for k in DEPTHS if k < max(lengths)]
-    for way in STORED:
+    for way in ("memory", "warm-disk", "cold-disk"):
         shares, lost = [], 0
         for m in sorted({*known, *lengths}):
             at = {"model": name, "m": m, "share": 100}

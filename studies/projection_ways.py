@@ -159,11 +159,6 @@ class Trial:
             setattr(self, name, cache(getattr(self, name)))
         self.prompts = {split: self.read(split, chosen) for split, chosen in families.items()}
         least = PROPOSED.m + PROPOSED.tail
-        if (fewest := min(map(len, self.prompts.values()))) < 3:
-            raise ValueError(
-                f"{kind}: {fewest} families in a split have two prompts of more than {least} "
-                "tokens: at least 3 are needed"
-            )
         self.train = [p for family in self.prompts["train"] for p in family]
         self.longest = max(len(p.ids) for p in self.train) - 1  # columns of stage 1 as written
         every = [p.ids for split in self.prompts.values() for family in split for p in family]
@@ -185,16 +180,22 @@ class Trial:
     def read(self, split: str, families: list[Family]) -> list[list[Prompt]]:
         """Return families of prompts, read exactly, without those too short for the proposal."""
         found: list[list[Prompt]] = []
+        least = PROPOSED.m + PROPOSED.tail
         for family in families:
             row = []
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
-                if len(ids) > PROPOSED.m + PROPOSED.tail:
+                if len(ids) > least:
                     follows = self.following(ids, answer)
                     exact = projector.prefill(self.model, ids)
                     row.append(Prompt(f"{split}/{len(found)}", text, ids, answer, follows, exact))
             if len(row) > 1:
                 found.append(row)
+        if len(found) < 3:
+            raise ValueError(
+                f"{self.kind}: {len(found)} families have two prompts of more than {least} tokens to "
+                f"{split}: at least 3 are needed"
+            )
         return found
 
     def following(self, ids: list[int], answer: str) -> list[int]:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from gpt_bounded_cache import (
     BCT,
@@ -169,7 +168,7 @@ def trained(way: str, slots: int, seed: int, size: Size) -> Recaller:
     )
     generator = torch.Generator().manual_seed(seed)
     few, many = min(size.pairs), max(size.pairs)
-    for step in tqdm(range(size.steps), f"{way}, {slots} slots, seed {seed}", leave=False):
+    for step in range(size.steps):
         for group in optimizer.param_groups:
             fall = 0.52 + 0.48 * math.cos(math.pi * step / size.steps)
             group["lr"] = RATE * min(1, (step + 1) / WARMUP) * fall

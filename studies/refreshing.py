@@ -53,10 +53,11 @@ from support.statistics import area_under_roc, kl
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
-POLICIES = [way for form in overfill.POLICIES.values() for way in form.ways]
 FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
 USUAL = ["teacher", "student", *PUBLISHED]
-USUAL += [way for way in POLICIES if not way.startswith("dropout")]
+for name, form in overfill.POLICIES.items():
+    if name != "dropout":
+        USUAL += form.ways
 OWN = "pocket-student"
 STUDENTS = {  # by what they were trained on or with: their names, and the ways that are measured
     "segments": (OWN, USUAL),

@@ -113,9 +113,7 @@ def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
     rows, cells = [], []
     for size in [*sorted(capacities or doubled), math.inf]:
         rates = hit_rates(requests, size)
-        name, tokens = size, BLOCK * min(size, unique)
-        if size == math.inf:
-            name = "no limit"
+        name, tokens = "no limit" if size == math.inf else size, BLOCK * min(size, unique)
         rows.append([name, tokens, *rates.values()])
         cells.append([f"{name}", f"{tokens:,}", *map("{:.1%}".format, rates.values())])
     header = ["capacity_blocks", "tokens", *rates]
