@@ -90,12 +90,12 @@ def quality(
     expected, late = exact(texts), exact(long)[:, -128:]
     usual = nats(expected, texts).double()
     for way, reader in readers.items():
-        got = expected if reader is exact else reader(texts)
+        got = reader(texts)
         lost = nats(got, texts).double()
         sums = np.stack([[x.sum(1).numpy(), np.full(len(x), T - 1)] for x in (lost, usual)])
         found = bootstrap(sums.transpose(2, 0, 1), above)
         rows.add_figures(way, at, len(texts), above=found)
-        after = late if reader is exact else reader(long)[:, -128:]
+        after = reader(long)[:, -128:]
         whole, end = (got, after) if way == "grouped" else (expected, late)  # its own attention
         right = round(answers(reader, tokenizer, questions)[1] * len(questions))
         rows.add_figures(way, at, len(questions), facts=wilson(right, len(questions)))

@@ -349,7 +349,7 @@ def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
     return Rows(study, args.out, getattr(args, "again", ""), different)
 
 
-def in_turn(runs: dict[Any, Callable[[int], Any]], turns: int) -> dict[Any, list[Any]]:
+def in_turn(runs: dict[Any, Callable[[int], Any]], turns: int) -> dict[Any, list]:
     """Return what each run, given the turn, returns in each: all take turns, after one turn that
     warms up and doesn't count, so that what disturbs the machine disturbs all of them."""
     found = {name: [] for name in runs}

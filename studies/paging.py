@@ -149,7 +149,7 @@ def demo(
     size: int,
     blocks: int | None,
     chunk: int,
-    trace: Path | None = None,
+    trace: Path | None,
 ) -> None:
     """Print a table of what each way costs, and a picture of the blocks; n: the most tokens written
     to a text, of which others get less. blocks: of the last row; half of what the row before uses

@@ -199,7 +199,7 @@ def going_on(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str
 # --- Time -------------------------------------------------------------------------------------------
 
 
-def clocked(start: Callable[[Any], Any], asked: Any, turn: int = 0) -> float:
+def clocked(start: Callable[[Any], Any], asked: Any, turn: int) -> float:
     """Return how many milliseconds a start takes, until its logits are there."""
     begun = time.perf_counter()
     result = start(asked)

@@ -360,7 +360,7 @@ def variational(rows: Rows) -> None:
 
 
 def prompts_of(
-    tokenizer: Any, path: str | None, n: int, room: int, chat: bool = False
+    tokenizer: Any, path: str | None, n: int, room: int, chat: bool
 ) -> dict[str, Tensor]:
     """Return prompts (B, T) to set gates on ("valid") and to measure ("test"): beginnings of
     pocket's documents; or of a CSV file, every fifth to set gates on, all cut to the shortest; with
