@@ -1,7 +1,5 @@
 """Lists the studies: `python3 -m studies`."""
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from pathlib import Path

@@ -17,8 +17,6 @@ wrong          the share of positions whose logits differ from attention to the 
 Source: Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -29,13 +27,10 @@ from torch import Tensor
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
-from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import Numbers
 from recycle import Run, timed
-from studies.core import Rows, in_turn, recorded, report
-from studies.measuring import begin
-from studies.protocol import StudyLine
+from studies.core import Rows, in_turn, run
 from support.conditions import random_model
 
 PROMPT, NEW = "Hello, I am", 200  # the article's
@@ -69,7 +64,7 @@ def written(
 ) -> tuple[Run, int, int]:
     """Write n greedy tokens after ids (1, T); return them with their times, and the cache's bytes
     and tokens. room: tokens of the preallocated cache."""
-    cache = SlidingWindowCache(room) if way == "preallocated" else KVCache()
+    cache = gpt_bounded_cache.SlidingWindowCache(room) if way == "preallocated" else KVCache()
     generate = all_logits if way == "all-logits" else FILES[way].generate
     with_cache = {} if FILES[way] is gpt_baseline else {"cache": cache}
     run = timed(lambda: generate(model, ids, n, **with_cache))
@@ -80,16 +75,14 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
     """Append the figures of n tokens after the article's prompt, or after the random tokens that
     the setting says."""
     after = at.get("after")
-    models = {way: random_model(FILES[way].GPT, size) for way in ways}
-    for model in models.values():
-        model.load_state_dict(models["no-cache"].state_dict())
+    models = {way: random_model(FILES[way].GPT, size) for way in ways}  # with equal weights
     ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
     room = ids.size(1) + n
     if after:
-        ids, room = torch.randint(50257, (1, after)), model.config.n_ctx
+        ids, room = torch.randint(50257, (1, after)), models["growing"].config.n_ctx
     found = in_turn({way: partial(written, way, models[way], ids, n, room) for way in ways}, turns)
     what = f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}"
-    begin(rows, f"{size}, random weights", model, what)
+    rows.begin_with(f"{size}, random weights", models["growing"], what)
     *_, (plain, _, _) = found["no-cache"]
     seconds = {}
     for way, several in found.items():
@@ -146,7 +139,7 @@ def window_check() -> dict[str, float]:
     model.load_state_dict(exact.state_dict())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, TEXT), generator=generator)
-    expected = exact(ids, SlidingWindowCache(WINDOW))[0]
+    expected = exact(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
     feedings = {
         "token-by-token": ([1] * TEXT, True),
         "by-length": ([1] * TEXT, False),  # positions by the cache's length
@@ -183,12 +176,10 @@ def measure(rows: Rows, size: str, n: int, turns: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "20 tokens, at a small geometry"
-    with StudyLine(__doc__, "article", quick, model="").parse(argv) as args:
-        size, n = (SMALL, 20) if args.quick else ("124M", NEW)
-        rows = recorded("article", args)
-        measure(rows, size, n, 1 if args.quick else TURNS)
-        report(rows)
+    def measured(rows: Rows, quick: bool) -> None:
+        measure(rows, *((SMALL, 20, 1) if quick else ("124M", NEW, TURNS)))
+
+    run(__doc__, "article", "20 tokens, at a small geometry", measured, argv, again=False)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,10 @@ bytes               of a text's cache
 Source: Yi et al. 2024 (BCT).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,17 +28,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import compress
 import gpt_bounded_cache as bounded
-from gpt_bounded_cache import KVCache, SlidingWindowCache
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
-from studies.core import Figure, Rows, recorded, report
-from studies.measuring import begin
-from studies.protocol import StudyLine
+from studies.core import Rows, Setting, run
 from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
 from support.tables import table
 
@@ -64,50 +57,47 @@ QUICK = Size(documents=8, facts=8, explanations=4, long_texts=2, contexts=2)
 
 @dataclass
 class Memory:
-    """One memory: a label, a model, and what makes a cache."""
+    """One memory: a label, a model, what makes a cache for a text of n tokens, and how many tokens
+    are read at once."""
 
     label: str
     model: nn.Module
-    new_cache: Callable[[], KVCache]
+    make: Callable[[int], bounded.KVCache]
+    piece: int = 10_000
 
     def __post_init__(self) -> None:
         self.config, self.wte = self.model.config, self.model.wte
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
-        return self.model(ids, self.new_cache())
+        return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
 
     def write(self, ids: Tensor, n: int, **options: Any) -> Tensor:
         """Return n tokens (B, n) after ids (B, T)."""
-        new = bounded.generate(self.model, ids, n, cache=self.new_cache(), **options)
+        new = bounded.generate(self.model, ids, n, cache=self.make(n), **options)
         return torch.cat([*new], dim=1)
 
 
-def memories_of(
-    name: str, n: int = SLOTS, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> dict[str, Memory]:
+def memories_of(name: str, n: int = SLOTS, **options: Any) -> dict[str, Memory]:
     """Return the memories that a GPT can have: full, window and sinks of n slots, and for pocket
     ours. Raises ValueError if n is too small or too large."""
-    model = load_model(name, model_class=bounded.GPT, device=device, dtype=dtype)
+    model = load_model(name, model_class=bounded.GPT, **options)
     n_ctx = model.config.n_ctx
     if not SINKS + 1 < n <= n_ctx + 1:
         raise ValueError(
             f"{n} slots, one of them spare, must be more than {SINKS + 1} and at most {n_ctx + 1}"
         )
     window = n - 1 - SINKS
-    kinds = {
-        "full": (f"full, {n_ctx} tokens", n_ctx),
-        "window": (f"window of {n - 1}", n - 1),
-        "sinks": (f"{SINKS} sinks + window of {window}", window, SINKS),
-    }
+    label = f"{SINKS} sinks + window of {window}"
     memories = {
-        way: Memory(label, model, partial(SlidingWindowCache, *sizes))
-        for way, (label, *sizes) in kinds.items()
+        "full": Memory(f"full, {n_ctx} tokens", model, lambda _: bounded.SlidingWindowCache(n_ctx)),
+        "window": Memory(f"window of {n - 1}", model, lambda _: bounded.SlidingWindowCache(n - 1)),
+        "sinks": Memory(label, model, lambda _: bounded.SlidingWindowCache(window, SINKS)),
     }
     if name == "pocket":
-        bct = load_model("pocket-bct", model_class=bounded.BCT, device=device, dtype=dtype)
+        bct = load_model("pocket-bct", model_class=bounded.BCT, **options)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
-        memories["ours"] = Memory(label, bct, bounded.BoundedMemory)
+        memories["ours"] = Memory(label, bct, lambda _: bct.new_cache())
     return memories
 
 
@@ -117,7 +107,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     costs and how far its predictions are from full attention's."""
     if args.trace_file:
         raise ValueError("--trace plays one memory: give --memory too")
-    memories = memories_of(args.model, args.slots, args.device, args.dtype)
+    memories = memories_of(args.model, args.slots, device=args.device, dtype=args.dtype)
     exact, tokenizer = memories["full"], load_tokenizer(args.model)
     options = {
         "temperature": args.temperature,
@@ -130,7 +120,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     print(tokenizer.decode(text[0].tolist()))
     rows, expected = [], None
     for memory in memories.values():
-        cache = memory.new_cache()
+        cache = memory.make(text.size(1))
         logits, ms = compress.read(memory.model, cache, text)
         expected = logits if expected is None else expected
         same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
@@ -153,7 +143,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
 def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     """Return the nats (B, T - 1) of all tokens of ids (B, T) but the first, read as generate()
     reads: any length."""
-    model, cache, n_ctx = memory.model, memory.new_cache(), memory.config.n_ctx
+    model, cache, n_ctx = memory.model, memory.make(ids.size(1)), memory.config.n_ctx
     losses, start, read = [], 0, 0  # start: where the context begins
     while read < ids.size(1) - 1:
         end = min(read + chunk, ids.size(1) - 1)
@@ -169,10 +159,10 @@ def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     return torch.cat(losses, dim=1)
 
 
-def explanation(memory: Memory, tokenizer: Any, question: corpus.Question, n: int = 220) -> str:
+def explanation(memory: Memory, tokenizer: Any, question: corpus.Question) -> str:
     """Return the greedy answer to a question."""
     ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-    new = memory.write(ids, n, stop_id=tokenizer.eot_token)[0].tolist()
+    new = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
     return tokenizer.decode(new).removesuffix(END_OF_TEXT).strip()
 
 
@@ -189,7 +179,7 @@ def lost(grams: np.ndarray) -> np.ndarray:
 
 
 def quality(
-    rows: Rows, at: dict[str, Any], memories: dict[str, Memory], tokenizer: Any, size: Size
+    rows: Rows, at: Setting, memories: dict[str, Memory], tokenizer: Any, size: Size
 ) -> None:
     """Append what each memory remembers of held-out texts; the first memory is full attention."""
     documents = corpus.documents("test", size.documents)
@@ -197,7 +187,7 @@ def quality(
     explain = corpus.explain_questions("test", size.explanations)
     recall = corpus.recall_questions("test", size.facts)
     full: tuple[np.ndarray, np.ndarray] | None = None
-    for way, memory in tqdm(memories.items(), desc="quality", leave=False):
+    for way, memory in memories.items():
         losses = [nats_of(memory, text) for text in tokens]
         nats = np.array([[float(x.double().sum()), len(x)] for x in losses])
         grams = np.stack(
@@ -205,19 +195,25 @@ def quality(
         )
         full = full or (nats, grams)
         right = round(answers(memory, tokenizer, recall)[1] * size.facts)
-        found = {
-            "perplexity": (bootstrap(nats, perplexity), size.documents),
-            "above": (bootstrap(np.stack([nats, full[0]], 1), above), size.documents),
-            "bleu": (bootstrap(grams, bleu), size.explanations),
-            "lost": (bootstrap(np.stack([grams, full[1]], 1), lost), size.explanations),
-            "facts": (wilson(right, size.facts), size.facts),
-        }
-        cache = memory.new_cache()
+        cache = memory.make(memory.config.n_ctx)
         with torch.no_grad():
             memory.model(torch.zeros(1, memory.config.n_ctx, dtype=torch.long), cache)
         rows.add(way, at, bytes=[cache.nbytes])
-        for metric, (three, n) in found.items():
-            rows.add_figure(way, at, metric, Figure(*three), n)
+        rows.add_figures(
+            way,
+            at,
+            size.documents,
+            perplexity=bootstrap(nats, perplexity),
+            above=bootstrap(np.stack([nats, full[0]], 1), above),
+        )
+        rows.add_figures(
+            way,
+            at,
+            size.explanations,
+            bleu=bootstrap(grams, bleu),
+            lost=bootstrap(np.stack([grams, full[1]], 1), lost),
+        )
+        rows.add_figures(way, at, size.facts, facts=wilson(right, size.facts))
 
 
 def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Size) -> None:
@@ -236,20 +232,20 @@ def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Si
     ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, width, n_ctx)]
     for way, memory in memories.items():
         nats = stream_losses(memory, torch.tensor(texts)).mean(0)
-        rows.add_figure(way, {}, "long", Figure(nats.mean().exp().item()), len(texts))
+        rows.add_figures(way, {}, len(texts), long=[nats.mean().exp().item()])
         for a, b in pairwise(ends):
-            found = Figure(nats[a:b].mean().exp().item())
-            rows.add_figure(way, {"tokens": b}, "long", found, len(texts))
+            found = nats[a:b].mean().exp().item()
+            rows.add_figures(way, {"tokens": b}, len(texts), long=[found])
 
 
-def measure(rows: Rows, size: Size) -> None:
+def measure(rows: Rows, quick: bool) -> None:
     """Append the figures of pocket's memories."""
+    size = QUICK if quick else Size()
     if not rows.due(["full", "window", "sinks", "ours"], "long"):
         return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
     full, bct = memories["full"], memories["ours"].config
-    begin(
-        rows,
+    rows.begin_with(
         "pocket",
         full.model,
         f"{full.config.n_layer} layers of width {full.config.n_embd}",
@@ -261,24 +257,8 @@ def measure(rows: Rows, size: Size) -> None:
     long_texts(rows, memories, tokenizer, size)
 
 
-def run(
-    doc: str | None,
-    name: str,
-    quick: str,
-    measured: Callable[[Rows, bool], None],
-    argv: list[str] | None,
-) -> None:
-    """Run one of the studies of this source by its command line: they share rows and claims."""
-    cli = StudyLine(doc, name, quick, model="", out="bounding", again=True)
-    with cli.parse(argv) as args:
-        rows = recorded("bounding", args)
-        measured(rows, args.quick)
-        report(rows)
-
-
 def main(argv: list[str] | None = None) -> None:
-    quick = "fewer and shorter texts"
-    run(__doc__, "bounding", quick, lambda rows, few: measure(rows, QUICK if few else Size()), argv)
+    run(__doc__, "bounding", "fewer and shorter texts", measure, argv)
 
 
 if __name__ == "__main__":

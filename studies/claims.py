@@ -5,13 +5,10 @@ unless it is called ours. Claims about time are judged at the source's geometry,
 parameters or by counting work; claims about quality with a trained model.
 """
 
-from __future__ import annotations
-
 import textwrap
 
-from studies.core import Rows
+from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables
 from studies.core import claims as claims_of
-from studies.protocol import MINUTES, Claim, answer_of, claim_tables
 from support.cli import CommandLine
 from support.tables import Table, page
 

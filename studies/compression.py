@@ -20,29 +20,22 @@ ms                  of a token after 512
 Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import compress
 import gpt_bounded_cache as bounded
-from compress import QuantizedCache
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
-from studies.bounding import above
-from studies.core import Figure, Rows, in_turn, recorded, report
-from studies.measuring import begin
-from studies.protocol import StudyLine
+from studies.bounding import Memory, above
+from studies.core import Rows, in_turn, run
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
 
@@ -50,7 +43,7 @@ TEXTS, FACTS, TURNS = 12, 75, 5  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
 
 
-class Swapped(QuantizedCache):
+class Swapped(compress.QuantizedCache):
     """The same bits the other way round: keys per token, values per channel."""
 
     def append(
@@ -73,19 +66,6 @@ CACHES = compress.CACHES | {  # all of compress.py, and what only this study com
 }
 
 
-class Reader:
-    """A model that reads every text in small pieces, with one way's cache."""
-
-    def __init__(self, model: nn.Module, make: Callable[[int], KVCache], piece: int) -> None:
-        """make: a cache for a text of so many tokens; piece: tokens that are read at once."""
-        self.model, self.make, self.piece = model, make, piece
-        self.wte, self.config = model.wte, model.config  # as of any model that is evaluated
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of ids (B, T)."""
-        return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
-
-
 # --- Quality ----------------------------------------------------------------------------------------
 
 
@@ -96,7 +76,7 @@ def nats(logits: Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quality(
-    rows: Rows, at: dict[str, str], readers: dict[str, Reader], exact: Reader, few: int
+    rows: Rows, at: dict[str, str], readers: dict[str, Memory], exact: Memory, few: int
 ) -> None:
     """Append what the ways' predictions lose to an exact reader's; few: by which the numbers of
     texts are divided."""
@@ -109,16 +89,16 @@ def quality(
     lists = lists.repeat(1, 2)  # read twice
     expected, late = exact(texts), exact(long)[:, -128:]
     usual = nats(expected, texts).double()
-    for way, reader in tqdm(readers.items(), desc="quality", leave=False):
-        got = expected if reader is exact else reader(texts)
+    for way, reader in readers.items():
+        got = reader(texts)
         lost = nats(got, texts).double()
         sums = np.stack([[x.sum(1).numpy(), np.full(len(x), T - 1)] for x in (lost, usual)])
         found = bootstrap(sums.transpose(2, 0, 1), above)
-        rows.add_figure(way, at, "above", Figure(*found), len(texts))
-        after = late if reader is exact else reader(long)[:, -128:]
+        rows.add_figures(way, at, len(texts), above=found)
+        after = reader(long)[:, -128:]
         whole, end = (got, after) if way == "grouped" else (expected, late)  # its own attention
         right = round(answers(reader, tokenizer, questions)[1] * len(questions))
-        rows.add_figure(way, at, "facts", Figure(*wilson(right, len(questions))), len(questions))
+        rows.add_figures(way, at, len(questions), facts=wilson(right, len(questions)))
         cache = reader.make(T)
         compress.read(reader.model, cache, texts[:1], reader.piece)
         rows.add(
@@ -158,36 +138,32 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure(rows: Rows, few: int, turns: int) -> None:
-    """Measure what the rows lack; few: by which the numbers of texts are divided."""
-    piece = 1 if few == 1 else 64
+def measure(rows: Rows, quick: bool) -> None:
+    """Measure what the rows lack."""
+    few, turns, piece = (12, 1, 64) if quick else (1, TURNS, 1)
     numbers = f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
     bct = load_model("pocket-bct", model_class=bounded.BCT)
     for name, model in models.items():
         at = {"model": name}
-        begin(rows, name, model, numbers)
-        readers = {way: Reader(model, kind.new, piece) for way, kind in CACHES.items()}
+        rows.begin_with(name, model, numbers)
+        readers = {way: Memory(way, model, kind.new, piece) for way, kind in CACHES.items()}
         exact = readers["full"]
         if name == "pocket":
-            readers["bct"] = Reader(bct, lambda _: bct.new_cache(), piece)
-            readers["grouped"] = Reader(models["pocket-llama"], lambda _: KVCache(), piece)
+            readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), piece)
+            llama = models["pocket-llama"]
+            readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), piece)
         if due := rows.due(readers, "kl", **at):
             quality(rows, at, {way: readers[way] for way in due}, exact, few)
         times(rows, at, model, turns)
-    if few == 1:
+    if not quick:
         large = random_model(GPT, "124M")
-        begin(rows, "124M, random weights", large)
+        rows.begin_with("124M, random weights", large)
         times(rows, {"model": "124M"}, large, turns)
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "fewer texts, read in pieces of 64 tokens"
-    cli = StudyLine(__doc__, "compression", quick, model="", again=True)
-    with cli.parse(argv) as args:
-        rows = recorded("compression", args)
-        measure(rows, *((12, 1) if args.quick else (1, TURNS)))
-        report(rows)
+    run(__doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure, argv)
 
 
 if __name__ == "__main__":

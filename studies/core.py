@@ -1,4 +1,5 @@
-"""The core of the studies: rows of measured figures, claims that rows decide, tables and figures.
+"""The core of the studies: their command line, rows of measured figures, claims that rows decide,
+tables and figures.
 
 A row is one figure: study, way (a method by its short name, such as periodic:64), setting, metric,
 value, low and high (its 95% interval), n, and mostly `values`, one for each independent thing
@@ -7,27 +8,34 @@ rows.jsonl as they are measured; of rows with the same way, setting and metric t
 line with `conditions` tells under which the rows after it were measured.
 
 claims.toml beside it holds what a person has written: the source's words and the rules that decide
-each claim, the names of the ways, the columns of the table, the figures.
+each claim, the names of the ways, the columns of the table, the figures. A claim is tested as
+stated unless it says why only `partly`.
 """
 
-from __future__ import annotations
-
 import argparse
+import fnmatch
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from string import ascii_lowercase
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
 
-from studies.protocol import Claim, claim_tables
+from gpt_kv_cache import GPT
+from load_gpt2_weights import NAMES, load_model
+from support.cli import CommandLine, writable_folder
+from support.conditions import conditions, is_geometry, random_model
 from support.figures import COLORS
 from support.figures import figure as draw_figure
-from support.files import check_fields, parse_json, read_text
+from support.files import parse_json, read_text
 from support.statistics import bootstrap, mean
 from support.tables import Table, page
 
@@ -48,7 +56,29 @@ WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
 RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
-T = TypeVar("T")
+Row = dict[str, Any]  # as JSON has it
+Setting = dict[str, Any]
+Points = list[tuple[float, ...]]  # x, y and perhaps y's interval
+Curves = dict[tuple[str, str], Points]  # by the label and the kind of a curve
+# A claim in its source's own words, the conditions of both sides, and our finding: source (its title, "" if the claim
+# is ours), section, quote, theirs and ours (conditions), figure (what decides, with its interval), verdict, stated
+# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it).
+Claim = dict[str, str]
+ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
+MINUTES = {  # that a command's full run took on an undisturbed core
+    "article": 10,
+    "bounding": 10,
+    "recall": 30,
+    "pretraining": 60,
+    "lengths": 3,
+    "recycling": 1,
+    "recycling --model 355M": 25,
+    "latency": 5,
+    "projection": 120,
+    "refreshing": 150,
+    "speculation": 5,
+    "compression": 20,
+}
 
 
 class Figure(NamedTuple):
@@ -91,7 +121,7 @@ def reduced(values: np.ndarray, how: str) -> Figure:
     return Figure(value, low, high) if len(values) >= LEAST and how != "series" else Figure(value)
 
 
-def side_of(text: str, at: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def side_of(text: str, at: Setting) -> tuple[str, Setting]:
     """Return the way and the setting that "way@key=value@..." means, on top of a setting."""
     way, *settings = text.split("@")
     at = dict(at)
@@ -106,18 +136,19 @@ class Rows:
     def __init__(
         self, study: str, folder: Path | None = None, again: str = "", reduced: str = ""
     ) -> None:
-        """folder: of the rows, by default the recorded ones; again: a pattern of the ways to
-        measure once more; reduced: why the rows, a file of their own that is begun anew, are given
-        no verdict, such as "reduced run". Raises ValueError if a line of the rows is no row."""
+        """folder: of the rows, by default the recorded ones; again: a pattern, as of files, of the
+        ways to measure once more; reduced: why the rows, a file of their own that is begun anew, are given
+        no verdict, such as "reduced run". Raises ValueError if a line of the rows is no JSON."""
         self.study, self.again, self.reduced = study, again, reduced
         self.offered: list[str] = []  # the ways that due() was asked about
+        self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
         self.paper = tomllib.loads(read_text(HERE / study / "claims.toml"))
         if "like" in self.paper:  # another study of the same source
             other = tomllib.loads(read_text(HERE / self.paper["like"] / "claims.toml"))
             self.paper |= {"title": other["title"], "theirs": other["theirs"]}
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.on: dict[str, Any] = {"conditions": []}
+        self.rows: dict[str, Row] = {}
+        self.on: Row = {"conditions": []}
         self.begun = self.on
         if reduced:
             self.path.unlink(missing_ok=True)
@@ -126,30 +157,22 @@ class Rows:
             if torn:  # the process was killed while it wrote this line
                 self.path.write_text(f"{whole}\n", encoding="utf-8")
             for line in whole.splitlines():
-                row = parse_json(line, str(self.path), study=str)
-                if "conditions" not in row:
-                    check_fields(
-                        row, str(self.path), way=str, setting=dict, metric=str, value=float, n=int
-                    )
-                self.take(row)
-        for way, metric, value in self.paper.get("source", []):
-            self.take(line_of(way, {"by": "source"}, metric, Figure(value, value, value), 1))
+                self.take(parse_json(line, str(self.path), study=str))
+        for way, metric, value in self.paper.get("source", []):  # what it says itself
+            self.take(line_of(way, {}, metric, Figure(value, value, value), 1))
 
-    def take(self, line: dict[str, Any]) -> None:
+    def take(self, line: Row) -> None:
         if "conditions" in line:
             self.on = self.begun = line
         else:
-            key = self.key(line["way"], line["metric"], line["setting"])
+            key = self.key(line["way"], line["setting"], line["metric"])
             self.rows[key] = line | {"on": self.on}
 
-    def key(self, way: str, metric: str, at: dict[str, Any]) -> str:
-        """Return what names a row; the setting's missing parts are as usual in the study, and a
-        source's figures have one setting."""
-        if at.get("by") == "source":
-            at = {"by": "source"}
+    def key(self, way: str, at: Setting, metric: str) -> str:
+        """Return what names a row; the setting's missing parts are as usual in the study."""
         return json.dumps([way, metric, self.paper["usual"] | at], sort_keys=True)
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: Row) -> None:
         """Write a row, after the conditions if these have changed, and take it."""
         lines = [{"study": self.study} | line]
         if self.begun != self.on:
@@ -159,42 +182,47 @@ class Rows:
             file.write("".join(json.dumps(each, allow_nan=False) + "\n" for each in lines))
         for each in lines:
             self.take(each)
+        self.progress.update()
 
     def begin(self, *conditions: str) -> None:
         """Let the next rows be measured under these conditions."""
         self.begun = {"study": self.study, "conditions": [*conditions]}
+
+    def begin_with(self, name: str, model: nn.Module, *details: str) -> None:
+        """Let the next rows be measured with a model, on this machine, under conditions in detail."""
+        on, threads = conditions(name, model), torch.get_num_threads()
+        threads = "1 thread" if threads == 1 else f"{threads} threads"
+        size = f"{name}: {on['parameters']:,} parameters"
+        self.begin(size, *details, threads, on["machine"], on["date"])
 
     def due(self, ways: Iterable[str], metric: str, **at: Any) -> list[str]:
         """Return the ways to measure: those without such a row, or those to measure again."""
         ways = [*ways]
         self.offered += ways
         if self.again:
-            return [way for way in ways if re.fullmatch(self.again, way)]
+            return fnmatch.filter(ways, self.again)
         return [way for way in ways if self.find(way, metric, **at) is None]
 
-    def add(self, way: str, at: dict[str, Any], **metrics: Iterable[float]) -> None:
+    def add(self, way: str, at: Setting, **metrics: Iterable[float]) -> None:
         """Append a row for each metric, of one way in one setting."""
         for metric, values in metrics.items():
-            self.append(self.row(way, at, metric, values))
+            values = [*values]
+            found = reduced(np.array(values), self.kind(metric)[0])
+            line = line_of(way, at, metric, found, len(values))
+            self.append(line | {"values": [float(f"{x:.6g}") for x in values]})
 
-    def row(
-        self, way: str, at: dict[str, Any], metric: str, values: Iterable[float]
-    ) -> dict[str, Any]:
-        values = [*values]
-        found = reduced(np.array(values), self.kind(metric)[0])
-        line = line_of(way, at, metric, found, len(values))
-        return line | {"values": [float(f"{x:.6g}") for x in values]}
+    def add_figures(self, way: str, at: Setting, n: int, **metrics: Iterable[float]) -> None:
+        """Append a row for each metric, of a figure of n things and its interval, if that is known."""
+        for metric, found in metrics.items():
+            self.append(line_of(way, at, metric, Figure(*found), n))
 
-    def add_figure(self, way: str, at: dict[str, Any], metric: str, found: Figure, n: int) -> None:
-        """Append a row of a figure that isn't made of one value for each thing."""
-        self.append(line_of(way, at, metric, found, n))
+    def find(self, way: str, metric: str, **at: Any) -> Row | None:
+        """Return the row of a way, or of "way@key=value@...", in a setting."""
+        return self.rows.get(self.key(*side_of(way, at), metric))
 
-    def find(self, way: str, metric: str, **at: Any) -> dict[str, Any] | None:
-        return self.rows.get(self.key(way, metric, at))
-
-    def kind(self, metric: str) -> tuple[str, str]:
+    def kind(self, metric: str) -> list[str]:
         """Return how values of a metric are reduced, and the format of the figure."""
-        return self.paper["metrics"][metric]
+        return self.paper["metrics"][metric].split()
 
     def figure(self, way: str, metric: str, **at: Any) -> Figure | None:
         row = self.find(way, metric, **at)
@@ -204,11 +232,10 @@ class Rows:
             return Figure(row["value"])
         return Figure(row["value"], row["low"], row["high"])
 
-    def against(self, metric: str, one: str, other: str, at: dict[str, Any]) -> Figure | None:
+    def against(self, metric: str, one: str, other: str, at: Setting) -> Figure | None:
         """Return by how much one way is above another, pair by pair where both have as many values:
         as a share of the other (RELATIVE), or as a difference. None if one isn't measured."""
-        sides = [side_of(text, at) for text in (one, other)]
-        rows = [self.find(way, metric, **where) for way, where in sides]
+        rows = [self.find(way, metric, **at) for way in (one, other)]
         if None in rows:
             return None
         how = self.kind(metric)[0]
@@ -217,18 +244,18 @@ class Rows:
             a, b = values
             found = reduced(a / b if how in ("median", "turns") else a - b, how)
             return Figure(*(x - 1 for x in found)) if how in RELATIVE else found
-        x, y = (self.figure(way, metric, **where) for way, where in sides)
+        x, y = (self.figure(way, metric, **at) for way in (one, other))
         bounds = zip(x, (y.value, y.high, y.low), strict=True)  # no pairs: the widest
         found = Figure(*(a / b - 1 if how in RELATIVE else a - b for a, b in bounds))
         return found if math.isfinite(x.low + y.low) else Figure(found.value)
 
-    def name(self, way: str, at: dict[str, Any]) -> str:
+    def name(self, way: str, at: Setting) -> str:
         """Return a way and its unusual setting, as a page names them."""
         usual = self.paper["usual"]
         unusual = [f"{key} {value}" for key, value in at.items() if usual.get(key) != value]
-        return ", ".join([self.paper["names"].get(way, way), *unusual])
+        return ", ".join([self.paper.get("names", {}).get(way, way), *unusual])
 
-    def shown(self, text: str, at: dict[str, Any]) -> str:
+    def shown(self, text: str, at: Setting) -> str:
         """Return a text whose {[metric: ]way}, {way ±} (with the interval) and {way / other way}
         are replaced by figures, "-" if there is none."""
 
@@ -237,8 +264,7 @@ class Rows:
             metric = metric or self.paper["metric"]
             how, form = self.kind(metric)
             if other is None:
-                way, where = side_of(one, at)
-                found = self.figure(way, metric, **where)
+                found = self.figure(one, metric, **at)
             else:
                 found = self.against(metric, one, other, at)
                 form = "+.1%" if how in RELATIVE else f"+{form}"
@@ -247,12 +273,71 @@ class Rows:
         return SHOWN.sub(replace, text)
 
 
-def line_of(way: str, at: dict[str, Any], metric: str, found: Figure, n: int) -> dict[str, Any]:
+def line_of(way: str, at: Setting, metric: str, found: Figure, n: int) -> Row:
     """Return a row as JSON has it, null for an unknown interval."""
     line = {"way": way, "setting": at, "metric": metric}
     for name, x in found._asdict().items():
         line[name] = None if math.isinf(x) else float(f"{x:.9g}")
     return line | {"n": n}
+
+
+# --- The command line ----------------------------------------------------------------------------
+
+
+class StudyLine(CommandLine):
+    """The command line of a study: a model, --quick and --out."""
+
+    def __init__(
+        self,
+        doc: str | None,
+        name: str,
+        quick: str,
+        model: str = "--model",
+        out: str = "",
+        models: str = NAMES,
+        again: bool = False,
+    ) -> None:
+        """quick: the study's reduced form with --quick; model: the option that names the model, "" for none: the
+        study has one thread then; again: whether single ways can be measured once more."""
+        super().__init__(doc, f"python3 -m studies.{name} --quick", models)
+        self.study = name
+        if model:
+            self.add_model_arguments(model)
+        if again:
+            what = "measure these ways once more: a name, or a pattern such as 'raw-*'"
+            self.add_argument("--again", default="", metavar="WAYS", help=what)
+        self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
+        self.add_argument(
+            "--out",
+            default=f"results/{out or name}",
+            metavar="FOLDER",
+            type=writable_folder,
+            help="where results go",
+        )
+
+    def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Set the threads of a study without a model, too, and say how long a full run takes."""
+        if "threads" not in args:
+            torch.set_num_threads(1)
+        command, model = self.study, getattr(args, "model", None)
+        if model != self.get_default("model"):
+            command += f" --model {model}"
+        if command in MINUTES and not args.quick:
+            print(
+                f"The full run takes about {MINUTES[command]} minutes on one core, less what is "
+                "recorded already; --quick takes at most one.\n",
+                flush=True,
+            )
+        return super().resolved(args)
+
+
+def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
+    """Return the model that --model names, with random weights if that is a geometry, and its name
+    in a record."""
+    if is_geometry(args.model):
+        model = random_model(GPT, args.model).to(args.device, args.dtype)
+        return model, f"{args.model}, random weights"
+    return load_model(args.model, device=args.device, dtype=args.dtype), args.model
 
 
 # --- Measuring --------------------------------------------------------------------------------------
@@ -264,10 +349,10 @@ def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
     return Rows(study, args.out, getattr(args, "again", ""), different)
 
 
-def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T]]:
+def in_turn(runs: dict[Any, Callable[[int], Any]], turns: int) -> dict[Any, list]:
     """Return what each run, given the turn, returns in each: all take turns, after one turn that
     warms up and doesn't count, so that what disturbs the machine disturbs all of them."""
-    found: dict[str, list[T]] = {name: [] for name in runs}
+    found = {name: [] for name in runs}
     for turn in range(-1, turns):
         for name, run in runs.items():
             result = run(max(turn, 0))
@@ -279,7 +364,7 @@ def in_turn(runs: dict[str, Callable[[int], T]], turns: int) -> dict[str, list[T
 # --- Claims -----------------------------------------------------------------------------------------
 
 
-def judged(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
+def judged(rows: Rows, rule: str, at: Setting) -> int | None:
     """Return 1 if a rule holds, -1 if it is refuted, 0 if neither is shown, None if a row is
     missing.
 
@@ -290,8 +375,7 @@ def judged(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
     metric = metric or rows.paper["metric"]
     limit = float(margin or 0) / (100 if percent else 1)
     if re.fullmatch(r"[\d.]+", other):
-        way, where = side_of(one, at)
-        found, line = rows.figure(way, metric, **where), float(other)
+        found, line = rows.figure(one, metric, **at), float(other)
     else:
         found, line = rows.against(metric, one, other, at), limit if op == "<" else -limit
     if found is None:
@@ -301,16 +385,14 @@ def judged(rows: Rows, rule: str, at: dict[str, Any]) -> int | None:
     return found.below(line) if op == "<" else -found.below(line)
 
 
-def answer(rows: Rows, rule: str | list[str], at: dict[str, Any]) -> int | None:
-    """Return judged() of a rule, or the best answer of several of which one is enough; of these,
+def answer(rows: Rows, rule: str, at: Setting) -> int | None:
+    """Return judged() of a rule, or the best answer of several, "... or ...", of which one is enough;
     such that aren't measured are left out."""
-    if isinstance(rule, str):
-        return judged(rows, rule, at)
-    answers = [judged(rows, one, at) for one in rule]
+    answers = [judged(rows, one, at) for one in rule.split(" or ")]
     return max((x for x in answers if x is not None), default=None)
 
 
-def everywhere(rows: Rows, text: str, places: list[dict[str, Any]], part: str | None) -> str:
+def everywhere(rows: Rows, text: str, places: list[Setting], part: str | None) -> str:
     """Return a text with its figures; what stands between « and » is said of each of the places,
     which differ in a part of the setting, if there is a figure of it."""
 
@@ -321,7 +403,7 @@ def everywhere(rows: Rows, text: str, places: list[dict[str, Any]], part: str | 
     return rows.shown(re.sub("«(.*?)»", each, text), places[0])
 
 
-def verdict_of(rows: Rows, claim: dict[str, Any], places: list[dict[str, Any]]) -> str:
+def verdict_of(rows: Rows, claim: dict[str, Any], places: list[Setting]) -> str:
     """Return the verdict on a claim: the worst of its rules' answers in all places, or the best if a
     thing `can` be. NOT SHOWN where a rule that the trial needs to be fair doesn't hold; "" where a
     row is missing, and in a reduced run."""
@@ -335,15 +417,16 @@ def verdict_of(rows: Rows, claim: dict[str, Any], places: list[dict[str, Any]]) 
 
 def claims(rows: Rows) -> list[Claim]:
     """Return the source's claims and our questions, which have no section, with their verdicts; one
-    on `every` kind or size is judged for each."""
+    whose figures are found for `every` kind or size is judged for each."""
     found = []
     for claim in rows.paper["claims"]:
-        at, part = claim.get("at", {}), claim.get("every")
-        places = [at | {part: value} for value in rows.paper["every"][part]] if part else [at]
+        part, places = None, [claim.get("at", {})]
+        if "«" in claim["found"]:
+            [(part, values)] = rows.paper["every"].items()
+            places = [{part: value} for value in values]
         source = rows.paper.get("sources", {}).get(claim.get("source"), rows.paper)
-        first = RULE.fullmatch(next(iter(np.ravel(claim["rules"]))))
-        way, where = side_of(first[2], places[0])
-        row = rows.find(way, first[1] or rows.paper["metric"], **where)
+        first = RULE.match(claim["rules"][0])
+        row = rows.find(first[2], first[1] or rows.paper["metric"], **places[0])
         on = row["on"]["conditions"] if row else []
         found.append(
             Claim(
@@ -354,17 +437,53 @@ def claims(rows: Rows) -> list[Claim]:
                 ours=claim.get("on", "; ".join(on)),
                 figure=everywhere(rows, claim["found"], places, part),
                 verdict=verdict_of(rows, claim, places),
-                stated=claim.get("stated", ""),
+                stated=f"partly: {claim['partly']}" if "partly" in claim else "yes",
                 command=claim.get("command", rows.study),
             )
         )
     return found
 
 
+def answer_of(claim: Claim) -> str:
+    """Return the verdict on a claim, or the answer to a question of ours."""
+    verdict = claim["verdict"]
+    return verdict if claim["source"] else ANSWERS.get(verdict, verdict)
+
+
+def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
+    """Return claims as a table, and our questions as another, after the conditions of each source
+    and ours, which the claims name by a letter if there are several."""
+    parts: list[str | Table] = []
+    theirs = {claim["source"]: claim["theirs"] for claim in claims if claim["source"]}
+    parts += [f"Conditions of {source}: {text}." for source, text in theirs.items()]
+    conditions = [*dict.fromkeys(claim["ours"] for claim in claims)]
+    letters = dict(zip(conditions, ascii_lowercase, strict=False))
+    if len(conditions) == 1:
+        parts.append(f"Here: {conditions[0]}.")
+    elif conditions:
+        parts.append("Here:\n\n" + "\n".join(f"- ({letters[on]}) {on}" for on in conditions))
+    rows, questions = [], []
+    for claim in claims:
+        where = [claim["section"]] if claim["source"] else []
+        if len(conditions) > 1:
+            where.append(letters[claim["ours"]])
+        place = f" ({'; '.join(where)})" if where else ""
+        found = ": ".join(filter(None, (answer_of(claim), claim["figure"])))
+        if claim["source"]:
+            rows.append([f'"{claim["quote"]}"{place}', found, claim["stated"]])
+        else:
+            questions.append([f"{claim['quote']}{place}", found])
+    if rows:
+        parts.append(Table(["claim", "found here", "tested as stated"], rows, left=3))
+    if questions:
+        parts.append(Table(["question of ours", "found here"], questions, left=2))
+    return parts
+
+
 # --- Tables and figures -----------------------------------------------------------------------------
 
 
-def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, Setting]]:
     """Return the ways that match patterns such as "periodic.*@train=alone", with the settings."""
     known = dict.fromkeys(row["way"] for row in rows.rows.values())
     found = []
@@ -422,33 +541,49 @@ def report(rows: Rows) -> None:
     """Draw the figures of a run, and print its claims and its table. Raises ValueError if no way is
     one of those that were to be measured again."""
     offered = [*dict.fromkeys(rows.offered)]
-    if rows.again and offered and not any(re.fullmatch(rows.again, way) for way in offered):
+    if rows.again and not fnmatch.filter(offered, rows.again):
         raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(offered)}")
     folder = rows.path.parent
+    rows.progress.close()
     draw(rows, folder)
     print(page([*page_of(rows), f"Written to {folder}"]))
 
 
-def points_over(
-    rows: Rows, way: str, metric: str, key: str, at: dict[str, Any]
-) -> list[tuple[float, ...]]:
+def run(
+    doc: str | None,
+    study: str,
+    quick: str,
+    measure: Callable[[Rows, bool], None],
+    argv: list[str] | None,
+    of: str = "",
+    again: bool = True,
+) -> None:
+    """Run a study that has models of its own by its command line. quick: what is reduced then; measure: appends the
+    rows, fewer if that is true; of: the study that has the rows and claims, if it is another."""
+    with StudyLine(doc, study, quick, model="", out=of, again=again).parse(argv) as args:
+        rows = recorded(of or study, args)
+        measure(rows, args.quick)
+        report(rows)
+
+
+def points_over(rows: Rows, way: str, metric: str, key: str, at: Setting) -> Points:
     """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
-    found = []
+    usual, found = rows.paper["usual"], []
     for row in rows.rows.values():
-        here = row["setting"]
-        wanted = row["way"] == way and row["metric"] == metric and here.items() >= at.items()
-        if wanted and key in here:
-            found.append((here[key], *rows.figure(way, metric, **here)))
+        x = row["setting"].get(key)
+        here = usual | at | {key: x}
+        if (row["way"], row["metric"]) == (way, metric) and usual | row["setting"] == here:
+            found.append((x, *rows.figure(way, metric, **here)))
     return sorted(found)
 
 
-def curves_of(rows: Rows, wanted: dict[str, Any]) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """Return the points of a figure, x and y with its interval, by the label and the kind of their
-    curve: of a metric over a part of the setting, or over another metric, joined for ways of one
-    kind (periodic:64, periodic:16); else x and y of a series."""
-    curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
-    metric = wanted["y"]
-    for way, at in ways_of(rows, wanted["ways"]):
+def curves_of(rows: Rows, wanted: dict[str, Any]) -> Curves:
+    """Return the points of a figure of its ways, or of the table's, x and y with its interval, by
+    the label and the kind of their curve: of a metric over a part of the setting, or over another
+    metric, joined for ways of one kind (periodic:64, periodic:16); else x and y of a series."""
+    curves: Curves = {}
+    metric, ways = wanted["y"], wanted.get("ways", rows.paper["table"]["ways"])
+    for way, at in ways_of(rows, ways):
         label, points = rows.name(way, at), []
         kind = rows.name(re.split("[:~]", way)[0], at)
         if "over" in wanted:
@@ -474,9 +609,7 @@ def draw(rows: Rows, folder: Path) -> None:
             draw_figure(folder / f"{name}.png", partial(plot, curves, colors), **labels)
 
 
-def plot(
-    curves: dict[tuple[str, str], list[tuple[float, ...]]], colors: dict[str, str], axes: Any
-) -> None:
+def plot(curves: Curves, colors: dict[str, str], axes: Any) -> None:
     """Plot curves_of() a figure; colors: those of the kinds that are drawn already."""
     for (label, kind), points in curves.items():
         x, y, *interval = np.array(points).T

@@ -12,8 +12,6 @@ cost        time to restore all but the last token, as a share of reading the pr
 pays        stored tokens from which reuse pays if one is left to read, in powers of two
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time
@@ -23,20 +21,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, read_all, timed
-from studies.core import Rows, in_turn, recorded, report
-from studies.measuring import begin, model_of
-from studies.protocol import StudyLine
+from studies.core import Rows, StudyLine, in_turn, model_of, recorded, report
 from support.cli import GEOMETRIES
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
 LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
 DEPTHS = tuple(2**i for i in range(9))  # stored, with one more token to read
-STORED = ("memory", "warm-disk", "cold-disk")
 DECODED = 100  # tokens written after a prompt, for times from end to end
 EQUAL = 0.03  # ours: times to a first token that differ by less are equal
 
@@ -74,13 +68,13 @@ def all_tokens(model: GPT, ids: list[int], store: Store | None, turn: int) -> fl
 def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: int) -> None:
     """Append the times of prompts of these lengths by where and how much of them is stored."""
     n_ctx, generator = model.config.n_ctx, torch.Generator().manual_seed(0)
-    lengths = [m for m in lengths if m <= n_ctx] or [n_ctx]
+    lengths = [m for m in lengths if m <= n_ctx]
     cells = [(m, share) for m in lengths for share in SHARES]
     cells += [(k + 1, 100) for k in DEPTHS if k < max(lengths)]
     whole = max((m for m in lengths if m + DECODED <= n_ctx), default=0)
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
         memory, disk = Store(model), Store(model, folder)
-        for m, share in tqdm(cells, desc="cells", leave=False):
+        for m, share in cells:
             at = {"model": name, "m": m, "share": share}
             if not rows.due(["cold"], "first", **at):
                 continue
@@ -112,7 +106,7 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
 def summed_up(rows: Rows, name: str, lengths: Sequence[int]) -> None:
     """Append what restoring costs, and from how many stored tokens on reuse pays."""
     known = [k + 1 for k in DEPTHS if k < max(lengths)]
-    for way in STORED:
+    for way in ("memory", "warm-disk", "cold-disk"):
         shares, lost = [], 0
         for m in sorted({*known, *lengths}):
             at = {"model": name, "m": m, "share": 100}
@@ -137,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
         lengths, turns = (QUICK, 1) if args.quick else (LENGTHS, 5)
         rows = recorded("latency", args, "run of another model" if args.model != "124M" else "")
         rows.paper["usual"]["model"] = args.model
-        begin(rows, name, model, f"turns: {turns}")
+        rows.begin_with(name, model, f"turns: {turns}")
         measure(rows, model, args.model, lengths, turns)
         report(rows)
 

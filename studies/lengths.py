@@ -12,8 +12,6 @@ share        of the growing cache's bytes
 Source: Yi et al. 2024 (BCT).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
@@ -31,9 +29,7 @@ from gpt_bounded_cache import (
     KVCache,
     SlidingWindowCache,
 )
-from studies.core import Rows, in_turn, recorded, report
-from studies.measuring import begin
-from studies.protocol import StudyLine
+from studies.core import Rows, in_turn, run
 
 LENGTHS, SLOTS = (128, 1000, 4000, 8000, 16000), (24, 2048)  # 2,048: the source's capacity
 TURNS = 5
@@ -80,7 +76,7 @@ def seconds(model: GPT, filled: Callable, n: int, turn: int) -> float:
     return statistics.median(taken[1:])
 
 
-def measure(rows: Rows, quick: bool, turns: int) -> None:
+def measure(rows: Rows, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length, all in turn."""
     if not rows.due(["growing"], "tps", after=LENGTHS[-1]):
         return
@@ -96,11 +92,10 @@ def measure(rows: Rows, quick: bool, turns: int) -> None:
     }
     for m in slots:
         caches[f"bct:{m}"] = BCT(BCTConfig(**geometry, slots=m)).eval(), written
-    begin(
-        rows,
+    rows.begin_with(
         f"{what}, random weights",
         plain,
-        f"caches filled with random numbers, medians of {DECODED} tokens, turns: {turns}",
+        f"caches filled with random numbers, medians of {DECODED} tokens, turns: {TURNS}",
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
     )
     for n in LENGTHS:
@@ -108,7 +103,7 @@ def measure(rows: Rows, quick: bool, turns: int) -> None:
         for name, (model, filled) in caches.items():
             size[name] = filled(model, n).nbytes
             runs[name] = partial(seconds, model, filled, n)
-        found = in_turn(runs, turns)
+        found = in_turn(runs, TURNS)
         for name, several in found.items():
             tps, share = np.divide(1, several), size[name] / size["growing"]
             rows.add(name, at, tps=tps, mb=[size[name] / 1e6], share=[share])
@@ -117,11 +112,7 @@ def measure(rows: Rows, quick: bool, turns: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "a small geometry"
-    with StudyLine(__doc__, "lengths", quick, model="").parse(argv) as args:
-        rows = recorded("lengths", args)
-        measure(rows, args.quick, TURNS)
-        report(rows)
+    run(__doc__, "lengths", "a small geometry", measure, argv, again=False)
 
 
 if __name__ == "__main__":

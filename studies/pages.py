@@ -1,8 +1,6 @@
 """Rewrite the figures of README.md, which its marks name, and the tables of studies/README.md and
 pocket/README.md from the recorded results: `python3 -m studies.pages`."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable
@@ -11,11 +9,10 @@ from pathlib import Path
 
 from studies import replay as replaying
 from studies.claims import SOURCES, claims_on, glance
-from studies.core import Rows, claims, draw, table_of
-from studies.protocol import ANSWERS, claim_tables
+from studies.core import ANSWERS, Rows, claim_tables, claims, draw, table_of
 from support.blocks import write_blocks
 from support.cli import CommandLine
-from support.files import read_csv, read_json, write_atomically
+from support.files import read_csv, read_json, write_text
 from support.tables import Table, page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,15 +52,15 @@ def marked(study: str, asked: str) -> str:
     return ANSWERS.get(verdict, verdict).lower()
 
 
-def claims_of(source: str) -> str:
-    """Return the tables of a source's claims, beside our findings."""
-    return page(claim_tables(claims_on(source)), markdown=True)
+def claims_of(source: str, section: str = "") -> str:
+    """Return the tables of a source's claims, or of those in a section, beside our findings."""
+    found = [claim for claim in claims_on(source) if claim["section"].startswith(section)]
+    return page(claim_tables(found), markdown=True)
 
 
 def bct_results() -> str:
     """The claims of BCT's section of results, for the chapter on it."""
-    found = [claim for claim in claims_on("BCT") if claim["section"].startswith("4.3")]
-    return page(claim_tables(found), markdown=True)
+    return claims_of("BCT", "4.3")
 
 
 def generations() -> str:
@@ -92,9 +89,8 @@ def generations() -> str:
 def replay() -> str:
     """The hit rates of studies/recycling/replay_*.csv, side by side."""
     rates: dict[str, list[str]] = {}
-    paths = sorted(
-        (ROOT / "studies" / "recycling").glob("replay_*.csv"), key=lines_of, reverse=True
-    )
+    paths = (ROOT / "studies" / "recycling").glob("replay_*.csv")
+    paths = sorted(paths, key=lambda path: -len(read_csv(path)))
     for i, path in enumerate(paths):
         for row in read_csv(path):
             cells = rates.setdefault(row["capacity_blocks"], ["-"] * len(paths))
@@ -103,10 +99,6 @@ def replay() -> str:
     header = ["capacity, blocks of 512 tokens", *(path.stem[len("replay_") :] for path in paths)]
     note = "A dash: the trace has fewer different blocks, so the capacity is no limit."
     return page([Table(header, rows), note], markdown=True)
-
-
-def lines_of(path: Path) -> int:
-    return len(read_csv(path))
 
 
 def row_table(name: str) -> str:
@@ -129,8 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--figures", action="store_true", help="draw the figures too")
     with cli.parse(argv) as args:
         write_blocks(PAGES)
-        text = with_marks(README.read_text("utf-8"))
-        write_atomically(README, lambda file: file.write_text(text, "utf-8"))
+        write_text(README, with_marks(README.read_text("utf-8")))
         if not args.figures:
             return
         for path in (ROOT / "studies" / "recycling").glob("replay_*.csv"):

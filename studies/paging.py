@@ -1,9 +1,6 @@
-"""Twelve prompts served one at a time, as a padded batch and in blocks: the demo of paged.py, and
-its trace."""
+"""Twelve prompts served one at a time and in blocks: the demo of paged.py, and its trace."""
 
-from __future__ import annotations
-
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,12 +9,10 @@ from typing import Any
 
 import tiktoken
 import torch
-from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, generate
 from paged import PagedCache, Server
 from pocket import corpus
-from support.geometry import kv_heads
 from support.tables import table
 from support.tracing import write_page
 
@@ -42,33 +37,6 @@ def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
     return found
 
 
-class PaddedCache(KVCache):
-    """Keys and values of B texts with room for the longest each: the layout that blocks replace."""
-
-    next_pos: Any = 0  # of each text, (B, 1)
-
-    def __init__(self, model: GPT, lengths: Sequence[int], S: int) -> None:
-        c, weight = model.config, model.wte.weight
-        empty = weight.new_zeros(c.n_layer, 2, len(lengths), kv_heads(c), S, c.head_dim)
-        super().__init__([*empty])
-        self.lengths = torch.tensor(lengths, device=weight.device)[:, None]  # (B, 1)
-        self.next_pos = torch.zeros_like(self.lengths)
-
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write keys and values (B, H, T, D) at positions pos (B, T); return all slots and a mask
-        (B, 1, T, S)."""
-        kv = self.layers[layer]
-        row = torch.arange(len(pos), device=pos.device)[:, None]
-        kv[:, row, :, pos] = torch.stack([k, v]).permute(1, 3, 0, 2, 4)
-        return kv[0], kv[1], torch.arange(kv.size(3), device=pos.device) <= pos[:, None, :, None]
-
-    def commit(self, pos: Tensor) -> None:
-        """After the prompts, which are padded at their ends, each text goes on behind its own."""
-        self.next_pos = self.next_pos + 1 if self.next_pos.any() else self.lengths
-
-
 @torch.no_grad()
 def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
     """Serve prompts alone, limits[i] tokens after each."""
@@ -81,27 +49,6 @@ def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int
         texts.append([int(token) for token in tokens])
         most = max(most, cache.nbytes)
     return texts, most, 0
-
-
-@torch.no_grad()
-def padded(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
-    """Serve prompts as one batch, in which every text has the room of the longest and lasts as
-    long as the last."""
-    lengths, n = [len(ids) for ids in prompts], max(limits)
-    longest = max(lengths)
-    cache = PaddedCache(model, lengths, longest + n)
-    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts])
-    logits = model(ids.to(model.wte.weight.device), cache)
-    logits = logits[torch.arange(len(ids)), torch.tensor(lengths) - 1]  # (B, V)
-    written = [logits.argmax(-1, keepdim=True)]
-    for _ in range(n - 1):
-        logits = model(written[-1], cache, last_only=True)[:, -1]
-        written.append(logits.argmax(-1, keepdim=True))
-    texts = torch.cat(written, 1).tolist()
-    texts = [text[:limit] for text, limit in zip(texts, limits, strict=True)]
-    nbytes = sum(kv.nbytes for kv in cache.layers)
-    held = sum(lengths) + sum(limits) - len(limits)  # a text's last token is never read
-    return texts, nbytes, nbytes - nbytes * held // (len(prompts) * (longest + n))
 
 
 class Record:
@@ -190,12 +137,9 @@ def cell(who: list[int], found: bool) -> str:
 
 def fastest(run: Callable[[], Any]) -> tuple[float, Any]:
     """Return the fewer seconds of two runs, and what a run returns."""
-    seconds = []
-    for _ in range(2):
-        begun = time.perf_counter()
-        found = run()
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds), found
+    found: list[Any] = []
+    seconds = timeit.repeat(lambda: found.append(run()), repeat=2, number=1)
+    return min(seconds), found[-1]
 
 
 def demo(
@@ -205,7 +149,7 @@ def demo(
     size: int,
     blocks: int | None,
     chunk: int,
-    trace: Path | None = None,
+    trace: Path | None,
 ) -> None:
     """Print a table of what each way costs, and a picture of the blocks; n: the most tokens written
     to a text, of which others get less. blocks: of the last row; half of what the row before uses
@@ -213,12 +157,6 @@ def demo(
     prompts = prompts_of(tokenizer)
     limits = [max(1, n * (i % 4 + 1) // 4) for i in range(len(prompts))]
     lengths = [len(ids) for ids in prompts]
-    longest = max(lengths)
-    if longest + n > model.context:
-        raise ValueError(
-            f"{longest} tokens of the longest prompt and {n} more exceed the context of "
-            f"{model.context}"
-        )
 
     def server(blocks: int) -> Server:
         waiting = Server(model, PagedCache(model, blocks, size), chunk)
@@ -237,8 +175,8 @@ def demo(
         same = "yes" if texts == expected[0] else "NO"
         rows.append([name, *(f"{x:,.0f}" for x in figures), *map(str, counts), same])
 
-    for name, way in (("one at a time", one_at_a_time), ("a padded batch", padded)):
-        add(name, *fastest(partial(way, model, prompts, limits)), "-", "-", "-")
+    alone = partial(one_at_a_time, model, prompts, limits)
+    add("one at a time", *fastest(alone), "-", "-", "-")
     each = [-(-(m + limit - 1) // size) for m, limit in zip(lengths, limits, strict=True)]
     budget = sum(each)
     for name in ("blocks for all", "few blocks"):
@@ -255,7 +193,7 @@ tokens after each; blocks of {size} tokens, prompts read in chunks of {chunk}.
 {table(HEADER, rows)}
 
 ms, tokens/s:   of all twelve, prompts included; the faster of two runs
-bytes, blocks:  of keys and values at the step that holds most; wasted: padding, or what blocks have left to fill
+bytes, blocks:  of keys and values at the step that holds most; wasted: what blocks have left to fill
 shared:         blocks that several texts own, at the step with most; put back: how often a text lost its blocks
 
 The blocks of the last row over time. A letter: the text that owns the block; a number: how many texts share it;

@@ -9,17 +9,14 @@ this study shows its effect on text.
 Source: Yi et al. 2024 (BCT).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from gpt_bounded_cache import GPT, BCTConfig, BoundedMemory, GPTConfig, KVCache, SlidingWindowCache
+from gpt_bounded_cache import GPT, BCTConfig, GPTConfig, SlidingWindowCache
 from load_gpt2_weights import read_tokenizer
 from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, size_of
@@ -27,8 +24,7 @@ from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies import bounding
 from studies.bounding import Memory
-from studies.core import Rows
-from studies.measuring import begin
+from studies.core import Rows, run
 from studies.recall import WideBCT
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
@@ -66,11 +62,9 @@ def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
 def trained(way: str, recipe: Pretraining, state: Path) -> Memory:
     """Return the trained model with its memory; its training is kept in a folder of its own."""
     model, _ = train(recipe, state / way)
-    if isinstance(model, WideBCT):
-        return Memory(way, model, BoundedMemory)
     if recipe.window:
-        return Memory(way, model, partial(SlidingWindowCache, recipe.window))
-    return Memory(way, model, KVCache)
+        return Memory(way, model, lambda _: SlidingWindowCache(recipe.window))
+    return Memory(way, model, lambda _: model.new_cache())
 
 
 def measure(rows: Rows, quick: bool) -> None:
@@ -84,8 +78,7 @@ def measure(rows: Rows, quick: bool) -> None:
     state = rows.path.parent / f"pretraining-{steps}"
     memories = {way: trained(way, recipe, state) for way, recipe in recipes.items()}
     _, tokens = size_of(recipes["full"])
-    begin(
-        rows,
+    rows.begin_with(
         "GPT-2 of pocket's layers and width, trained from scratch",
         memories["full"].model,
         f"{steps:,} steps, {tokens / 1e6:.1f} million tokens in rows of {GEOMETRY['n_ctx']}",
@@ -98,7 +91,7 @@ def measure(rows: Rows, quick: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    bounding.run(__doc__, "pretraining", "two steps", measure, argv)
+    run(__doc__, "pretraining", "two steps", measure, argv, of="bounding")
 
 
 if __name__ == "__main__":

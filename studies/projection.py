@@ -24,8 +24,6 @@ penalty, bytes, share       of a map; a prompt's summary tokens as a share of it
 curvature                   third difference of stage 1's loss along a line of maps, over the loss
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time
@@ -52,8 +50,7 @@ from projector import (
     read_all_queries,
 )
 from recycle import read_all
-from studies.core import LEAST, Figure, Rows, in_turn, recorded, report
-from studies.measuring import begin
+from studies.core import LEAST, Rows, StudyLine, in_turn, recorded, report
 from studies.projection_ways import (
     OURS,
     POCKET,
@@ -67,15 +64,14 @@ from studies.projection_ways import (
     pocket_families,
     read_pairs,
 )
-from studies.protocol import StudyLine
 from support.conditions import random_model
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
 
 GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
-BASELINES = ("raw-8:1", "hidden", "neighbour", "none")
-FOUND = ("written", "proposed", "proposed-true", "own", *BASELINES, *OURS)
+BOTH_STAGES = ("written", "proposed", "proposed-true")
+FOUND = (*BOTH_STAGES, "own", "raw-8:1", "hidden", "neighbour", "none", *OURS)
 ALONE = ("rule", "stage1-written", "stage1-segments")
-GIVEN = (*FOUND, *ALONE, "learned")
+GIVEN = (*BOTH_STAGES, *RAW, *ALONE, "learned")
 SHARES = ("low", "good")
 FEW = 8  # families of each split of a reduced run, at most
 FIT_PROMPTS, TIMED, EMITTED = 75, 16, 4
@@ -97,9 +93,8 @@ def add(rows: Rows, way: str, at: dict, prompts: Sequence[Prompt], **metrics: Se
         if metric in SHARES:
             _, least, most = wilson(sum(values), len(values))
             low, high = min(low, least), max(high, most)
-        known = len(families) >= LEAST
-        found = Figure(value, low, high) if known else Figure(value)
-        rows.add_figure(way, at, metric, found, len(values))
+        found = (value, low, high) if len(families) >= LEAST else [value]
+        rows.add_figures(way, at, len(values), **{metric: found})
 
 
 # --- One prompt -------------------------------------------------------------------------------------
@@ -122,19 +117,15 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
     return float(best), area_under_roc(good, bad)
 
 
-def answer(trial: Trial, prompt: Prompt, *first: int) -> str:
-    """Return the greedy answer, to the end of the line unless answers are long, by the exact cache;
+def score(trial: Trial, prompt: Prompt, *first: int) -> float:
+    """Return the exact match of a greedy answer to the end of the line, or ROUGE-L of a long one, by the exact cache;
     after the first token, if it has been emitted already."""
     n, ids = 80 if trial.long else 24, trial.batch([*prompt.ids, *first])
     tokens = generate(trial.model, ids, n - len(first), stop_id=trial.tokenizer.eot_token)
     text = trial.tokenizer.decode([*first, *map(int, tokens)]).partition(END_OF_TEXT)[0]
-    return text.strip() if trial.long else text.partition("\n")[0].strip()
-
-
-def score(trial: Trial, prompt: Prompt, *first: int) -> float:
-    """Return ROUGE-L or the exact match of an answer."""
-    text = answer(trial, prompt, *first)
-    return rouge_l(text, prompt.answer) if trial.long else float(text == prompt.answer)
+    if trial.long:
+        return rouge_l(text, prompt.answer)
+    return float(text.partition("\n")[0].strip() == prompt.answer)
 
 
 @torch.no_grad()
@@ -186,7 +177,7 @@ def ask(
         way = trial.ways[name]
         if "m" in at:
             way = replace(way, layout=replace(way.layout, m=at["m"]))
-        pairs = [(p, source) for p, source in asked if trial.covers(way, p, source)]
+        pairs = [(p, source) for p, source, *_ in asked if trial.covers(way, p, source)]
         found = [measure(trial, way, p, source) for p, source in pairs]
         columns = {metric: [x[metric] for x in found] for metric in found[0]} if found else {}
         add(rows, name, at, [p for p, _ in pairs], **columns)
@@ -208,12 +199,11 @@ def going_on(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str
 # --- Time -------------------------------------------------------------------------------------------
 
 
-def clocked(start: Callable[[Any], Any], asked: Any, turn: int = 0) -> float:
+def clocked(start: Callable[[Any], Any], asked: Any, turn: int) -> float:
     """Return how many milliseconds a start takes, until its logits are there."""
     begun = time.perf_counter()
     result = start(asked)
-    if result is not None:
-        int(result[-1].max())  # waits for the device
+    int(result[-1].max())  # waits for the device
     return 1e3 * (time.perf_counter() - begun)
 
 
@@ -295,7 +285,7 @@ def lengths(rows: Rows, turns: int) -> None:
     if not rows.due(["mapped"], "saved", **at):
         return
     model, encoder, m = random_model(GPT, "124M"), GPT(MINILM).eval(), PROPOSED.m
-    begin(rows, "GPT-2 124M, random weights", model, f"turns: {turns}")
+    rows.begin_with("GPT-2 124M, random weights", model, f"turns: {turns}")
     c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
     stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
     stage_2 = Projector(stored, stored, penalty=1.0)
@@ -303,10 +293,10 @@ def lengths(rows: Rows, turns: int) -> None:
         file = Path(folder) / "summary.pt"
         torch.save(stored[0].clone(), file)
 
-        def retrieval(ids: list[int]) -> None:
+        def retrieval(ids: list[int]) -> Tensor:
             logits_after(encoder, [0] * min(len(ids), MINILM.n_ctx))
             int((embeddings @ embeddings[0]).argmax())
-            torch.load(file, weights_only=True)
+            return torch.load(file, weights_only=True)
 
         def warm(ids: list[int], mapped: bool) -> Tensor:
             summary = stage_2(stored[:1])[0] if mapped else stored[0]
@@ -380,15 +370,14 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
     """Append what the rows lack of one kind of prompts; return tau."""
     at, asked = {"kind": trial.kind}, trial.retrieve("test")
     tau, area = choose_tau(trial)
-    high = [q for q in asked if q.similarity >= tau]
-    if not high:
+    found = [q for q in asked if q.similarity >= tau]
+    if not found:
         return tau
     if rows.due(["retrieval"], "area", **at):
         rows.add("retrieval", at, area=[area])
-    given, found = trial.related("test"), [(q.prompt, q.found) for q in high]
+    given = trial.related("test")
     ask(rows, trial, FOUND, found, worth)
     ask(rows, trial, GIVEN, given, on="given")
-    ask(rows, trial, RAW, given, on="given")
     for m in (1, 32):
         if m < trial.shortest:
             ask(rows, trial, ["proposed"], given, on="given", m=m)
@@ -404,10 +393,9 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
         "lowest": asked[-third:],
         "top50": asked[: len(asked) // 2],
     }.items():
-        ask(rows, trial, ["proposed"], [(q.prompt, q.found) for q in some], on=on)
-    another = [(q.prompt, q.found) for q in asked if q.found is not q.relative]
-    ask(rows, trial, OURS, another, on="another")
-    prompts = [p for p, _ in found]
+        ask(rows, trial, ["proposed"], some, on=on)
+    ask(rows, trial, OURS, [q for q in asked if q.found is not q.relative], on="another")
+    prompts = [q.prompt for q in found]
     names = ["hit", *(name for name in FOUND if name in trial.ways)]
     times(rows, trial, names + ["shared"] * bool(trial.shared), prompts, turns)
     eighth(rows, trial, prompts, turns)
@@ -431,23 +419,21 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     models = f"pocket or pocket-llama; with --pairs FILE also {NAMES}"
     cli = StudyLine(__doc__, "projection", "few quiz questions", models=models, again=True)
-    cli.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND", help="of prompts")
-    cli.add_argument(
+    prompts = cli.add_mutually_exclusive_group()
+    prompts.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND", help="of prompts")
+    prompts.add_argument(
         "--pairs",
         metavar="FILE",
         help="similar prompts of your own, for any model: CSV; columns source, target and, if there "
         "are, answer",
     )
     with cli.parse(argv) as args:
-        if args.pairs and args.kinds:
-            raise ValueError("--kinds are of the pocket world, --pairs are your own: choose")
         if args.pairs is None and args.model not in ("pocket", "pocket-llama"):
             raise ValueError(
                 f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"
             )
-        different = "run of other prompts" if args.pairs else ""
-        if args.model != "pocket":
-            different = "run of another model"
+        others = "run of other prompts or another model"
+        different = others if args.pairs or args.model != "pocket" else ""
         rows, turns = recorded("projection", args, different), 1 if args.quick else 7
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, few = load_tokenizer(args.model), 20 if args.quick else 0
@@ -463,7 +449,7 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 families = pocket_families(kind, args.seed, FEW if args.quick else None)
             trial = Trial(model, tokenizer, kind, families, args.seed, few)
-            begin(rows, args.model, model, "held-out families of paraphrases")
+            rows.begin_with(args.model, model, "held-out families of paraphrases")
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")

@@ -4,8 +4,6 @@ prompt by prompt, or by one map from the segments' means.
 Shapes as in projector.py: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F = 2 m D.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -136,7 +134,7 @@ class SegmentMap:
         )
 
     @classmethod
-    def fit(cls, prompts: Sequence[Segments], families: Sequence[str]) -> SegmentMap:
+    def fit(cls, prompts: Sequence[Segments], families: Sequence[str]) -> "SegmentMap":
         """Fit on prompts of some families, with the penalty that reads held-out families best."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:

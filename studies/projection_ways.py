@@ -4,8 +4,6 @@ Prompts come in families of paraphrases. A family is fitted on ("train"), chosen
 measured ("test"), never two of these.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +15,6 @@ from typing import Any, NamedTuple
 import tiktoken
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import projector
 from gpt_kv_cache import GPT, KVCache, generate
@@ -104,15 +101,16 @@ class Prompt:
 
 
 class Query(NamedTuple):
-    """A prompt that is asked, its stored relative if there is one, and what retrieval found."""
+    """A prompt that is asked, what retrieval found, and its stored relative if there is one."""
 
     prompt: Prompt
-    relative: Prompt | None
     found: Prompt
     similarity: float
+    relative: Prompt | None
 
 
-Asked = Sequence[tuple[Prompt, Prompt]]  # prompts, each with the one that it starts from
+# Prompts, each with the one that it starts from and, where retrieval found that, the rest of a query.
+Asked = Sequence[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -161,11 +159,6 @@ class Trial:
             setattr(self, name, cache(getattr(self, name)))
         self.prompts = {split: self.read(split, chosen) for split, chosen in families.items()}
         least = PROPOSED.m + PROPOSED.tail
-        if (fewest := min(map(len, self.prompts.values()))) < 3:
-            raise ValueError(
-                f"{kind}: {fewest} families in a split have two prompts of more than {least} "
-                "tokens: at least 3 are needed"
-            )
         self.train = [p for family in self.prompts["train"] for p in family]
         self.longest = max(len(p.ids) for p in self.train) - 1  # columns of stage 1 as written
         every = [p.ids for split in self.prompts.values() for family in split for p in family]
@@ -187,25 +180,26 @@ class Trial:
     def read(self, split: str, families: list[Family]) -> list[list[Prompt]]:
         """Return families of prompts, read exactly, without those too short for the proposal."""
         found: list[list[Prompt]] = []
-        for family in tqdm(families, f"{self.kind}: reading {split}", leave=False):
+        least = PROPOSED.m + PROPOSED.tail
+        for family in families:
             row = []
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
-                if len(ids) > PROPOSED.m + PROPOSED.tail:
+                if len(ids) > least:
                     follows = self.following(ids, answer)
                     exact = projector.prefill(self.model, ids)
                     row.append(Prompt(f"{split}/{len(found)}", text, ids, answer, follows, exact))
             if len(row) > 1:
                 found.append(row)
+        if len(found) < 3:
+            raise ValueError(
+                f"{self.kind}: {len(found)} families have two prompts of more than {least} tokens to "
+                f"{split}: at least 3 are needed"
+            )
         return found
 
     def following(self, ids: list[int], answer: str) -> list[int]:
         """Return the tokens of the text that follows a prompt."""
-        n_ctx = self.model.config.n_ctx
-        if len(ids) + 2 * FOLLOWING > n_ctx:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens and {2 * FOLLOWING} more exceed the context, {n_ctx}"
-            )
         if answer:
             return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING]
         tokens = generate(self.model, self.batch(ids), FOLLOWING, stop_id=self.tokenizer.eot_token)
@@ -247,8 +241,7 @@ class Trial:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
         summaries = torch.zeros(len(stored), 1)
         if way.layout:
-            least = way.layout.tail + way.layout.m
-            stored = [p for p in stored if len(p.ids) >= least and self.covers(way, p)]
+            stored = [p for p in stored if self.covers(way, p)]
             summaries = torch.stack([way.summary(p, way.layout) for p in stored])
         texts = [p.text for p in stored]
         layout = way.layout or PROPOSED
@@ -261,7 +254,7 @@ class Trial:
         library = self.library(Way(), stored)
         for prompt, relative in self.queries(split):
             at, similarity = library.find(prompt.text)
-            found.append(Query(prompt, relative if relatives else None, stored[at], similarity))
+            found.append(Query(prompt, stored[at], similarity, relative if relatives else None))
         return found
 
     # --- The stages -------------------------------------------------------------------------------
@@ -345,7 +338,7 @@ class Trial:
         steps = self.few or STEPS
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
         rng = torch.Generator().manual_seed(0)
-        for _ in tqdm(range(steps), f"{self.kind}: summary tokens for all", leave=False):
+        for _ in range(steps):
             some = torch.randperm(len(last), generator=rng)[:BATCH]
             cache = projector.cache_of(self.model, summary, PROPOSED.m)
             layers = [layer.expand(-1, len(some), -1, -1, -1) for layer in cache.layers]

@@ -13,33 +13,26 @@ Source: Yi et al. 2024 (BCT); Arora et al. 2023, "Zoology: Measuring and Improvi
 Efficient Language Models" (the task).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from gpt_bounded_cache import (
     BCT,
     GPT,
     BCTConfig,
-    BoundedMemory,
     GPTConfig,
-    KVCache,
     MemoryBlock,
     SlidingWindowCache,
     WriteMemory,
 )
 from pocket.evaluation import window_of_equal_bytes
-from studies import bounding
-from studies.core import Rows
-from studies.measuring import begin
+from studies.core import Rows, run
 
 KEYS, VALUES, ASKED = 512, 64, 64  # of the vocabulary, and keys asked at most at the end of a text
 POSITIONS = 1024  # of a step's texts together
@@ -145,40 +138,37 @@ class RecallingThroughMK(RecallingBCT):
     block_class = BlockThroughMK
 
 
-def build(
-    way: str, slots: int, seed: int, positions: int
-) -> tuple[Recaller, Callable[[], KVCache]]:
-    """Return a new model of a way, the same for a seed every time, and what makes its caches."""
+def build(way: str, slots: int, seed: int, positions: int) -> Recaller:
+    """Return a new model of a way, the same for a seed every time."""
     torch.manual_seed(seed)
     geometry = GEOMETRY | {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions}
     rule = "sum" if way.startswith("sum") else "mean"
     config = BCTConfig(**geometry, slots=slots, recent=0, rule=rule)
-    if way == "full":
-        return Recaller(GPTConfig(**geometry)), KVCache
-    if way == "window":
-        window = window_of_equal_bytes(config)
-        return Recaller(GPTConfig(**geometry)), lambda: SlidingWindowCache(window)
-    model_class = RecallingThroughMK if way == "sum-mk" else RecallingBCT
-    return model_class(config), BoundedMemory
+    if way in ("full", "window"):
+        model = Recaller(GPTConfig(**geometry))
+        if way == "window":
+            model.new_cache = partial(SlidingWindowCache, window_of_equal_bytes(config))
+        return model
+    return (RecallingThroughMK if way == "sum-mk" else RecallingBCT)(config)
 
 
 def positions_of(size: Size) -> int:
     return max(size.pairs) + min(ASKED, max(size.pairs))
 
 
-def trained(way: str, slots: int, seed: int, size: Size) -> tuple[Recaller, Callable[[], KVCache]]:
-    """Return a trained model, and what makes its caches.
+def trained(way: str, slots: int, seed: int, size: Size) -> Recaller:
+    """Return a trained model.
 
     A step's texts have the same number of pairs, drawn from those up to a limit that rises to the
     largest in the first 60% of the steps. The texts are those of every other way with this seed.
     """
-    model, new_cache = build(way, slots, seed, positions_of(size))
+    model = build(way, slots, seed, positions_of(size))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
     generator = torch.Generator().manual_seed(seed)
     few, many = min(size.pairs), max(size.pairs)
-    for step in tqdm(range(size.steps), f"{way}, {slots} slots, seed {seed}", leave=False):
+    for step in range(size.steps):
         for group in optimizer.param_groups:
             fall = 0.52 + 0.48 * math.cos(math.pi * step / size.steps)
             group["lr"] = RATE * min(1, (step + 1) / WARMUP) * fall
@@ -187,30 +177,28 @@ def trained(way: str, slots: int, seed: int, size: Size) -> tuple[Recaller, Call
         pairs = known[int(torch.randint(len(known), (1,), generator=generator))]
         asked = min(pairs, ASKED)
         ids, answers = texts(pairs, asked, max(1, POSITIONS // (pairs + asked)), generator)
-        logits = model(ids, new_cache())[:, pairs:]
+        logits = model(ids, model.new_cache())[:, pairs:]
         loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return model.eval(), new_cache
+    return model.eval()
 
 
 @torch.no_grad()
-def right(
-    model: Recaller, new_cache: Callable[[], KVCache], pairs: int, answers: int
-) -> tuple[float, int]:
+def right(model: Recaller, pairs: int, answers: int) -> tuple[float, float]:
     """Return the share of values that the model recalls, of at least so many asked, the same of
     every model; and the bytes of a text's cache. MK is the model's, and no text's."""
     asked = min(pairs, ASKED)
     generator = torch.Generator().manual_seed(10**6 + pairs)
     ids, expected = texts(pairs, asked, math.ceil(answers / asked), generator)
-    share = (model(ids, new_cache())[:, pairs:].argmax(dim=-1) == expected).float().mean().item()
-    cache = new_cache()
-    model(ids[:1], cache)
+    cache = model.new_cache()
+    share = (model(ids, cache)[:, pairs:].argmax(dim=-1) == expected).float().mean().item()
+    nbytes = cache.nbytes
     if isinstance(model, RecallingThroughMK):
-        return share, cache.nbytes - sum(keys.nbytes for keys, *_ in cache.layers)
-    return share, cache.nbytes
+        nbytes -= sum(keys.nbytes for keys, *_ in cache.layers)
+    return share, nbytes / len(ids)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -221,7 +209,7 @@ def ask(rows: Rows, way: str, at: dict[str, int], size: Size) -> None:
     models = [trained(way, at.get("slots", 1), seed, size) for seed in range(size.seeds)]
     a_token = 2 * 4 * GEOMETRY["n_layer"] * GEOMETRY["n_embd"]  # bytes of its keys and values
     for pairs in size.pairs:
-        found = [right(*model, pairs, size.answers) for model in models]
+        found = [right(model, pairs, size.answers) for model in models]
         nbytes = found[0][1] / (a_token * (pairs + min(pairs, ASKED)))
         rows.add(way, at | {"pairs": pairs}, share=[nbytes], right=[share for share, _ in found])
 
@@ -238,10 +226,9 @@ def pool(rows: Rows, size: Size) -> None:
 
 def measure(rows: Rows, size: Size) -> None:
     """Append what is missing: full attention, and each way at each number of slots."""
-    begin(
-        rows,
+    rows.begin_with(
         "two layers of GPT-2, trained from scratch to look up keys",
-        build("full", 1, 0, positions_of(size))[0],
+        build("full", 1, 0, positions_of(size)),
         f"{size.steps} steps of {POSITIONS:,} positions, seeds: {size.seeds}, one learning rate",
     )
     last = size.pairs[-1]
@@ -254,9 +241,11 @@ def measure(rows: Rows, size: Size) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    def measured(rows: Rows, quick: bool) -> None:
+        measure(rows, QUICK if quick else Size())
+
     quick = "four slots, eight pairs and few steps"
-    measured = lambda rows, few: measure(rows, QUICK if few else Size())  # noqa: E731
-    bounding.run(__doc__, "recall", quick, measured, argv)
+    run(__doc__, "recall", quick, measured, argv, of="bounding")
 
 
 if __name__ == "__main__":

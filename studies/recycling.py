@@ -4,7 +4,7 @@ and by the published call.
 `python3 -m studies.recycling` takes about a minute with `pocket`, whose texts are judged;
 `--model 355M` (random weights of the source's geometry, whose times are judged) half an hour. The
 embeddings are recorded ones of all-MiniLM-L6-v2 in recycling/embeddings.npz, of the prompts and of
-pocket's answers; a run with other embeddings or another model is given no verdict.
+pocket's answers; a run of another model is given no verdict.
 
 cold, recycled, published   the whole prompt is read; all but its longest stored prefix is; the
                             source's call, on the nearest stored prompt if all of it is a prefix
@@ -21,29 +21,22 @@ near                        how far from the answers to others to the same answe
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
 
-from __future__ import annotations
-
-import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
 from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
-from studies.core import HERE, Figure, Rows, in_turn, recorded, report
-from studies.measuring import begin, model_of
-from studies.protocol import StudyLine
+from studies.core import HERE, Rows, StudyLine, in_turn, model_of, recorded, report
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
-from support.encoders import load_encoder
 from support.statistics import bootstrap
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # by recycle.py's names
-ENCODER, NEW = "all-MiniLM-L6-v2", 100
+NEW = 100  # tokens
 OWN = ("pocket", "355M")  # the recorded models
 Found = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
 
@@ -77,13 +70,9 @@ class Trial:
 
     def __init__(self, recycler: Recycler, tests: Sequence[str], n: int, ending: str) -> None:
         """tests: the prompts to answer; n: new tokens; ending: what follows a test prompt, but no
-        stored one. Raises ValueError if a prompt leaves no room for the answer."""
+        stored one."""
         self.recycler, self.tests, self.n, self.ending = recycler, tests, n, ending
         self.lengths = [len(recycler.encode(text + ending)) for text in tests]
-        longest, n_ctx = max(self.lengths), recycler.store.model.config.n_ctx
-        if longest + n > n_ctx:
-            message = f"a prompt of {longest} tokens and {n} new ones exceed the context, {n_ctx}"
-            raise ValueError(message)
 
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; retrieval and restoring count, too."""
@@ -162,7 +151,7 @@ def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
         )
         for metric, share in zip(("alpha_first", "alpha"), saved.T, strict=True):
             points = np.stack([depth, share], 1)
-            rows.add_figure(way, at, metric, Figure(*bootstrap(points, slope)), len(own))
+            rows.add_figures(way, at, len(own), **{metric: bootstrap(points, slope)})
         texts = [trial.recycler.tokenizer.decode(x.ids).removesuffix(END_OF_TEXT) for x in own]
         vectors[way] = trial.recycler.encoder(texts)
     add_similarity(rows, vectors, at)
@@ -180,56 +169,42 @@ def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], at: dict) -> None
         similarity = (vectors[way] * cold).sum(1)
         rows.add(way, at, similarity=similarity)
         near = bootstrap(np.stack([similarity, others], 1), nearness)
-        rows.add_figure(way, at, "near", Figure(*near), len(cold))
-
-
-def different(args: argparse.Namespace) -> str:
-    """Return how a run differs from the recorded ones, "" if it doesn't."""
-    if args.encoder and Path(args.encoder).name != ENCODER:
-        return "run with another encoder"
-    if args.model not in OWN and "DialoGPT-medium" not in args.model:  # the source's own model
-        return "run of another model"
-    return ""
+        rows.add_figures(way, at, len(cold), near=near)
 
 
 def main(argv: list[str] | None = None) -> None:
     models = f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)"
     quick = "once, and 5 new tokens of other models than pocket"
-    cli = StudyLine(__doc__, "recycling", quick, models=models)
-    cli.add_argument(
-        "--encoder",
-        metavar="NAME",
-        help="embeddings for the nearest prompt: tokens, the model's own, or a model of "
-        f"sentence-transformers; default: recorded ones of {ENCODER}",
-    )
-    with cli.parse(argv) as args:
+    with StudyLine(__doc__, "recycling", quick, models=models).parse(argv) as args:
         stored, tests = map(read_prompts, prompt_files(args.model))
         model, name = model_of(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
-        encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
-        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder)
+        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, Known())
         n = 5 if args.quick and args.model != OWN[0] else NEW
         trial = Trial(recycler, tests, n, END_OF_TEXT * ("DialoGPT" in args.model))
-        rows, at = recorded("recycling", args, different(args)), {"model": args.model}
+        known = args.model in OWN or "DialoGPT-medium" in args.model  # the source's own model
+        rows = recorded("recycling", args, "" if known else "run of another model")
+        at = {"model": args.model}
         if args.model not in OWN:  # all claims are its own
             rows.paper["usual"] |= at
-            rows.paper["claims"] = [claim | {"at": at} for claim in rows.paper["claims"]]
+            for claim in rows.paper["claims"]:
+                claim["at"] = claim.get("at", {}) | at
         turns, c = 1 if args.quick else 5, model.config
-        begin(
-            rows,
+        rows.begin_with(
             name,
             model,
             f"{c.n_layer} layers of width {c.n_embd:,}",
             f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}",
-            f"embeddings by {Path(args.encoder or ENCODER).name}",
+            "embeddings by all-MiniLM-L6-v2",
         )
-        settings = [("source", "own", stored), ("interleaved", "own", stored)]
-        others = trial.unrelated(stored)
-        if others:
-            settings.append(("interleaved", "other", others))
+        settings = [  # the source's first: nothing may be warm
+            ("source", "own", stored),
+            ("interleaved", "own", stored),
+            ("interleaved", "other", trial.unrelated(stored)),
+        ]
         if args.quick:
             settings = settings[1:2]
-        for order, kind, texts in settings:  # the source's first: nothing may be warm
+        for order, kind, texts in settings:
             where = at | {"order": order, "store": kind}
             if rows.due(["cold"], "latency", **where):
                 add_rows(rows, trial, trial.run(texts, order, turns), where)

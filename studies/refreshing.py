@@ -1,7 +1,7 @@
 """The refresh study: a student's texts on its teacher's KV cache, by every way of refreshing it.
 
 `python3 -m studies.refreshing` takes two hours and goes on where it was interrupted; `--quick`
-takes a minute; `--again 'periodic.*'` measures these ways once more. The source's own experiment,
+takes a minute; `--again 'periodic:*'` measures these ways once more. The source's own experiment,
 with a file of questions (the source's are ELI5's, held out), is
   python3 -m studies.refreshing --teacher meta-llama/Llama-3.2-3B-Instruct --student \
   friendshipkim/overfill-Llama-3.2-3B-Instruct-pruned-h0.45-i0.45-a0.0-d0.0 \
@@ -22,8 +22,6 @@ cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what 
                             KL(teacher || student) of the next token in nats
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -33,12 +31,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
@@ -49,24 +46,18 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import Run, read_prompts, timed
-from studies.core import Figure, Rows, in_turn, recorded, report
-from studies.measuring import begin
-from studies.protocol import StudyLine
+from studies.core import Rows, Setting, StudyLine, in_turn, points_over, recorded, report
 from support.chat import as_question
 from support.conditions import random_model
-from support.geometry import kv_heads
 from support.statistics import area_under_roc, kl
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
-EVERY_WAY = (
-    "teacher",
-    "student",
-    *PUBLISHED,
-    *(w for f in overfill.POLICIES.values() for w in f.ways),
-)
 FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
-USUAL = [way for way in EVERY_WAY if not way.startswith("dropout")]
+USUAL = ["teacher", "student", *PUBLISHED]
+for name, form in overfill.POLICIES.items():
+    if name != "dropout":
+        USUAL += form.ways
 OWN = "pocket-student"
 STUDENTS = {  # by what they were trained on or with: their names, and the ways that are measured
     "segments": (OWN, USUAL),
@@ -95,7 +86,7 @@ class Texts:
     models: dict[str, GPT]
     prompts: dict[str, Tensor]
     n: int
-    at: dict[str, Any]
+    at: Setting
     rate: float = 0.0
     policies: dict[tuple[str, str], Policy] = field(default_factory=dict)
 
@@ -114,7 +105,7 @@ class Texts:
             self.policies[way, mode] = policy
         return self.policies[way, mode]
 
-    def calibrated(self, gate: Gate, way: str, budget: float, at: dict[str, Any]) -> Gate:
+    def calibrated(self, gate: Gate, way: str, budget: float, at: Setting) -> Gate:
         if self.rows.due([way], "threshold", **at):
             signals = self.signals("valid", [gate], at["mode"])[0]
             cooldown = math.ceil(gate.cooldown / gate.every)
@@ -182,8 +173,7 @@ def refresh_as_published(
 def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
-    due = texts.rows.due(ways, "perplexity", **at)
-    for way in tqdm(due, f"quality, {', '.join(map(str, at.values()))}", leave=False):
+    for way in texts.rows.due(ways, "perplexity", **at):
         tokens, pair = texts.writing(way, ids, mode, seed=0)
         nats = []
         for text in torch.cat([ids, *tokens], 1).tolist():
@@ -198,13 +188,7 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
 
 def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
     """Return the threshold by which a gate would fire about per_1000 times in 1,000 tokens, given
-    its signals (B, T) on texts that nothing refreshes. Raises ValueError if that many are
-    impossible with the cooldown."""
-    if not 0 < per_1000 <= 1000 / cooldown:
-        raise ValueError(
-            f"{per_1000:g} refreshes in 1,000 tokens are not possible with {cooldown} tokens "
-            f"between two: at most {1000 / cooldown:g}"
-        )
+    its signals (B, T) on texts that nothing refreshes."""
     levels = signals.flatten().sort(descending=True).values.tolist()
 
     def rate(threshold: float) -> float:  # grows from level to level
@@ -241,7 +225,7 @@ def areas(texts: Texts) -> None:
     for way, x in zip(("entropy", "dropout"), signals, strict=True):
         found = [area_under_roc(x[draw][large[draw]], x[draw][~large[draw]]) for draw in draws]
         low, high = np.quantile([area for area in found[1:] if area is not None], [0.025, 0.975])
-        texts.rows.add_figure(way, texts.at, "area", Figure(found[0], low, high), n)
+        texts.rows.add_figures(way, texts.at, n, area=(found[0], low, high))
 
 
 @torch.no_grad()
@@ -276,18 +260,14 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
 # --- Time -------------------------------------------------------------------------------------------
 
 
-class Written(NamedTuple):
-    """The times of one text, and the pair that wrote it, if any."""
-
-    run: Run
-    pair: Pair | None
+Written = tuple[Run, Pair | None]  # the times of one text, and the pair that wrote it, if any
 
 
 def written(texts: Texts, way: str, prompts: int, turn: int) -> Written:
     """Write one text, sampled, after the first prompts in turn."""
     ids = texts.prompts["test"][turn % prompts][None]
     tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
-    return Written(timed(lambda: tokens), pair)
+    return timed(lambda: tokens), pair
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
@@ -316,7 +296,7 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
             speed.append(steps / (run.total - run.ttft))
             share.append(run.total / other.total)
         rows.add(way, at, time=share, tps=speed)
-        pair = several[0].pair
+        _, pair = several[0]
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
             passes = 1000 / texts.n * int(pair.passes)
             rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
@@ -334,16 +314,15 @@ def read_times(texts: Texts, found: dict[str, list[Written]]) -> None:
         texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
 
 
-def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
+def predict(rows: Rows, n: int, at: Setting) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.
 
     Source: section "Why is it cheap?".
     """
-    counts = {row["setting"]["k"] for row in rows.rows.values() if row["metric"] == "read_ms"}
-    measured = {k: rows.figure("teacher", "read_ms", **at, k=k) for k in sorted(counts)}
-    points = [(k, found.value / 1e3) for k, found in measured.items() if found]
+    measured = points_over(rows, "teacher", "read_ms", "k", at)
+    points = [(k, ms / 1e3) for k, ms, *_ in measured]
     if len(points) < 2:
         return
     slope, start = np.polyfit(*zip(*points, strict=True), 1)
@@ -356,8 +335,9 @@ def predict(rows: Rows, n: int, at: dict[str, Any]) -> None:
         count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
         prefills = slope * reads.value + count * start  # of all passes together
         found = round((first / 1e3 + (alone + prefills)) / (first / 1e3 + alone), 4)
-        if rows.figure(way, "time", **at, by="formula") != Figure(found, found, found):
-            rows.add_figure(way, at | {"by": "formula"}, "time", Figure(found, found, found), 1)
+        exact = (found, found, found)
+        if rows.figure(way, "time", **at, by="formula") != exact:
+            rows.add_figures(way, at | {"by": "formula"}, 1, time=exact)
 
 
 def variational(rows: Rows) -> None:
@@ -380,7 +360,7 @@ def variational(rows: Rows) -> None:
 
 
 def prompts_of(
-    tokenizer: Any, path: str | None, n: int, room: int, chat: bool = False
+    tokenizer: Any, path: str | None, n: int, room: int, chat: bool
 ) -> dict[str, Tensor]:
     """Return prompts (B, T) to set gates on ("valid") and to measure ("test"): beginnings of
     pocket's documents; or of a CSV file, every fifth to set gates on, all cut to the shortest; with
@@ -417,8 +397,7 @@ def sized(rows: Rows, quick: bool) -> None:
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     at = {"model": "355M", "tokens": 260}
     texts = Texts(rows, {"teacher": large, "student": student}, {"test": ids}, n, at)
-    begin(
-        rows,
+    rows.begin_with(
         f"{size}, random weights",
         large,
         f"a student of {sum(p.numel() for p in student.parameters()):,} parameters",
@@ -430,38 +409,29 @@ def sized(rows: Rows, quick: bool) -> None:
 
 
 @torch.no_grad()
-def step_seconds(student: GPT, ids: Tensor) -> float:
-    """Return how long a student's step takes after prompts (B, T)."""
-    cache = student.new_cache()
-    student(ids, cache, last_only=True)
-    begun = time.perf_counter()
-    float(student(ids[:, -1:], cache)[0, 0, 0])  # waits for the device
-    return time.perf_counter() - begun
-
-
-def needed(texts: Texts, ways: Sequence[str], single: int) -> Iterator[str]:
-    """Yield what a run needs: memory for the weights of both models and for a cache of each, of all
-    texts at once, before any is made; then the time of the student's steps, by one that is timed:
-    texts written at once in each mode and way, and `single` texts one by one in each way."""
+def announce(texts: Texts, ways: int, single: int) -> None:
+    """Print what a run needs: memory, before a cache is made; then time, by a step of the student. Texts are written
+    at once in each mode and way, and `single` of them one by one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
-    (many, length), tokens = ids.shape, len(ways) * texts.n
-    weights, caches = [], 0
+    many, length = ids.shape
+    nbytes = 0
     for model in texts.models.values():
-        c, weight = model.config, model.wte.weight
-        weights.append(sum(p.nbytes for p in model.parameters()) / 1e6)
-        token = 2 * c.n_layer * kv_heads(c) * c.head_dim * weight.itemsize
-        caches += many * (length + texts.n) * token
-    yield (
-        f"Memory: {weights[0]:,.1f} MB of weights for the teacher, {weights[1]:,.1f} for the student, "
-        f"{caches / 1e6:,.1f} for the caches of {many} texts of {length + texts.n:,} tokens."
-    )
-    at_once, one = step_seconds(student, ids), step_seconds(student, ids[:1])
-    together, alone = len(MODES) * tokens, single * tokens
-    yield (
-        f"Time: {(together * at_once + alone * one) / 3600:.1f} hours or more: {together:,} steps of "
-        f"the student with {many} texts at once, {at_once:.2f} s each, and {alone:,} with one, "
-        f"{one:.2f} s each; the teacher's reading comes on top. A run that is interrupted begins "
-        "anew.\n"
+        cache = model.new_cache()
+        model(ids[:1, :1], cache)  # a token's bytes
+        nbytes += sum(p.nbytes for p in model.parameters())
+        nbytes += many * (length + texts.n) * cache.nbytes
+    print(f"Memory: {nbytes / 1e6:,.1f} MB for both models' weights and caches.", flush=True)
+    seconds = 0.0
+    for rows, times in ((ids, len(MODES)), (ids[:1], single)):
+        cache = student.new_cache()
+        student(rows, cache, last_only=True)
+        begun = time.perf_counter()
+        float(student(rows[:, -1:], cache)[0, 0, 0])  # waits for the device
+        seconds += times * ways * texts.n * (time.perf_counter() - begun)
+    print(
+        f"Time: {seconds / 3600:.1f} hours for the student's steps; the teacher's reading comes on top. A run that "
+        "is interrupted begins anew.\n",
+        flush=True,
     )
 
 
@@ -475,9 +445,8 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         teacher, student, _ = overfill.load_pair(
             names[0], name, device=args.device, dtype=args.dtype
         )
-        room = min(teacher.config.n_ctx, student.config.n_ctx)
-        n = min(n, room - 192) if path is None else n
-        prompts = prompts_of(tokenizer, path, count, room - n, args.chat)
+        room = min(teacher.config.n_ctx, student.config.n_ctx) - n
+        prompts = prompts_of(tokenizer, path, count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
         at = {} if train == "segments" else {"trained": train}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
@@ -489,11 +458,10 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         many, length = prompts["test"].shape
         few = min(3, many)
         if path is not None:
-            for sentence in needed(texts, ways, turns * few):
-                print(sentence, flush=True)
+            announce(texts, len(ways), turns * few)
         size = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
-        begin(rows, names[0], teacher, size, some)
+        rows.begin_with(names[0], teacher, size, some)
         for mode in MODES:
             quality(texts, ways, mode)
         if train == "dropout":
@@ -501,7 +469,7 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         if train == "segments" and fits:
             caches(texts, TRACED, max(1, count // 6))
         some = f"single texts of {n:,} tokens after {length}, {few} prompts, turns: {turns}"
-        begin(rows, names[0], teacher, size, some)
+        rows.begin_with(names[0], teacher, size, some)
         if train in ("segments", "dropout"):
             times(texts, ways, few, turns)
         predict(rows, n, at)

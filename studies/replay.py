@@ -8,8 +8,6 @@ blocks of 512 tokens. Source: Qin et al. 2024, "Mooncake: A KVCache-centric Disa
 for LLM Serving", whose public traces have this format.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from studies.protocol import StudyLine
+from studies.core import StudyLine
 from support.figures import figure
 from support.files import parse_json, read_csv, read_text, write_csv
 from support.prefix import common_prefix
@@ -59,43 +55,31 @@ class Index:
     """Runs of blocks, none of them split; the least recently used run that nothing continues is evicted first."""
 
     def __init__(self, capacity: float) -> None:
-        self.capacity, self.held, self.last = capacity, 0, 0  # in blocks; the newest run
-        self.places: dict[tuple, int] = {}  # runs by parent, start in it, and first block
-        self.runs: OrderedDict[int, tuple[tuple, tuple]] = OrderedDict()
-        # Oldest first, and each run before that which it continues: the first has none that continues it.
+        self.capacity, self.held = capacity, 0  # in blocks
+        # By their first block, whose id says what comes before it. Oldest first, and each run before that which it
+        # continues: the first has none that continues it.
+        self.runs: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
-    def match(self, blocks: tuple) -> list[tuple[int, int]]:
-        """Return the runs along blocks, and how many blocks of each agree."""
-        path, at, run, n = [], 0, 0, 0
-        while at < len(blocks) and (run, n, blocks[at]) in self.places:
-            run = self.places[run, n, blocks[at]]
-            n = common_prefix(self.runs[run][1], blocks[at : at + len(self.runs[run][1])])
-            path.append((run, n))
-            at += n
-        return path
-
-    def put(self, blocks: tuple) -> int:
+    def put(self, blocks: tuple[str, ...]) -> int:
         """Store blocks, as far as they fit; return how many of them were there."""
-        path = self.match(blocks)
-        parent, start = path[-1] if path else (0, 0)
-        found = sum(n for _, n in path)
-        for run, _ in reversed(path):
+        path, found = [], 0
+        while found < len(blocks) and blocks[found] in self.runs:
+            path.append(blocks[found])
+            run = self.runs[blocks[found]]
+            found += common_prefix(run, blocks[found : found + len(run)])
+        for run in reversed(path):
             self.runs.move_to_end(run)
-        used, new = {run for run, _ in path}, blocks[found:]
+        new = blocks[found:]
         while self.held + len(new) > self.capacity:
             oldest = next(iter(self.runs), None)
-            if oldest is None or oldest in used:
+            if oldest is None or oldest in path:
                 new = new[: int(self.capacity) - self.held]
                 break
-            place, gone = self.runs.pop(oldest)
-            del self.places[place]
-            self.held -= len(gone)
+            self.held -= len(self.runs.pop(oldest))
         if new:
-            self.last += 1
-            self.places[parent, start, new[0]] = self.last
-            self.runs[self.last] = (parent, start, new[0]), new
+            self.runs[new[0]] = new
             self.held += len(new)
-            for run, _ in reversed(path):
+            for run in reversed(path):
                 self.runs.move_to_end(run)
         return found
 
@@ -127,11 +111,9 @@ def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
     unique = len({block for request in requests for block in request.blocks})
     doubled = [500 * 2**i for i in range(30) if 500 * 2**i < unique]
     rows, cells = [], []
-    for size in tqdm([*sorted(capacities or doubled), math.inf], desc="replay", leave=False):
+    for size in [*sorted(capacities or doubled), math.inf]:
         rates = hit_rates(requests, size)
-        name, tokens = size, BLOCK * min(size, unique)
-        if size == math.inf:
-            name = "no limit"
+        name, tokens = "no limit" if size == math.inf else size, BLOCK * min(size, unique)
         rows.append([name, tokens, *rates.values()])
         cells.append([f"{name}", f"{tokens:,}", *map("{:.1%}".format, rates.values())])
     header = ["capacity_blocks", "tokens", *rates]

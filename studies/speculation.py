@@ -12,8 +12,6 @@ same        whether a text is the teacher's own
 tps         tokens/s, the prompt's prefill included
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 
@@ -25,9 +23,7 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from recycle import Run, timed
 from speculate import DRAFTS, Passes, speculate
-from studies.core import Figure, in_turn, recorded, report
-from studies.measuring import begin
-from studies.protocol import StudyLine
+from studies.core import Rows, in_turn, run
 from studies.refreshing import MODES, Texts
 
 BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
@@ -61,11 +57,11 @@ def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
         tokens = speculate(pair, n, int(k), BY[kind], passes, **options)
     else:
         tokens = generate_refreshed(pair, n, parse_policy(way), **options)
-    run = timed(lambda: tokens)
+    took = timed(lambda: tokens)
     if kind not in BY:
         passes.count = n - 1 if way == "teacher" else int(pair.passes)
-    nats = nats_of(teacher, ids[0].tolist() + run.ids)[ids.size(1) - 1 :]
-    return Written(run, float(nats.mean()), passes)
+    nats = nats_of(teacher, ids[0].tolist() + took.ids)[ids.size(1) - 1 :]
+    return Written(took, float(nats.mean()), passes)
 
 
 @torch.no_grad()
@@ -92,32 +88,25 @@ def measure(texts: Texts, mode: str) -> None:
         drafted = sum(x.passes.drafted for x in several)
         if drafted:
             kept = sum(x.passes.agreed for x in several) / drafted
-            rows.add_figure(way, at, "kept", Figure(kept), len(several))
+            rows.add_figures(way, at, len(several), kept=[kept])
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(
-        __doc__, "speculation", "four prompts and shorter texts", model="--teacher", again=True
-    )
-    cli.add_argument("--student", default="pocket-student", metavar="NAME", help="who drafts")
-    with cli.parse(argv) as args:
-        names = [args.model, args.student]
-        others = names != ["pocket", "pocket-student"]
-        rows = recorded("speculation", args, "run of other models" if others else "")
-        teacher, student, tokenizer = load_pair(*names, device=args.device, dtype=args.dtype)
-        n, count = (32, 4) if args.quick else (256, 20)
-        ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192), device=args.device)
+    def measured(rows: Rows, quick: bool) -> None:
+        n, count = (32, 4) if quick else (256, 20)
+        teacher, student, tokenizer = load_pair("pocket", "pocket-student")
+        ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192))
         texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
-        begin(
-            rows,
-            names[0],
+        rows.begin_with(
+            "pocket",
             teacher,
-            f"{names[1]}: {sum(p.numel() for p in student.parameters()):,} parameters",
+            f"pocket-student: {sum(p.numel() for p in student.parameters()):,} parameters",
             f"{count} held-out prompts of 192 tokens, {n} new tokens, one text at a time",
         )
         for mode in MODES:
             measure(texts, mode)
-        report(rows)
+
+    run(__doc__, "speculation", "four prompts and shorter texts", measured, argv)
 
 
 if __name__ == "__main__":

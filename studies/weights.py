@@ -5,8 +5,6 @@ own model, and the projection study on questions about capitals; their results g
 `python3 load_gpt2_weights.py gpt2 --verify` compares the text with published continuations.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -15,12 +13,10 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 from compress import read
-from gpt_bounded_cache import SlidingWindowCache
-from gpt_kv_cache import KVCache
 from llama_kv_cache import Llama
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from studies import projection, recycling
-from studies.protocol import StudyLine
+from studies.core import StudyLine
 from support.files import read_csv, read_json, write_csv
 from support.tables import table
 
@@ -39,8 +35,8 @@ PROMPT = "Explain machine learning in simple terms."  # the first that the recyc
 # By file: its generate() and its model, and what makes a cache for a context.
 WAYS = {
     "gpt_baseline.py": (gpt_baseline, None),
-    "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: KVCache()),
-    "gpt_bounded_cache.py": (gpt_bounded_cache, SlidingWindowCache),
+    "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),
+    "gpt_bounded_cache.py": (gpt_bounded_cache, gpt_bounded_cache.SlidingWindowCache),
 }
 
 
@@ -87,9 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     cli.set_defaults(model="gpt2")
     with cli.parse(argv) as args:
         quick = ["--quick"] * args.quick
-        common = [*quick, "--device", args.device, "--seed", f"{args.seed}"]
-        common += ["--dtype", f"{args.dtype}".removeprefix("torch.")]
-        common += ["--threads", f"{torch.get_num_threads()}"]
+        dtype = f"{args.dtype}".removeprefix("torch.")
+        common = [*quick, "--device", args.device, "--seed", f"{args.seed}", "--dtype", dtype]
         rows = []
         for name in (args.model, DIALOGUE):
             found = agreement(name, args.device, args.dtype, 10 if args.quick else 100)

@@ -27,22 +27,23 @@ PAPER = """
 title = "A paper"
 theirs = "on the moon"
 metric = "share"
-usual = { by = "here", size = 1 }
+usual = { size = 1 }
 every = { size = [1, 2] }
-source = [["old", "share", 0.5]]
+source = [["old", "said", 7]]
 [metrics]
-share = ["mean", ".2f"]
-loss = ["perplexity", ".2f"]
-time = ["median", ".2f"]
-count = ["exact", ".0f"]
+share = "mean .2f"
+loss = "perplexity .2f"
+time = "median .2f"
+count = "exact .0f"
+said = "exact .0f"
 [names]
 old = "the old way"
 [[claims]]
 section = "2"
 quote = "new is better than old"
 rules = ["new > old", "new > 0.5"]
-found = "{new ±} against {old}: {new / old}; {count: new}; the source says {old@by=source}"
-stated = "partly: on earth"
+found = "{new ±} against {old}: {new / old}; {count: new}; the source says {said: old}"
+partly = "on earth"
 [[claims]]
 quote = "Is it as fast?"
 rules = ["time: new ~ old + 5%"]
@@ -77,10 +78,10 @@ def test_rows_outlive_a_kill_and_one_way_is_measured_again(rows: Rows, tmp_path:
     assert len(lines) == 4 and lines[0]["conditions"] == ["a machine", "today"]
     names = "study way setting metric value low high n values".split()
     assert [*lines[3]] == names and lines[1]["value"] == pytest.approx(0.25)
-    assert Rows("made", again="o.*").due(["old", "new"], "share") == ["old"]
-    other = Rows("made", again="x.*")
+    assert Rows("made", again="o*").due(["old", "new"], "share") == ["old"]
+    other = Rows("made", again="x*")
     assert other.due(["old", "new"], "share") == []
-    with pytest.raises(ValueError, match=r"--again x\.\* is none of the ways: old, new"):
+    with pytest.raises(ValueError, match=r"--again x\* is none of the ways: old, new"):
         report(other)
     again.add("old", {}, share=[0.5] * 4)
     assert Rows("made").figure("old", "share").value == 0.5  # the last counts
@@ -134,7 +135,7 @@ def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(rows: Rows)
     rows.add("new", {}, share=[0.6, 0.7, 0.8, 0.9], time=[1.0] * 4, count=[7])
     theirs, ours = claims(rows)
     assert theirs["verdict"] == "HOLDS" and ours["verdict"] == "HOLDS" and ours["source"] == ""
-    assert theirs["figure"] == ("0.75 (0.65 to 0.85) against 0.25: +0.50; 7; the source says 0.50")
+    assert theirs["figure"] == ("0.75 (0.65 to 0.85) against 0.25: +0.50; 7; the source says 7")
     assert theirs["stated"] == "partly: on earth" and theirs["ours"] == "a machine; today"
     quick = Rows("made", reduced="reduced run")
     quick.begin("a machine")
@@ -178,7 +179,7 @@ def test_nothing_is_shown_where_what_the_trial_needs_does_not_hold(rows: Rows) -
 
 
 def test_a_claim_on_every_size_has_to_hold_for_each_unless_a_thing_can_be(rows: Rows) -> None:
-    claim = rows.paper["claims"][0] | {"every": "size", "found": "«{new}» in all"}
+    claim = rows.paper["claims"][0] | {"found": "«{new}» in all"}
     rows.paper["claims"] = [claim, claim | {"can": True}]
     verdicts = []
     for small, large in ((0.9, 0.8), (0.9, 0.0), (0.0, 0.0)):
@@ -188,12 +189,12 @@ def test_a_claim_on_every_size_has_to_hold_for_each_unless_a_thing_can_be(rows: 
         verdicts.append([found["verdict"] for found in claims(rows)])
     assert verdicts == [["HOLDS"] * 2, ["DOES NOT HOLD", "HOLDS"], ["DOES NOT HOLD"] * 2]
     assert claims(rows)[0]["figure"] == "1 0.00, 2 0.00 in all"
-    claim["rules"] = [["new > old", "absent > old", "new < old"]]  # one is enough
+    claim["rules"] = ["new > old or absent > old or new < old"]  # one is enough
     assert claims(rows)[0]["verdict"] == "HOLDS"
 
 
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Rows) -> None:
     for size in (4, 2):
         rows.add("old", {"size": size, "by": "hand"}, share=[size / 10])
-    assert [x for x, *_ in points_over(rows, "old", "share", "size", {})] == [2, 4]
-    assert points_over(rows, "old", "share", "size", {"by": "machine"}) == []
+    assert [x for x, *_ in points_over(rows, "old", "share", "size", {"by": "hand"})] == [2, 4]
+    assert points_over(rows, "old", "share", "size", {}) == []

@@ -49,7 +49,7 @@ def test_what_is_lost_is_compared_text_by_text() -> None:
 @pytest.mark.parametrize(("window", "sinks"), [(24, 0), (5, 0), (4, 2)])
 def test_losses_of_long_texts_are_those_of_what_generate_sees(window: int, sinks: int) -> None:
     model, ids = model_of(SMALL), ids_of(2, 60)
-    one = memory.Memory("", model, lambda: SlidingWindowCache(window, sinks))
+    one = memory.Memory("", model, lambda _: SlidingWindowCache(window, sinks))
     starts = [bounded.context_start(t + 1, 24) for t in range(59)]
     seen = [banded(model, ids[:, start : t + 1], window, sinks) for t, start in enumerate(starts)]
     check_losses(one, ids, torch.stack([logits[:, -1] for logits in seen], dim=1).float())
@@ -57,7 +57,7 @@ def test_losses_of_long_texts_are_those_of_what_generate_sees(window: int, sinks
 
 def test_losses_of_long_texts_of_a_bct_are_those_of_one_pass() -> None:
     model, ids = model_of(SMALL_BCT), ids_of(2, 60)
-    check_losses(memory.Memory("", model, BoundedMemory), ids, model(ids[:, :-1]))
+    check_losses(memory.Memory("", model, lambda _: BoundedMemory()), ids, model(ids[:, :-1]))
 
 
 def check_losses(one: memory.Memory, ids: Tensor, logits: Tensor) -> None:

@@ -141,7 +141,6 @@ def test_a_figure_is_what_it_says(trial: Trial) -> None:
         logits = trial.model(torch.tensor([prompt.ids[-4:]]), cache)[0, -1]
     p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
     assert found["kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5)
-    assert projection.answer(trial, prompt) == prompt.answer
     other = next(p for p, _ in trial.related("test") if p.answer != prompt.answer)
     assert projection.score(trial, prompt) == 1
     assert projection.score(trial, prompt, other.follows[0]) == 0

@@ -32,7 +32,7 @@ def test_keys_are_distinct_and_the_answers_follow_their_keys() -> None:
 
 
 def bytes_of(way: str, slots: int, positions: int) -> int:
-    return right(*build(way, slots, 0, positions), positions // 2, 1)[1]
+    return right(build(way, slots, 0, positions), positions // 2, 1)[1]
 
 
 def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
@@ -46,7 +46,7 @@ def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
 
 def test_a_reading_through_mk_is_its_formula() -> None:
     """The memory of one layer, token by token, against MV = MV' + wwᵀ wv written out, from zero."""
-    memory = build("sum-mk", 3, 0, 16)[0].h[0].memory
+    memory = build("sum-mk", 3, 0, 16).h[0].memory
     x = torch.randn(1, 6, 64)
     q, k, v = torch.randn(3, 1, 2, 6, 32)
     with torch.no_grad():
@@ -64,8 +64,8 @@ def test_a_reading_through_mk_is_its_formula() -> None:
 @pytest.mark.parametrize("way", ["full", *WAYS])
 def test_training_teaches_to_look_up(way: str) -> None:
     size = TINY._replace(pairs=(2,), steps=80)
-    before = right(*build(way, 4, 0, 4), 2, 512)[0]
-    assert right(*trained(way, 4, 0, size), 2, 512)[0] > before + 0.1
+    before = right(build(way, 4, 0, 4), 2, 512)[0]
+    assert right(trained(way, 4, 0, size), 2, 512)[0] > before + 0.1
 
 
 def test_an_interrupted_study_goes_on_to_the_same_rows(

@@ -19,7 +19,7 @@ from overfill import (
 )
 from pocket.evaluation import nats_of
 from studies import refreshing
-from studies.core import Figure, Rows
+from studies.core import Rows
 from studies.refreshing import (
     Texts,
     caches,
@@ -61,10 +61,6 @@ def test_a_threshold_meets_its_budget() -> None:
     signals = torch.rand(20, 1000, generator=torch.Generator().manual_seed(0))
     count = 1000 * firings(signals, threshold_for(signals, 40, 16), 16) / signals.numel()
     assert 0.8 * 40 <= count <= 40
-    with pytest.raises(ValueError, match=r"at most 62.5"):
-        threshold_for(signals, 63, 16)
-    with pytest.raises(ValueError, match="0 refreshes"):
-        threshold_for(signals, 0, 16)
 
 
 def test_firings_are_those_of_a_gate() -> None:
@@ -145,9 +141,8 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     reads = [rows.find("teacher", "read_ms", **at, k=k)["n"] for k in (4, 8)]
     assert reads == [2 * 4, 2 * 2] and rows.figure("periodic:4", "reads", **at).value == 16
     for k, ms in ((4, 10.0), (8, 20.0)):
-        rows.add_figure("teacher", at | {"k": k}, "read_ms", Figure(ms), 1)
-    rows.add_figure("none", at, "first_ms", Figure(50.0), 1)
-    rows.add_figure("none", at, "tps", Figure(20.0), 1)
+        rows.add_figures("teacher", at | {"k": k}, 1, read_ms=[ms])
+    rows.add_figures("none", at, 1, first_ms=[50.0], tps=[20.0])
     predict(rows, 20, at)
     found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
     assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
@@ -174,7 +169,7 @@ def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(
 def test_a_quick_run_gives_figures_and_no_verdict(models: str, tmp_path: Path) -> None:
     """Of the pocket models, and of two Llamas as the source's are: three query heads for each of
     keys, widths pruned by 45%."""
-    words, ways = "", [*refreshing.EVERY_WAY]
+    words, ways = "", [*refreshing.USUAL, "dropout:8~7.8"]
     if models != "pocket":
         ways = [way for way in ways if not way.startswith("dropout")]
         shape = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
