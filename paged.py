@@ -1,6 +1,6 @@
 """Many texts at once: keys and values in blocks that any text may own, and a loop that admits,
-writes and retires texts at every step. `paged.py` serves twelve prompts one at a time and in blocks;
-`paged.py serve FILE` continues every line of a file, once or with several samples.
+writes and retires texts at every step. `paged.py` serves twelve prompts one at a time, as a padded
+batch and in blocks; `paged.py serve FILE` continues every line of a file, once or with several samples.
 
 A cache with room for the longest text wastes most of it on the others. Blocks of a few tokens are
 handed out as texts grow, and each text has a table of its blocks. Texts that begin alike list the same

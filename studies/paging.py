@@ -1,4 +1,5 @@
-"""Twelve prompts served one at a time and in blocks: the demo of paged.py, and its trace."""
+"""Twelve prompts served one at a time, as a padded batch and in blocks: the demo of paged.py, and
+its trace."""
 
 import timeit
 from collections.abc import Callable, Sequence
@@ -9,10 +10,12 @@ from typing import Any
 
 import tiktoken
 import torch
+from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, generate
 from paged import PagedCache, Server
 from pocket import corpus
+from support.geometry import kv_heads
 from support.tables import table
 from support.tracing import write_page
 
@@ -37,6 +40,33 @@ def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
     return found
 
 
+class PaddedCache(KVCache):
+    """Keys and values of B texts with room for the longest each: the layout that blocks replace."""
+
+    next_pos: Any = 0  # of each text, (B, 1)
+
+    def __init__(self, model: GPT, lengths: Sequence[int], S: int) -> None:
+        c, weight = model.config, model.wte.weight
+        empty = weight.new_zeros(c.n_layer, 2, len(lengths), kv_heads(c), S, c.head_dim)
+        super().__init__([*empty])
+        self.lengths = torch.tensor(lengths, device=weight.device)[:, None]  # (B, 1)
+        self.next_pos = torch.zeros_like(self.lengths)
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write keys and values (B, H, T, D) at positions pos (B, T); return all slots and a mask
+        (B, 1, T, S)."""
+        kv = self.layers[layer]
+        row = torch.arange(len(pos), device=pos.device)[:, None]
+        kv[:, row, :, pos] = torch.stack([k, v]).permute(1, 3, 0, 2, 4)
+        return kv[0], kv[1], torch.arange(kv.size(3), device=pos.device) <= pos[:, None, :, None]
+
+    def commit(self, pos: Tensor) -> None:
+        """After the prompts, which are padded at their ends, each text goes on behind its own."""
+        self.next_pos = self.next_pos + 1 if self.next_pos.any() else self.lengths
+
+
 @torch.no_grad()
 def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
     """Serve prompts alone, limits[i] tokens after each."""
@@ -49,6 +79,27 @@ def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int
         texts.append([int(token) for token in tokens])
         most = max(most, cache.nbytes)
     return texts, most, 0
+
+
+@torch.no_grad()
+def padded(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
+    """Serve prompts as one batch, in which every text has the room of the longest and lasts as
+    long as the last."""
+    lengths, n = [len(ids) for ids in prompts], max(limits)
+    longest = max(lengths)
+    cache = PaddedCache(model, lengths, longest + n)
+    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts])
+    logits = model(ids.to(model.wte.weight.device), cache)
+    logits = logits[torch.arange(len(ids)), torch.tensor(lengths) - 1]  # (B, V)
+    written = [logits.argmax(-1, keepdim=True)]
+    for _ in range(n - 1):
+        logits = model(written[-1], cache, last_only=True)[:, -1]
+        written.append(logits.argmax(-1, keepdim=True))
+    texts = torch.cat(written, 1).tolist()
+    texts = [text[:limit] for text, limit in zip(texts, limits, strict=True)]
+    nbytes = sum(kv.nbytes for kv in cache.layers)
+    held = sum(lengths) + sum(limits) - len(limits)  # a text's last token is never read
+    return texts, nbytes, nbytes - nbytes * held // (len(prompts) * (longest + n))
 
 
 class Record:
@@ -157,6 +208,12 @@ def demo(
     prompts = prompts_of(tokenizer)
     limits = [max(1, n * (i % 4 + 1) // 4) for i in range(len(prompts))]
     lengths = [len(ids) for ids in prompts]
+    longest = max(lengths)
+    if longest + n > model.context:
+        raise ValueError(
+            f"{longest} tokens of the longest prompt and {n} more exceed the context of "
+            f"{model.context}"
+        )
 
     def server(blocks: int) -> Server:
         waiting = Server(model, PagedCache(model, blocks, size), chunk)
@@ -175,8 +232,8 @@ def demo(
         same = "yes" if texts == expected[0] else "NO"
         rows.append([name, *(f"{x:,.0f}" for x in figures), *map(str, counts), same])
 
-    alone = partial(one_at_a_time, model, prompts, limits)
-    add("one at a time", *fastest(alone), "-", "-", "-")
+    for name, way in (("one at a time", one_at_a_time), ("a padded batch", padded)):
+        add(name, *fastest(partial(way, model, prompts, limits)), "-", "-", "-")
     each = [-(-(m + limit - 1) // size) for m, limit in zip(lengths, limits, strict=True)]
     budget = sum(each)
     for name in ("blocks for all", "few blocks"):
@@ -193,7 +250,7 @@ tokens after each; blocks of {size} tokens, prompts read in chunks of {chunk}.
 {table(HEADER, rows)}
 
 ms, tokens/s:   of all twelve, prompts included; the faster of two runs
-bytes, blocks:  of keys and values at the step that holds most; wasted: what blocks have left to fill
+bytes, blocks:  of keys and values at the step that holds most; wasted: padding, or what blocks have left to fill
 shared:         blocks that several texts own, at the step with most; put back: how often a text lost its blocks
 
 The blocks of the last row over time. A letter: the text that owns the block; a number: how many texts share it;

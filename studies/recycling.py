@@ -4,7 +4,7 @@ and by the published call.
 `python3 -m studies.recycling` takes about a minute with `pocket`, whose texts are judged;
 `--model 355M` (random weights of the source's geometry, whose times are judged) half an hour. The
 embeddings are recorded ones of all-MiniLM-L6-v2 in recycling/embeddings.npz, of the prompts and of
-pocket's answers; a run of another model is given no verdict.
+pocket's answers; a run with other embeddings or another model is given no verdict.
 
 cold, recycled, published   the whole prompt is read; all but its longest stored prefix is; the
                             source's call, on the nearest stored prompt if all of it is a prefix
@@ -21,9 +21,11 @@ near                        how far from the answers to others to the same answe
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
 
+import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +35,11 @@ from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
 from studies.core import HERE, Rows, StudyLine, in_turn, model_of, recorded, report
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
+from support.encoders import load_encoder
 from support.statistics import bootstrap
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # by recycle.py's names
-NEW = 100  # tokens
+ENCODER, NEW = "all-MiniLM-L6-v2", 100  # of the recorded embeddings; tokens
 OWN = ("pocket", "355M")  # the recorded models
 Found = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
 
@@ -70,9 +73,13 @@ class Trial:
 
     def __init__(self, recycler: Recycler, tests: Sequence[str], n: int, ending: str) -> None:
         """tests: the prompts to answer; n: new tokens; ending: what follows a test prompt, but no
-        stored one."""
+        stored one. Raises ValueError if a prompt leaves no room for the answer."""
         self.recycler, self.tests, self.n, self.ending = recycler, tests, n, ending
         self.lengths = [len(recycler.encode(text + ending)) for text in tests]
+        longest, n_ctx = max(self.lengths), recycler.store.model.config.n_ctx
+        if longest + n > n_ctx:
+            message = f"a prompt of {longest} tokens and {n} new ones exceed the context, {n_ctx}"
+            raise ValueError(message)
 
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; retrieval and restoring count, too."""
@@ -172,19 +179,34 @@ def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], at: dict) -> None
         rows.add_figures(way, at, len(cold), near=near)
 
 
+def different(args: argparse.Namespace) -> str:
+    """Return how a run differs from the recorded ones, "" if it doesn't."""
+    if args.encoder and Path(args.encoder).name != ENCODER:
+        return "run with another encoder"
+    if args.model in OWN or "DialoGPT-medium" in args.model:  # the source's own model
+        return ""
+    return "run of another model"
+
+
 def main(argv: list[str] | None = None) -> None:
     models = f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)"
     quick = "once, and 5 new tokens of other models than pocket"
-    with StudyLine(__doc__, "recycling", quick, models=models).parse(argv) as args:
+    cli = StudyLine(__doc__, "recycling", quick, models=models)
+    cli.add_argument(
+        "--encoder",
+        metavar="NAME",
+        help="embeddings for the nearest prompt: tokens, the model's own, or a model of "
+        f"sentence-transformers; default: recorded ones of {ENCODER}",
+    )
+    with cli.parse(argv) as args:
         stored, tests = map(read_prompts, prompt_files(args.model))
         model, name = model_of(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
-        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, Known())
+        encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
+        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder)
         n = 5 if args.quick and args.model != OWN[0] else NEW
         trial = Trial(recycler, tests, n, END_OF_TEXT * ("DialoGPT" in args.model))
-        known = args.model in OWN or "DialoGPT-medium" in args.model  # the source's own model
-        rows = recorded("recycling", args, "" if known else "run of another model")
-        at = {"model": args.model}
+        rows, at = recorded("recycling", args, different(args)), {"model": args.model}
         if args.model not in OWN:  # all claims are its own
             rows.paper["usual"] |= at
             for claim in rows.paper["claims"]:
@@ -195,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
             model,
             f"{c.n_layer} layers of width {c.n_embd:,}",
             f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}",
-            "embeddings by all-MiniLM-L6-v2",
+            f"embeddings by {Path(args.encoder or ENCODER).name}",
         )
         settings = [  # the source's first: nothing may be warm
             ("source", "own", stored),

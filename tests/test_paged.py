@@ -357,7 +357,7 @@ def test_a_bare_run_shows_the_same_tokens_and_the_blocks(tmp_path: Path) -> None
     page = tmp_path / "blocks.html"
     ran = run(main, "--max-new-tokens", 16, "--chunk", 256, "--trace", page)
     rows = [line for line in ran.out.splitlines() if line.endswith("yes")]
-    assert len(rows) == 3  # one at a time, blocks for all, few blocks
+    assert len(rows) == 4  # one at a time, a padded batch, blocks for all, few blocks
     data = json.loads(re.search(r"const data = (.*);\n", page.read_text()).group(1))
     ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
     assert sorted(ends) == [*range(12)]

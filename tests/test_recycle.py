@@ -251,13 +251,15 @@ def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
     answers, depth = (rows.figure("recycled", metric, model="x") for metric in ("answers", "depth"))
     assert answers.value == 2 and 0.4 < depth.value < 1
     assert tiny_trial(["Question: what?"]).unrelated(texts) == texts[:1]
+    with pytest.raises(ValueError, match="exceed the context, 64"):
+        tiny_trial(["goat " * 200])
 
 
 def test_alpha_is_the_slope_through_zero() -> None:
     assert recycling.slope(np.array([[0.2, 0.06], [0.5, 0.15]])) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("words", [[], ["--model", "pocket-llama"]])
+@pytest.mark.parametrize("words", [[], ["--encoder", "tokens"]])
 def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
