@@ -506,10 +506,15 @@ def parse_policy(text: str) -> Policy:
     form = POLICIES[name]
     if len(values) != len(form.values):
         raise ValueError(f"the policy {text!r} must have the form {':'.join([name, *form.values])}")
+    numbers = []
+    for (letter, convert), value in zip(form.values.items(), values, strict=True):
+        try:
+            numbers.append(convert(value))
+        except (ArgumentTypeError, ValueError) as error:
+            raise ValueError(f"{letter} of the policy {text!r}: {error}") from error
     try:
-        pairs = zip(form.values.values(), values, strict=True)
-        return form.make(*(convert(value) for convert, value in pairs))
-    except (ArgumentTypeError, ValueError) as error:
+        return form.make(*numbers)
+    except ValueError as error:
         raise ValueError(f"the policy {text!r}: {error}") from error
 
 
