@@ -76,8 +76,7 @@ def test_the_models_are_small_enough() -> None:
     assert sum(path.stat().st_size for path in FOLDER.glob("*/model.safetensors")) <= 40e6
 
 
-# not llama, whose weights are of an earlier recipe, as its card says
-@pytest.mark.parametrize("name", ["teacher", "bct", *STUDENTS])
+@pytest.mark.parametrize("name", ["teacher", "llama", "bct", *STUDENTS])
 def test_shipped_models_are_those_of_their_recipes_figures_and_cards(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
