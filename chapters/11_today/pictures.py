@@ -15,12 +15,12 @@ def heads() -> str:
         "pair 2: three pairs are cached, a third of the bytes.",
         [
             ("queries of a token", queries),
-            ("GPT-2's way: cached", own),
+            ("a pair for each query", own),
             ("grouped: cached", shared),
         ],
         {
             "new": "computed, not kept",
-            "gone": "nine pairs, not needed",
+            "gone": "nine pairs: what GPT-2 would cache",
             "kept": "three pairs, each read by three",
         },
         width=56,
