@@ -31,7 +31,7 @@ from gpt_bounded_cache import (
 )
 from studies.core import Rows, in_turn, run
 
-LENGTHS, SLOTS = (128, 1000, 4000, 8000, 16000), (24, 2048)  # 2,048: the source's capacity
+LENGTHS, SLOTS = (128, 1000, 4000, 16000), (24, 2048)  # 2,048: the source's capacity
 TURNS = 5
 DECODED = 8  # tokens, of which the median counts; one more before them warms up
 SMALL = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}  # of a quick run
