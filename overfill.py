@@ -570,7 +570,7 @@ def write(
         shown[8:-3] = ["..."]
     ms = 1e3 * sum(refresh.seconds for refresh in pair.refreshes)
     print(
-        f"[refreshed after tokens: {', '.join(shown) or 'none'}, in {ms:.1f} ms; the teacher read "
+        f"[refreshed after tokens: {', '.join(shown) or 'none'}, spliced in {ms:.1f} ms; the teacher read "
         f"{int(pair.teacher_tokens)} tokens after the prompt]"
     )
 

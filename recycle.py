@@ -181,24 +181,26 @@ class Run:
     total: float
 
 
-def timed(generation: Callable[[], Iterator[Tensor]]) -> Run:
-    """Run a generation to its end; int() waits for the device."""
+def timed(generation: Callable[[], Iterator[Tensor]], ends: Sequence[int] = ()) -> Run:
+    """Run a generation to its end, or to one of the tokens that end a text; int() waits for the device."""
     ids, ttft, begun = [], 0.0, time.perf_counter()
     for token in generation():
         ids.append(int(token))
         if len(ids) == 1:
             ttft = time.perf_counter() - begun
+        if ids[-1] in ends:
+            break
     return Run(ids, ttft, time.perf_counter() - begun)
 
 
 def prompt_files(model: str) -> list[Path]:
-    """Return the prompts to store and those to test: the source's, for pocket its own."""
-    own = "pocket_" if model == "pocket" else ""
+    """Return the prompts to store and those to test: the source's, for the pocket models their own."""
+    own = "pocket_" if model.startswith("pocket") else ""
     return [DATA / f"{own}cache_prompts.csv", DATA / f"{own}test_prompts.csv"]
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the column prompt of a CSV file. Raises ValueError if it has none, or none that isn't empty."""
+    """Return the column prompt of a CSV file. Raises ValueError if it has none, or one is empty."""
     prompts = [row["prompt"] for row in read_csv(path, "prompt")]
     if not prompts or not all(prompts):
         empty = f"{prompts.count('')} of them empty"
@@ -238,7 +240,7 @@ def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, di
     order = [*WAYS]
     for _ in range(3):
         for way in order:
-            runs[way].append(timed(partial(generation, way)))
+            runs[way].append(timed(partial(generation, way), ends_of(recycler.tokenizer)))
         order.append(order.pop(0))
     cold = runs["cold"][0].ids
     rows = {}
@@ -382,7 +384,7 @@ def chat(
     read_all(model, [tokenizer.eot_token])  # a process's first pass is slow
     for line in lines:
         said = line.strip() + END_OF_TEXT if dialogue else f"Question: {line.strip()}\nAnswer:"
-        turn = tokenizer.encode(said, allowed_special={END_OF_TEXT})
+        turn = tokenizer.encode(said, allowed_special={END_OF_TEXT}, disallowed_special=())
         if len(turn) + max_new_tokens > n_ctx // 2:
             print(
                 f"[{len(turn)} tokens and an answer of {max_new_tokens} don't fit in half the context, "

@@ -286,6 +286,8 @@ def main(argv: list[str] | None = None) -> None:
                 f"{passes.agreed} of {passes.drafted} drafted tokens stayed]"
             )
         n = args.max_new_tokens or 64
+        if n < 2:
+            raise ValueError(f"the demo compares at least 2 tokens, got {n}")
         lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))
         begun = [tokenizer.encode(before) for before, _ in lists[:3]]
         large = pass_seconds(random_model(GPT, "124M").to(args.device))

@@ -65,12 +65,15 @@ class Corpus:
             texts = [text for text in parts if text.strip()]
             n = len(texts)
         for text in tqdm(texts, total=n, desc="corpus", disable=RANK > 0):
-            starts.append(len(tokens))
+            begin = len(tokens)
             for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
                 question, mark, answer = line.partition("Answer:")
                 add(tokenizer.encode_ordinary(question + mark), False)
                 add(tokenizer.encode_ordinary(answer), bool(mark))
             add([tokenizer.eot_token], False)
+            # a row may begin with a document, or in a text that is given at every context's end, too
+            step = len(tokens) if recipe.text is None else recipe.config.n_ctx
+            starts.extend(range(begin, len(tokens), step))
         self.tokens = torch.tensor(tokens)
         self.starts = torch.tensor(starts)
         self.is_answer = torch.tensor(is_answer)

@@ -124,8 +124,9 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     model = model.half().float()
     if recipe.text is None:
         figures = measure(recipe, model)
+        text = card(recipe, model, figures)  # before anything is written
         write_json(folder / "figures.json", figures)
-        write_text(folder / "README.md", card(recipe, model, figures))
+        write_text(folder / "README.md", text)
     mean_of = min(100, len(losses))
 
     def draw_on(axes: Any) -> None:

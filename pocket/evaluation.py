@@ -85,7 +85,7 @@ def name_losses(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[float, 
     for document in corpus.documents("test", 200):
         if document.kind == "list":
             continue
-        tokens = tokenizer.encode_ordinary(document.text)
+        tokens = tokenizer.encode_ordinary(document.text)[: model.config.n_ctx]
         text, starts = tokenizer.decode_with_offsets(tokens)
         nats, met = nats_of(model, tokens).tolist(), set()
         for mention in name.finditer(text):

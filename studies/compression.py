@@ -128,11 +128,10 @@ def milliseconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
 
 
 def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
-    """Append the ways' times, in turns, if they aren't there."""
-    if rows.due(["full"], "ms", **at):
-        found = in_turn({way: partial(milliseconds, model, way) for way in CACHES}, turns)
-        for way, ms in found.items():
-            rows.add(way, at, ms=ms)
+    """Append the times, in turns, of those ways that lack them."""
+    runs = {way: partial(milliseconds, model, way) for way in rows.due(CACHES, "ms", **at)}
+    for way, ms in in_turn(runs, turns).items():
+        rows.add(way, at, ms=ms)
 
 
 # --- The study --------------------------------------------------------------------------------------

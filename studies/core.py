@@ -35,7 +35,7 @@ from support.cli import CommandLine, writable_folder
 from support.conditions import conditions, is_geometry, random_model
 from support.figures import COLORS
 from support.figures import figure as draw_figure
-from support.files import parse_json, read_text
+from support.files import parse_json, read_text, write_text
 from support.statistics import bootstrap, mean
 from support.tables import Table, page
 
@@ -137,12 +137,14 @@ class Rows:
         self, study: str, folder: Path | None = None, again: str = "", reduced: str = ""
     ) -> None:
         """folder: of the rows, by default the recorded ones; again: a pattern, as of files, of the
-        ways to measure once more; reduced: why the rows, a file of their own that is begun anew, are given
-        no verdict, such as "reduced run". Raises ValueError if a line of the rows is no JSON."""
+        ways to measure once more; reduced: why the rows, a file of their own that is begun anew
+        but for ways to measure again, are given no verdict, such as "reduced run". Raises ValueError
+        if a line of the rows is no JSON."""
         self.study, self.again, self.reduced = study, again, reduced
         self.offered: list[str] = []  # the ways that due() was asked about
         self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
+        self.anew = bool(reduced) and not again  # the first row replaces those that are there
         self.paper = tomllib.loads(read_text(HERE / study / "claims.toml"))
         if "like" in self.paper:  # another study of the same source
             other = tomllib.loads(read_text(HERE / self.paper["like"] / "claims.toml"))
@@ -150,12 +152,10 @@ class Rows:
         self.rows: dict[str, Row] = {}
         self.on: Row = {"conditions": []}
         self.begun = self.on
-        if reduced:
-            self.path.unlink(missing_ok=True)
-        if self.path.exists():
+        if self.path.exists() and not self.anew:
             whole, _, torn = read_text(self.path).rpartition("\n")
             if torn:  # the process was killed while it wrote this line
-                self.path.write_text(f"{whole}\n", encoding="utf-8")
+                write_text(self.path, f"{whole}\n" if whole else "")
             for line in whole.splitlines():
                 self.take(parse_json(line, str(self.path), study=str))
         for way, metric, value in self.paper.get("source", []):  # what it says itself
@@ -178,8 +178,9 @@ class Rows:
         if self.begun != self.on:
             lines.insert(0, self.begun)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("w" if self.anew else "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each, allow_nan=False) + "\n" for each in lines))
+        self.anew = False
         for each in lines:
             self.take(each)
         self.progress.update()
@@ -345,7 +346,10 @@ def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
 
 def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
     """Return the rows of a run by its command line; different: why it is given no verdict."""
-    different = "reduced run" if args.quick else different
+    if args.quick:
+        different = "reduced run"
+    elif "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
+        different = different or "run with another --seed or --dtype"
     return Rows(study, args.out, getattr(args, "again", ""), different)
 
 
@@ -369,17 +373,20 @@ def judged(rows: Rows, rule: str, at: Setting) -> int | None:
     missing.
 
     A rule is "[metric: ]way < way[ + margin]", or >, or ~ for "as much as"; the second may be a
-    number. A margin is in percent of the second way, or, without %, in the metric's unit.
+    number. A margin is what the first may miss by, as a difference that against() returns; 5% is
+    0.05.
     """
     metric, one, op, other, margin, percent = RULE.fullmatch(rule).groups()
     metric = metric or rows.paper["metric"]
     limit = float(margin or 0) / (100 if percent else 1)
     if re.fullmatch(r"[\d.]+", other):
-        found, line = rows.figure(one, metric, **at), float(other)
+        found = rows.figure(one, metric, **at)
+        found = found and Figure(*(x - float(other) for x in found))
     else:
-        found, line = rows.against(metric, one, other, at), limit if op == "<" else -limit
+        found = rows.against(metric, one, other, at)
     if found is None:
         return None
+    line = limit if op == "<" else -limit
     if op == "~":
         return found.within(limit + 1e-9)
     return found.below(line) if op == "<" else -found.below(line)
@@ -387,7 +394,7 @@ def judged(rows: Rows, rule: str, at: Setting) -> int | None:
 
 def answer(rows: Rows, rule: str, at: Setting) -> int | None:
     """Return judged() of a rule, or the best answer of several, "... or ...", of which one is enough;
-    such that aren't measured are left out."""
+    those not measured are left out."""
     answers = [judged(rows, one, at) for one in rule.split(" or ")]
     return max((x for x in answers if x is not None), default=None)
 

@@ -47,6 +47,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         SKIPPED.append(f"{report.nodeid}: {report.longrepr[2]}")
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:  # a whole file
+        SKIPPED.append(f"{report.nodeid}: {report.longrepr[2]}")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     refused = [reason for reason in SKIPPED if "GPU" not in reason]
     if session.config.getoption("--no-skips") and refused:

@@ -87,6 +87,25 @@ def test_rows_outlive_a_kill_and_one_way_is_measured_again(rows: Rows, tmp_path:
     assert Rows("made").figure("old", "share").value == 0.5  # the last counts
 
 
+def test_a_first_line_that_was_torn_and_the_rows_of_another_run_are_replaced(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"study": "ma')
+    for way in ("old", "new"):
+        Rows("bounding", tmp_path).add(way, {}, right=[1])
+    assert [json.loads(line)["way"] for line in path.read_text().splitlines()] == ["old", "new"]
+    path = tmp_path / "reduced.jsonl"
+    Rows("bounding", tmp_path, reduced="reduced run").add("old", {}, right=[1])
+    before = path.read_text()
+    refused = Rows("bounding", tmp_path, reduced="reduced run")  # no row has come
+    assert path.read_text() == before and refused.due(["old"], "right") == ["old"]
+    Rows("bounding", tmp_path, again="old", reduced="reduced run").add("old", {}, right=[0])
+    assert path.read_text().startswith(before)
+    refused.add("new", {}, right=[1])
+    assert [json.loads(line)["way"] for line in path.read_text().splitlines()] == ["new"]
+
+
 def test_pairs_are_compared_one_by_one_and_few_values_have_no_interval(rows: Rows) -> None:
     rows.add("new", {}, share=[0.2, 0.31, 0.4, 0.51], loss=[1, 2, 3, 4], time=[1.1, 1.1, 1.1])
     rows.add("old", {}, loss=[0.9, 1.9, 2.9, 3.9])
@@ -126,6 +145,9 @@ def test_margins_numbers_and_equality(rows: Rows) -> None:
         ("new < old + 0.9", 1),
         ("count: new > 2.5", 1),
         ("count: new ~ new", 1),
+        ("count: new ~ 3", 1),
+        ("count: new ~ 2", -1),
+        ("count: new < 2 + 1.5", 1),
     ):
         assert judged(rows, rule, {}) == answer, rule
 

@@ -1,5 +1,6 @@
 """The models that come along: small, readable by others, and able to do what their cards say."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import gpt_bounded_cache
 from gpt_bounded_cache import BCT, BoundedMemory
-from gpt_kv_cache import GPT, generate
+from gpt_kv_cache import GPT, GPTConfig, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import checkpoints, corpus, evaluation, recipes
 from pocket.recipes import Recipe
@@ -70,6 +71,12 @@ def test_names_come_from_the_prompt(name: str, tokenizer) -> None:
         new = write(made(name), ids, 120, stop_id=tokenizer.eot_token)
         texts.append(tokenizer.decode([*map(int, new)]))
     assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
+
+
+def test_documents_are_cut_to_a_models_context() -> None:
+    short = GPT(GPTConfig(vocab_size=1536, n_ctx=64, n_layer=1, n_head=1, n_embd=8))
+    first, later = evaluation.name_losses(short, load_tokenizer("pocket"))
+    assert 0 < first < math.inf and 0 < later < math.inf
 
 
 def test_the_models_are_small_enough() -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 
 import recycle as module
@@ -379,6 +380,23 @@ def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> 
     module.chat(store, tokenizer, ["What is it?", "Where do you live?"], 5, dialogue=True)
     first = tokenizer.encode("What is it?<|endoftext|>", allowed_special="all")
     assert reused(capsys.readouterr().out)[1] > len(first) == found(store, first)
+
+
+def test_a_special_token_that_is_typed_is_text(pocket: GPT, capsys) -> None:
+    own = load_tokenizer("pocket")
+    tokenizer = tiktoken.Encoding(
+        "pocket with another token",
+        pat_str=own._pat_str,
+        mergeable_ranks=own._mergeable_ranks,
+        special_tokens=own._special_tokens | {"<|im_end|>": own.n_vocab},
+    )
+    module.chat(Store(pocket), tokenizer, ["What is <|im_end|>?", "And this?"], 5, dialogue=False)
+    assert len(reused(capsys.readouterr().out)) == 2
+
+
+def test_an_answer_ends_with_any_of_the_end_tokens() -> None:
+    run = module.timed(lambda: iter(torch.tensor([1, 2, 3, 4])), ends=(7, 3))
+    assert run.ids == [1, 2, 3] and 0 < run.ttft <= run.total
 
 
 @pytest.mark.slow

@@ -408,7 +408,7 @@ def test_an_index_that_cannot_be_written_is_waited_for_once_and_read(
         store.db = sqlite3.connect(place, uri=True, isolation_level=None)
     else:
         owner.execute("BEGIN IMMEDIATE")
-    before, store.patience, begun = contents(store.folder), 0.2, time.perf_counter()
+    before, store.patience, begun = contents(store.folder), 1, time.perf_counter()
     with warned(1, words):
         for _ in range(5):
             assert found(store, [1] * 10) == 10

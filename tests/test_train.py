@@ -263,6 +263,16 @@ def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
     assert torch.equal(before, rows.roll(1, dims=0)[:, -before.size(1) :])
 
 
+def test_rows_of_a_long_text_begin_all_over_it(teacher: str, tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("The mug is blue.\n" * 1000 + "<|endoftext|>And so on.")
+    recipe = recipe_of("bct", teacher, text=str(path))
+    text = batches.Corpus(recipe)
+    n, n_ctx = len(text.tokens), recipe.config.n_ctx
+    *book, last = text.starts.tolist()
+    assert book == [*range(0, last, n_ctx)] and len(book) > 3 and n - 12 < last < n
+
+
 # --- Models as they begin
 
 
