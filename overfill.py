@@ -2,7 +2,7 @@
 refresh it.
 
 `python3 overfill.py` compares five ways to continue a text, in seconds; `write` shows one way at
-work. `python3 -m studies.refreshing` measures all of them on long texts, in two hours.
+work. `python3 -m studies.refreshing` measures all of them on long texts, in two and a half hours.
 
 A student's own keys and values differ a little from the teacher's, and the student's next tokens
 are computed from them. At a refresh the teacher reads the new text, and its entries replace the
@@ -643,7 +643,7 @@ tokens/s:       greedy, after the first prompt, prefill included
 Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
 Approximate: every further token, because the student predicts it.
 
-The full study, in two hours (--quick: in a minute): python3 -m studies.refreshing""")
+The full study, in two and a half hours (--quick: in a minute): python3 -m studies.refreshing""")
 
 
 def main(argv: list[str] | None = None) -> None:

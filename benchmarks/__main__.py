@@ -160,7 +160,9 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     base, wanted = base_of(known), args.only or known
     for name in wanted:
         if name not in known:
-            raise ValueError(f"--only {name} can't read {args.model}: choose of {'; '.join(known)}")
+            raise ValueError(
+                f"--only {name} can't read {args.model}: choose from {'; '.join(known)}"
+            )
     names = [name for name in known if name in (base, *wanted)]
     record = record_of(args, folder, on, names, [TEXTS])
     if llama:

@@ -2,7 +2,7 @@
 and by the published call.
 
 `python3 -m studies.recycling` takes about a minute with `pocket`, whose texts are judged;
-`--model 355M` (random weights of the source's geometry, whose times are judged) half an hour. The
+`--model 355M` (random weights of the source's geometry, whose times are judged) 25 minutes. The
 embeddings are recorded ones of all-MiniLM-L6-v2 in recycling/embeddings.npz, of the prompts and of
 pocket's answers; a run with other embeddings or another model is given no verdict.
 

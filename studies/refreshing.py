@@ -1,6 +1,6 @@
 """The refresh study: a student's texts on its teacher's KV cache, by every way of refreshing it.
 
-`python3 -m studies.refreshing` takes two hours and goes on where it was interrupted; `--quick`
+`python3 -m studies.refreshing` takes two and a half hours and goes on where it was interrupted; `--quick`
 takes a minute; `--again 'periodic:*'` measures these ways once more. The source's own experiment,
 with a file of questions (the source's are ELI5's, held out), is
   python3 -m studies.refreshing --teacher meta-llama/Llama-3.2-3B-Instruct --student \

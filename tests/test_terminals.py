@@ -97,4 +97,6 @@ def test_ctrl_c_is_never_a_traceback(script: Path, tmp_path: Path) -> None:
     said = process.communicate(timeout=60)[1]
     # a shell calls the first two 130; 0: it was done
     assert process.returncode in (130, -signal.SIGINT, 0), said
+    if process.returncode == 0:  # Ctrl-C may have met Python's own exit, after the script's
+        said = said.partition("Exception ignored in")[0]
     assert not re.search("Traceback|Warning|Error", said), said
