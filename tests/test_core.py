@@ -21,7 +21,6 @@ from studies.core import (
     table_of,
 )
 from support.tables import page
-from tests.helpers import given
 
 PAPER = """
 title = "A paper"
@@ -206,8 +205,8 @@ def test_a_claim_on_every_size_has_to_hold_for_each_unless_a_thing_can_be(rows: 
     verdicts = []
     for small, large in ((0.9, 0.8), (0.9, 0.0), (0.0, 0.0)):
         for size, share in ((1, small), (2, large)):
-            given(rows, "new", {"size": size}, share=[share] * 4)
-            given(rows, "old", {"size": size}, share=[0.1] * 4)
+            rows.add("new", {"size": size}, share=[share] * 4)
+            rows.add("old", {"size": size}, share=[0.1] * 4)
         verdicts.append([found["verdict"] for found in claims(rows)])
     assert verdicts == [["HOLDS"] * 2, ["DOES NOT HOLD", "HOLDS"], ["DOES NOT HOLD"] * 2]
     assert claims(rows)[0]["figure"] == "1 0.00, 2 0.00 in all"
