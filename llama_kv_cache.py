@@ -1,6 +1,6 @@
 """A Llama from scratch, with a KV cache: GPT-2 with the changes that today's models share (Touvron
 et al. 2023, "LLaMA"). `diff gpt_kv_cache.py llama_kv_cache.py` shows them, marked one by one:
-# ROPE    positions turn queries and keys, instead of being added to embeddings (Su et al. 2021)
+# ROPE    positions rotate queries and keys, instead of being added to embeddings (Su et al. 2021)
 # GQA     several of the H query heads read one head of keys and values, so that caches hold fewer
           than H (grouped-query attention, Ainslie et al. 2023)
 # RMS     RMSNorm instead of LayerNorm: scaled, not shifted (Zhang and Sennrich 2019)
@@ -77,12 +77,12 @@ class Conv1D(nn.Module):
 
 
 def rotation(pos: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:  # ROPE
-    """Return cosines and signed sines (1, T, D), float32, that turn heads at positions pos (T,), or
-    (B, 1, T, D) for positions (B, T).
+    """Return cosines and signed sines (1, T, D), float32, that rotate heads at positions pos (T,),
+    or (B, 1, T, D) for positions (B, T).
 
-    Pair i turns by theta ** (-2i / D) radians a token. With rope_scaling, as in Llama 3.1 and 3.2,
-    a pair that goes round at most `low` times in n_ctx tokens is slower by `factor`, one that does
-    so at least `high` times is as fast as ever, and those between are a mixture of both."""
+    Pair i rotates by theta ** (-2i / D) radians a token. With rope_scaling, as in Llama 3.1 and
+    3.2, a pair that goes round at most `low` times in n_ctx tokens is slower by `factor`, one that
+    does so at least `high` times is as fast as ever, and those between are a mixture of both."""
     i = torch.arange(0, config.head_dim, 2, device=pos.device)  # ROPE  2i of each pair, (D / 2,)
     speed = config.rope_theta ** (-i / config.head_dim)  # ROPE  radians a token
     if config.rope_scaling is not None:  # ROPE
@@ -96,8 +96,8 @@ def rotation(pos: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:  # ROPE
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # ROPE
-    """Turn x (B, H, T, D), queries or keys: numbers i and D / 2 + i of a head are a pair (a, b).
-    The product of a turned query and key depends on how far apart they are, and not on where."""
+    """Rotate x (B, H, T, D), queries or keys: numbers i and D / 2 + i of a head are a pair (a, b).
+    The product of a rotated query and key depends on how far apart they are, and not on where."""
     cos, sin = rope  # ROPE
     a, b = x.chunk(2, dim=-1)  # ROPE
     return (x * cos + torch.cat([b, a], dim=-1) * sin).to(x.dtype)  # ROPE
@@ -239,7 +239,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, pos: Tensor, cache: KVCache | None, layer: int,  # ROPE
                 rope: tuple[Tensor, Tensor]) -> Tensor:  # ROPE
         q, k, v = self.attn.project(self.ln_1(x))  # ROPE  (B, H, T, D) each
-        q, k, mask = rotate(q, rope), rotate(k, rope), None  # ROPE  a cache holds turned keys
+        q, k, mask = rotate(q, rope), rotate(k, rope), None  # ROPE  a cache holds rotated keys
         if cache is not None:  # NEW
             k, v, mask = cache.append(layer, k, v, pos)  # NEW  (B, H, S, D) twice, (T, S) or None
         x = x + self.drop(self.attn(q, k, v, mask))  # NEW
@@ -249,7 +249,7 @@ class Block(nn.Module):
 class Llama(nn.Module):  # LLAMA
     """A Llama by GPT-2's parameter names: c_attn holds the matrices of q, k and v side by side,
     c_fc those of gate and up. Through a window of at most n_ctx tokens a text may be of any length:
-    set context to math.inf. Raises ValueError if heads can't be grouped, or turned in pairs.
+    set context to math.inf. Raises ValueError if heads can't be grouped, or rotated in pairs.
     """
     config_class, block_class = LlamaConfig, Block  # LLAMA
 
@@ -261,7 +261,7 @@ class Llama(nn.Module):  # LLAMA
         # one-token decoding, then reads it in the order a CPU is fastest at.
         self.wte.weight = nn.Parameter(torch.empty(config.n_embd, config.vocab_size).t())
         if config.head_dim % 2:  # ROPE
-            raise ValueError(f"head_dim is {config.head_dim}, and must be even: pairs turn")  # ROPE
+            raise ValueError(f"head_dim is {config.head_dim}, and must be even, for pairs")  # ROPE
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
         self.ln_f = nn.RMSNorm(config.n_embd, eps=config.norm_eps)  # RMS

@@ -47,7 +47,7 @@ from support.tracing import Trace
 
 def geometry(config: Any) -> dict[str, Any]:
     """Return what keys and values, and the positions in them, depend on. Of heads those of keys and
-    values: more heads of queries may read them. Turned keys serve only equal rotations."""
+    values: more heads of queries may read them. Rotated keys serve only equal rotations."""
     positions = "learned"
     if rotary(config):
         theta, scaling = rotary(config)

@@ -509,7 +509,7 @@ class Library:
             )
         if about["fingerprint"] != fingerprint(model):
             raise ValueError(
-                f"the library in {folder} was made with another model: name that, or make it again"
+                f"the library in {folder} was made with another model or dtype: name that, or make it again"
             )
         if about["encoder"] == "pairs":
             mean, weight = tensors["encoder.mean"], tensors["encoder.weight"]

@@ -28,7 +28,7 @@ def start_as_copier(model: GPT) -> None:
     """Let training start from an induction circuit: "A B C ... A B" makes C likely.
 
     The width is split into position | content | one back | two back. wpe holds sinusoids in `position`. Heads 0 and 1
-    of layer 0 look one and two positions back (their queries are their keys, turned by as much) and copy a projection
+    of layer 0 look one and two positions back (their queries are their keys, rotated by as much) and copy a projection
     of the content there into `one back` and `two back`. Head 0 of layer 1 looks for tokens that follow the present
     one and the one before it, and adds their content to its own; all other heads from layer 1 on begin by adding, a
     little, what they look at. These are starting values: all of it stays trainable.
@@ -85,7 +85,7 @@ def start_as_copier(model: GPT) -> None:
 
 @torch.no_grad()
 def start_llama_as_copier(model: Llama) -> None:
-    """Let training start from the same circuit where positions turn queries and keys.
+    """Let training start from the same circuit where positions rotate queries and keys.
 
     The width is split into content | one back | two back | constant. In layer 0 all keys of a group are the constant, in
     the pairs that turn fast, and the queries of heads 0 and 1 are the same turned one and two tokens back. In layer 1

@@ -66,6 +66,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", there, indirect=True)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws without a generator is the same in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Each kind of model that a method takes: see helpers.of_kind()."""

@@ -10,18 +10,12 @@ from tests.helpers import Ran, process, read_pocket_config, refused, start
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
+STUDIES = [path for path in ROOT.glob("studies/*.py") if "def main(" in path.read_text("utf-8")]
 SCRIPTS = [
-    *GPT_FILES,
-    "gpt_bounded_cache",
-    "recycle",
-    "projector",
-    "overfill",
-    "load_gpt2_weights",
+    *(path.stem for path in ROOT.glob("*.py")),
+    *(f"studies.{path.stem}" for path in STUDIES),
     "pocket.train",
     "benchmarks.__main__",
-    "studies.bounding",
-    "studies.article",
-    "studies.claims",
 ]
 CONFIG = read_pocket_config("teacher")
 TOKEN = 2 * CONFIG["n_layer"] * CONFIG["n_embd"] * 4  # bytes of a token's keys and values

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 
 def frequencies(head_dim: int, theta: float) -> Tensor:
-    """Return the radians (D / 2,), float32, by which each pair of a head turns a token: pair i by theta ** (-2 i / D)."""
+    """Return the radians (D / 2,), float32, by which each pair of a head rotates a token: pair i by theta ** (-2 i / D)."""
     raise NotImplementedError("exercise 11.1")
 
 
 def rotate(x: Tensor, pos: Tensor, speed: Tensor) -> Tensor:
-    """Turn queries or keys x (B, H, T, D) of the tokens at positions pos (T,), in x's dtype.
+    """Rotate queries or keys x (B, H, T, D) of the tokens at positions pos (T,), in x's dtype.
 
-    Numbers i and D / 2 + i of a head are a pair (a, b). Turned by an angle t it is (a cos t - b sin t, b cos t + a
+    Numbers i and D / 2 + i of a head are a pair (a, b). Rotated by an angle t it is (a cos t - b sin t, b cos t + a
     sin t). speed (D / 2,): radians a token, of each pair. Angles are float32 whatever x is: in bfloat16 position 257 is
     256."""
     raise NotImplementedError("exercise 11.1")
@@ -31,7 +31,7 @@ def slowed(speed: Tensor, factor: float, low: float, high: float, n_ctx: int) ->
 
     A pair that goes round at least `high` times in n_ctx tokens stays as it is: it tells near tokens apart. One that
     goes round at most `low` times is slower by `factor`. Between them the share f = (rounds - low) / (high - low) of a
-    pair's speed stays, and 1 - f of it is divided by `factor`."""
+    pair's speed stays, and 1 - f of it is divided by `factor`. The tensor `speed` isn't changed."""
     raise NotImplementedError("exercise 11.2")
 
 
@@ -59,6 +59,7 @@ def write_on(model: nn.Module, ids: Tensor, n: int, window: int) -> list[int]:
 
 
 def moved(kv: Tensor, by: int, speed: Tensor) -> Tensor:
-    """Return a layer's cached keys and values (2, B, H, S, D), as turned, as if every token had been read `by` positions
-    further on (or, below 0, before). What is turned twice is turned by the sum. Values aren't turned."""
+    """Return a layer's cached keys and values (2, B, H, S, D), as rotated, as if every token had been read `by` positions
+    further on (or, below 0, before). What is rotated twice is rotated by the sum. Values aren't rotated, and kv
+    itself isn't changed."""
     raise NotImplementedError("exercise 11.5")

@@ -54,10 +54,13 @@ def test_stage_1_frequencies_fall_from_one_radian_a_token(
 @pytest.mark.ex11_1
 def test_stage_2_pairs_are_of_two_halves(impl: ModuleType) -> None:
     x = torch.tensor([1.0, 2.0, 0.0, 0.0])[None, None, None]
-    turned = impl.rotate(x, torch.tensor([1]), torch.tensor([math.pi / 2, 0.0]))
+    rotated = impl.rotate(x, torch.tensor([1]), torch.tensor([math.pi / 2, 0.0]))
     expected = torch.tensor([0.0, 2.0, 1.0, 0.0])[None, None, None]
     assert_close(
-        turned, expected, "(1, 2, 0, 0), its first pair turned by a quarter", ("", "", "", "number")
+        rotated,
+        expected,
+        "(1, 2, 0, 0), its first pair rotated by a quarter",
+        ("", "", "", "number"),
     )
     x, pos = randn(2, 3, 7, 12), torch.tensor([0, 1, 5, 6, 31, 1000, 20_000])
     rope = rotation(pos, CONFIG)
@@ -75,8 +78,8 @@ def test_stage_2_a_score_knows_the_distance_only(impl: ModuleType) -> None:
     speed = torch.tensor([500.0 ** (-2 * i / 12) for i in range(6)])
 
     def score(at: int, key_at: int) -> float:
-        turned = [impl.rotate(x, torch.tensor([pos]), speed) for x, pos in ((q, at), (k, key_at))]
-        return float((turned[0] * turned[1]).sum())
+        rotated = [impl.rotate(x, torch.tensor([pos]), speed) for x, pos in ((q, at), (k, key_at))]
+        return float((rotated[0] * rotated[1]).sum())
 
     for at in (9, 500, 4000):
         found, expected = score(at, at - 7), score(7, 0)
