@@ -1,7 +1,6 @@
 """The judge of stories: the corpus's own hold together, and each kind of fault is found."""
 
 import pytest
-import torch
 
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import read_tokenizer
