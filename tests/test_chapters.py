@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -238,23 +238,3 @@ def test_what_is_stale_is_said_and_mended(tmp_path: Path) -> None:
     assert readme.read_text() == fresh and exercise.read_text() == "done by a student\n"
     assert builder("--stubs").code == 0
     assert "NotImplemented" in exercise.read_text()
-
-
-@cache
-def help_of(script: str) -> str:
-    ran = python(script, "--help")
-    assert ran.code == 0, ran.err
-    return ran.out
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell's way to write paths")
-def test_commands_of_chapters_exist() -> None:
-    """Every script that a chapter's fenced commands name is there, and knows the options they give."""
-    for folder in FOLDERS:
-        readme = (folder / "README.md").read_text().replace("\\\n", " ")
-        commands = "".join(re.findall(r"```bash\n(.*?)```", readme, re.S))
-        for script, rest in re.findall(r"python3 ((?!-m|-c)\S+\.py)([^|;&\n]*)", commands):
-            known = help_of(script)
-            for option in re.findall(r"(?<=\s)(--[a-z-]+)", rest):
-                assert option in known, f"{folder.name}: {script}{rest}"

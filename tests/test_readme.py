@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from tests.test_diff import hunks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROOMS = ("chapters", "studies", "benchmarks", "pocket")
+FOUND = [*ROOT.glob("*.md"), *(path for room in ROOMS for path in ROOT.glob(f"{room}/**/*.md"))]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in FOUND}
 
 
 def test_figures_are_those_that_were_recorded() -> None:
@@ -32,18 +36,28 @@ def test_the_python_examples_run_one_after_the_other() -> None:
     assert ran.code == 0 and ran.err == "" and "slot  position  token" in ran.out
 
 
-def test_every_file_that_is_run_exists() -> None:
-    paths = [ROOT / name for name in re.findall(r"python3? ([\w/]+\.py)", README)]
-    assert len(paths) > 5 and [path for path in paths if not path.exists()] == []
+@cache
+def help_of(script: str) -> str:
+    ran = process(sys.executable, *script.split(), "--help")
+    assert ran.code == 0, ran.err
+    return ran.out
+
+
+@pytest.mark.slow
+def test_commands_of_pages_exist() -> None:
+    """Every script and module that is run is there, and knows the options that it is given."""
+    for path, text in TEXTS.items():
+        commands = r"python3 (-m (?:studies|benchmarks|chapters\.[a-z])(?:\.?\w+)*|(?!tests)[\w/]+\.py)([^|;&\n`#<]*)"
+        for script, rest in re.findall(commands, text.replace("\\\n", " ")):
+            known = help_of(script)
+            for option in re.findall(r"(?<=\s)--[a-z-]+", rest):
+                assert option in known, f"{path}: {script}{rest}"
 
 
 def test_links_lead_to_files_and_headings() -> None:
-    rooms = ("chapters", "studies", "benchmarks", "pocket")
-    found = [*ROOT.glob("*.md"), *(path for room in rooms for path in ROOT.glob(f"{room}/**/*.md"))]
-    shown = {path: pages.page(path.read_text(encoding="utf-8")) for path in found}
+    shown = {path: pages.page(text) for path, text in TEXTS.items()}
     links = 0
-    for path in found:
-        text = path.read_text(encoding="utf-8")
+    for path, text in TEXTS.items():
         for name, heading in re.findall(r"\]\((?!\w+:)([^)# ]*)#?([^) ]*)\)", text):
             target = (path.parent / name).resolve() if name else path
             assert target.exists(), f"{path}: {name}"
