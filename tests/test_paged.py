@@ -31,14 +31,18 @@ def alone(
     model: nn.Module,
     ids: list[int],
     n: int,
-    stop_id: int | None = None,
+    stops: int | tuple[int, ...] | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,
 ) -> list[int]:
-    options = {"stop_id": stop_id, "temperature": temperature, "top_k": top_k}
-    draws = torch.Generator().manual_seed(seed)
-    return [int(x) for x in generate(model, torch.tensor([ids]), n, generator=draws, **options)]
+    draws, written = torch.Generator().manual_seed(seed), []
+    options = {"temperature": temperature, "top_k": top_k, "generator": draws}
+    for token in generate(model, torch.tensor([ids]), n, **options):
+        written.append(int(token))
+        if written[-1] in (stops if isinstance(stops, tuple) else (stops,)):
+            break
+    return written
 
 
 def check_counts(cache: PagedCache, texts: list[Text]) -> None:
@@ -240,7 +244,8 @@ def test_tokens_are_those_of_each_text_alone(model: nn.Module, seed: int) -> Non
         again = rng.random() < 0.2 and prompts
         ids = prompts[-1][0] if again else ids or [3]
         sampling = rng.choice([0.0, 0.7, 2.0]), rng.choice([None, 1, 5]), rng.randrange(3)
-        prompts.append((ids, rng.randint(0, 30), rng.choice([None, rng.randrange(50)]), *sampling))
+        stops = rng.choice([None, rng.randrange(50), (rng.randrange(50), rng.randrange(50))])
+        prompts.append((ids, rng.randint(0, 30), stops, *sampling))
     cache = PagedCache(model, rng.choice([least, least + 1, 2 * least, 5 * least]), size)
     server = Server(model, cache, rng.choice([1, 2, 3, 7, 64]), rng.choice([1, 2, 4, 64]))
     written, coming, parts = [], [*prompts], parts_of(model)
