@@ -17,6 +17,7 @@ import fnmatch
 import json
 import math
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -56,6 +57,10 @@ WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
 RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
+REWORDED = {  # of recorded conditions, as a page has them
+    "Intel(R) Xeon(R) Processor": "Intel Xeon",
+    "read by 1 at once": "read one token at a time",
+}
 Row = dict[str, Any]  # as JSON has it
 Setting = dict[str, Any]
 Points = list[tuple[float, ...]]  # x, y and perhaps y's interval
@@ -401,11 +406,14 @@ def answer(rows: Rows, rule: str, at: Setting) -> int | None:
 
 def everywhere(rows: Rows, text: str, places: list[Setting], part: str | None) -> str:
     """Return a text with its figures; what stands between « and » is said of each of the places,
-    which differ in a part of the setting, if there is a figure of it."""
+    which differ in a part of the setting, if there is a figure of it, together of those of which it
+    is the same."""
 
     def each(match: re.Match[str]) -> str:
-        found = {place[part]: rows.shown(match[1], place) for place in places}
-        return ", ".join(f"{x} {text}" for x, text in found.items() if text.strip("-, "))
+        found: dict[str, list[str]] = {}
+        for place in places:
+            found.setdefault(rows.shown(match[1], place), []).append(f"{place[part]}")
+        return "; ".join(f"{', '.join(x)} {text}" for text, x in found.items() if text.strip("-, "))
 
     return rows.shown(re.sub("«(.*?)»", each, text), places[0])
 
@@ -457,6 +465,12 @@ def answer_of(claim: Claim) -> str:
     return verdict if claim["source"] else ANSWERS.get(verdict, verdict)
 
 
+def words_of(claim: Claim) -> str:
+    """Return the first words of a claim, in quotation marks if they are its source's."""
+    words = textwrap.shorten(claim["quote"], 40, placeholder=" …")
+    return f'"{words}"' if claim["source"] else words
+
+
 def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     """Return claims as a table, and our questions as another, after the conditions of each source
     and ours, which the claims name by a letter if there are several."""
@@ -465,21 +479,20 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     parts += [f"Conditions of {source}: {text}." for source, text in theirs.items()]
     conditions = [*dict.fromkeys(claim["ours"] for claim in claims)]
     letters = dict(zip(conditions, ascii_lowercase, strict=False))
-    if len(conditions) == 1:
-        parts.append(f"Here: {conditions[0]}.")
-    elif conditions:
-        parts.append("Here:\n\n" + "\n".join(f"- ({letters[on]}) {on}" for on in conditions))
+    if conditions:
+        here = "\n".join(f"- ({letters[on]}) {on}" for on in conditions)
+        for recorded, better in REWORDED.items():
+            here = here.replace(recorded, better)
+        parts.append(f"Here:\n\n{here}")
     rows, questions = [], []
     for claim in claims:
-        where = [claim["section"]] if claim["source"] else []
-        if len(conditions) > 1:
-            where.append(letters[claim["ours"]])
-        place = f" ({'; '.join(where)})" if where else ""
+        letter = letters[claim["ours"]]
         found = ": ".join(filter(None, (answer_of(claim), claim["figure"])))
         if claim["source"]:
-            rows.append([f'"{claim["quote"]}"{place}', found, claim["stated"]])
+            quote = f'"{claim["quote"]}" ({claim["section"]}; {letter})'
+            rows.append([quote, found, claim["stated"]])
         else:
-            questions.append([f"{claim['quote']}{place}", found])
+            questions.append([f"{claim['quote']} ({letter})", found])
     if rows:
         parts.append(Table(["claim", "found here", "tested as stated"], rows, left=3))
     if questions:
@@ -532,15 +545,19 @@ def table_of(rows: Rows) -> list[str | Table]:
 
 
 def page_of(rows: Rows) -> list[str | Table]:
-    """Return the claims and the table of a study, for a terminal; claims of which figures are
-    missing are left out."""
+    """Return the claims and the table of a study, for a terminal; of claims that lack figures, the
+    first words alone."""
     parts = [f"A {rows.reduced}: figures, and no verdict."] if rows.reduced else []
-    measured = []
+    measured, lacking = [], []
     for claim in claims(rows):
         if claim["ours"] and not MISSING.search(claim["figure"]):
             measured.append(claim)
+        else:
+            lacking.append(words_of(claim))
     title, table = table_of(rows)
     parts += claim_tables(measured)
+    if lacking:
+        parts.append(f"Left out, as figures are missing: {'; '.join(lacking)}.")
     return [*parts, title, table] if table.rows else parts  # a reduced run may fill no line
 
 

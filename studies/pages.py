@@ -109,7 +109,7 @@ def row_table(name: str) -> str:
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "pocket" / "README.md": {"generations": generations},
     ROOT / "studies" / "README.md": {
-        "glance": lambda: page(glance(), markdown=True),
+        "glance": lambda: page([glance()], markdown=True),
         **{f"claims: {source}": partial(claims_of, source) for source in SOURCES},
         **{study: partial(row_table, study) for study in itertools.chain(*SOURCES.values())},
     },
