@@ -14,6 +14,7 @@ stated unless it says why only `partly`.
 
 import argparse
 import fnmatch
+import itertools
 import json
 import math
 import re
@@ -30,10 +31,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from gpt_kv_cache import GPT
 from load_gpt2_weights import NAMES, load_model
 from support.cli import CommandLine, writable_folder
-from support.conditions import conditions, is_geometry, random_model
+from support.conditions import conditions, is_geometry
 from support.figures import COLORS
 from support.figures import figure as draw_figure
 from support.files import parse_json, read_text, write_text
@@ -146,7 +146,7 @@ class Rows:
         but for ways to measure again, are given no verdict, such as "reduced run". Raises ValueError
         if a line of the rows is no JSON."""
         self.study, self.again, self.reduced = study, again, reduced
-        self.offered: list[str] = []  # the ways that due() was asked about
+        self.offered: dict[str, None] = {}  # the ways that due() was asked about
         self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
         self.anew = bool(reduced) and not again  # the first row replaces those that are there
@@ -204,7 +204,7 @@ class Rows:
     def due(self, ways: Iterable[str], metric: str, **at: Any) -> list[str]:
         """Return the ways to measure: those without such a row, or those to measure again."""
         ways = [*ways]
-        self.offered += ways
+        self.offered |= dict.fromkeys(ways)
         if self.again:
             return fnmatch.filter(ways, self.again)
         return [way for way in ways if self.find(way, metric, **at) is None]
@@ -245,9 +245,8 @@ class Rows:
         if None in rows:
             return None
         how = self.kind(metric)[0]
-        values = [np.array(row.get("values", [])) for row in rows]
-        if len(values[0]) == len(values[1]) > 1:
-            a, b = values
+        a, b = (np.array(row.get("values", [])) for row in rows)
+        if len(a) == len(b) > 1:
             found = reduced(a / b if how in ("median", "turns") else a - b, how)
             return Figure(*(x - 1 for x in found)) if how in RELATIVE else found
         x, y = (self.figure(way, metric, **at) for way in (one, other))
@@ -330,20 +329,20 @@ class StudyLine(CommandLine):
             command += f" --model {model}"
         if command in MINUTES and not args.quick:
             print(
-                f"The full run takes about {MINUTES[command]} minutes on one core, less what is "
-                "recorded already; --quick takes at most one.\n",
+                f"A full run takes about {MINUTES[command]} minutes on one core, less what is "
+                "recorded; --quick takes at most one.\n",
                 flush=True,
             )
         return super().resolved(args)
 
 
-def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
+def model_of(args: argparse.Namespace) -> tuple[nn.Module, str]:
     """Return the model that --model names, with random weights if that is a geometry, and its name
     in a record."""
-    if is_geometry(args.model):
-        model = random_model(GPT, args.model).to(args.device, args.dtype)
-        return model, f"{args.model}, random weights"
-    return load_model(args.model, device=args.device, dtype=args.dtype), args.model
+    name, shown = args.model, args.model
+    if is_geometry(name):
+        name, shown = f"random:{name}", f"{name}, random weights"
+    return load_model(name, device=args.device, dtype=args.dtype), shown
 
 
 # --- Measuring --------------------------------------------------------------------------------------
@@ -477,10 +476,10 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     parts: list[str | Table] = []
     theirs = {claim["source"]: claim["theirs"] for claim in claims if claim["source"]}
     parts += [f"Conditions of {source}: {text}." for source, text in theirs.items()]
-    conditions = [*dict.fromkeys(claim["ours"] for claim in claims)]
+    conditions = dict.fromkeys(claim["ours"] for claim in claims)
     letters = dict(zip(conditions, ascii_lowercase, strict=False))
     if conditions:
-        here = "\n".join(f"- ({letters[on]}) {on}" for on in conditions)
+        here = "\n".join(f"- ({letter}) {on}" for on, letter in letters.items())
         for recorded, better in REWORDED.items():
             here = here.replace(recorded, better)
         parts.append(f"Here:\n\n{here}")
@@ -515,33 +514,25 @@ def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, Setting]]:
     return found
 
 
-def columns_of(rows: Rows) -> list[tuple[str, str]]:
-    """Return the columns of the study's table, header and figure; columns of `every` kind stand
-    there for each, and the first of them begins with its name."""
-    columns, part = rows.paper["table"]["columns"], rows.paper["table"].get("every")
-    if part is None:
-        return [*columns.items()]
-    found = []
-    for value in rows.paper["every"][part]:
-        for i, (header, column) in enumerate(columns.items()):
-            found.append((header if i else f"{value}: {header}", f"{column}@{part}={value}"))
-    return found
-
-
 def table_of(rows: Rows) -> list[str | Table]:
-    """Return the study's table, a line a way; lines without a figure are left out."""
-    wanted, columns, lines = rows.paper["table"], columns_of(rows), []
+    """Return the study's table, a line a way, with its columns for `every` kind, if it says so;
+    lines without a figure are left out."""
+    wanted, lines = rows.paper["table"], []
+    columns, part = wanted["columns"], wanted.get("every")
+    if part:
+        several = itertools.product(rows.paper["every"][part], columns.items())
+        columns = {f"{x}: {name}": f"{column}@{part}={x}" for x, (name, column) in several}
     for way, at in ways_of(rows, wanted["ways"]):
         cells = []
-        for _, column in columns:
+        for column in columns.values():
             metric, where = side_of(column.removesuffix(" ±"), {})
-            other = any(at.get(key, value) != value for key, value in where.items())
+            other = at | where != where | at  # the column is of another setting than the line
             found = None if other else rows.figure(way, metric, **at | where)
             form = rows.kind(metric)[1]
             cells.append("-" if found is None else found.shown(form, column.endswith("±")))
         if {*cells} != {"-"}:
             lines.append([rows.name(way, at), *cells])
-    return [wanted["title"], Table(["", *(header for header, _ in columns)], lines)]
+    return [wanted["title"], Table(["", *columns], lines)]
 
 
 def page_of(rows: Rows) -> list[str | Table]:
@@ -564,9 +555,8 @@ def page_of(rows: Rows) -> list[str | Table]:
 def report(rows: Rows) -> None:
     """Draw the figures of a run, and print its claims and its table. Raises ValueError if no way is
     one of those that were to be measured again."""
-    offered = [*dict.fromkeys(rows.offered)]
-    if rows.again and not fnmatch.filter(offered, rows.again):
-        raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(offered)}")
+    if rows.again and not fnmatch.filter(rows.offered, rows.again):
+        raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(rows.offered)}")
     folder = rows.path.parent
     rows.progress.close()
     draw(rows, folder)
@@ -592,12 +582,11 @@ def run(
 
 def points_over(rows: Rows, way: str, metric: str, key: str, at: Setting) -> Points:
     """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
-    usual, found = rows.paper["usual"], []
+    found = []
     for row in rows.rows.values():
-        x = row["setting"].get(key)
-        here = usual | at | {key: x}
-        if (row["way"], row["metric"]) == (way, metric) and usual | row["setting"] == here:
-            found.append((x, *rows.figure(way, metric, **here)))
+        here = at | {key: row["setting"].get(key)}
+        if rows.find(way, metric, **here) is row:
+            found.append((here[key], *rows.figure(way, metric, **here)))
     return sorted(found)
 
 

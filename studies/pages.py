@@ -29,14 +29,12 @@ GOALS = (  # of the pocket model's training: a share is at least so large, nats 
     ("perplexity", "perplexity", 2.8),
 )
 # In README.md: a study and a template of its figures, or "the words" that a claim begins with.
-MARK = re.compile(r"<!--= (\w+) (.*?) -->.*?<!--/-->")
+MARK = re.compile(r"(<!--= (\w+) (.*?) -->).*?(<!--/-->)")
 
 
 def with_marks(text: str) -> str:
     """Return README.md's text with what each of its marks asks for: figures, or a verdict."""
-    return MARK.sub(
-        lambda mark: f"<!--= {mark[1]} {mark[2]} -->{marked(*mark.groups())}<!--/-->", text
-    )
+    return MARK.sub(lambda mark: mark[1] + marked(mark[2], mark[3]) + mark[4], text)
 
 
 def marked(study: str, asked: str) -> str:

@@ -29,6 +29,7 @@ from support.statistics import kl
 
 PROPOSED = Layout(m=8, true_positions=False)  # the least of its 8 to 32 summary tokens
 TRUE = replace(PROPOSED, true_positions=True)
+LEAST = PROPOSED.m + PROPOSED.tail  # tokens of a prompt, and one more
 HEADER = 20  # questions before the question, in long prompts
 FOLLOWING = 32  # tokens of text after the prompt, for the change of perplexity
 STAGE_1, PAIRS, BANK, QUERIES = 300, 500, 40, 160  # of training, at most; the last two for the bank
@@ -78,10 +79,7 @@ def read_pairs(path: Path, seed: int) -> Splits:
     distinct = {id(family): family for family in family_of.values()}.values()
     families = [[*family.items()] for family in distinct if len(family) > 1]
     if len(families) < 15:
-        raise ValueError(
-            f"{path} has {len(families)} families of prompts: 15 are needed, to split and "
-            "cross-validate"
-        )
+        raise ValueError(f"{path} has {len(families)} families of prompts: 15 are needed")
     Random(seed).shuffle(families)
     n = len(families) // 5
     return {"train": families[2 * n :], "valid": families[n : 2 * n], "test": families[:n]}
@@ -158,12 +156,11 @@ class Trial:
         for name in KEPT:
             setattr(self, name, cache(getattr(self, name)))
         self.prompts = {split: self.read(split, chosen) for split, chosen in families.items()}
-        least = PROPOSED.m + PROPOSED.tail
         self.train = [p for family in self.prompts["train"] for p in family]
         self.longest = max(len(p.ids) for p in self.train) - 1  # columns of stage 1 as written
         every = [p.ids for split in self.prompts.values() for family in split for p in family]
         self.shortest = min(map(len, every))
-        same = min(len(projector.shared_beginning(every)), self.shortest - least)
+        same = min(len(projector.shared_beginning(every)), self.shortest - LEAST)
         self.shared = every[0][:same] if same >= 8 else []  # a word or two are not worth storing
         self.skip = len(tokenizer.decode(self.shared))  # characters
         lengths = [len(p.answer.split()) for p in self.train if p.answer]
@@ -180,12 +177,11 @@ class Trial:
     def read(self, split: str, families: list[Family]) -> list[list[Prompt]]:
         """Return families of prompts, read exactly, without those too short for the proposal."""
         found: list[list[Prompt]] = []
-        least = PROPOSED.m + PROPOSED.tail
         for family in families:
             row = []
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
-                if len(ids) > least:
+                if len(ids) > LEAST:
                     follows = self.following(ids, answer)
                     exact = projector.prefill(self.model, ids)
                     row.append(Prompt(f"{split}/{len(found)}", text, ids, answer, follows, exact))
@@ -193,8 +189,8 @@ class Trial:
                 found.append(row)
         if len(found) < 3:
             raise ValueError(
-                f"{self.kind}: {len(found)} families have two prompts of more than {least} tokens to "
-                f"{split}: at least 3 are needed"
+                f"{self.kind}: {len(found)} families have two prompts of more than {LEAST} tokens "
+                f"to {split}: 3 are needed"
             )
         return found
 
@@ -243,8 +239,7 @@ class Trial:
         if way.layout:
             stored = [p for p in stored if self.covers(way, p)]
             summaries = torch.stack([way.summary(p, way.layout) for p in stored])
-        texts = [p.text for p in stored]
-        layout = way.layout or PROPOSED
+        texts, layout = [p.text for p in stored], way.layout or PROPOSED
         options["skip"] = self.skip
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
 
@@ -361,7 +356,7 @@ class Trial:
             "hidden": Way(logits=self.by_hidden_state),
             "neighbour": Way(logits=lambda p: p.exact.logits),
             "learned": Way(PROPOSED, lambda p, layout: self.learned()),
-            "rule": Way(PROPOSED, self.exactly, alone=True),
+            "rule": Way(PROPOSED, self.exact, alone=True),
             "stage1-segments": Way(TRUE, self.by_segments, alone=True),
         }
         c, m = self.model.config, PROPOSED.m
@@ -374,7 +369,7 @@ class Trial:
                 ways[name] = Way(layout, self.own)
         return ways
 
-    def exactly(self, prompt: Prompt, layout: Layout) -> Tensor:
+    def exact(self, prompt: Prompt, _: Layout) -> Tensor:
         """Return the complete exact cache in the place of summary tokens."""
         return projector.before_last(self.model, prompt.exact)
 
