@@ -122,18 +122,8 @@ class Way:
     alone: bool = False
 
 
-KEPT = (  # methods of a Trial that make something once
-    "bank",
-    "own",
-    "segment_map",
-    "compressor",
-    "as_written",
-    "by_segments",
-    "stage_2",
-    "projected",
-    "hidden_map",
-    "learned",
-)
+# Methods of a Trial that make something once.
+KEPT = "bank own segment_map compressor as_written by_segments stage_2 projected hidden_map learned"
 
 
 class Trial:
@@ -153,7 +143,7 @@ class Trial:
         Raises ValueError if a prompt exceeds the context, or too few families have two prompts that
         are long enough."""
         self.model, self.tokenizer, self.kind, self.few = model, tokenizer, kind, few
-        for name in KEPT:
+        for name in KEPT.split():
             setattr(self, name, cache(getattr(self, name)))
         self.prompts = {split: self.read(split, chosen) for split, chosen in families.items()}
         self.train = [p for family in self.prompts["train"] for p in family]
