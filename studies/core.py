@@ -67,8 +67,9 @@ Points = list[tuple[float, ...]]  # x, y and perhaps y's interval
 Curves = dict[tuple[str, str], Points]  # by the label and the kind of a curve
 # A claim in its source's own words, the conditions of both sides, and our finding: source (its title, "" if the claim
 # is ours), section, quote, theirs and ours (conditions), figure (what decides, with its interval), verdict, stated
-# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it).
-Claim = dict[str, str]
+# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it); and what claims.toml
+# has.
+Claim = dict[str, Any]
 ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
 MINUTES = {  # that a command's full run took on an undisturbed core
     "article": 10,
@@ -109,9 +110,8 @@ class Figure(NamedTuple):
 
     def within(self, limit: float) -> int:
         """Return 1 if the whole interval lies within a limit of 0, -1 if it lies beyond, else 0."""
-        if -limit <= self.low and self.high <= limit:
-            return 1
-        return -1 if self.low > limit or self.high < -limit else 0
+        mirrored = Figure(-self.value, -self.high, -self.low)
+        return min(self.below(limit), mirrored.below(limit))
 
 
 def reduced(values: np.ndarray, how: str) -> Figure:
@@ -443,16 +443,15 @@ def claims(rows: Rows) -> list[Claim]:
         row = rows.find(first[2], first[1] or rows.paper["metric"], **places[0])
         on = row["on"]["conditions"] if row else []
         found.append(
-            Claim(
+            {"section": "", "command": rows.study}
+            | claim
+            | Claim(
                 source=source["title"] if "section" in claim else "",
-                section=claim.get("section", ""),
-                quote=claim["quote"],
                 theirs=source["theirs"],
                 ours=claim.get("on", "; ".join(on)),
                 figure=everywhere(rows, claim["found"], places, part),
                 verdict=verdict_of(rows, claim, places),
                 stated=f"partly: {claim['partly']}" if "partly" in claim else "yes",
-                command=claim.get("command", rows.study),
             )
         )
     return found

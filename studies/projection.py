@@ -175,10 +175,11 @@ def ask(
         way = trial.ways[name]
         if "m" in at:
             way = replace(way, layout=replace(way.layout, m=at["m"]))
-        pairs = [(p, source) for p, source, *_ in asked if trial.covers(way, p, source)]
+        pairs = [(p, source) for p, source, *_ in asked if way.covers(p, source)]
         found = [measure(trial, way, p, source) for p, source in pairs]
-        columns = {metric: [x[metric] for x in found] for metric in found[0]} if found else {}
-        add(rows, name, at, [p for p, _ in pairs], **columns)
+        if found:
+            columns = {metric: [x[metric] for x in found] for metric in found[0]}
+            add(rows, name, at, [p for p, _ in pairs], **columns)
 
 
 @torch.no_grad()

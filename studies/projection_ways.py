@@ -4,6 +4,7 @@ Prompts come in families of paraphrases. A family is fitted on ("train"), chosen
 measured ("test"), never two of these.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -120,6 +121,11 @@ class Way:
     summary: Callable[[Prompt, Layout], Tensor] | None = None  # (L, 2, H, m, D)
     logits: Callable[[Prompt], Tensor] | None = None  # (V,)
     alone: bool = False
+    most: float = math.inf  # tokens of a prompt
+
+    def covers(self, *prompts: Prompt) -> bool:
+        """Return whether prompts are short enough."""
+        return max(len(p.ids) for p in prompts) <= self.most
 
 
 # Methods of a Trial that make something once.
@@ -147,7 +153,7 @@ class Trial:
             setattr(self, name, cache(getattr(self, name)))
         self.prompts = {split: self.read(split, chosen) for split, chosen in families.items()}
         self.train = [p for family in self.prompts["train"] for p in family]
-        self.longest = max(len(p.ids) for p in self.train) - 1  # columns of stage 1 as written
+        self.longest = max(len(p.ids) for p in self.train)
         every = [p.ids for split in self.prompts.values() for family in split for p in family]
         self.shortest = min(map(len, every))
         same = min(len(projector.shared_beginning(every)), self.shortest - LEAST)
@@ -217,17 +223,11 @@ class Trial:
         here = [family[0] for i, family in enumerate(self.prompts[split]) if i % 5 and relatives]
         return here + [family[0] for family in self.prompts["train"]]
 
-    def covers(self, way: Way, *prompts: Prompt) -> bool:
-        """Return whether a way can start from prompts: stage 1 as written has no columns for one
-        that is longer than all of the training."""
-        written = way in (self.ways.get("written"), self.ways.get("stage1-written"))
-        return not written or max(len(p.ids) for p in prompts) - 1 <= self.longest
-
     def library(self, way: Way, stored: list[Prompt], **options: Any) -> Library:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
         summaries = torch.zeros(len(stored), 1)
         if way.layout:
-            stored = [p for p in stored if self.covers(way, p)]
+            stored = [p for p in stored if way.covers(p)]
             summaries = torch.stack([way.summary(p, way.layout) for p in stored])
         texts, layout = [p.text for p in stored], way.layout or PROPOSED
         options["skip"] = self.skip
@@ -269,9 +269,9 @@ class Trial:
         """Return stage 1 as written."""
         exact = [p.exact for p in self.sample]
         if self.few:
-            return Compressor(self.model, exact, PROPOSED.m, 1e-2, self.longest, self.few)
+            return Compressor(self.model, exact, PROPOSED.m, 1e-2, self.longest - 1, self.few)
         families = [p.family for p in self.sample]
-        return Compressor.fit(self.model, exact, families, PROPOSED.m, self.longest)
+        return Compressor.fit(self.model, exact, families, PROPOSED.m, self.longest - 1)
 
     def as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
@@ -349,11 +349,12 @@ class Trial:
             "rule": Way(PROPOSED, self.exact, alone=True),
             "stage1-segments": Way(TRUE, self.by_segments, alone=True),
         }
-        c, m = self.model.config, PROPOSED.m
-        numbers = c.n_layer * kv_heads(c) * (2 * c.head_dim) ** 2 * self.longest * m
+        c, most = self.model.config, self.longest  # stage 1 as written has no columns for more
+        numbers = c.n_layer * kv_heads(c) * (2 * c.head_dim) ** 2 * (most - 1) * PROPOSED.m
         if 4 * numbers <= LARGEST:
-            ways["written"] = Way(PROPOSED, partial(self.projected, self.as_written))
-            ways["stage1-written"] = Way(PROPOSED, self.as_written, alone=True)
+            projected = partial(self.projected, self.as_written)
+            ways["written"] = Way(PROPOSED, projected, most=most)
+            ways["stage1-written"] = Way(PROPOSED, self.as_written, alone=True, most=most)
         for name, layout in (RAW | OURS).items():
             if layout.m + layout.tail <= self.shortest:
                 ways[name] = Way(layout, self.own)
