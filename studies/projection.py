@@ -50,7 +50,7 @@ from projector import (
     read_all_queries,
 )
 from recycle import read_all
-from studies.core import LEAST, Rows, StudyLine, in_turn, recorded, report
+from studies.core import LEAST, Rows, StudyLine, in_turn, model_of, recorded, report
 from studies.projection_ways import (
     OURS,
     POCKET,
@@ -429,8 +429,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.model == "pocket" and not args.pairs:
             different = ""
         rows, turns = recorded("projection", args, different), 1 if args.quick else 7
-        model = load_model(args.model, device=args.device, dtype=args.dtype)
-        tokenizer, few = load_tokenizer(args.model), 20 if args.quick else 0
+        (model, name), tokenizer = model_of(args), load_tokenizer(args.model)
+        few = 20 if args.quick else 0
         kinds = args.kinds or [*POCKET][: 1 if args.quick else None]
         if args.pairs:
             kinds = [Path(args.pairs).stem]
@@ -443,7 +443,7 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 families = pocket_families(kind, args.seed, FEW if args.quick else None)
             trial = Trial(model, tokenizer, kind, families, args.seed, few)
-            rows.begin_with(args.model, model, "held-out families of paraphrases")
+            rows.begin_with(name, model, "held-out families of paraphrases")
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")
