@@ -67,8 +67,8 @@ Points = list[tuple[float, ...]]  # x, y and perhaps y's interval
 Curves = dict[tuple[str, str], Points]  # by the label and the kind of a curve
 # A claim in its source's own words, the conditions of both sides, and our finding: source (its title, "" if the claim
 # is ours), section, quote, theirs and ours (conditions), figure (what decides, with its interval), verdict, stated
-# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it); and what claims.toml
-# has.
+# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it); and the rest of
+# what claims.toml says.
 Claim = dict[str, Any]
 ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
 MINUTES = {  # that a command's full run took on an undisturbed core
@@ -404,9 +404,9 @@ def answer(rows: Rows, rule: str, at: Setting) -> int | None:
 
 
 def everywhere(rows: Rows, text: str, places: list[Setting], part: str | None) -> str:
-    """Return a text with its figures; what stands between « and » is said of each of the places,
-    which differ in a part of the setting, if there is a figure of it, together of those of which it
-    is the same."""
+    """Return a text with its figures. What stands between « and » is said of each of the places,
+    which differ in a part of the setting: those with equal figures are named together, those
+    without any not at all."""
 
     def each(match: re.Match[str]) -> str:
         found: dict[str, list[str]] = {}
@@ -471,7 +471,7 @@ def words_of(claim: Claim) -> str:
 
 def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     """Return claims as a table, and our questions as another, after the conditions of each source
-    and ours, which the claims name by a letter if there are several."""
+    and ours, which the claims name by a letter."""
     parts: list[str | Table] = []
     theirs = {claim["source"]: claim["theirs"] for claim in claims if claim["source"]}
     parts += [f"Conditions of {source}: {text}." for source, text in theirs.items()]
