@@ -327,8 +327,8 @@ def curvature() -> float:
     for i in range(4):
         k, v = (x @ (C + i * step)).unflatten(1, (3, 8)).chunk(2, -1)  # (16, 3, 4) each
         got = read_all_queries(q[:, None], k, v)[:, 0]
-        losses.append(float((got - out).square().mean()))
-    [third] = np.diff(losses, 3)
+        losses.append((got - out).square().mean())
+    third = losses[3] - 3 * losses[2] + 3 * losses[1] - losses[0]
     return float(abs(third) / losses[0])
 
 
