@@ -6,9 +6,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-            about = ast.get_docstring(tree).partition("\n\n")[0]
+        code = path.read_text("utf-8")
+        if "\ndef main(" in code:
+            about = ast.get_docstring(ast.parse(code)).partition("\n\n")[0]
             line = f"python3 -m studies.{path.stem:<11} {about}"
             print(textwrap.fill(line, 100, subsequent_indent=" " * 31))
     print("\nEach has --help; those that measure have --quick, of a minute at most.")

@@ -5,9 +5,9 @@ unless it is called ours. Claims about time are judged at the source's geometry,
 parameters or by counting work; claims about quality with a trained model.
 """
 
-import textwrap
+from collections import Counter
 
-from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables
+from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables, words_of
 from studies.core import claims as claims_of
 from support.cli import CommandLine
 from support.tables import Table, page
@@ -32,25 +32,26 @@ def every_claim() -> dict[str, list[Claim]]:
     return {source: claims_on(source) for source in SOURCES}
 
 
-def glance() -> list[str | Table]:
-    """Return all verdicts, a line a claim: its first words, the command that tests it, minutes."""
-    parts: list[str | Table] = []
+def glance() -> Table:
+    """Return all verdicts, a line a claim: its first words, with the section where others begin
+    alike; and, unless it is that of the line above, the command that tests it, and its minutes."""
+    lines, above = [], ""
     for source, claims in every_claim().items():
-        lines = []
+        lines.append([f"{source}:", "", "", ""])
+        count = Counter(map(words_of, claims))
         for claim in claims:
-            quote = textwrap.shorten(claim["quote"], 50, placeholder=" …")
-            if claim["source"]:
-                quote = f'"{quote}"'
-            command = claim["command"]
-            lines.append([quote, answer_of(claim), command, f"{MINUTES[command]}"])
-        header = [source, "verdict", "python3 -m studies.", "minutes"]
-        parts.append(Table(header, lines, left=3))
-    return parts
+            words, command = words_of(claim), claim["command"]
+            if count[words] > 1:
+                words += f" ({claim['section']})"
+            run = ["", ""] if command == above else [command, f"{MINUTES[command]}"]
+            lines.append([words, answer_of(claim), *run])
+            above = command
+    return Table(["claim", "verdict", "python3 -m studies.", "minutes"], lines, left=3)
 
 
 def main(argv: list[str] | None = None) -> None:
     with CommandLine(__doc__, "python3 -m studies.claims").parse(argv):
-        print(page(glance()) + "\n")
+        print(page([glance()]) + "\n")
         for name, claims in every_claim().items():
             print(f"=== {name}\n\n{page(claim_tables(claims))}\n")
 

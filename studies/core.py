@@ -14,9 +14,11 @@ stated unless it says why only `partly`.
 
 import argparse
 import fnmatch
+import itertools
 import json
 import math
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -29,10 +31,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from gpt_kv_cache import GPT
 from load_gpt2_weights import NAMES, load_model
 from support.cli import CommandLine, writable_folder
-from support.conditions import conditions, is_geometry, random_model
+from support.conditions import conditions, is_geometry
 from support.figures import COLORS
 from support.figures import figure as draw_figure
 from support.files import parse_json, read_text, write_text
@@ -56,14 +57,19 @@ WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
 RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
+REWORDED = {  # of recorded conditions, as a page has them
+    "Intel(R) Xeon(R) Processor": "Intel Xeon",
+    "read by 1 at once": "read one token at a time",
+}
 Row = dict[str, Any]  # as JSON has it
 Setting = dict[str, Any]
 Points = list[tuple[float, ...]]  # x, y and perhaps y's interval
 Curves = dict[tuple[str, str], Points]  # by the label and the kind of a curve
 # A claim in its source's own words, the conditions of both sides, and our finding: source (its title, "" if the claim
 # is ours), section, quote, theirs and ours (conditions), figure (what decides, with its interval), verdict, stated
-# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it).
-Claim = dict[str, str]
+# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it); and the rest of
+# what claims.toml says.
+Claim = dict[str, Any]
 ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
 MINUTES = {  # that a command's full run took on an undisturbed core
     "article": 10,
@@ -104,9 +110,8 @@ class Figure(NamedTuple):
 
     def within(self, limit: float) -> int:
         """Return 1 if the whole interval lies within a limit of 0, -1 if it lies beyond, else 0."""
-        if -limit <= self.low and self.high <= limit:
-            return 1
-        return -1 if self.low > limit or self.high < -limit else 0
+        mirrored = Figure(-self.value, -self.high, -self.low)
+        return min(self.below(limit), mirrored.below(limit))
 
 
 def reduced(values: np.ndarray, how: str) -> Figure:
@@ -141,7 +146,7 @@ class Rows:
         but for ways to measure again, are given no verdict, such as "reduced run". Raises ValueError
         if a line of the rows is no JSON."""
         self.study, self.again, self.reduced = study, again, reduced
-        self.offered: list[str] = []  # the ways that due() was asked about
+        self.offered: dict[str, None] = {}  # the ways that due() was asked about
         self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
         self.anew = bool(reduced) and not again  # the first row replaces those that are there
@@ -199,7 +204,7 @@ class Rows:
     def due(self, ways: Iterable[str], metric: str, **at: Any) -> list[str]:
         """Return the ways to measure: those without such a row, or those to measure again."""
         ways = [*ways]
-        self.offered += ways
+        self.offered |= dict.fromkeys(ways)
         if self.again:
             return fnmatch.filter(ways, self.again)
         return [way for way in ways if self.find(way, metric, **at) is None]
@@ -240,9 +245,8 @@ class Rows:
         if None in rows:
             return None
         how = self.kind(metric)[0]
-        values = [np.array(row.get("values", [])) for row in rows]
-        if len(values[0]) == len(values[1]) > 1:
-            a, b = values
+        a, b = (np.array(row.get("values", [])) for row in rows)
+        if len(a) == len(b) > 1:
             found = reduced(a / b if how in ("median", "turns") else a - b, how)
             return Figure(*(x - 1 for x in found)) if how in RELATIVE else found
         x, y = (self.figure(way, metric, **at) for way in (one, other))
@@ -325,20 +329,20 @@ class StudyLine(CommandLine):
             command += f" --model {model}"
         if command in MINUTES and not args.quick:
             print(
-                f"The full run takes about {MINUTES[command]} minutes on one core, less what is "
-                "recorded already; --quick takes at most one.\n",
+                f"A full run takes about {MINUTES[command]} minutes on one core, less what is "
+                "recorded; --quick takes at most one.\n",
                 flush=True,
             )
         return super().resolved(args)
 
 
-def model_of(args: argparse.Namespace) -> tuple[GPT, str]:
+def model_of(args: argparse.Namespace) -> tuple[nn.Module, str]:
     """Return the model that --model names, with random weights if that is a geometry, and its name
     in a record."""
-    if is_geometry(args.model):
-        model = random_model(GPT, args.model).to(args.device, args.dtype)
-        return model, f"{args.model}, random weights"
-    return load_model(args.model, device=args.device, dtype=args.dtype), args.model
+    name, shown = args.model, args.model
+    if is_geometry(name):
+        name, shown = f"random:{name}", f"{name}, random weights"
+    return load_model(name, device=args.device, dtype=args.dtype), shown
 
 
 # --- Measuring --------------------------------------------------------------------------------------
@@ -400,12 +404,15 @@ def answer(rows: Rows, rule: str, at: Setting) -> int | None:
 
 
 def everywhere(rows: Rows, text: str, places: list[Setting], part: str | None) -> str:
-    """Return a text with its figures; what stands between « and » is said of each of the places,
-    which differ in a part of the setting, if there is a figure of it."""
+    """Return a text with its figures. What stands between « and » is said of each of the places,
+    which differ in a part of the setting: those with equal figures are named together, those
+    without any not at all."""
 
     def each(match: re.Match[str]) -> str:
-        found = {place[part]: rows.shown(match[1], place) for place in places}
-        return ", ".join(f"{x} {text}" for x, text in found.items() if text.strip("-, "))
+        found: dict[str, list[str]] = {}
+        for place in places:
+            found.setdefault(rows.shown(match[1], place), []).append(f"{place[part]}")
+        return "; ".join(f"{', '.join(x)} {text}" for text, x in found.items() if text.strip("-, "))
 
     return rows.shown(re.sub("«(.*?)»", each, text), places[0])
 
@@ -436,16 +443,15 @@ def claims(rows: Rows) -> list[Claim]:
         row = rows.find(first[2], first[1] or rows.paper["metric"], **places[0])
         on = row["on"]["conditions"] if row else []
         found.append(
-            Claim(
+            {"section": "", "command": rows.study}
+            | claim
+            | Claim(
                 source=source["title"] if "section" in claim else "",
-                section=claim.get("section", ""),
-                quote=claim["quote"],
                 theirs=source["theirs"],
                 ours=claim.get("on", "; ".join(on)),
                 figure=everywhere(rows, claim["found"], places, part),
                 verdict=verdict_of(rows, claim, places),
                 stated=f"partly: {claim['partly']}" if "partly" in claim else "yes",
-                command=claim.get("command", rows.study),
             )
         )
     return found
@@ -457,29 +463,34 @@ def answer_of(claim: Claim) -> str:
     return verdict if claim["source"] else ANSWERS.get(verdict, verdict)
 
 
+def words_of(claim: Claim) -> str:
+    """Return the first words of a claim, in quotation marks if they are its source's."""
+    words = textwrap.shorten(claim["quote"], 40, placeholder=" …")
+    return f'"{words}"' if claim["source"] else words
+
+
 def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     """Return claims as a table, and our questions as another, after the conditions of each source
-    and ours, which the claims name by a letter if there are several."""
+    and ours, which the claims name by a letter."""
     parts: list[str | Table] = []
     theirs = {claim["source"]: claim["theirs"] for claim in claims if claim["source"]}
     parts += [f"Conditions of {source}: {text}." for source, text in theirs.items()]
-    conditions = [*dict.fromkeys(claim["ours"] for claim in claims)]
+    conditions = dict.fromkeys(claim["ours"] for claim in claims)
     letters = dict(zip(conditions, ascii_lowercase, strict=False))
-    if len(conditions) == 1:
-        parts.append(f"Here: {conditions[0]}.")
-    elif conditions:
-        parts.append("Here:\n\n" + "\n".join(f"- ({letters[on]}) {on}" for on in conditions))
+    if conditions:
+        here = "\n".join(f"- ({letter}) {on}" for on, letter in letters.items())
+        for recorded, better in REWORDED.items():
+            here = here.replace(recorded, better)
+        parts.append(f"Here:\n\n{here}")
     rows, questions = [], []
     for claim in claims:
-        where = [claim["section"]] if claim["source"] else []
-        if len(conditions) > 1:
-            where.append(letters[claim["ours"]])
-        place = f" ({'; '.join(where)})" if where else ""
+        letter = letters[claim["ours"]]
         found = ": ".join(filter(None, (answer_of(claim), claim["figure"])))
         if claim["source"]:
-            rows.append([f'"{claim["quote"]}"{place}', found, claim["stated"]])
+            quote = f'"{claim["quote"]}" ({claim["section"]}; {letter})'
+            rows.append([quote, found, claim["stated"]])
         else:
-            questions.append([f"{claim['quote']}{place}", found])
+            questions.append([f"{claim['quote']} ({letter})", found])
     if rows:
         parts.append(Table(["claim", "found here", "tested as stated"], rows, left=3))
     if questions:
@@ -502,54 +513,49 @@ def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, Setting]]:
     return found
 
 
-def columns_of(rows: Rows) -> list[tuple[str, str]]:
-    """Return the columns of the study's table, header and figure; columns of `every` kind stand
-    there for each, and the first of them begins with its name."""
-    columns, part = rows.paper["table"]["columns"], rows.paper["table"].get("every")
-    if part is None:
-        return [*columns.items()]
-    found = []
-    for value in rows.paper["every"][part]:
-        for i, (header, column) in enumerate(columns.items()):
-            found.append((header if i else f"{value}: {header}", f"{column}@{part}={value}"))
-    return found
-
-
 def table_of(rows: Rows) -> list[str | Table]:
-    """Return the study's table, a line a way; lines without a figure are left out."""
-    wanted, columns, lines = rows.paper["table"], columns_of(rows), []
+    """Return the study's table, a line a way, with its columns for `every` kind, if it says so;
+    lines without a figure are left out."""
+    wanted, lines = rows.paper["table"], []
+    columns, part = wanted["columns"], wanted.get("every")
+    if part:
+        several = itertools.product(rows.paper["every"][part], columns.items())
+        columns = {f"{x}: {name}": f"{column}@{part}={x}" for x, (name, column) in several}
     for way, at in ways_of(rows, wanted["ways"]):
         cells = []
-        for _, column in columns:
+        for column in columns.values():
             metric, where = side_of(column.removesuffix(" ±"), {})
-            other = any(at.get(key, value) != value for key, value in where.items())
+            other = at | where != where | at  # the column is of another setting than the line
             found = None if other else rows.figure(way, metric, **at | where)
             form = rows.kind(metric)[1]
             cells.append("-" if found is None else found.shown(form, column.endswith("±")))
         if {*cells} != {"-"}:
             lines.append([rows.name(way, at), *cells])
-    return [wanted["title"], Table(["", *(header for header, _ in columns)], lines)]
+    return [wanted["title"], Table(["", *columns], lines)]
 
 
 def page_of(rows: Rows) -> list[str | Table]:
-    """Return the claims and the table of a study, for a terminal; claims of which figures are
-    missing are left out."""
+    """Return the claims and the table of a study, for a terminal; of claims that lack figures, the
+    first words alone."""
     parts = [f"A {rows.reduced}: figures, and no verdict."] if rows.reduced else []
-    measured = []
+    measured, lacking = [], []
     for claim in claims(rows):
         if claim["ours"] and not MISSING.search(claim["figure"]):
             measured.append(claim)
+        else:
+            lacking.append(words_of(claim))
     title, table = table_of(rows)
     parts += claim_tables(measured)
+    if lacking:
+        parts.append(f"Left out, as figures are missing: {'; '.join(lacking)}.")
     return [*parts, title, table] if table.rows else parts  # a reduced run may fill no line
 
 
 def report(rows: Rows) -> None:
     """Draw the figures of a run, and print its claims and its table. Raises ValueError if no way is
     one of those that were to be measured again."""
-    offered = [*dict.fromkeys(rows.offered)]
-    if rows.again and not fnmatch.filter(offered, rows.again):
-        raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(offered)}")
+    if rows.again and not fnmatch.filter(rows.offered, rows.again):
+        raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(rows.offered)}")
     folder = rows.path.parent
     rows.progress.close()
     draw(rows, folder)
@@ -575,12 +581,11 @@ def run(
 
 def points_over(rows: Rows, way: str, metric: str, key: str, at: Setting) -> Points:
     """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
-    usual, found = rows.paper["usual"], []
+    found = []
     for row in rows.rows.values():
-        x = row["setting"].get(key)
-        here = usual | at | {key: x}
-        if (row["way"], row["metric"]) == (way, metric) and usual | row["setting"] == here:
-            found.append((x, *rows.figure(way, metric, **here)))
+        here = at | {key: row["setting"].get(key)}
+        if rows.find(way, metric, **here) is row:
+            found.append((here[key], *rows.figure(way, metric, **here)))
     return sorted(found)
 
 

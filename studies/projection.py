@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ from projector import (
     read_all_queries,
 )
 from recycle import read_all
-from studies.core import LEAST, Rows, StudyLine, in_turn, recorded, report
+from studies.core import LEAST, Rows, StudyLine, in_turn, model_of, recorded, report
 from studies.projection_ways import (
     OURS,
     POCKET,
@@ -64,7 +64,6 @@ from studies.projection_ways import (
     pocket_families,
     read_pairs,
 )
-from support.conditions import random_model
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
 
 GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
@@ -84,16 +83,15 @@ def add(rows: Rows, way: str, at: dict, prompts: Sequence[Prompt], **metrics: Se
     """Append metrics of a way, a value a prompt, with intervals by bootstrap over families, since
     paraphrases aren't independent. A share's is at least as wide as Wilson's, which has a width
     where all prompts agree."""
+    names = [*dict.fromkeys(p.family for p in prompts)]
+    family = [names.index(p.family) for p in prompts]
     for metric, values in metrics.items():
-        families: dict[str, list[float]] = {}
-        for prompt, value in zip(prompts, values, strict=True):
-            families.setdefault(prompt.family, []).append(float(value))
-        sums = np.array([(sum(several), len(several)) for several in families.values()])
+        sums = np.stack([np.bincount(family, values), np.bincount(family)], 1)
         value, low, high = bootstrap(sums, ratio_of_sums)
         if metric in SHARES:
             _, least, most = wilson(sum(values), len(values))
             low, high = min(low, least), max(high, most)
-        found = (value, low, high) if len(families) >= LEAST else [value]
+        found = (value, low, high) if len(names) >= LEAST else [value]
         rows.add_figures(way, at, len(values), **{metric: found})
 
 
@@ -177,10 +175,11 @@ def ask(
         way = trial.ways[name]
         if "m" in at:
             way = replace(way, layout=replace(way.layout, m=at["m"]))
-        pairs = [(p, source) for p, source, *_ in asked if trial.covers(way, p, source)]
+        pairs = [(p, source) for p, source, *_ in asked if way.covers(p, source)]
         found = [measure(trial, way, p, source) for p, source in pairs]
-        columns = {metric: [x[metric] for x in found] for metric in found[0]} if found else {}
-        add(rows, name, at, [p for p, _ in pairs], **columns)
+        if found:
+            columns = {metric: [x[metric] for x in found] for metric in found[0]}
+            add(rows, name, at, [p for p, _ in pairs], **columns)
 
 
 @torch.no_grad()
@@ -209,18 +208,18 @@ def clocked(start: Callable[[Any], Any], asked: Any, turn: int) -> float:
 
 def in_turns(
     starts: dict[str, Callable[[Any], Any]], asked: Sequence[Any], turns: int
-) -> dict[str, list[list[float]]]:
-    """Return the milliseconds of starts that take turns, of each the turns of everything asked."""
+) -> dict[str, np.ndarray]:
+    """Return the milliseconds (asked, turns) of starts that take turns."""
     runs = {}
     for i, one in enumerate(asked):
         runs |= {(name, i): partial(clocked, start, one) for name, start in starts.items()}
     found = in_turn(runs, turns)
-    return {name: [found[name, i] for i in range(len(asked))] for name in starts}
+    return {name: np.array([found[name, i] for i in range(len(asked))]) for name in starts}
 
 
-def start_of(trial: Trial, name: str, split: str) -> Callable[[Prompt], Tensor]:
-    """Return what gives a prompt's first logits by a whole start, retrieval included."""
-    model, stored, way = trial.model, trial.stored(split), trial.ways.get(name)
+def start_of(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
+    """Return what gives a test prompt's first logits by a whole start, retrieval included."""
+    model, stored, way = trial.model, trial.stored("test"), trial.ways.get(name)
     library = trial.library(way or Way(), stored)
 
     def known(prompt: Prompt) -> Tensor:
@@ -246,12 +245,10 @@ def times(
     if not names:
         return
     prompts = prompts[:: max(1, len(prompts) // TIMED)][:TIMED]
-    split = prompts[0].family.split("/")[0]
-    starts = {name: start_of(trial, name, split) for name in ("cold", *names)}
+    starts = {name: start_of(trial, name) for name in ("cold", *names)}
     ms = in_turns(starts, prompts, turns)
     for name in names:
-        pairs = zip(ms[name], ms["cold"], strict=True)
-        saved = [1 - median(warm) / median(cold) for warm, cold in pairs]
+        saved = 1 - np.median(ms[name], 1) / np.median(ms["cold"], 1)
         add(rows, name, at, prompts, saved=saved)
 
 
@@ -273,7 +270,7 @@ def eighth(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
 
     ms = in_turns({"cold": cold, "proposed": proposed}, prompts[: TIMED // 2], turns)
     for name, found in ms.items():
-        rows.add(name, at, eighth_ms=map(median, found))
+        rows.add(name, at, eighth_ms=np.median(found, 1))
 
 
 def lengths(rows: Rows, turns: int) -> None:
@@ -284,12 +281,12 @@ def lengths(rows: Rows, turns: int) -> None:
     at = {"model": "124M"}
     if not rows.due(["mapped"], "saved", **at):
         return
-    model, encoder, m = random_model(GPT, "124M"), GPT(MINILM).eval(), PROPOSED.m
+    model, encoder, m = load_model("random:124M"), GPT(MINILM).eval(), PROPOSED.m
     rows.begin_with("GPT-2 124M, random weights", model, f"turns: {turns}")
     c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
     stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
     stage_2 = Projector(stored, stored, penalty=1.0)
-    with tempfile.TemporaryDirectory(prefix="projection-") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "summary.pt"
         torch.save(stored[0].clone(), file)
 
@@ -310,12 +307,11 @@ def lengths(rows: Rows, turns: int) -> None:
         }
         asked = [torch.randint(c.vocab_size, (T,)).tolist() for T in LENGTHS]
         ms = in_turns(starts, asked, turns)
-    saved = []
     for i, T in enumerate(LENGTHS):
         for way in starts:
             rows.add(way, at | {"tokens": T}, first_ms=ms[way][i])
-        middle = {way: median(ms[way][i]) for way in starts}
-        saved.append(1 - (middle["mapped"] + middle["retrieval"]) / middle["cold"])
+    middle = {way: np.median(ms[way], 1) for way in starts}
+    saved = 1 - (middle["mapped"] + middle["retrieval"]) / middle["cold"]
     rows.add("mapped", at, saved=saved)
 
 
@@ -341,7 +337,7 @@ def sizes(rows: Rows, trial: Trial) -> None:
     at = {"kind": trial.kind}
     if rows.due(["summary"], "share", **at):
         rows.add("summary", at, share=[PROPOSED.m / mean(len(p.ids) for p in trial.train)])
-    if "written" in rows.due(trial.ways, "penalty", **at):
+    if "written" in trial.ways and rows.due(["written"], "penalty", **at):
         first, second = trial.compressor(), trial.stage_2(PROPOSED, trial.as_written)
         rows.add("stage1-written", at, bytes=[first.weight.nbytes], penalty=[first.penalty])
         rows.add("written", at, bytes=[second.weight.nbytes], penalty=[second.penalty])
@@ -377,27 +373,27 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
         rows.add("retrieval", at, area=[area])
     given = trial.related("test")
     ask(rows, trial, FOUND, found, worth)
-    ask(rows, trial, GIVEN, given, on="given")
     for m in (1, 32):
         if m < trial.shortest:
             ask(rows, trial, ["proposed"], given, on="given", m=m)
     ask(rows, trial, OURS, given[:24], going_on, on="swap")
-    own = [(p, p) for p in trial.sample[:FIT_PROMPTS]]
-    pairs = [(target, source) for source, target in trial.pairs[:FIT_PROMPTS]]
-    ask(rows, trial, ALONE, own, on="fit")
-    ask(rows, trial, ["written"], pairs, on="fit")
     asked = sorted(asked, key=lambda q: -q.similarity)
     third = len(asked) // 3
-    for on, some in {
-        "highest": asked[:third],
-        "lowest": asked[-third:],
-        "top50": asked[: len(asked) // 2],
-    }.items():
-        ask(rows, trial, ["proposed"], some, on=on)
-    ask(rows, trial, OURS, [q for q in asked if q.found is not q.relative], on="another")
+    for on, names, some in (
+        ("given", GIVEN, given),
+        ("fit", ALONE, [(p, p) for p in trial.sample[:FIT_PROMPTS]]),
+        ("fit", ["written"], [pair[::-1] for pair in trial.pairs[:FIT_PROMPTS]]),
+        ("highest", ["proposed"], asked[:third]),
+        ("lowest", ["proposed"], asked[-third:]),
+        ("top50", ["proposed"], asked[: len(asked) // 2]),
+        ("another", OURS, [q for q in asked if q.found is not q.relative]),
+    ):
+        ask(rows, trial, names, some, on=on)
     prompts = [q.prompt for q in found]
-    names = ["hit", *(name for name in FOUND if name in trial.ways)]
-    times(rows, trial, names + ["shared"] * bool(trial.shared), prompts, turns)
+    names = [name for name in FOUND if name in trial.ways]
+    if trial.shared:
+        names.append("shared")
+    times(rows, trial, ["hit", *names], prompts, turns)
     eighth(rows, trial, prompts, turns)
     sizes(rows, trial)
     return tau
@@ -424,20 +420,18 @@ def main(argv: list[str] | None = None) -> None:
     prompts.add_argument(
         "--pairs",
         metavar="FILE",
-        help="similar prompts of your own, for any model: CSV; columns source, target and, if there "
-        "are, answer",
+        help="your own similar prompts, for any model: CSV, columns source, target, perhaps answer",
     )
     with cli.parse(argv) as args:
         if args.pairs is None and args.model not in ("pocket", "pocket-llama"):
-            raise ValueError(
-                f"{args.model} doesn't know the pocket world: give prompts by --pairs FILE"
-            )
-        others = "run of other prompts or another model"
-        different = others if args.pairs or args.model != "pocket" else ""
+            raise ValueError(f"{args.model} doesn't know the pocket world: give --pairs FILE")
+        different = "run of other prompts or another model"
+        if args.model == "pocket" and not args.pairs:
+            different = ""
         rows, turns = recorded("projection", args, different), 1 if args.quick else 7
-        model = load_model(args.model, device=args.device, dtype=args.dtype)
-        tokenizer, few = load_tokenizer(args.model), 20 if args.quick else 0
-        kinds = args.kinds or (["quiz"] if args.quick else [*POCKET])
+        (model, name), tokenizer = model_of(args), load_tokenizer(args.model)
+        few = 20 if args.quick else 0
+        kinds = args.kinds or [*POCKET][: 1 if args.quick else None]
         if args.pairs:
             kinds = [Path(args.pairs).stem]
         if rows.reduced:
@@ -449,7 +443,7 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 families = pocket_families(kind, args.seed, FEW if args.quick else None)
             trial = Trial(model, tokenizer, kind, families, args.seed, few)
-            rows.begin_with(args.model, model, "held-out families of paraphrases")
+            rows.begin_with(name, model, "held-out families of paraphrases")
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")

@@ -26,8 +26,7 @@ class Segments:
     q: Tensor  # (L, H, R, D), queries: the tail's, then a bank's
     mass: Tensor  # (L, H, R, m), each segment's weight for them: log-sum-exp of its scores
     out: Tensor  # (L, H, R, D), attention's output for them over all segments
-    tail: int  # the number of the prompt's own queries; in a Llama more of them read a head of keys
-    last: int  # how many of these are the last token's: 1, in a Llama one a query head of the group
+    own: int  # the number of the prompt's own queries; in a Llama more of them read a head of keys
 
 
 def segments_of(layout: Layout, T: int) -> list[slice]:
@@ -62,8 +61,7 @@ def measure_segments(
         seen_at = torch.cat([at[part] * 0 + i - layout.m for i, part in enumerate(segments)])
     kv = torch.stack([reposition(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
     pooled = torch.stack([kv[..., part, :].mean(-2) for part in segments], -2)
-    own = own.size(2)
-    return Segments(pooled, q, mass, scores.softmax(-1) @ v, own, own // layout.tail)
+    return Segments(pooled, q, mass, scores.softmax(-1) @ v, own.size(2))
 
 
 def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> Tensor:
@@ -78,7 +76,7 @@ def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> T
     q = segments.q.double() / math.sqrt(segments.q.size(-1))
     n = q.size(-2)
     weigh = torch.ones(n, 1, dtype=q.dtype)
-    weigh[segments.tail :] = math.sqrt(bank * segments.tail / max(1, n - segments.tail))
+    weigh[segments.own :] = math.sqrt(bank * segments.own / max(1, n - segments.own))
     k = k + ridge(weigh * q, weigh * (segments.mass - q @ k.mT), penalty).mT
     weights = (q @ k.mT).softmax(-1)  # (L, H, R, m)
     v = v + ridge(weigh * weights, weigh * (segments.out - weights @ v), penalty)
@@ -86,7 +84,8 @@ def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> T
 
 
 class SegmentMap:
-    """A smaller stage 1: one linear map from pooled cache to summary tokens for all prompts, fitted on some.
+    """A smaller stage 1: one linear map from pooled cache to summary tokens for all prompts, fitted on some, which are
+    measured without a bank.
 
     It is fitted as summarize() is, but what is added to the means is linear in the prompt's pooled cache x (F,): to
     the keys of summary token j, A_j x, and to its values, B_j x. Features of that ridge are products, of a query's or
@@ -97,18 +96,16 @@ class SegmentMap:
 
     def __init__(self, prompts: Sequence[Segments], penalty: float) -> None:
         pooled = torch.stack([s.pooled for s in prompts]).double()  # (N, L, 2, H, m, D)
-        q, mass, out = (
-            torch.cat(
-                [getattr(s, name)[:, :, s.tail - s.last : s.tail] for s in prompts], 2
-            ).double()
-            for name in ("q", "mass", "out")
-        )
+        q = torch.cat([s.q for s in prompts], 2).double()  # (L, H, N R, D)
+        mass = torch.cat([s.mass for s in prompts], 2).double()
+        out = torch.cat([s.out for s in prompts], 2).double()
         q = q / math.sqrt(q.size(-1))
+        R = prompts[0].own
         x = per_head(pooled)  # (L, H, N, F)
         self.penalty = penalty
         self.mean, self.scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
-        x = self.features(x).repeat_interleave(prompts[0].last, 2)  # (L, H, N R, 1 + F)
-        pooled = pooled.repeat_interleave(prompts[0].last, 0)
+        x = self.features(x).repeat_interleave(R, 2)  # (L, H, N R, 1 + F)
+        pooled = pooled.repeat_interleave(R, 0)
         k, v = pooled.permute(2, 1, 3, 0, 4, 5)  # (L, H, N R, m, D)
         gram = x @ x.mT  # (L, H, N R, N R)
         rest = mass - (k @ q[..., None])[..., 0]  # (L, H, N R, m)
@@ -129,9 +126,8 @@ class SegmentMap:
         """Return the summary tokens (N, L, 2, H, m, D) of N prompts."""
         pooled = torch.stack([s.pooled for s in prompts])
         x = self.features(per_head(pooled.double())).float()  # (L, H, N, 1 + F)
-        return pooled + torch.stack(
-            [torch.einsum("lhjdf,lhnf->nlhjd", w, x) for w in (self.a, self.b)], 2
-        )
+        added = [torch.einsum("lhjdf,lhnf->nlhjd", w, x) for w in (self.a, self.b)]
+        return pooled + torch.stack(added, 2)
 
     @classmethod
     def fit(cls, prompts: Sequence[Segments], families: Sequence[str]) -> "SegmentMap":
@@ -146,8 +142,7 @@ class SegmentMap:
 
 
 def readout_error(segments: Segments, summary: Tensor) -> float:
-    """Return the mean squared error of attention's output for the last token's queries: the proposal's loss of
-    stage 1."""
-    last = slice(segments.tail - segments.last, segments.tail)
-    got = read_all_queries(segments.q[:, :, last], *summary.unbind(1))
-    return float((got - segments.out[:, :, last]).square().mean())
+    """Return the mean squared error of attention's output for all queries: for the last token's, the proposal's loss
+    of stage 1."""
+    got = read_all_queries(segments.q, *summary.unbind(1))
+    return float((got - segments.out).square().mean())

@@ -4,6 +4,7 @@ Prompts come in families of paraphrases. A family is fitted on ("train"), chosen
 measured ("test"), never two of these.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from support.statistics import kl
 
 PROPOSED = Layout(m=8, true_positions=False)  # the least of its 8 to 32 summary tokens
 TRUE = replace(PROPOSED, true_positions=True)
+LEAST = PROPOSED.m + PROPOSED.tail  # tokens of a prompt, and one more
 HEADER = 20  # questions before the question, in long prompts
 FOLLOWING = 32  # tokens of text after the prompt, for the change of perplexity
 STAGE_1, PAIRS, BANK, QUERIES = 300, 500, 40, 160  # of training, at most; the last two for the bank
@@ -78,10 +80,7 @@ def read_pairs(path: Path, seed: int) -> Splits:
     distinct = {id(family): family for family in family_of.values()}.values()
     families = [[*family.items()] for family in distinct if len(family) > 1]
     if len(families) < 15:
-        raise ValueError(
-            f"{path} has {len(families)} families of prompts: 15 are needed, to split and "
-            "cross-validate"
-        )
+        raise ValueError(f"{path} has {len(families)} families of prompts: 15 are needed")
     Random(seed).shuffle(families)
     n = len(families) // 5
     return {"train": families[2 * n :], "valid": families[n : 2 * n], "test": families[:n]}
@@ -122,20 +121,15 @@ class Way:
     summary: Callable[[Prompt, Layout], Tensor] | None = None  # (L, 2, H, m, D)
     logits: Callable[[Prompt], Tensor] | None = None  # (V,)
     alone: bool = False
+    most: float = math.inf  # tokens of a prompt
+
+    def covers(self, *prompts: Prompt) -> bool:
+        """Return whether prompts are short enough."""
+        return max(len(p.ids) for p in prompts) <= self.most
 
 
-KEPT = (  # methods of a Trial that make something once
-    "bank",
-    "own",
-    "segment_map",
-    "compressor",
-    "as_written",
-    "by_segments",
-    "stage_2",
-    "projected",
-    "hidden_map",
-    "learned",
-)
+# Methods of a Trial that make something once.
+KEPT = "bank own segment_map compressor as_written by_segments stage_2 projected hidden_map learned"
 
 
 class Trial:
@@ -155,15 +149,14 @@ class Trial:
         Raises ValueError if a prompt exceeds the context, or too few families have two prompts that
         are long enough."""
         self.model, self.tokenizer, self.kind, self.few = model, tokenizer, kind, few
-        for name in KEPT:
+        for name in KEPT.split():
             setattr(self, name, cache(getattr(self, name)))
         self.prompts = {split: self.read(split, chosen) for split, chosen in families.items()}
-        least = PROPOSED.m + PROPOSED.tail
         self.train = [p for family in self.prompts["train"] for p in family]
-        self.longest = max(len(p.ids) for p in self.train) - 1  # columns of stage 1 as written
+        self.longest = max(len(p.ids) for p in self.train)
         every = [p.ids for split in self.prompts.values() for family in split for p in family]
         self.shortest = min(map(len, every))
-        same = min(len(projector.shared_beginning(every)), self.shortest - least)
+        same = min(len(projector.shared_beginning(every)), self.shortest - LEAST)
         self.shared = every[0][:same] if same >= 8 else []  # a word or two are not worth storing
         self.skip = len(tokenizer.decode(self.shared))  # characters
         lengths = [len(p.answer.split()) for p in self.train if p.answer]
@@ -180,12 +173,11 @@ class Trial:
     def read(self, split: str, families: list[Family]) -> list[list[Prompt]]:
         """Return families of prompts, read exactly, without those too short for the proposal."""
         found: list[list[Prompt]] = []
-        least = PROPOSED.m + PROPOSED.tail
         for family in families:
             row = []
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
-                if len(ids) > least:
+                if len(ids) > LEAST:
                     follows = self.following(ids, answer)
                     exact = projector.prefill(self.model, ids)
                     row.append(Prompt(f"{split}/{len(found)}", text, ids, answer, follows, exact))
@@ -193,8 +185,8 @@ class Trial:
                 found.append(row)
         if len(found) < 3:
             raise ValueError(
-                f"{self.kind}: {len(found)} families have two prompts of more than {least} tokens to "
-                f"{split}: at least 3 are needed"
+                f"{self.kind}: {len(found)} families have two prompts of more than {LEAST} tokens "
+                f"to {split}: 3 are needed"
             )
         return found
 
@@ -231,20 +223,13 @@ class Trial:
         here = [family[0] for i, family in enumerate(self.prompts[split]) if i % 5 and relatives]
         return here + [family[0] for family in self.prompts["train"]]
 
-    def covers(self, way: Way, *prompts: Prompt) -> bool:
-        """Return whether a way can start from prompts: stage 1 as written has no columns for one
-        that is longer than all of the training."""
-        written = way in (self.ways.get("written"), self.ways.get("stage1-written"))
-        return not written or max(len(p.ids) for p in prompts) - 1 <= self.longest
-
     def library(self, way: Way, stored: list[Prompt], **options: Any) -> Library:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
         summaries = torch.zeros(len(stored), 1)
         if way.layout:
-            stored = [p for p in stored if self.covers(way, p)]
+            stored = [p for p in stored if way.covers(p)]
             summaries = torch.stack([way.summary(p, way.layout) for p in stored])
-        texts = [p.text for p in stored]
-        layout = way.layout or PROPOSED
+        texts, layout = [p.text for p in stored], way.layout or PROPOSED
         options["skip"] = self.skip
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
 
@@ -284,9 +269,9 @@ class Trial:
         """Return stage 1 as written."""
         exact = [p.exact for p in self.sample]
         if self.few:
-            return Compressor(self.model, exact, PROPOSED.m, 1e-2, self.longest, self.few)
+            return Compressor(self.model, exact, PROPOSED.m, 1e-2, self.longest - 1, self.few)
         families = [p.family for p in self.sample]
-        return Compressor.fit(self.model, exact, families, PROPOSED.m, self.longest)
+        return Compressor.fit(self.model, exact, families, PROPOSED.m, self.longest - 1)
 
     def as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
@@ -361,20 +346,21 @@ class Trial:
             "hidden": Way(logits=self.by_hidden_state),
             "neighbour": Way(logits=lambda p: p.exact.logits),
             "learned": Way(PROPOSED, lambda p, layout: self.learned()),
-            "rule": Way(PROPOSED, self.exactly, alone=True),
+            "rule": Way(PROPOSED, self.exact, alone=True),
             "stage1-segments": Way(TRUE, self.by_segments, alone=True),
         }
-        c, m = self.model.config, PROPOSED.m
-        numbers = c.n_layer * kv_heads(c) * (2 * c.head_dim) ** 2 * self.longest * m
+        c, most = self.model.config, self.longest  # stage 1 as written has no columns for more
+        numbers = c.n_layer * kv_heads(c) * (2 * c.head_dim) ** 2 * (most - 1) * PROPOSED.m
         if 4 * numbers <= LARGEST:
-            ways["written"] = Way(PROPOSED, partial(self.projected, self.as_written))
-            ways["stage1-written"] = Way(PROPOSED, self.as_written, alone=True)
+            projected = partial(self.projected, self.as_written)
+            ways["written"] = Way(PROPOSED, projected, most=most)
+            ways["stage1-written"] = Way(PROPOSED, self.as_written, alone=True, most=most)
         for name, layout in (RAW | OURS).items():
             if layout.m + layout.tail <= self.shortest:
                 ways[name] = Way(layout, self.own)
         return ways
 
-    def exactly(self, prompt: Prompt, layout: Layout) -> Tensor:
+    def exact(self, prompt: Prompt, _: Layout) -> Tensor:
         """Return the complete exact cache in the place of summary tokens."""
         return projector.before_last(self.model, prompt.exact)
 

@@ -488,7 +488,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("--chat wraps questions of your own: give it --prompts FILE")
         if args.model != "pocket" and not args.prompts:
             raise ValueError(f"{args.model} needs prompts of its own world: give it --prompts FILE")
-        rows = recorded("refreshing", args, "run of other models" if others else "")
+        rows = recorded("refreshing", args, "run of other models or prompts" if others else "")
         measure(rows, names, args)
         if not others:
             sized(rows, args.quick)
