@@ -1,16 +1,13 @@
 """Rewrite the tables of speed in benchmarks/ and the demo in README.md: `python3 -m benchmarks.pages`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks import batches, scale
 from benchmarks.report import BASE, ablation_table, decoding, draw, speed
-from benchmarks.words import words
+from benchmarks.words import Figures, words
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_json
@@ -20,12 +17,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 
-def newest(pattern: str) -> dict[str, Any]:
+def newest(pattern: str) -> Figures:
     """Return the newest record of the files that a pattern fits."""
     return read_json(sorted((HERE / "results").glob(pattern))[-1])
 
 
-def both() -> dict[str, dict[str, Any]]:
+def both() -> dict[str, Figures]:
     """Return the records of the two processors."""
     return {
         "Intel": newest("*-1-thread/summary.json"),
@@ -59,7 +56,7 @@ def difference() -> str:
     return words("difference", first, int8)
 
 
-def beside(record: dict[str, Any]) -> str:
+def beside(record: Figures) -> str:
     """The conditions of a record, and its table."""
     return words("beside", record, decoding(record), markdown=True)
 

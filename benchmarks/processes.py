@@ -1,7 +1,5 @@
 """Turns: every implementation runs in a process of its own, a new one each time, and no two at once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor

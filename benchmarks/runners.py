@@ -6,8 +6,6 @@ can't take part. Its start() takes ids (B, T) and returns an iterator that yield
 after each step of its work, the first after the prefill; nbytes are then those of its cache.
 """
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -353,7 +351,7 @@ CONTENDERS: dict[str, Callable[[Where], Any]] = {
     "LLMs-from-scratch, concat cache": partial(FromScratch, file="gpt_with_kv_cache.py"),
     "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
 }
-LLAMAS: dict[str, Callable[[Where], Any]] = {
+LLAMAS = {
     LLAMA: llama,
     "llama_kv_cache.py, preallocated": partial(llama, window=ENDLESS),
     **TRANSFORMERS,
