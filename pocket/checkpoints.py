@@ -1,6 +1,7 @@
 """The files of a trained model: weights, figures, card and loss curve."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,26 @@ from torch import Tensor
 import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
-from load_gpt2_weights import LLAMA_FIELDS, find_file, parts_of, turned
+from load_gpt2_weights import LLAMA_FIELDS, VOCABULARIES, find_file, parts_of, turned
 from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, size_of
+from pocket.tokenizer import TOKENIZER
 from support.figures import figure
 from support.files import read_json, write_atomically, write_json, write_text
 
-TEMPLATE = Path(__file__).resolve().parent / "card.md.jinja"
+HERE = Path(__file__).resolve().parent
 
 
-def export(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Write config.json and model.safetensors in Hugging Face format."""
+def export(
+    model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16, end: int | None = None
+) -> None:
+    """Write config.json and model.safetensors in Hugging Face format; end: the token that ends a text, by default the
+    last."""
     to_public = llama_format if isinstance(model, Llama) else gpt2_format
     config, tensors = to_public(model)
-    end = model.config.vocab_size - 1
+    if end is None:
+        end = model.config.vocab_size - 1
     config |= {"bos_token_id": end, "eos_token_id": end}
     tensors = {name: x.detach().to("cpu", dtype).contiguous() for name, x in tensors.items()}
     write_json(folder / "config.json", config)
@@ -104,7 +110,7 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
         fields["known"] = read_json(find_file("pocket", "figures.json"))
         fields["teacher"] = TEACHER.config
     template = jinja2.Template(
-        TEMPLATE.read_text("utf-8"),
+        (HERE / "card.md.jinja").read_text("utf-8"),
         trim_blocks=True,
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
@@ -122,11 +128,14 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     """Write a model as it is shipped, in fp16, with its loss curve and, if it was trained on the corpus, its figures
     and card. It gets the tokenizer of the model that it comes from, if that has its own; the shipped ones share one."""
     model = model.half().float()
-    if recipe.text is None:
-        figures = measure(recipe, model)
-        text = card(recipe, model, figures)  # before anything is written
-        write_json(folder / "figures.json", figures)
-        write_text(folder / "README.md", text)
+    export(model, folder, end=recipe.tokenizer.eot_token)  # first: what follows takes minutes
+    if recipe.init and folder.resolve().parent != HERE:
+        source = find_file(recipe.init, "config.json").parent.resolve()
+        if source.parent == HERE:
+            source = TOKENIZER.parent
+        for name in (TOKENIZER.name, *VOCABULARIES, "generation_config.json"):
+            if (source / name).is_file():
+                write_atomically(folder / name, partial(shutil.copyfile, source / name))
     mean_of = min(100, len(losses))
 
     def draw_on(axes: Any) -> None:
@@ -143,8 +152,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         ylim=(0, None),
         title="Training loss (of what each phase reads)",
     )
-    if recipe.init and folder.resolve().parent != TEMPLATE.parent:
-        own = find_file(recipe.init, "config.json").with_name("tokenizer.tiktoken")
-        if own.is_file():
-            write_atomically(folder / own.name, lambda file: shutil.copyfile(own, file))
-    export(model, folder)
+    if recipe.text is None:
+        figures = measure(recipe, model)
+        write_json(folder / "figures.json", figures)
+        write_text(folder / "README.md", card(recipe, model, figures))

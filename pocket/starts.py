@@ -13,7 +13,7 @@ from load_gpt2_weights import load_model
 from pocket.batches import Corpus
 from pocket.recipes import Pruning, Recipe
 
-MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
+MOST_KEYS = 3000  # of a head, among which the slots' addresses begin
 
 
 def heads(model: GPT, layer: int) -> Tensor:
@@ -168,7 +168,7 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
         if query.bias is not None:
             query.bias.copy_(attention.bias.chunk(3)[1])
         keys = keys.transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
-        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
+        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_KEYS]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
 

@@ -33,7 +33,8 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     rows = min(step.phase.rows for step in plan)
     if rows < PROCESSES:
         raise ValueError(f"{PROCESSES} processes are too many for batches of {rows} rows")
-    origins = [load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name]
+    # one after the other: none is kept in memory
+    origins = (load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name)
     identity = "; ".join([repr(recipe), *map(fingerprint, origins)])
     path, state = run / "last.pt", None
     if path.exists():
