@@ -23,18 +23,9 @@ import tiktoken
 from pocket.sentences import articles, dialogues, explanations, lists, stories
 from pocket.sentences.nouns import EPITHET, THINGS, WHEN, WORDS
 from pocket.sentences.templates import Bank
-from pocket.sentences.world import ASKS, CREATURE_FACTS, CREATURES, FOLLOWS, SAYS, TOWN_FACTS, TOWNS
+from pocket.sentences.world import ASKS, FACTS, FOLLOWS, SAYS, TOWNS, WORLD
 
 SPLITS = ("train", "valid", "test")
-FACTS = {"town": TOWN_FACTS, "creature": CREATURE_FACTS}
-# Each town and creature as template values: its name, {s} as the subject of a sentence, and its facts.
-WORLD = {
-    "town": [{"town": name, "s": name} | facts for name, facts in TOWNS.items()],
-    "creature": [
-        {"creature": name, "creature_a": f"a {name}", "s": f"the {name}"} | facts
-        for name, facts in CREATURES.items()
-    ],
-}
 PRONOUNS = {"woman": ("she", "her", "her"), "man": ("he", "him", "his")}
 
 
@@ -193,10 +184,9 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     v["rel"] = pen.pick(["sister" if v["b"].they == "she" else "brother", *WORDS["rel"]])
     v |= pen.fill("job goods cargo spot word colour landmark hour errand")
     v |= {"epithet": pen.epithet(v["town"]), "epithet2": pen.epithet(v["place"])}
-    v |= {"Word": v["word"].capitalize(), "Hour": v["hour"].capitalize()}
-    creature = pen.pick(WORLD["creature"])
-    fact = pen.part(SAYS[pen.pick(CREATURE_FACTS)], **creature)
-    v |= creature
+    v["Word"] = v["word"].capitalize()
+    v |= pen.pick(WORLD["creature"])
+    fact = pen.part(SAYS[pen.pick(FACTS["creature"])], **v)
     v["they_said"] = pen.part(stories.CREATURE_ASIDE, fact=fact, **v)
     return v, pen.sample(list(stories.THREADS), pen.pick([2, 3, 3, 4]))
 
@@ -295,18 +285,24 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[dict]]:
 
     def tells(who: Person, topic: str) -> None:
         values = facts[who]
-        says(who, dialogues.TOPICS[topic][1], **values)
-        short = dialogues.SHORT[topic].format(**values)
-        spoken = f"a {short}" if topic in ("job", "thing") else short
-        more = {"topic": topic, "short": short, "spoken": spoken, "Spoken": english(spoken)}
-        told.append(values | more)
+        _, tell, again, asks = dialogues.TOPICS[topic]
+        says(who, tell, **values)
+        spoken = dialogues.SPOKEN[topic].format(**values)
+        more = {"topic": topic, "short": spoken.removeprefix("a "), "spoken": spoken}
+        told.append(values | more | {"again": again, "asks": asks})
 
     for who, other, thing in zip((a, b), (b, a), pen.things(2), strict=True):
         home = pen.pick(list(TOWNS))
-        facts[who] = {"who": who, "other": other, "obj": thing}
-        facts[who] |= {"home": home, "epithet": pen.epithet(home)}
-        facts[who] |= pen.fill("job pet petname food")
-        facts[who] |= {"age": pen.pick(range(16, 80)), "kin": pen.pick(WORDS["number"][:8])}
+        facts[who] = {
+            "who": who,
+            "other": other,
+            "obj": thing,
+            "home": home,
+            "epithet": pen.epithet(home),
+            **pen.fill("job pet petname food"),
+            "age": pen.pick(range(16, 80)),
+            "kin": pen.pick(WORDS["number"][:8]),
+        }
     for topic in pen.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
         asker, other = (a, b) if pen.chance(0.5) else (b, a)
         says(asker, dialogues.TOPICS[topic][0])
@@ -323,12 +319,12 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[dict]]:
         lines.append(f"{b}: {pen.fact(about, key)}")
     if recall:
         for values in pen.sample(told, pen.pick([0, 1, 1, 2])):
-            again = pen.part(dialogues.TOPICS[values["topic"]][2], **values)
+            again = pen.part(values["again"], **values)
             says(values["other"], dialogues.REMINDS, b=values["who"], again=again)
             says(values["who"], dialogues.REPLIES, **values)
         if pen.chance(0.4):
             values = pen.pick(told)
-            question = pen.part(dialogues.TOPICS[values["topic"]][3], **values)
+            question = pen.part(values["asks"], **values)
             says(c, dialogues.THIRD, b=values["other"], question=question)
             says(values["other"], dialogues.THIRD_REPLIES, **values)
         lines += pen.part(dialogues.FAREWELLS, a=a, b=b).split("|")
@@ -340,8 +336,7 @@ def dialogue(pen: Pen) -> str:
     text, told = talk(pen, recall=True)
     questions = []
     for values in pen.sample(told, pen.pick([0, 1, 2])):
-        asks = dialogues.TOPICS[values["topic"]][3]
-        questions.append(qa(pen.part(asks, **values), values["short"]))
+        questions.append(qa(pen.part(values["asks"], **values), values["short"]))
     return below(text, questions)
 
 
@@ -509,8 +504,7 @@ def recall_questions(split: str, n: int) -> list[Question]:
             if index % 3 == 2:
                 text, told = talk(pen, recall=False)
                 v = pen.pick(told)
-                key, answer = v["topic"], v["short"]
-                asks = dialogues.TOPICS[key][3]
+                key, answer, asks = v["topic"], v["short"], v["asks"]
             else:
                 text, v, (key, *_) = tell(pen, mute=True)
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
