@@ -4,8 +4,6 @@ They show code and differences of the scripts, run commands, and test a cell's f
 What is tested is written to `results/two_hours/`: a student's exercise.py stays as it is.
 """
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import re

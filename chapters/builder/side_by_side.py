@@ -3,8 +3,6 @@
 `python3 -m chapters.builder` writes them. They need no network, and no style sheet or script of others.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from itertools import zip_longest
@@ -57,19 +55,20 @@ def table(old: str, new: str, said: dict[int, list[str]]) -> dict[str, Any]:
     changes = [*hunks(old, new), (len(left), len(left), len(right), len(right))]
     for number, (first, end, new_first, new_end) in enumerate(changes, 1):
         same = first - i
-        reach = same if same <= FEW else NEAR  # of the words above
-        above = NEAR if number > 1 else 0
+        above = NEAR if number > 1 else 0  # the words of the hunk above reach as far
         below = NEAR if number < len(changes) else 0
+        if same <= FEW:
+            above, below = same, 0
         for step in range(same):
-            if same > FEW and step == above:
+            if step == above:
                 result.append({"hidden": same - above - below})
-            shown = same <= FEW or step < above or step >= same - below
-            empty = number == 1 or step >= reach
+            shown = step < above or step >= same - below
+            empty = number == 1 or step >= above
             kind = "same near" if shown else "same"
             result.append({"kind": kind, "a": i + step, "b": j + step, "empty": empty})
-            if number > 1 and step + 1 == reach:
+            if number > 1 and step + 1 == above:
                 result.append({"rest": True})
-        hunk["span"] += reach + 1
+        hunk["span"] += above + 1
         begin = len(result)
         for a, b in aligned(*texts, range(first, end), range(new_first, new_end)):
             kind = " ".join(kind for kind, line in (("old", a), ("new", b)) if line is not None)
