@@ -95,17 +95,17 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
         "figures": figures,
     }
     if recipe.kind == "teacher":
-        fields["closed_book"] = len(corpus.closed_book_questions("test"))
-        questions = corpus.explain_questions("test", 1) + corpus.recall_questions("test", 4)[::3]
-        questions.append(corpus.closed_book_questions("test")[0])
-        fields["samples"] = [  # up to the next question that it asks itself
-            (question, written(recipe, model, question.prompt).partition("\nQuestion:")[0])
-            for question in questions
-        ]
-        fields["stories"] = []
+        known = corpus.closed_book_questions("test")
+        samples, stories = [], []
+        explain, recall = corpus.explain_questions("test", 1), corpus.recall_questions("test", 4)
+        for question in (*explain, *recall[::3], known[0]):
+            text = written(recipe, model, question.prompt)
+            # up to the next question that it asks itself
+            samples.append((question, text.partition("\nQuestion:")[0]))
         for seed, opening in enumerate(coherence.openings("test", 3)):
             options = {"temperature": 0.8, "generator": torch.Generator().manual_seed(seed)}
-            fields["stories"].append((opening, written(recipe, model, opening, **options)))
+            stories.append((opening, written(recipe, model, opening, **options)))
+        fields |= {"closed_book": len(known), "samples": samples, "stories": stories}
     elif recipe.kind == "llama":
         fields["known"] = read_json(find_file("pocket", "figures.json"))
         fields["teacher"] = TEACHER.config
@@ -136,13 +136,12 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         for name in (TOKENIZER.name, *VOCABULARIES, "generation_config.json"):
             if (source / name).is_file():
                 write_atomically(folder / name, partial(shutil.copyfile, source / name))
-    mean_of = min(100, len(losses))
+    n = min(100, len(losses))
 
     def draw_on(axes: Any) -> None:
         axes.plot(losses, color="C0", alpha=0.25, linewidth=0.5, label="each step")
-        means = torch.tensor(losses).unfold(0, mean_of, 1).mean(1)
-        steps = range(mean_of - 1, len(losses))
-        axes.plot(steps, means, color="C0", label=f"mean of {mean_of} steps")
+        means = torch.tensor(losses).unfold(0, n, 1).mean(1)
+        axes.plot(range(n - 1, len(losses)), means, color="C0", label=f"mean of {n} steps")
 
     figure(
         folder / "loss.png",

@@ -197,12 +197,13 @@ def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> GPT:
     inner = [most_active(activity[layer], config.n_inner) for layer in writers]
     kept = {}
     for name, p in teacher.named_parameters():
+        neurons = inner[int(name.split(".")[1])] if ".mlp." in name else None
         if name.endswith(("c_attn.weight", "c_fc.weight")):  # read the residual stream
             p = p[wide]
         elif name.endswith("mlp.c_proj.weight"):
-            p = p[inner[int(name.split(".")[1])]]
+            p = p[neurons]
         if ".c_fc." in name:
-            p = p[..., inner[int(name.split(".")[1])]]
+            p = p[..., neurons]
         elif ".c_attn." not in name:  # all others write to the stream, or are as wide
             p = p[..., wide]
         kept[name] = p
