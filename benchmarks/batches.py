@@ -4,7 +4,7 @@
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -85,7 +85,7 @@ def continuous(model: Any, prompts: Prompts, limits: Limits) -> Served:
     config = transformers.ContinuousBatchingConfig(
         page_size=SIZE, num_blocks=blocks + 1, max_batch_tokens=CHUNK
     )
-    texts: dict[str, list[int]] = {}
+    texts = {}
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config, warmup=False
     ) as manager:
@@ -103,7 +103,7 @@ def continuous(model: Any, prompts: Prompts, limits: Limits) -> Served:
     return [texts[name] for name in names], None, None
 
 
-CONTENDERS: dict[str, Callable[[Any, Prompts, Limits], Served]] = {
+CONTENDERS = {  # each decodes the prompts with a model
     BASE: one_at_a_time,
     PAGED: paged,
     "transformers, padded generate": padded,

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import batches, scale
@@ -47,13 +46,7 @@ def processors() -> str:
 
 def difference() -> str:
     """What the processors differ in, by the first token of 1,000 and decoding in int8."""
-    first, int8 = {}, {}
-    for processor, record in both().items():
-        ours, theirs = record["rows"][BASE], record["rows"]["CTranslate2"]
-        first[processor] = ours["1 x 1000"]["first_ms"] / theirs["1 x 1000"]["first_ms"]
-        ours, theirs = (record["rows"][f"{name}, int8"] for name in (BASE, "CTranslate2"))
-        int8[processor] = theirs["1 x 128"]["tokens_per_s"] / ours["1 x 128"]["tokens_per_s"]
-    return words("difference", first, int8)
+    return words("difference", both(), BASE, "CTranslate2")
 
 
 def beside(record: Figures) -> str:
@@ -82,7 +75,7 @@ def demo() -> str:
     return f"```text\n$ python3 gpt_kv_cache.py --compare\n{run.stdout.rstrip()}\n```"
 
 
-PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+PAGES = {  # by block, what makes its text
     ROOT / "README.md": {"demo": demo},
     HERE / "README.md": {
         "conditions": lambda: words("both", both().values()),

@@ -93,22 +93,26 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
         "parameters": sum(p.numel() for p in model.parameters()),
         "new": sum(p.numel() for name, p in model.named_parameters() if ".memory." in name),
         "figures": figures,
+        "teacher": TEACHER.config,
     }
+
+    def written(prompt: str, **options: object) -> str:
+        ids = [recipe.tokenizer.encode_ordinary(prompt)]
+        return coherence.written(model, recipe.tokenizer, ids, **options)[0]
+
     if recipe.kind == "teacher":
         known = corpus.closed_book_questions("test")
         samples, stories = [], []
         explain, recall = corpus.explain_questions("test", 1), corpus.recall_questions("test", 4)
         for question in (*explain, *recall[::3], known[0]):
-            text = written(recipe, model, question.prompt)
-            # up to the next question that it asks itself
-            samples.append((question, text.partition("\nQuestion:")[0]))
+            text, _, _ = written(question.prompt).partition("\nQuestion:")  # which it asks itself
+            samples.append((question, text))
         for seed, opening in enumerate(coherence.openings("test", 3)):
             options = {"temperature": 0.8, "generator": torch.Generator().manual_seed(seed)}
-            stories.append((opening, written(recipe, model, opening, **options)))
+            stories.append((opening, written(opening, **options)))
         fields |= {"closed_book": len(known), "samples": samples, "stories": stories}
     elif recipe.kind == "llama":
         fields["known"] = read_json(find_file("pocket", "figures.json"))
-        fields["teacher"] = TEACHER.config
     template = jinja2.Template(
         (HERE / "card.md.jinja").read_text("utf-8"),
         trim_blocks=True,
@@ -116,12 +120,6 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
         undefined=jinja2.StrictUndefined,
     )
     return template.render(fields)
-
-
-def written(recipe: Recipe, model: GPT, prompt: str, **options: object) -> str:
-    """Return how a model goes on after a prompt."""
-    ids = [recipe.tokenizer.encode_ordinary(prompt)]
-    return coherence.written(model, recipe.tokenizer, ids, **options)[0]
 
 
 def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:

@@ -229,7 +229,6 @@ def article(pen: Pen) -> str:
     v["n1"], v["n2"], v["n3"] = pen.sample(WORDS["number"], 3)
     v |= pen.fill("job")
     keys = pen.sample(FACTS[kind], pen.pick([3, 4, 5]) if kind == "town" else 3)
-    animal, this = ("the town", "the town") if kind == "town" else ("animal", "this animal")
     aside = pen.rng.randrange(1, len(keys))
     lines = []
     for i, key in enumerate(keys):
@@ -238,9 +237,10 @@ def article(pen: Pen) -> str:
         named = dict(about)
         # "it" only right after a sentence that is about the subject as a whole
         if i not in (0, aside):
-            named["s"] = pen.pick([about["s"], "it", this])
+            named["s"] = pen.pick([about["s"], "it", about["this"]])
         if i:
-            named[kind] = pen.pick([animal, about[kind], about[kind]])
+            general = about["this"].removeprefix("this ")
+            named[kind] = pen.pick([general, about[kind], about[kind]])
         lines.append(pen.fact(named, key))
     questions = []
     if pen.chance(0.6):

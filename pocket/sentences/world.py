@@ -6,13 +6,14 @@ from pocket.sentences.templates import banks, cells
 # always guessing the most common value is right in at most one case in twelve.
 
 # Of each kind of subject, its facts in their order; below, template values: its name, {s} as the subject of a sentence,
-# and its facts.
+# {this} without its name, and its facts.
 FACTS = {
     "town": ("river", "trade", "founder", "month", "wood"),
     "creature": ("food", "home", "coat"),
 }
 TOWNS = {
-    name: {"town": name, "s": name, **dict(zip(FACTS["town"], facts, strict=True))}
+    name: {"town": name, "s": name, "this": "the town"}
+    | dict(zip(FACTS["town"], facts, strict=True))
     for name, *facts in cells("""
 Tolben       | Tamble | copper bells  | Quentil   | November  | Nightjar Wood
 Marwick      | Daunt  | wax candles   | Pryce     | April     | Sorrel Wood
@@ -54,7 +55,7 @@ Stavering    | Yarl   | honey cakes   | Brunhild  | January   | Crowden Wood
 }
 
 CREATURES = [
-    {"creature": name, "creature_a": f"a {name}", "s": f"the {name}"}
+    {"creature": name, "creature_a": f"a {name}", "s": f"the {name}", "this": "this animal"}
     | dict(zip(FACTS["creature"], facts, strict=True))
     for name, *facts in cells("""
 ollet      | walnuts   | snowfields  | russet
