@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
         type=Path,
         default=".",
         metavar="FOLDER",
-        help="with gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py of LLMs-from-scratch",
+        help="with LLMs-from-scratch's gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py",
     )
     cli.add_argument(
         "--lengths",
@@ -249,8 +249,8 @@ def main(argv: list[str] | None = None) -> None:
         nargs="*",
         type=whole_number(1),
         metavar="N",
-        help="measure N requests of different lengths at once instead; the record of other N stays; "
-        f"default: {' '.join(map(str, batches.COUNTS))}",
+        help="measure N requests at once instead; the record of other N stays; default: "
+        f"{' '.join(map(str, batches.COUNTS))}",
     )
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():

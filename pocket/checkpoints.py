@@ -13,7 +13,7 @@ from torch import Tensor
 import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
-from load_gpt2_weights import LLAMA_FIELDS, VOCABULARIES, find_file, parts_of, turned
+from load_gpt2_weights import LLAMA_FIELDS, find_file, parts_of, turned
 from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, size_of
@@ -22,6 +22,10 @@ from support.figures import figure
 from support.files import read_json, write_atomically, write_json, write_text
 
 HERE = Path(__file__).resolve().parent
+# what a tokenizer may be made of, and which tokens end its texts
+TOKENIZER_FILES = (
+    "tokenizer.tiktoken tokenizer.json vocab.json merges.txt generation_config.json".split()
+)
 
 
 def export(
@@ -131,7 +135,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         source = find_file(recipe.init, "config.json").parent.resolve()
         if source.parent == HERE:
             source = TOKENIZER.parent
-        for name in (TOKENIZER.name, *VOCABULARIES, "generation_config.json"):
+        for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 write_atomically(folder / name, partial(shutil.copyfile, source / name))
     n = min(100, len(losses))

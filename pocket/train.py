@@ -36,7 +36,7 @@ from pocket import recipes
 from pocket.ablation import ablation
 from pocket.batches import RANK
 from pocket.checkpoints import finish
-from pocket.recipes import DROPOUT, KINDS, Recipe
+from pocket.recipes import KINDS, Recipe
 from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         "--out",
         type=writable_folder,
         metavar="FOLDER",
-        help="for the result, and in run/ the state of the run; default: its folder in pocket, and runs/",
+        help="for the result, and in run/ for the run's state; default: in pocket, and runs/",
     )
     cli.add_argument(
         "--init", metavar="NAME", help="bct, student: the model to change; default: pocket"
@@ -74,19 +74,19 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--text",
         metavar="FILE",
-        help="bct, student: UTF-8 text to train on, <|endoftext|> between texts; default: the corpus",
+        help="bct, student: UTF-8 text, <|endoftext|> between texts; default: the corpus",
     )
     cli.add_argument(
         "--steps",
         type=whole_number(1),
         metavar="N",
-        help="bct, student: steps of training; default: as many as pocket's took",
+        help="bct, student: of training; default: as many as pocket's took",
     )
     cli.add_argument(
         "--kind",
         choices=KINDS,
         help="what it reads in training: segments as between refreshes; alone, its own cache; prompt, the "
-        f"teacher's of a prompt; dropout, segments with dropout of {DROPOUT}; default: {KINDS[0]}",
+        f"teacher's of a prompt; dropout, segments with dropout; default: {KINDS[0]}",
     )
     cli.add_argument(
         "--rule",

@@ -107,5 +107,5 @@ def read_state(path: Path) -> dict[str, Any]:
         return {name: state[name] for name in ("recipe", "losses", "model", "optimizer")}
     except Exception as error:  # what torch.load raises on a damaged file is of ten kinds
         raise ValueError(
-            f"{path} is damaged, or not the state of a run; move it away to start anew"
+            f"{path} is damaged, or no run's state; move it away to start anew"
         ) from error

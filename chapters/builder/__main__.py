@@ -111,9 +111,7 @@ def main(argv: list[str] | None = None) -> None:
                 path for folder in folders(args.chapters) for path in folder.glob("solution.py")
             ]
             if not solutions:
-                raise ValueError(
-                    "stubs are made from solution.py, and there is none here: your teacher may have it"
-                )
+                raise ValueError("stubs need a solution.py: your teacher may have it")
             for path in solutions:
                 files[path.with_name("exercise.py")] = stub_of(read_text(path))
         stale = {
