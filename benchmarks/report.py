@@ -110,19 +110,14 @@ def decoding(record: Figures) -> Table:
     return Table(header, rows)
 
 
-def reached(record: Figures) -> dict[str, float]:
-    """Return how near our own file comes to the machine's limits: its least and largest share of reading the weights,
-    and its longest prompt's of the products."""
-    row = record["rows"][base_of(record["rows"])]
-    ours = [row[f"1 x {T}"] for T in record["lengths"]]
-    shares = [cell["of_roofline"] for cell in ours]
-    return {"least": min(shares), "most": max(shares), "products": ours[-1]["of_products"]}
-
-
 def speed(record: Figures, markdown: bool = False) -> str:
-    """Return the table of all contenders, and how near our own file comes to the limits."""
-    found = base_of(record["rows"]), decoding(record), reached(record)
-    return words("speed", record, *found, markdown=markdown)
+    """Return the table of all contenders, and how near our own file comes to the machine's limits, by its share of
+    reading the weights after each prompt and its longest prompt's of the products."""
+    base = base_of(record["rows"])
+    ours = [record["rows"][base][f"1 x {T}"] for T in record["lengths"]]
+    shares = [cell["of_roofline"] for cell in ours]
+    products = ours[-1]["of_products"]
+    return words("speed", record, base, decoding(record), shares, products, markdown=markdown)
 
 
 def ablation(rows: Figures, lengths: Sequence[int]) -> Figures:

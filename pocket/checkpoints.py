@@ -89,13 +89,10 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
     """Return the card of a model with the figures that measure() found."""
-    steps, tokens = size_of(recipe)
     fields = {
         "recipe": recipe,
-        "steps": steps,
-        "tokens": tokens,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "new": sum(p.numel() for name, p in model.named_parameters() if ".memory." in name),
+        "size": size_of(recipe),
+        "numbers": {name: p.numel() for name, p in model.named_parameters()},
         "figures": figures,
         "teacher": TEACHER.config,
     }

@@ -36,7 +36,6 @@ from pocket import recipes
 from pocket.ablation import ablation
 from pocket.batches import RANK
 from pocket.checkpoints import finish
-from pocket.recipes import KINDS, Recipe
 from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
@@ -44,7 +43,7 @@ from support.cli import CommandLine, whole_number, writable_folder
 HERE = Path(__file__).resolve().parent
 
 
-def recipe_of(args: argparse.Namespace) -> Recipe:
+def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
     """Return the recipe of what is to be trained."""
     if args.what == "teacher":
         return recipes.TEACHER
@@ -53,15 +52,18 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     init = args.init or "pocket"
     config = load_model(init, model_class=GPT).config
     if args.what == "student":
-        return recipes.pruning(init, config, args.steps, args.kind or KINDS[0], args.text)
+        return recipes.pruning(init, config, args.steps, args.kind or recipes.KINDS[0], args.text)
     memory = recipes.PAPER if args.rule == "sum" else recipes.MEMORY
     return recipes.distillation(init, config, args.steps, args.text, **memory)
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    made = ("tokenizer", "teacher", "llama", "bct", "student", "ablation")
-    cli.add_argument("what", choices=made, help="what to train")
+    cli.add_argument(
+        "what",
+        choices=("tokenizer", "teacher", "llama", "bct", "student", "ablation"),
+        help="what to train",
+    )
     cli.add_argument(
         "--out",
         type=writable_folder,
@@ -84,9 +86,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     cli.add_argument(
         "--kind",
-        choices=KINDS,
+        choices=recipes.KINDS,
         help="what it reads in training: segments as between refreshes; alone, its own cache; prompt, the "
-        f"teacher's of a prompt; dropout, segments with dropout; default: {KINDS[0]}",
+        f"teacher's of a prompt; dropout, segments with dropout; default: {recipes.KINDS[0]}",
     )
     cli.add_argument(
         "--rule",
