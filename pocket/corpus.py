@@ -177,7 +177,7 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     v["obj"], v["obj2"] = pen.things(2)
     v["n1"], v["n2"] = pen.sample(WORDS["number"], 2)
     v["town"], v["place"] = pen.sample([*TOWNS], 2)
-    v["when"] = pen.part(WHEN, any_month=pen.pick([town["month"] for town in TOWNS.values()]))
+    v["when"] = pen.part(WHEN, any_month=pen.pick(WORLD["town"])["month"])
     v["rel"] = pen.pick(["sister" if v["b"].they == "she" else "brother", *WORDS["rel"]])
     v |= pen.fill("job goods cargo spot word colour landmark hour errand")
     v["epithet"] = pen.part(EPITHET, **TOWNS[v["town"]])
@@ -340,7 +340,7 @@ def dialogue(pen: Pen) -> str:
 def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tuple[str, ...]) -> str:
     """Join clauses as numbered lines, or as a paragraph that says First and Finally."""
     if pen.chance(0.4):
-        joint, starts = "\n", [f"{i}. " for i in range(1, len(steps) + 1)]
+        joint, starts = "\n", [f"{i}. " for i, _ in enumerate(steps, 1)]
     else:
         between = [words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)]
         joint, starts = " ", ["First, ", *between, "Finally, "]
@@ -392,8 +392,8 @@ def explain(pen: Pen) -> str:
     keys, steps = [*FACTS[kind]], []
     pen.rng.shuffle(keys)
     for key in keys:
-        subject = pen.pick([about["s"], "it"])
-        steps.append(pen.part(SAYS[key], **about | {"s": subject}))
+        named = about | {"s": pen.pick([about["s"], "it"])}
+        steps.append(pen.part(SAYS[key], **named))
     begin, end = pen.say(opening, **about), pen.say(closing, **about)
     answer = in_steps(pen, begin, steps, end, ("Second, ", "Also, ", "And "))
     text = qa(pen.part(ask, **about), answer)
@@ -496,7 +496,7 @@ def recall_questions(split: str, n: int) -> list[Question]:
     questions, index = [], 0
     while len(questions) < n:
         pen = Pen(split, f"recall/{index}")
-        text, key = "", ""
+        text = ""
         while not 270 <= len(text) <= 1200:
             if index % 3 == 2:
                 text, told = talk(pen, recall=False)

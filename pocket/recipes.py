@@ -229,14 +229,14 @@ def pruning(
     begin, lr, usual = None, 1e-3, 3_000
     if (init, kind) == ("pocket", "dropout"):
         begin, lr, usual = "pocket-student", 4e-4, 600
+    mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
     narrow = replace(
         config,
         n_embd=8 * round(STUDENT_WIDTH * config.n_embd / 8),
         n_inner=8 * round(STUDENT_WIDTH * config.n_inner / 8),
-        dropout=DROPOUT if kind == "dropout" else 0.0,
+        dropout=dropout,
     )
     phases = phases_of(config, steps or usual, lr, 4.0, text)
-    mode = "segments" if kind == "dropout" else kind
     return Pruning(narrow, phases, init=init, text=text, mode=mode, begin=begin)
 
 

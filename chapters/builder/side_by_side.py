@@ -105,21 +105,25 @@ def aligned(
 
 def difference(old: str, new: str) -> tuple[float, list[bool], list[bool]]:
     """Return how alike two lines are, by their words, and which characters of each aren't in the other."""
-    words = [re.findall(r"\w+|\W", line) for line in (old, new)]
-    matcher = difflib.SequenceMatcher(a=words[0], b=words[1], autojunk=False)
-    differs = [[True] * len(line) for line in words]
-    for i, j, n in matcher.get_matching_blocks():
-        differs[0][i : i + n] = differs[1][j : j + n] = [False] * n
-    return matcher.ratio(), *(
-        [d and word != " " for word, d in zip(*pair, strict=True) for _ in word]
-        for pair in zip(words, differs, strict=True)
-    )
+    a, b = (re.findall(r"\w+|\W", line) for line in (old, new))
+    matcher = difflib.SequenceMatcher(a=a, b=b, autojunk=False)
+    gone, come = [], []
+    for kind, i, end, j, new_end in matcher.get_opcodes():
+        for flags, words in ((gone, a[i:end]), (come, b[j:new_end])):
+            for word in words:
+                flags += [kind != "equal" and word != " "] * len(word)
+    return matcher.ratio(), gone, come
 
 
 def marked(line: str, differs: list[bool]) -> str:
     """Return a line of HTML, its characters that differ marked."""
     flags = iter(differs)
-    mark = lambda m: m[0] if m[0][0] == "<" or not next(flags) else f"<ins>{m[0]}</ins>"  # noqa: E731
+
+    def mark(match: re.Match[str]) -> str:
+        if match[0][0] == "<" or not next(flags):
+            return match[0]
+        return f"<ins>{match[0]}</ins>"
+
     return re.sub(r"</ins>( *)<ins>", r"\1", re.sub(r"<[^>]+>|&#?\w+;|.", mark, line))
 
 
