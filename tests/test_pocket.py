@@ -92,7 +92,7 @@ def test_shipped_models_are_those_of_their_recipes_figures_and_cards(
     config = read_json(FOLDER / name / "config.json")
     assert config.get("resid_pdrop", 0.0) == recipe.config.dropout
     # what the teacher writes takes a minute to write
-    monkeypatch.setattr(coherence, "written", lambda *_, **options: ["\0"])
+    monkeypatch.setattr(coherence, "written", lambda *_, **__: ["\0"])
     card = (FOLDER / name / "README.md").read_text()
     parts = checkpoints.card(recipe, model, figures).split("\0")
     assert all(part in card for part in parts) and (len(parts) > 1 or parts == [card])
