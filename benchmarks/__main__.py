@@ -7,8 +7,6 @@ and computing only the matrix products of a prompt. `--ablate` measures our own 
 goes; `--requests` serves many texts of different lengths at once.
 """
 
-from __future__ import annotations
-
 import os
 
 # read when torch starts: waiting threads must not spin
@@ -20,22 +18,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
-from benchmarks import batches, scale
+from benchmarks import batches, report, scale
 from benchmarks.contenders import floors, measured
 from benchmarks.processes import in_turns
-from benchmarks.report import (
-    ablation,
-    ablation_table,
-    draw,
-    speed,
-    summary,
-)
 from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Where, base_of, exported
-from benchmarks.words import words
+from benchmarks.words import Figures, words
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import find_file, load_model
@@ -63,33 +53,28 @@ def weights(model: str) -> AbstractContextManager[Path]:
     return nullcontext(find_file(model, "config.json").parent)
 
 
-def about(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def about(args: argparse.Namespace, folder: Path) -> Figures:
     """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the
     weights in float32."""
     model = load_model(str(folder), device=args.on)
     config, on = model.config, conditions(args.model, model)
-    sizes = {
+    geometry = {
+        **vars(config),
         "attention": config.n_head * config.head_dim,
         "matrices": [[*p.shape] for p in model.h[0].parameters() if p.dim() == 2],
         "weights": 4 * on["parameters"],
     }
-    return on | {"turns": args.turns, "geometry": vars(config) | sizes}
+    return on | {"turns": args.turns, "geometry": geometry}
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------------
 
 
-def add_overheads(args: argparse.Namespace, record: dict[str, Any]) -> None:
+def add_overheads(args: argparse.Namespace, record: Figures) -> None:
     """Add, to each contender's row, the milliseconds of a step that aren't arithmetic: those of a model with as many
     layers and heads, but so narrow that there is hardly anything to compute."""
     heads = record["heads"]
-    narrow = GPTConfig(
-        vocab_size=64,
-        n_ctx=128,
-        n_layer=record["layers"],
-        n_head=heads,
-        n_embd=NARROW * heads,
-    )
+    narrow = GPTConfig(64, 128, record["layers"], heads, NARROW * heads)
     with exported(GPT(narrow)) as folder:
         what = Where(folder, args.on, args.peer_path), [(1, 32)], narrow.vocab_size, 4 * DECODED
         jobs = {name: (measured, name, *what) for name in record["rows"]}
@@ -128,10 +113,10 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
 def record_of(
     args: argparse.Namespace,
     folder: Path,
-    on: dict[str, Any],
+    on: Figures,
     names: Sequence[str],
     texts: Sequence[int] = (),
-) -> dict[str, Any]:
+) -> Figures:
     """Measure contenders after one text of each length, and after so many texts of the shortest; return the record.
     One that fails is left out, and said in "absent". Raises ValueError if our own file fails, or what measures the
     floors, or if the context doesn't hold the longest prompt and what follows it."""
@@ -148,7 +133,7 @@ def record_of(
     jobs |= {name: (measured, name, *what) for name in names}
     found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", base_of(names)))
     record = on | {"lengths": lengths, "absent": failed}
-    return record | summary(found, geometry["weights"], args.threads)
+    return record | report.summary(found, geometry["weights"], args.threads)
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
@@ -171,9 +156,14 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         add_overheads(args, record)
         file, predicted = "summary.json", scale.predictions(record)
     write_json(args.out / file, record, indent=1)
-    parts = [speed(record), words("absent", record), predicted, words("doubts", record, base)]
+    parts = [
+        report.speed(record),
+        words("absent", record),
+        predicted,
+        words("doubts", record, base),
+    ]
     print("\n\n".join(filter(None, parts)))
-    draw(record, args.out)
+    report.draw(record, args.out)
 
 
 def ablate(args: argparse.Namespace, folder: Path) -> None:
@@ -181,9 +171,10 @@ def ablate(args: argparse.Namespace, folder: Path) -> None:
     record = record_of(args, folder, about(args, folder), [BASE, *WITHOUT])
     lengths = record["lengths"]
     first = where_time_goes(folder, lengths[-1], args.on)
-    record |= {"without": ablation(record.pop("rows"), lengths), "first_token": first}
+    without = report.ablation(record.pop("rows"), lengths)
+    record |= {"without": without, "first_token": first}
     write_json(args.out / "ablation.json", record, indent=1)
-    choices = ablation_table(record["without"], lengths)
+    choices = report.ablation_table(without, lengths)
     print(f"{words('ablated', record, BASE, choices)}\n\n{words('doubts', record, BASE)}")
 
 
@@ -224,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
         type=Path,
         default=".",
         metavar="FOLDER",
-        help="a folder with gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py of LLMs-from-scratch",
+        help="with LLMs-from-scratch's gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py",
     )
     cli.add_argument(
         "--lengths",
@@ -239,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
         type=whole_number(1),
         default=5,
         metavar="N",
-        help="each figure is the median of N",
+        help="a figure is the median of N",
     )
     cli.add_argument(
         "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
@@ -258,12 +249,12 @@ def main(argv: list[str] | None = None) -> None:
         nargs="*",
         type=whole_number(1),
         metavar="N",
-        help="measure N requests of different lengths at once instead, and keep the record of other N in "
-        f"the folder; default: {' '.join(map(str, batches.COUNTS))}",
+        help="measure N requests at once instead; the record of other N stays; default: "
+        f"{' '.join(map(str, batches.COUNTS))}",
     )
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--on cuda: there is none that this PyTorch can use; try --on cpu")
+            raise ValueError("--on cuda: this PyTorch can use none; try --on cpu")
         if not args.peer_path.is_dir():
             raise ValueError(f"--peer-path {args.peer_path} is not a folder")
         torch.set_num_threads(args.threads)

@@ -3,10 +3,8 @@
 `python3 -m benchmarks --requests` gives all contenders the same weights and requests, and lets them take turns.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from benchmarks.contenders import clock, floors
 from benchmarks.processes import in_turns
 from benchmarks.runners import Ours, Transformers, Where
-from benchmarks.words import words
+from benchmarks.words import Figures, words
 from gpt_kv_cache import GPT
 from paged import PagedCache, Server
 from studies.paging import Record, one_at_a_time
@@ -87,7 +85,7 @@ def continuous(model: Any, prompts: Prompts, limits: Limits) -> Served:
     config = transformers.ContinuousBatchingConfig(
         page_size=SIZE, num_blocks=blocks + 1, max_batch_tokens=CHUNK
     )
-    texts: dict[str, list[int]] = {}
+    texts = {}
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config, warmup=False
     ) as manager:
@@ -105,7 +103,7 @@ def continuous(model: Any, prompts: Prompts, limits: Limits) -> Served:
     return [texts[name] for name in names], None, None
 
 
-CONTENDERS: dict[str, Callable[[Any, Prompts, Limits], Served]] = {
+CONTENDERS = {  # each decodes the prompts with a model
     BASE: one_at_a_time,
     PAGED: paged,
     "transformers, padded generate": padded,
@@ -115,7 +113,7 @@ CONTENDERS: dict[str, Callable[[Any, Prompts, Limits], Served]] = {
 
 def served(
     name: str, where: Where, requests: dict[int, tuple[Prompts, Limits]]
-) -> dict[int, dict[str, Any]]:
+) -> dict[int, Figures]:
     """Return the figures of a contender for each number of requests, after small ones that warm it up."""
     serve = CONTENDERS[name]
     runner = Ours if name in (BASE, PAGED) else Transformers
@@ -133,7 +131,7 @@ def served(
 
 def measure(
     turns: int, threads: int, where: Where, geometry: dict[str, int], counts: Sequence[int]
-) -> dict[str, Any]:
+) -> Figures:
     """Return the record of each number of requests: the medians over turns of every contender, and the bound: a
     prompt's products, then all weights once for each further token of the text that is written longest.
 
@@ -167,7 +165,7 @@ def measure(
     return result
 
 
-def figures(turns: list[dict[str, Any]], base: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+def figures(turns: list[Figures], base: list[Figures], tokens: int) -> Figures:
     """Return the figures of a contender that wrote so many tokens in each turn; base: the turns of BASE."""
     seconds = [turn["seconds"] for turn in turns]
     pairs = [*zip(base, turns, strict=True)]
@@ -180,7 +178,7 @@ def figures(turns: list[dict[str, Any]], base: list[dict[str, Any]], tokens: int
     }
 
 
-def table_of(found: dict[str, Any]) -> Table:
+def table_of(found: Figures) -> Table:
     """Return the figures of all contenders for a number of requests."""
     bound, rows = found["bound_tokens_per_s"], []
     for name, row in found["rows"].items():
@@ -193,7 +191,7 @@ def table_of(found: dict[str, Any]) -> Table:
     return Table([*header, "same tokens"], rows)
 
 
-def summary(counts: dict[str, dict[str, Any]], markdown: bool = False) -> str:
+def summary(counts: dict[str, Figures], markdown: bool = False) -> str:
     """Return a table for each number of requests, after what it was measured on if that is new."""
     records = sorted(counts.items(), key=lambda item: int(item[0]))
     return words("requests", records, table_of, markdown=markdown)

@@ -1,7 +1,5 @@
 """What `python3 -m benchmarks` measures of a contender, and of the machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.runners import CONTENDERS, LLAMAS, UNCACHED, WITHOUT, Where
+from benchmarks.words import Figures
 
 FEW = 3  # tokens that a contender without a cache writes after a prompt
 
@@ -23,7 +22,7 @@ def clock(call: Callable[[], Any]) -> tuple[float, Any]:
     return 1e3 * (time.perf_counter() - begun), result
 
 
-def timed(runner: Any, ids: Tensor, decode: int) -> dict[str, Any]:
+def timed(runner: Any, ids: Tensor, decode: int) -> Figures:
     """Return the milliseconds to the first token and of each further one, the share of all of them in which this
     process had no processor (if it has one thread), the tokens and the bytes of the cache."""
     tokens = runner.start(ids)
@@ -43,7 +42,7 @@ def timed(runner: Any, ids: Tensor, decode: int) -> dict[str, Any]:
     }
 
 
-def floors(device: str, geometry: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+def floors(device: str, geometry: Figures, rows: list[int]) -> Figures:
     """Return this machine's limits in float32: bytes read per millisecond, and milliseconds of nothing but the
     matrix products of a prefill, by the number of tokens in all texts."""
     matrix = torch.rand(8192, 16384, device=device)  # 512 MiB
@@ -74,7 +73,7 @@ def floors(device: str, geometry: dict[str, Any], rows: list[int]) -> dict[str, 
 
 def measured(
     name: str, where: Where, cells: Sequence[tuple[int, int]], vocab_size: int, decode: int
-) -> dict[str, Any]:
+) -> Figures:
     """Return the figures of a contender for each cell, a batch size and a prompt length. A first pass over each warms
     up."""
     runner, warm = (CONTENDERS | LLAMAS | WITHOUT)[name](where), 3

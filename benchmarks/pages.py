@@ -1,16 +1,12 @@
 """Rewrite the tables of speed in benchmarks/ and the demo in README.md: `python3 -m benchmarks.pages`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks import batches, scale
 from benchmarks.report import BASE, ablation_table, decoding, draw, speed
-from benchmarks.words import words
+from benchmarks.words import Figures, words
 from support.blocks import write_blocks
 from support.cli import CommandLine
 from support.files import read_json
@@ -20,12 +16,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 
-def newest(pattern: str) -> dict[str, Any]:
+def newest(pattern: str) -> Figures:
     """Return the newest record of the files that a pattern fits."""
     return read_json(sorted((HERE / "results").glob(pattern))[-1])
 
 
-def both() -> dict[str, dict[str, Any]]:
+def both() -> dict[str, Figures]:
     """Return the records of the two processors."""
     return {
         "Intel": newest("*-1-thread/summary.json"),
@@ -50,16 +46,10 @@ def processors() -> str:
 
 def difference() -> str:
     """What the processors differ in, by the first token of 1,000 and decoding in int8."""
-    first, int8 = {}, {}
-    for processor, record in both().items():
-        ours, theirs = record["rows"][BASE], record["rows"]["CTranslate2"]
-        first[processor] = ours["1 x 1000"]["first_ms"] / theirs["1 x 1000"]["first_ms"]
-        ours, theirs = (record["rows"][f"{name}, int8"] for name in (BASE, "CTranslate2"))
-        int8[processor] = theirs["1 x 128"]["tokens_per_s"] / ours["1 x 128"]["tokens_per_s"]
-    return words("difference", first, int8)
+    return words("difference", both(), BASE, "CTranslate2")
 
 
-def beside(record: dict[str, Any]) -> str:
+def beside(record: Figures) -> str:
     """The conditions of a record, and its table."""
     return words("beside", record, decoding(record), markdown=True)
 
@@ -85,7 +75,7 @@ def demo() -> str:
     return f"```text\n$ python3 gpt_kv_cache.py --compare\n{run.stdout.rstrip()}\n```"
 
 
-PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+PAGES = {  # by block, what makes its text
     ROOT / "README.md": {"demo": demo},
     HERE / "README.md": {
         "conditions": lambda: words("both", both().values()),

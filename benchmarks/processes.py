@@ -1,7 +1,5 @@
 """Turns: every implementation runs in a process of its own, a new one each time, and no two at once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,9 +19,7 @@ def in_turns(
     A job that fails is left out from there on; why is the second of what is returned. Raises ValueError if the job is
     one of those needed.
     """
-    found: dict[str, list[Any]] = {name: [] for name in jobs}
-    failed: dict[str, str] = {}
-    names = [*jobs]
+    found, failed, names = {name: [] for name in jobs}, {}, [*jobs]
     for turn in tqdm(range(turns), desc="turns", leave=False):
         at = turn % len(names)
         for name in names[at:] + names[:at]:

@@ -1,7 +1,5 @@
 """The figures of a benchmark run: medians, ratios turn by turn, shares of the floors; as tables and figures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -9,16 +7,15 @@ from typing import Any
 
 from benchmarks.runners import BASE, base_of, is_exact
 from benchmarks.scale import cells_of
-from benchmarks.words import words
+from benchmarks.words import Figures, words
 from support.figures import figure
 from support.tables import Table
 
 # A larger share of the time without a processor, or change of bandwidth, is a disturbance.
 BUSY = 0.10
-Record = dict[str, Any]
 
 
-def summary(found: Record, weights: int, threads: int) -> Record:
+def summary(found: Figures, weights: int, threads: int) -> Figures:
     """Return the figures of what was found in each turn, with weights of so many bytes: medians over turns, ratios turn
     by turn, shares of the floors, who wrote other tokens, and what disturbed them (of waiting, the share of the time that
     a process of one thread didn't compute)."""
@@ -28,8 +25,7 @@ def summary(found: Record, weights: int, threads: int) -> Record:
     products = {
         T: median(turn["products_ms"][T] for turn in floor) for T in floor[0]["products_ms"]
     }
-    rows: Record = {}
-    waited, base = [], found[base_of(found)]
+    rows, waited, base = {}, [], found[base_of(found)]
     for name, turns in found.items():
         rows[name] = {}
         for cell in turns[0]:
@@ -52,7 +48,7 @@ def summary(found: Record, weights: int, threads: int) -> Record:
     return result | {"different": different(rows), "disturbed": disturbed(result)}
 
 
-def figures(turns: Sequence[Record], base: Sequence[Record]) -> Record:
+def figures(turns: Sequence[Figures], base: Sequence[Figures]) -> Figures:
     """Return what a contender's turns in a cell come to, and their ratios to those of another."""
     steps = [median(t["steps_ms"]) for t in turns]
     ratios = [median(b["steps_ms"]) / s for b, s in zip(base, steps, strict=True)]
@@ -69,18 +65,18 @@ def figures(turns: Sequence[Record], base: Sequence[Record]) -> Record:
     }
 
 
-def same_tokens(turn: Record, base: Record) -> bool:
+def same_tokens(turn: Figures, base: Figures) -> bool:
     """Return whether a contender's tokens are BASE's, as far as it has written."""
     pairs = zip(turn["tokens"], base["tokens"], strict=True)
     return all(row == expected[: len(row)] for row, expected in pairs)
 
 
-def disturbed(found: Record) -> bool:
+def disturbed(found: Figures) -> bool:
     """Return whether the machine was too busy for figures that mean something."""
     return max(found["bandwidth_change"], found["waited"] or 0) > BUSY
 
 
-def different(rows: Record) -> list[str]:
+def different(rows: Figures) -> list[str]:
     """Return the contenders that should have written our own file's tokens, and haven't."""
     return [
         name
@@ -89,7 +85,7 @@ def different(rows: Record) -> list[str]:
     ]
 
 
-def decoding(record: Record) -> Table:
+def decoding(record: Figures) -> Table:
     """Return tokens/s in all cells and the first tokens, each with its ratio to our own file's, bytes of the cache, and
     the overhead of a step where it was measured."""
     cells = cells_of(record["rows"][base_of(record["rows"])])
@@ -114,33 +110,25 @@ def decoding(record: Record) -> Table:
     return Table(header, rows)
 
 
-def reached(record: Record) -> dict[str, float]:
-    """Return how near our own file comes to the machine's limits: its least and largest share of reading the weights,
-    and its longest prompt's of the products."""
-    row = record["rows"][base_of(record["rows"])]
-    ours = [row[f"1 x {T}"] for T in record["lengths"]]
+def speed(record: Figures, markdown: bool = False) -> str:
+    """Return the table of all contenders, and how near our own file comes to the machine's limits, by its share of
+    reading the weights after each prompt and its longest prompt's of the products."""
+    base = base_of(record["rows"])
+    ours = [record["rows"][base][f"1 x {T}"] for T in record["lengths"]]
     shares = [cell["of_roofline"] for cell in ours]
-    return {"least": min(shares), "most": max(shares), "products": ours[-1]["of_products"]}
+    products = ours[-1]["of_products"]
+    return words("speed", record, base, decoding(record), shares, products, markdown=markdown)
 
 
-def speed(record: Record, markdown: bool = False) -> str:
-    """Return the table of all contenders, and how near our own file comes to the limits."""
-    found = base_of(record["rows"]), decoding(record), reached(record)
-    return words("speed", record, *found, markdown=markdown)
-
-
-def ablation(rows: Record, lengths: Sequence[int]) -> Record:
+def ablation(rows: Figures, lengths: Sequence[int]) -> Figures:
     """Return how many times as long decoding and the first token take without each choice: median, least and most of
     the turns."""
-    without: Record = {}
-    for name, row in rows.items():
-        if name == BASE:
-            continue
-        without[name] = {}
+    without = {name: {} for name in rows if name != BASE}
+    for name, found in without.items():
         for T in lengths:
-            cell = row[f"1 x {T}"]
+            cell = rows[name][f"1 x {T}"]
             spreads = {"decode": spread(cell["ratios"]), "first": spread(cell["first_ratios"])}
-            without[name][str(T)] = spreads
+            found[str(T)] = spreads
     return without
 
 
@@ -150,21 +138,22 @@ def spread(ratios: Sequence[float]) -> list[float]:
     return [median(inverse), min(inverse), max(inverse)]
 
 
-def ablation_table(without: Record, lengths: Sequence[int]) -> Table:
+def ablation_table(without: Figures, lengths: Sequence[int]) -> Table:
     """Return how many times as long all takes without each choice, from ablation()."""
-    columns = [(what, T) for what in ("decode", "first") for T in lengths]
-    words = {"decode": "a token after", "first": "first token of"}
-    header = ["without", *(f"{words[what]} {T:,}" for what, T in columns)]
-    rows = []
-    for name, row in without.items():
-        cells = ["{:.2f} ({:.2f}-{:.2f})".format(*row[str(T)][what]) for what, T in columns]
-        rows.append([name, *cells])
-    return Table(header, rows)
+    header, rows = ["without"], {name: [name] for name in without}
+    for what, said in (("decode", "a token after"), ("first", "first token of")):
+        for T in lengths:
+            header.append(f"{said} {T:,}")
+            for name, cells in rows.items():
+                cells.append("{:.2f} ({:.2f}-{:.2f})".format(*without[name][str(T)][what]))
+    return Table(header, [*rows.values()])
 
 
-def draw(record: Record, out: Path) -> None:
-    """Draw decoding and the first token against the length of the text, and their floors."""
+def draw(record: Figures, out: Path) -> None:
+    """Draw decoding and the first token against the length of the text, and their floors; a Llama's figures have names
+    of their own."""
     lengths, model = record["lengths"], record["model"]
+    prefix = "" if BASE in record["rows"] else "llama_"
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
     products = [record["products_ms"][str(T)] for T in lengths]
     styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 9 colours: no two lines look alike
@@ -177,14 +166,14 @@ def draw(record: Record, out: Path) -> None:
         axes.set(xlim=(0, None), ylim=(0, None))
 
     figure(
-        out / "decoding.png",
+        out / f"{prefix}decoding.png",
         lambda axes: lines(axes, "tokens_per_s", roofline, "float32 weights read, nothing else"),
         xlabel="tokens before",
         ylabel="tokens/s",
         title=f"Decoding, {model}, batch 1",
     )
     figure(
-        out / "first_token.png",
+        out / f"{prefix}first_token.png",
         lambda axes: lines(axes, "first_ms", products, "matrix products alone, float32"),
         xlabel="tokens of the prompt",
         ylabel="ms",

@@ -6,11 +6,9 @@ can't take part. Its start() takes ids (B, T) and returns an iterator that yield
 after each step of its work, the first after the prefill; nbytes are then those of its cache.
 """
 
-from __future__ import annotations
-
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -173,7 +171,7 @@ def always_a_mask(model: GPT) -> None:
         block.attn.register_forward_pre_hook(with_mask)
 
 
-ABLATIONS: dict[str, Callable[[GPT], None]] = {
+ABLATIONS = {
     "weights stored (out, in), as nn.Linear does": other_layout,
     "the head's weights row by row": head_by_rows,
     "logits of all positions": all_logits,
@@ -339,7 +337,7 @@ TRANSFORMERS = {
     "transformers, DynamicCache": Transformers,
     "transformers, StaticCache": partial(Transformers, static=True),
 }
-CONTENDERS: dict[str, Callable[[Where], Any]] = {
+CONTENDERS = {  # each is made of a Where
     UNCACHED: partial(Ours, module=gpt_baseline),
     BASE: Ours,
     "gpt_bounded_cache.py, preallocated": partial(bounded, window=ENDLESS),
@@ -353,7 +351,7 @@ CONTENDERS: dict[str, Callable[[Where], Any]] = {
     "LLMs-from-scratch, concat cache": partial(FromScratch, file="gpt_with_kv_cache.py"),
     "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
 }
-LLAMAS: dict[str, Callable[[Where], Any]] = {
+LLAMAS = {
     LLAMA: llama,
     "llama_kv_cache.py, preallocated": partial(llama, window=ENDLESS),
     **TRANSFORMERS,

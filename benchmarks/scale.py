@@ -5,13 +5,10 @@ token; a cached token saves these operations, but its bytes have to be moved. Th
 points.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.words import threads_of, words
+from benchmarks.words import Figures, threads_of, words
 from support.files import read_csv
 from support.tables import Table
 
@@ -74,12 +71,12 @@ def token_operations(shape: Shape) -> float:
     return 2 * (shape.parameters - shape.tables)
 
 
-def cells_of(row: dict[str, Any]) -> list[str]:
+def cells_of(row: Figures) -> list[str]:
     """Return the cells in which a contender was measured, as in "8 x 128": texts and tokens of each."""
     return [cell for cell in row if " x " in cell]
 
 
-def predictions(record: dict[str, Any], markdown: bool = False) -> str:
+def predictions(record: Figures, markdown: bool = False) -> str:
     """Return what a record of `python3 -m benchmarks` predicts, and how well it predicts itself."""
     read, rate = 1e9 * record["gb_per_s"], product_rate(record)
     checks, holds = bounds(record, read, rate)
@@ -87,7 +84,7 @@ def predictions(record: dict[str, Any], markdown: bool = False) -> str:
     return words("scale", record, read, rate, checks, holds, larger, markdown=markdown)
 
 
-def bounds(record: dict[str, Any], read: float, rate: float) -> tuple[Table, bool]:
+def bounds(record: Figures, read: float, rate: float) -> tuple[Table, bool]:
     """Return the times that were measured beside their lower bounds, and whether none is under its bound."""
     shape, measured = measured_shape(record), record["rows"]["gpt_kv_cache.py"]
     rows, shares = [], []
@@ -105,7 +102,7 @@ def bounds(record: dict[str, Any], read: float, rate: float) -> tuple[Table, boo
     return Table(header, rows), max(shares) <= 1
 
 
-def measured_shape(record: dict[str, Any]) -> Shape:
+def measured_shape(record: Figures) -> Shape:
     """Return the sizes of the model that was measured; attention as one head as wide as all."""
     g = record["geometry"]
     positions, head = g["n_ctx"] * g["n_embd"], g["n_embd"] * g["vocab_size"]
@@ -123,7 +120,7 @@ def measured_shape(record: dict[str, Any]) -> Shape:
     )
 
 
-def product_rate(record: dict[str, Any]) -> float:
+def product_rate(record: Figures) -> float:
     """Return the operations a second of the fastest products that were measured."""
     g = record["geometry"]
     layer = g["n_embd"] * (3 * g["attention"] + 2 * g["n_inner"]) + g["attention"] * g["n_embd"]
@@ -139,7 +136,8 @@ def larger_models(*machines: tuple[str, float, float, int]) -> Table:
     """Return the lower bounds of SHAPES on machines: name, bytes/s, operations/s, bytes of a number."""
     rows = []
     for name, read, rate, nbytes in machines:
-        for shape in (replace(shape, nbytes=nbytes) for shape in SHAPES):
+        for shape in SHAPES:
+            shape = replace(shape, nbytes=nbytes)
             batch, long = "-", "-"
             if shape.n_ctx >= 8000:
                 batch = f"{64 / decode_s(shape, read, 8000, 64):,.1f}"

@@ -1,7 +1,5 @@
 """Sentences around figures: the macros of words.md.jinja, filled in."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import jinja2
 from support.tables import table
 
 TEMPLATE = Path(__file__).with_suffix(".md.jinja")
+Figures = dict[str, Any]  # figures by name, as JSON has them
 
 
 def words(macro: str, *values: Any, markdown: bool = False) -> str:
@@ -22,5 +21,5 @@ def words(macro: str, *values: Any, markdown: bool = False) -> str:
     return re.sub(r"\n{3,}", "\n\n", getattr(module, macro)(*values)).strip()
 
 
-def threads_of(record: dict[str, Any]) -> str:
+def threads_of(record: Figures) -> str:
     return "1 thread" if record["threads"] == 1 else f"{record['threads']} threads"

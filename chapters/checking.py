@@ -1,7 +1,5 @@
 """Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

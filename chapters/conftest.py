@@ -7,8 +7,6 @@ point for each stage, where its tests are called test_stage_1_..., test_stage_2_
 that the chapter's exercise.py may import.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

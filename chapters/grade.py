@@ -5,8 +5,6 @@ holds the chapters' folders with the student's exercise.py, at any depth. What s
 work by strangers in a container.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

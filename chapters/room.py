@@ -4,8 +4,6 @@ They show code and differences of the scripts, run commands, and test a cell's f
 What is tested is written to `results/two_hours/`: a student's exercise.py stays as it is.
 """
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import re
@@ -13,6 +11,7 @@ import shlex
 from types import FunctionType
 
 from chapters.builder import blocks
+from support.files import write_text
 
 WORK = blocks.ROOT / "results" / "two_hours"
 
@@ -50,8 +49,7 @@ def check(exercise: str, *work: type | FunctionType) -> None:
     They become the chapter's exercise.py in `results/two_hours/`, in the given order."""
     chapter, number = exercise.split(".")
     folder = blocks.folders([int(chapter)])[0].name
-    (WORK / folder).mkdir(parents=True, exist_ok=True)
-    (WORK / folder / "exercise.py").write_text("\n\n".join(map(cell_of, work)), "utf-8")
+    write_text(WORK / folder / "exercise.py", "\n\n".join(map(cell_of, work)))
     command = f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider --from".split()
     result = blocks.execute("python3", *command, str(WORK))
     if missing := re.search(r"not written yet: (\S+)", result.stdout):

@@ -54,11 +54,6 @@ class Corpus:
         tokenizer, n = recipe.tokenizer, recipe.documents
         self.vocabulary = tokenizer.n_vocab
         tokens, starts, is_answer = [], [], []
-
-        def add(ids: list[int], answer: bool) -> None:
-            tokens.extend(ids)
-            is_answer.extend([answer] * len(ids))
-
         texts = (document.text for document in corpus.documents("train", n))
         if recipe.text is not None:
             parts = read_text(Path(recipe.text)).split("<|endoftext|>")
@@ -68,9 +63,12 @@ class Corpus:
             begin = len(tokens)
             for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
                 question, mark, answer = line.partition("Answer:")
-                add(tokenizer.encode_ordinary(question + mark), False)
-                add(tokenizer.encode_ordinary(answer), bool(mark))
-            add([tokenizer.eot_token], False)
+                for part, is_one in ((question + mark, False), (answer, bool(mark))):
+                    ids = tokenizer.encode_ordinary(part)
+                    tokens += ids
+                    is_answer += [is_one] * len(ids)
+            tokens.append(tokenizer.eot_token)
+            is_answer.append(False)
             # a row may begin with a document, or in a text that is given at every context's end, too
             step = len(tokens) if recipe.text is None else recipe.config.n_ctx
             starts.extend(range(begin, len(tokens), step))

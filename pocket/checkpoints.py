@@ -1,6 +1,7 @@
 """The files of a trained model: weights, figures, card and loss curve."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,26 @@ from load_gpt2_weights import LLAMA_FIELDS, find_file, parts_of, turned
 from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, size_of
+from pocket.tokenizer import TOKENIZER
 from support.figures import figure
 from support.files import read_json, write_atomically, write_json, write_text
 
-TEMPLATE = Path(__file__).resolve().parent / "card.md.jinja"
+HERE = Path(__file__).resolve().parent
+# what a tokenizer may be made of, and which tokens end its texts
+TOKENIZER_FILES = (
+    "tokenizer.tiktoken tokenizer.json vocab.json merges.txt generation_config.json".split()
+)
 
 
-def export(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Write config.json and model.safetensors in Hugging Face format."""
+def export(
+    model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16, end: int | None = None
+) -> None:
+    """Write config.json and model.safetensors in Hugging Face format; end: the token that ends a text, by default the
+    last."""
     to_public = llama_format if isinstance(model, Llama) else gpt2_format
     config, tensors = to_public(model)
-    end = model.config.vocab_size - 1
+    if end is None:
+        end = model.config.vocab_size - 1
     config |= {"bos_token_id": end, "eos_token_id": end}
     tensors = {name: x.detach().to("cpu", dtype).contiguous() for name, x in tensors.items()}
     write_json(folder / "config.json", config)
@@ -79,32 +89,33 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
     """Return the card of a model with the figures that measure() found."""
-    steps, tokens = size_of(recipe)
     fields = {
         "recipe": recipe,
-        "steps": steps,
-        "tokens": tokens,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "new": sum(p.numel() for name, p in model.named_parameters() if ".memory." in name),
+        "size": size_of(recipe),
+        "numbers": {name: p.numel() for name, p in model.named_parameters()},
         "figures": figures,
+        "teacher": TEACHER.config,
     }
+
+    def written(prompt: str, **options: object) -> str:
+        ids = [recipe.tokenizer.encode_ordinary(prompt)]
+        return coherence.written(model, recipe.tokenizer, ids, **options)[0]
+
     if recipe.kind == "teacher":
-        fields["closed_book"] = len(corpus.closed_book_questions("test"))
-        questions = corpus.explain_questions("test", 1) + corpus.recall_questions("test", 4)[::3]
-        questions.append(corpus.closed_book_questions("test")[0])
-        fields["samples"] = [  # up to the next question that it asks itself
-            (question, written(recipe, model, question.prompt).partition("\nQuestion:")[0])
-            for question in questions
-        ]
-        fields["stories"] = []
+        known = corpus.closed_book_questions("test")
+        samples, stories = [], []
+        explain, recall = corpus.explain_questions("test", 1), corpus.recall_questions("test", 4)
+        for question in (*explain, *recall[::3], known[0]):
+            text, _, _ = written(question.prompt).partition("\nQuestion:")  # which it asks itself
+            samples.append((question, text))
         for seed, opening in enumerate(coherence.openings("test", 3)):
             options = {"temperature": 0.8, "generator": torch.Generator().manual_seed(seed)}
-            fields["stories"].append((opening, written(recipe, model, opening, **options)))
+            stories.append((opening, written(opening, **options)))
+        fields |= {"closed_book": len(known), "samples": samples, "stories": stories}
     elif recipe.kind == "llama":
         fields["known"] = read_json(find_file("pocket", "figures.json"))
-        fields["teacher"] = TEACHER.config
     template = jinja2.Template(
-        TEMPLATE.read_text("utf-8"),
+        (HERE / "card.md.jinja").read_text("utf-8"),
         trim_blocks=True,
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
@@ -112,28 +123,24 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
     return template.render(fields)
 
 
-def written(recipe: Recipe, model: GPT, prompt: str, **options: object) -> str:
-    """Return how a model goes on after a prompt."""
-    ids = [recipe.tokenizer.encode_ordinary(prompt)]
-    return coherence.written(model, recipe.tokenizer, ids, **options)[0]
-
-
 def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
     """Write a model as it is shipped, in fp16, with its loss curve and, if it was trained on the corpus, its figures
     and card. It gets the tokenizer of the model that it comes from, if that has its own; the shipped ones share one."""
     model = model.half().float()
-    if recipe.text is None:
-        figures = measure(recipe, model)
-        text = card(recipe, model, figures)  # before anything is written
-        write_json(folder / "figures.json", figures)
-        write_text(folder / "README.md", text)
-    mean_of = min(100, len(losses))
+    export(model, folder, end=recipe.tokenizer.eot_token)  # first: what follows takes minutes
+    if recipe.init and folder.resolve().parent != HERE:
+        source = find_file(recipe.init, "config.json").parent.resolve()
+        if source.parent == HERE:
+            source = TOKENIZER.parent
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                write_atomically(folder / name, partial(shutil.copyfile, source / name))
+    n = min(100, len(losses))
 
     def draw_on(axes: Any) -> None:
         axes.plot(losses, color="C0", alpha=0.25, linewidth=0.5, label="each step")
-        means = torch.tensor(losses).unfold(0, mean_of, 1).mean(1)
-        steps = range(mean_of - 1, len(losses))
-        axes.plot(steps, means, color="C0", label=f"mean of {mean_of} steps")
+        means = torch.tensor(losses).unfold(0, n, 1).mean(1)
+        axes.plot(range(n - 1, len(losses)), means, color="C0", label=f"mean of {n} steps")
 
     figure(
         folder / "loss.png",
@@ -143,8 +150,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         ylim=(0, None),
         title="Training loss (of what each phase reads)",
     )
-    if recipe.init and folder.resolve().parent != TEMPLATE.parent:
-        own = find_file(recipe.init, "config.json").with_name("tokenizer.tiktoken")
-        if own.is_file():
-            write_atomically(folder / own.name, lambda file: shutil.copyfile(own, file))
-    export(model, folder)
+    if recipe.text is None:
+        figures = measure(recipe, model)
+        write_json(folder / "figures.json", figures)
+        write_text(folder / "README.md", card(recipe, model, figures))

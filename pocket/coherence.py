@@ -21,8 +21,8 @@ from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
-import tiktoken
 import torch
+from tiktoken import Encoding
 
 from gpt_kv_cache import GPT, generate
 from pocket import corpus
@@ -49,7 +49,7 @@ FREE = dict.fromkeys(("", "meet", "word", "door", "errand", "count"), "ab")
 class Statement(NamedTuple):
     """A sentence, or a few, of a story that a template of the corpus has made or could have made."""
 
-    kind: str  # opening, state, pay or other
+    kind: str  # opening, incident, ending, state or pay
     thread: str
     span: tuple[int, int]
     values: dict[str, list[str]]  # by field, one value for each time that the template names it
@@ -82,12 +82,12 @@ def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
 @cache
 def patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
     """Return (kind, thread, pattern, fields) of every template of a story."""
-    banks = [("opening", "", OPENINGS), ("other", "", INCIDENTS), ("other", "", ENDINGS)]
-    banks += [("state", thread, bank) for thread, bank in STATES.items()]
-    banks += [("pay", thread, bank) for thread, bank in PAYS.items()]
+    kinds = {"opening": {"": OPENINGS}, "incident": {"": INCIDENTS}, "ending": {"": ENDINGS}}
+    kinds |= {"state": STATES, "pay": PAYS}
     found = []
-    for kind, thread, (templates, _) in banks:
-        found += [(kind, thread, *pattern(template)) for template in templates]
+    for kind, banks in kinds.items():
+        for thread, (templates, _) in banks.items():
+            found += [(kind, thread, *pattern(template)) for template in templates]
     return found
 
 
@@ -112,6 +112,31 @@ class Verdict(NamedTuple):
     right: int
 
 
+def misnames(reading: Statement, female: dict[str, bool]) -> bool:
+    """Whether a pronoun isn't that of its person; who isn't known yet is what the first pronoun says."""
+    wrong = False
+    for field, pronouns in reading.values.items():
+        person, dot, _ = field.partition(".")
+        if dot and person in reading.values:
+            name = reading.values[person][0]
+            for pronoun in pronouns:
+                she = pronoun in ("she", "her")
+                if female.setdefault(name, she) != she:
+                    wrong = True
+    return wrong
+
+
+def contradicts(reading: Statement, known: dict[str, str]) -> bool:
+    """Whether a statement says of its thread, field by field, something else than what is known; the rest it adds."""
+    wrong = False
+    for field, said in reading.values.items():
+        if "." in field or field in FREE.get(reading.thread, ""):
+            continue
+        if {*said} != {known.setdefault(field, said[0])}:
+            wrong = True
+    return wrong
+
+
 def judge(story: str) -> Verdict:
     """Read a story's prose back, and compare what its sentences say."""
     found = statements(story)
@@ -119,33 +144,27 @@ def judge(story: str) -> Verdict:
     opening = [reading for reading in found if reading.kind == "opening"]
     travellers = {name for reading in opening for name in reading.said("a", "b")}
     towns = {name for reading in opening for name in reading.said("town")}
-    told, faults, unread, paid = {}, set(), list(story), []  # told: by thread and field
+    told = defaultdict(dict)  # what is known, by thread and field
+    faults, unread, paid = set(), list(story), []
     for reading in found:
-        kind, thread, (begin, end), values = reading
+        begin, end = reading.span
         unread[begin:end] = " " * (end - begin)
-        free = FREE.get(thread, "")
-        if reading.said(*free) - travellers or reading.said("town") - towns:
+        thread = reading.thread
+        if reading.said(*FREE.get(thread, "")) - travellers or reading.said("town") - towns:
             faults.add("stranger")
         if reading.said("c", "d") & travellers:
             faults.add("two roles")
-        for field, pronouns in values.items():
-            person, dot, _ = field.partition(".")
-            if dot and person in values:
-                for pronoun in pronouns:
-                    female = pronoun in ("she", "her")
-                    if sexes.setdefault(values[person][0], female) != female:
-                        faults.add("he or she")
+        if misnames(reading, sexes):
+            faults.add("he or she")
         if not thread:
             continue
-        before, known, wrong = thread in told, told.setdefault(thread, {}), False
-        for field, stated in values.items():
-            if "." not in field and field not in free:
-                wrong |= {*stated} != {known.setdefault(field, stated[0])}
+        stated = thread in told
+        wrong = contradicts(reading, told[thread])
         if wrong:
             faults.add(thread)
-        if kind == "pay":
-            paid.append(before and not wrong)
-            if not before:
+        if reading.kind == "pay":
+            paid.append(stated and not wrong)
+            if not stated:
                 faults.add("from nowhere")
     if len(told.keys() - {reading.thread for reading in found if reading.kind == "pay"}) > 1:
         faults.add("left open")
@@ -156,12 +175,12 @@ def judge(story: str) -> Verdict:
 
 def openings(split: str, n: int) -> list[str]:
     """Return the first sentences of n stories of a split: who sets out, and from where."""
-    pens = (corpus.Pen(split, f"0/{split}/told/{i}") for i in range(n))
+    pens = (corpus.Pen(split, f"told/{i}") for i in range(n))
     return [pen.say(OPENINGS, **corpus.scene(pen)[0]) for pen in pens]
 
 
 def written(
-    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[Sequence[int]], **options: object
+    model: GPT, tokenizer: Encoding, prompts: list[Sequence[int]], **options: object
 ) -> list[str]:
     """Return the text that a model writes after each of some prompts of as many tokens."""
     new = generate(model, torch.tensor(prompts), 400, stop_id=tokenizer.eot_token, **options)
@@ -170,7 +189,7 @@ def written(
 
 
 def write(
-    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], temperature: float = 0.0
+    model: GPT, tokenizer: Encoding, prompts: list[str], temperature: float = 0.0
 ) -> list[str]:
     """Return the prompts, each with the rest of a story's prose as the model goes on."""
     options = {"temperature": temperature, "generator": torch.Generator().manual_seed(0)}
@@ -186,12 +205,9 @@ def write(
 def measure(stories: list[str]) -> dict[str, float]:
     """Return the share of the stories that hold together, the share of the threads that are paid off as they were
     stated, of all that are paid off, and how many those are in a story."""
-    verdicts = [judge(story) for story in stories]
-    right = sum(verdict.right for verdict in verdicts)
-    paid = sum(verdict.paid for verdict in verdicts)
-    whole = sum(not verdict.faults for verdict in verdicts)
+    faults, paid, right = zip(*map(judge, stories), strict=True)
     return {
-        "coherent_share": whole / len(stories),
-        "paid_share": right / max(1, paid),
-        "paid_per_story": paid / len(stories),
+        "coherent_share": faults.count([]) / len(stories),
+        "paid_share": sum(right) / max(1, sum(paid)),
+        "paid_per_story": sum(paid) / len(stories),
     }

@@ -18,23 +18,14 @@ from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
 
-import tiktoken
+from tiktoken import Encoding
 
 from pocket.sentences import articles, dialogues, explanations, lists, stories
 from pocket.sentences.nouns import EPITHET, THINGS, WHEN, WORDS
 from pocket.sentences.templates import Bank
-from pocket.sentences.world import ASKS, CREATURE_FACTS, CREATURES, FOLLOWS, SAYS, TOWN_FACTS, TOWNS
+from pocket.sentences.world import ASKS, FACTS, FOLLOWS, SAYS, TOWNS, WORLD
 
 SPLITS = ("train", "valid", "test")
-FACTS = {"town": TOWN_FACTS, "creature": CREATURE_FACTS}
-# Each town and creature as template values: its name, {s} as the subject of a sentence, and its facts.
-WORLD = {
-    "town": [{"town": name, "s": name} | facts for name, facts in TOWNS.items()],
-    "creature": [
-        {"creature": name, "creature_a": f"a {name}", "s": f"the {name}"} | facts
-        for name, facts in CREATURES.items()
-    ],
-}
 PRONOUNS = {"woman": ("she", "her", "her"), "man": ("he", "him", "his")}
 
 
@@ -91,9 +82,9 @@ def below(text: str, questions: list[str]) -> str:
 
 def _people() -> dict[str, list[Person]]:
     """Cut one fixed shuffle of all syllable names into the casts of the three splits."""
-    taken = {*TOWNS, *WORDS["petname"]}
+    taken = {*WORDS["petname"]}
     for town in TOWNS.values():
-        taken |= {town["river"], town["founder"]}
+        taken |= {*town.values()}
     people = [
         Person(start + end, *pronouns)
         for start in WORDS["start"]
@@ -118,12 +109,12 @@ OBJECTS = {
 
 
 class Pen:
-    """The random choices of one document: all of them follow from its split and its key."""
+    """The random choices of one document: all of them follow from its split, name and seed."""
 
-    def __init__(self, split: str, key: str) -> None:
+    def __init__(self, split: str, name: str, seed: int = 0) -> None:
         self.split = split
-        self.side = 0 if split == "train" else 1
-        self.rng = Random(key)
+        self.side = int(split != "train")
+        self.rng = Random(f"{seed}/{split}/{name}")
         self.pick, self.sample = self.rng.choice, self.rng.sample
 
     def chance(self, p: float) -> bool:
@@ -161,10 +152,7 @@ class Pen:
         while len(things) < n:
             thing = self.pick(OBJECTS[self.split])
             things.setdefault(thing.split()[1], thing)
-        return list(things.values())
-
-    def epithet(self, town: str) -> str:
-        return self.part(EPITHET, **TOWNS[town])
+        return [*things.values()]
 
     def topic(self) -> tuple[str, dict[str, str]]:
         """A town or a creature: its kind and its template values."""
@@ -188,17 +176,17 @@ def scene(pen: Pen) -> tuple[dict, list[str]]:
     v = dict(zip("abcd", pen.cast(4), strict=True))
     v["obj"], v["obj2"] = pen.things(2)
     v["n1"], v["n2"] = pen.sample(WORDS["number"], 2)
-    v["town"], v["place"] = pen.sample(list(TOWNS), 2)
-    v["when"] = pen.part(WHEN, any_month=pen.pick([town["month"] for town in TOWNS.values()]))
+    v["town"], v["place"] = pen.sample([*TOWNS], 2)
+    v["when"] = pen.part(WHEN, any_month=pen.pick(WORLD["town"])["month"])
     v["rel"] = pen.pick(["sister" if v["b"].they == "she" else "brother", *WORDS["rel"]])
     v |= pen.fill("job goods cargo spot word colour landmark hour errand")
-    v |= {"epithet": pen.epithet(v["town"]), "epithet2": pen.epithet(v["place"])}
-    v |= {"Word": v["word"].capitalize(), "Hour": v["hour"].capitalize()}
-    creature = pen.pick(WORLD["creature"])
-    fact = pen.part(SAYS[pen.pick(CREATURE_FACTS)], **creature)
-    v |= creature
+    v["epithet"] = pen.part(EPITHET, **TOWNS[v["town"]])
+    v["epithet2"] = pen.part(EPITHET, **TOWNS[v["place"]])
+    v["Word"] = v["word"].capitalize()
+    v |= pen.pick(WORLD["creature"])
+    fact = pen.part(SAYS[pen.pick(FACTS["creature"])], **v)
     v["they_said"] = pen.part(stories.CREATURE_ASIDE, fact=fact, **v)
-    return v, pen.sample(list(stories.THREADS), pen.pick([2, 3, 3, 4]))
+    return v, pen.sample([*stories.THREADS], pen.pick([2, 3, 3, 4]))
 
 
 def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
@@ -241,7 +229,6 @@ def article(pen: Pen) -> str:
     v["n1"], v["n2"], v["n3"] = pen.sample(WORDS["number"], 3)
     v |= pen.fill("job")
     keys = pen.sample(FACTS[kind], pen.pick([3, 4, 5]) if kind == "town" else 3)
-    animal, this = ("the town", "the town") if kind == "town" else ("animal", "this animal")
     aside = pen.rng.randrange(1, len(keys))
     lines = []
     for i, key in enumerate(keys):
@@ -250,9 +237,10 @@ def article(pen: Pen) -> str:
         named = dict(about)
         # "it" only right after a sentence that is about the subject as a whole
         if i not in (0, aside):
-            named["s"] = pen.pick([about["s"], "it", this])
+            named["s"] = pen.pick([about["s"], "it", about["this"]])
         if i:
-            named[kind] = pen.pick([animal, about[kind], about[kind]])
+            general = about["this"].removeprefix("this ")
+            named[kind] = pen.pick([general, about[kind], about[kind]])
         lines.append(pen.fact(named, key))
     questions = []
     if pen.chance(0.6):
@@ -286,8 +274,7 @@ def quiz(pen: Pen) -> str:
 def talk(pen: Pen, recall: bool) -> tuple[str, list[dict]]:
     """A conversation and the template values of all that is told in it; if recall, some is asked for again in it."""
     a, b, c = pen.cast(3)
-    here = pen.pick(list(TOWNS))
-    lines = pen.part(dialogues.GREETINGS, a=a, b=b, town=here).split("|")
+    lines = pen.part(dialogues.GREETINGS, a=a, b=b, town=pen.pick([*TOWNS])).split("|")
     told, facts = [], {}
 
     def says(speaker: Person, bank: Bank, **values: object) -> None:
@@ -295,19 +282,25 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[dict]]:
 
     def tells(who: Person, topic: str) -> None:
         values = facts[who]
-        says(who, dialogues.TOPICS[topic][1], **values)
-        short = dialogues.SHORT[topic].format(**values)
-        spoken = f"a {short}" if topic in ("job", "thing") else short
-        more = {"topic": topic, "short": short, "spoken": spoken, "Spoken": english(spoken)}
-        told.append(values | more)
+        _, tell, again, asks = dialogues.TOPICS[topic]
+        says(who, tell, **values)
+        spoken = dialogues.SPOKEN[topic].format(**values)
+        more = {"topic": topic, "short": spoken.removeprefix("a "), "spoken": spoken}
+        told.append(values | more | {"again": again, "asks": asks})
 
     for who, other, thing in zip((a, b), (b, a), pen.things(2), strict=True):
-        home = pen.pick(list(TOWNS))
-        facts[who] = {"who": who, "other": other, "obj": thing}
-        facts[who] |= {"home": home, "epithet": pen.epithet(home)}
-        facts[who] |= pen.fill("job pet petname food")
-        facts[who] |= {"age": pen.pick(range(16, 80)), "kin": pen.pick(WORDS["number"][:8])}
-    for topic in pen.sample(list(dialogues.TOPICS), pen.pick([2, 3, 3, 4])):
+        home = pen.pick([*TOWNS])
+        facts[who] = {
+            "who": who,
+            "other": other,
+            "obj": thing,
+            "home": home,
+            "epithet": pen.part(EPITHET, **TOWNS[home]),
+            **pen.fill("job pet petname food"),
+            "age": pen.pick(range(16, 80)),
+            "kin": pen.pick(WORDS["number"][:8]),
+        }
+    for topic in pen.sample([*dialogues.TOPICS], pen.pick([2, 3, 3, 4])):
         asker, other = (a, b) if pen.chance(0.5) else (b, a)
         says(asker, dialogues.TOPICS[topic][0])
         tells(other, topic)
@@ -323,12 +316,12 @@ def talk(pen: Pen, recall: bool) -> tuple[str, list[dict]]:
         lines.append(f"{b}: {pen.fact(about, key)}")
     if recall:
         for values in pen.sample(told, pen.pick([0, 1, 1, 2])):
-            again = pen.part(dialogues.TOPICS[values["topic"]][2], **values)
+            again = pen.part(values["again"], **values)
             says(values["other"], dialogues.REMINDS, b=values["who"], again=again)
             says(values["who"], dialogues.REPLIES, **values)
         if pen.chance(0.4):
             values = pen.pick(told)
-            question = pen.part(dialogues.TOPICS[values["topic"]][3], **values)
+            question = pen.part(values["asks"], **values)
             says(c, dialogues.THIRD, b=values["other"], question=question)
             says(values["other"], dialogues.THIRD_REPLIES, **values)
         lines += pen.part(dialogues.FAREWELLS, a=a, b=b).split("|")
@@ -340,15 +333,14 @@ def dialogue(pen: Pen) -> str:
     text, told = talk(pen, recall=True)
     questions = []
     for values in pen.sample(told, pen.pick([0, 1, 2])):
-        asks = dialogues.TOPICS[values["topic"]][3]
-        questions.append(qa(pen.part(asks, **values), values["short"]))
+        questions.append(qa(pen.part(values["asks"], **values), values["short"]))
     return below(text, questions)
 
 
 def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tuple[str, ...]) -> str:
     """Join clauses as numbered lines, or as a paragraph that says First and Finally."""
     if pen.chance(0.4):
-        joint, starts = "\n", [f"{i}. " for i in range(1, len(steps) + 1)]
+        joint, starts = "\n", [f"{i}. " for i, _ in enumerate(steps, 1)]
     else:
         between = [words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)]
         joint, starts = " ", ["First, ", *between, "Finally, "]
@@ -358,11 +350,11 @@ def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tupl
 
 def project(pen: Pen) -> dict:
     """What a device, a dish or a journey is made of: its template values, its kind and the numbers of its points."""
-    kind = pen.pick(list(explanations.PLANS))
+    kind = pen.pick([*explanations.PLANS])
     needed, points = explanations.NEEDED[kind], explanations.PLANS[kind][-1]
     v = dict(zip("acd", pen.cast(3), strict=True))
     (v["obj"],) = pen.things(1)
-    v["town"], v["town2"] = pen.sample(list(TOWNS), 2)
+    v["town"], v["town2"] = pen.sample([*TOWNS], 2)
     v |= {f"n{i}": n for i, n in enumerate(pen.sample(WORDS["number"], 5), 1)}
     v |= pen.fill(explanations.PLAN_FIELDS)
     v["m1"], v["m2"] = pen.sample(WORDS["minutes"], 2)
@@ -397,11 +389,11 @@ def explain(pen: Pen) -> str:
         return " ".join(notes_of(pen, project(pen)))
     kind, about = pen.topic()
     ask, opening, closing = explanations.WORLD_EXPLAINS[kind]
-    keys, steps = list(FACTS[kind]), []
+    keys, steps = [*FACTS[kind]], []
     pen.rng.shuffle(keys)
     for key in keys:
-        subject = pen.pick([about["s"], "it"])
-        steps.append(pen.part(SAYS[key], **about | {"s": subject}))
+        named = about | {"s": pen.pick([about["s"], "it"])}
+        steps.append(pen.part(SAYS[key], **named))
     begin, end = pen.say(opening, **about), pen.say(closing, **about)
     answer = in_steps(pen, begin, steps, end, ("Second, ", "Also, ", "And "))
     text = qa(pen.part(ask, **about), answer)
@@ -410,7 +402,7 @@ def explain(pen: Pen) -> str:
 
 def items_of(pen: Pen, what: str, n: int) -> list[str]:
     """n different items of a list."""
-    pools = {"names": PEOPLE[pen.split], "towns": list(TOWNS), "numbers": range(10, 1000)}
+    pools = {"names": PEOPLE[pen.split], "towns": [*TOWNS], "numbers": range(10, 1000)}
     if what in pools:
         return list(map(str, pen.sample(pools[what], n)))
     if what == "things":
@@ -422,10 +414,10 @@ def items_of(pen: Pen, what: str, n: int) -> list[str]:
 def recite(pen: Pen) -> tuple[str, str, str]:
     """A list with its story up to the copy, the copy, and what comes after it."""
     a, b = pen.cast(2)
-    what = pen.pick(list(lists.LENGTHS))
+    what = pen.pick([*lists.LENGTHS])
     n = pen.rng.randint(*lists.LENGTHS[what])
     items = items_of(pen, what, n)
-    v = {"a": a, "b": b, "town": pen.pick(list(TOWNS)), "what": what, "many": n}
+    v = {"a": a, "b": b, "town": pen.pick([*TOWNS]), "what": what, "many": n}
     written = ("\n" if n <= 14 and pen.chance(0.4) else ", ").join(items)
     head = f"{pen.say(lists.LIST_OPENINGS, **v)}\n{written}\n{pen.say(lists.LIST_MIDDLES, **v)}\n"
     tail, questions = "\n" + pen.say(lists.LIST_CLOSINGS, **v), []
@@ -455,8 +447,8 @@ WEIGHTS = (28, 17, 15, 17, 13, 10)  # in percent
 def document(split: str, index: int, seed: int = 0) -> Document:
     """The document at (seed, split, index), 350 to 1900 characters long; those of seed 0 are what models are trained
     and evaluated on."""
-    pen = Pen(split, f"{seed}/{split}/{index}")
-    kind = pen.rng.choices(list(KINDS), WEIGHTS)[0]
+    pen = Pen(split, f"{index}", seed)
+    kind = pen.rng.choices([*KINDS], WEIGHTS)[0]
     text = ""
     while not 350 <= len(text) <= 1900:
         text = KINDS[kind](pen)
@@ -468,7 +460,7 @@ def documents(split: str, n: int) -> Iterator[Document]:
     return (document(split, i) for i in range(n))
 
 
-def beginnings(tokenizer: tiktoken.Encoding, split: str, n: int, tokens: int) -> list[list[int]]:
+def beginnings(tokenizer: Encoding, split: str, n: int, tokens: int) -> list[list[int]]:
     """The beginnings of n stories, dialogues or explanations, `tokens` ids each: at most the last 256 are of the
     document that goes on, and earlier documents precede them."""
     own = min(tokens, 256)
@@ -503,14 +495,13 @@ def recall_questions(split: str, n: int) -> list[Question]:
     """
     questions, index = [], 0
     while len(questions) < n:
-        pen = Pen(split, f"0/{split}/recall/{index}")
-        text, key = "", ""
+        pen = Pen(split, f"recall/{index}")
+        text = ""
         while not 270 <= len(text) <= 1200:
             if index % 3 == 2:
                 text, told = talk(pen, recall=False)
                 v = pen.pick(told)
-                key, answer = v["topic"], v["short"]
-                asks = dialogues.TOPICS[key][3]
+                key, answer, asks = v["topic"], v["short"], v["asks"]
             else:
                 text, v, (key, *_) = tell(pen, mute=True)
                 asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
@@ -525,7 +516,7 @@ def explain_questions(split: str, n: int) -> list[Question]:
     """n sets of notes, each with the question to explain them and the long reference answer."""
     found = []
     for i in range(n):
-        pen = Pen(split, f"0/{split}/explain/{i}")
+        pen = Pen(split, f"explain/{i}")
         found.append(Question(f"explain:{split}:{i}", *notes_of(pen, project(pen))))
     return found
 
@@ -551,7 +542,7 @@ def story_families(split: str, n: int) -> list[list[Question]]:
     """n stories, each told in three ways and each time with a question on the same early fact, in other words."""
     families, index = [], 0
     while len(families) < n:
-        name = f"0/{split}/retold/{index}"
+        name = f"retold/{index}"
         v, threads = scene(Pen(split, name))
         key, family = threads[0], []
         answer = stories.THREADS[key].format(**v)
@@ -570,7 +561,7 @@ def notes_families(split: str, n: int) -> list[list[Question]]:
     """n projects, each with three sets of notes, in other words and another order, and the question to explain it."""
     families = []
     for index in range(n):
-        name = f"0/{split}/noted/{index}"
+        name = f"noted/{index}"
         made, family = project(Pen(split, name)), f"notes:{split}:{index}"
         told = [notes_of(Pen(split, f"{name}/{i}"), made) for i in range(3)]
         families.append([Question(family, *one) for one in told])
@@ -579,4 +570,4 @@ def notes_families(split: str, n: int) -> list[list[Question]]:
 
 def repeated_lists(split: str, n: int) -> list[tuple[str, str]]:
     """n pairs (text up to where the copy of its list begins, the copy)."""
-    return [recite(Pen(split, f"0/{split}/list/{i}"))[:2] for i in range(n)]
+    return [recite(Pen(split, f"list/{i}"))[:2] for i in range(n)]

@@ -5,9 +5,9 @@ import re
 from collections import defaultdict
 from statistics import mean
 
-import tiktoken
 import torch
 import torch.nn.functional as F
+from tiktoken import Encoding
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
@@ -20,7 +20,7 @@ from support.statistics import kl
 
 @torch.inference_mode()
 def answers(
-    model: nn.Module, tokenizer: tiktoken.Encoding, questions: list[corpus.Question]
+    model: nn.Module, tokenizer: Encoding, questions: list[corpus.Question]
 ) -> tuple[float, float]:
     """Return the mean loss on the answers' tokens (nats) and the share that greedy decoding gets right, to the end.
 
@@ -47,7 +47,7 @@ def nats_of(model: nn.Module, tokens: list[int]) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none")
 
 
-def rows_of(tokenizer: tiktoken.Encoding, n: int, length: int) -> list[list[int]]:
+def rows_of(tokenizer: Encoding, n: int, length: int) -> list[list[int]]:
     """Return n held-out documents, one after the other, in rows of so many tokens."""
     tokens = []
     for document in corpus.documents("test", n):
@@ -55,7 +55,7 @@ def rows_of(tokenizer: tiktoken.Encoding, n: int, length: int) -> list[list[int]
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
 
 
-def perplexity(model: nn.Module, tokenizer: tiktoken.Encoding, split: str) -> float:
+def perplexity(model: nn.Module, tokenizer: Encoding, split: str) -> float:
     """Return the perplexity per token of 300 documents, each read by itself."""
     nats = []
     for document in corpus.documents(split, 300):
@@ -64,7 +64,7 @@ def perplexity(model: nn.Module, tokenizer: tiktoken.Encoding, split: str) -> fl
     return torch.cat(nats).mean().exp().item()
 
 
-def list_losses(model: nn.Module, tokenizer: tiktoken.Encoding) -> list[float]:
+def list_losses(model: nn.Module, tokenizer: Encoding) -> list[float]:
     """Return the mean loss (nats per token) on 100 lists at the first reading, and at the second."""
     parts = [], []
     for texts in corpus.repeated_lists("test", 100):
@@ -75,7 +75,7 @@ def list_losses(model: nn.Module, tokenizer: tiktoken.Encoding) -> list[float]:
     return [torch.cat(part).mean().item() for part in parts]
 
 
-def name_losses(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[float, float]:
+def name_losses(model: nn.Module, tokenizer: Encoding) -> tuple[float, float]:
     """Return the mean loss (nats per token) on what completes a person's name, the first time a document mentions the
     person and all later times, every person counting once. The names of held-out splits are new: the second figure is
     the loss of copying. Lists are left out: there many names begin alike, and a beginning does not tell which it is."""
@@ -97,7 +97,7 @@ def name_losses(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[float, 
     return mean(map(mean, first.values())), mean(map(mean, later.values()))
 
 
-def evaluate(model: nn.Module, tokenizer: tiktoken.Encoding) -> dict[str, float]:
+def evaluate(model: nn.Module, tokenizer: Encoding) -> dict[str, float]:
     """Measure a model on held-out text: other people, objects and wordings than those it was trained on."""
     figures = {"perplexity": perplexity(model, tokenizer, "test")}
     closed_book, recall = corpus.closed_book_questions("test"), corpus.recall_questions("test", 300)
@@ -131,7 +131,7 @@ def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
 
 
 @torch.inference_mode()
-def divergences(teacher: GPT, student: GPT, tokenizer: tiktoken.Encoding) -> dict[str, float]:
+def divergences(teacher: GPT, student: GPT, tokenizer: Encoding) -> dict[str, float]:
     """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of the context, by what
     the student reads: its own cache, the teacher's of the prompt, or one that is refreshed every so many tokens."""
     n_ctx = student.config.n_ctx

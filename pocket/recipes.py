@@ -6,9 +6,9 @@ from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import tiktoken
 import torch
 import torch.nn.functional as F
+from tiktoken import Encoding
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
@@ -66,7 +66,7 @@ class Recipe:
         return self.kind
 
     @property
-    def tokenizer(self) -> tiktoken.Encoding:
+    def tokenizer(self) -> Encoding:
         return load_tokenizer(self.init or "pocket")
 
     def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
@@ -174,8 +174,9 @@ class Pruning(Change):
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
 DROPOUT = 0.1
 KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read
+SIZES = {"vocab_size": VOCABULARY, "n_ctx": 1280, "n_layer": 6, "n_head": 6, "n_embd": 192}
 TEACHER = Recipe(
-    GPTConfig(vocab_size=VOCABULARY, n_ctx=1280, n_layer=6, n_head=6, n_embd=192),
+    GPTConfig(**SIZES),
     # Three courses, each of which ends at a low learning rate, with a model that can be used.
     (  # steps, documents, lists, context, lr
         Phase(500, 0, 8, 128, 5e-4),
@@ -188,15 +189,7 @@ TEACHER = Recipe(
     documents=120_000,
 )
 LLAMA = LlamaRecipe(  # as many parameters but for a few hundred, a third of the heads of keys and values
-    LlamaConfig(
-        vocab_size=VOCABULARY,
-        n_ctx=1280,
-        n_layer=6,
-        n_head=6,
-        n_kv_head=2,
-        n_embd=192,
-        n_inner=672,
-    ),
+    LlamaConfig(**SIZES, n_kv_head=2, n_inner=672),
     TEACHER.phases,
     TEACHER.documents,
 )
@@ -236,14 +229,14 @@ def pruning(
     begin, lr, usual = None, 1e-3, 3_000
     if (init, kind) == ("pocket", "dropout"):
         begin, lr, usual = "pocket-student", 4e-4, 600
+    mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
     narrow = replace(
         config,
         n_embd=8 * round(STUDENT_WIDTH * config.n_embd / 8),
         n_inner=8 * round(STUDENT_WIDTH * config.n_inner / 8),
-        dropout=DROPOUT if kind == "dropout" else 0.0,
+        dropout=dropout,
     )
     phases = phases_of(config, steps or usual, lr, 4.0, text)
-    mode = "segments" if kind == "dropout" else kind
     return Pruning(narrow, phases, init=init, text=text, mode=mode, begin=begin)
 
 

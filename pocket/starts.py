@@ -1,6 +1,7 @@
 """The model as training begins: an induction circuit, addresses near the keys."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,15 +13,31 @@ from llama_kv_cache import Llama, rotate, rotation
 from load_gpt2_weights import load_model
 from pocket.batches import Corpus
 from pocket.recipes import Pruning, Recipe
+from support.geometry import kv_heads
 
-MOST_SLOTS = 3000  # keys of a head among which the slots' addresses begin
+MOST_KEYS = 3000  # of a head, among which the slots' addresses begin
 
 
-def heads(model: GPT, layer: int) -> Tensor:
-    """Return a view (C, 3, H, D) of the weights of a layer's queries, keys and values."""
-    return model.h[layer].attn.c_attn.weight.unflatten(
-        1, (3, model.config.n_head, model.config.head_dim)
-    )
+def heads(model: GPT | Llama, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return views of a layer's weights by heads: queries (H, C, D), keys and values (K, C, D) each, and what writes
+    to the stream (H, D, C)."""
+    config, attention = model.config, model.h[layer].attn
+    H, K, D = config.n_head, kv_heads(config), config.head_dim
+    joined = attention.c_attn.weight.unflatten(1, (H + 2 * K, D)).movedim(1, 0)
+    return *joined.split([H, K, K]), attention.c_proj.weight.unflatten(0, (H, D))
+
+
+def make_room(model: GPT | Llama, parts: Sequence[slice]) -> None:
+    """Let tokens say little in these parts of the width; from layer 1 on, heads write what they read, up to a
+    projection."""
+    # large, so that a step of training changes it little; ln_f keeps the logits as they were
+    model.wte.weight *= 5
+    model.ln_f.weight /= 5
+    for part in parts:
+        model.wte.weight[:, part] *= 0.1
+    for layer in range(1, model.config.n_layer):
+        *_, value, write = heads(model, layer)
+        write.copy_(value.mT.repeat_interleave(len(write) // len(value), dim=0))
 
 
 @torch.no_grad()
@@ -44,20 +61,14 @@ def start_as_copier(model: GPT) -> None:
 
     frequency = 1000.0 ** -torch.linspace(0, 1, P // 2)
     angle = torch.arange(model.config.n_ctx)[:, None] * frequency
-    # large, so that a step of training changes it little; ln_f keeps the logits as they were
-    model.wte.weight *= 5
-    model.ln_f.weight /= 5
+    make_room(model, (position, *back))
     model.wpe.weight *= 0.1
     model.wpe.weight[:, position] = 0.25 * torch.cat([angle.sin(), angle.cos()], dim=1)
-    for part in (position, *back):
-        model.wte.weight[:, part] *= 0.1
 
-    read, attention = heads(model, 0), model.h[0].attn
-    i = torch.arange(n)
+    layer, i = heads(model, 0), torch.arange(n)
     sin, cos = i, i + P // 2  # of the n highest frequencies: they tell neighbours apart
     for head in (0, 1):
-        read[:, :, head] = 0
-        query, key, value = read[:, :, head].unbind(1)  # (C, D) each
+        query, key, value, write = (part[head].zero_() for part in layer)
         turn = (head + 1) * frequency[:n]
         key[sin, i] = 2.5
         key[cos, n + i] = 2.5
@@ -66,21 +77,15 @@ def start_as_copier(model: GPT) -> None:
         query[cos, n + i] = 2.5 * turn.cos()  # cos(p - t) = cos p cos t + sin p sin t
         query[sin, n + i] = 2.5 * turn.sin()
         value[content, :n] = project
-        attention.c_proj.weight[head * D : (head + 1) * D] = 0
-        attention.c_proj.weight[head * D : head * D + n, back[head]] = 0.5 * torch.eye(n)
+        write[:n, back[head]] = 0.5 * torch.eye(n)
 
-    for block in model.h[1:]:  # what a head writes is what it reads, up to a projection
-        block.attn.c_proj.weight.copy_(block.attn.c_attn.weight.chunk(3, 1)[2].t())
-    read, attention = heads(model, 1), model.h[1].attn
-    read[:, :, 0] = 0
-    query, key, value = read[:, :, 0].unbind(1)
+    query, key, value, write = (part[0].zero_() for part in heads(model, 1))
     query[content, :n] = 4 * project
     key[back[0], :n] = 4 * torch.eye(n)
     query[back[0], n:D] = 2 * torch.eye(n)
     key[back[1], n:D] = 2 * torch.eye(n)
     value[content, :n] = project
-    attention.c_proj.weight[:D] = 0
-    attention.c_proj.weight[:n, content] = 1.5 * project.t()
+    write[:n, content] = 1.5 * project.t()
 
 
 @torch.no_grad()
@@ -93,50 +98,36 @@ def start_llama_as_copier(model: Llama) -> None:
     or that stand two after the one before it, and adds their content to its own.
     """
     config = model.config
-    C, D, H, K = config.n_embd, config.head_dim, config.n_head, config.n_kv_head
-    n, group = D // 2, H // K  # pairs of a head, heads of a group
+    C, D = config.n_embd, config.head_dim
+    n = D // 2  # pairs of a head
     W = C - 2 * n - 1  # of the content
     content = slice(0, W)
     back = slice(W, W + n), slice(W + n, W + 2 * n)
     project = torch.randn(W, n) / math.sqrt(W)
     fast = torch.arange(D) % n < n // 2  # numbers i and n + i are a pair
 
-    def weights(layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        attention = model.h[layer].attn
-        joined = attention.c_attn.weight.view(C, H + 2 * K, D)
-        return *joined.split([H, K, K], dim=1), attention.c_proj.weight.view(H, D, C)
-
-    model.wte.weight *= 5
-    model.ln_f.weight /= 5
-    for part in back:
-        model.wte.weight[:, part] *= 0.1
+    make_room(model, back)
     model.wte.weight[:, -1] = 0.5  # the constant
 
-    query, key, value, write = weights(0)
-    key[:, 0] = 0
-    key[-1, 0, fast] = 1.0
-    value[:, 0] = 0
-    value[content, 0, :n] = project
+    query, key, value, write = heads(model, 0)
+    for old in (query[:2], key[0], value[0], write[:2]):
+        old.zero_()
+    key[0, -1, fast] = 1.0
+    value[0, content, :n] = project
     for head in (0, 1):
-        query[:, head] = 0
         ahead = rotation(torch.tensor([-1 - head]), config)
-        query[-1, head] = rotate(key[-1, 0].view(1, 1, 1, D), ahead).flatten()
-        write[head] = 0
+        query[head, -1] = rotate(key[0, -1].view(1, 1, 1, D), ahead).flatten()
         write[head, :n, back[head]] = 0.5 * torch.eye(n)
 
-    # what a head writes is what it reads, up to a projection
-    for layer in range(1, config.n_layer):
-        _, _, value, write = weights(layer)
-        write.copy_(value.permute(1, 2, 0).repeat_interleave(group, dim=0))
-    query, key, value, write = weights(1)
+    query, key, value, write = heads(model, 1)
     sought = (content, 4 * project), (back[0], 4 * torch.eye(n))
     for shared, (part, matrix) in enumerate(sought):
-        head = shared * group
-        for old in (query[:, head], key[:, shared], value[:, shared], write[head]):
+        head = shared * config.n_head // config.n_kv_head  # the first of the group
+        for old in (query[head], key[shared], value[shared], write[head]):
             old.zero_()
-        query[part, head, ~fast] = matrix
-        key[back[shared], shared, ~fast] = 4 * torch.eye(n)
-        value[content, shared, :n] = project
+        query[head, part, ~fast] = matrix
+        key[shared, back[shared], ~fast] = 4 * torch.eye(n)
+        value[shared, content, :n] = project
         write[head, :n, content] = 0.75 * project.t()
 
 
@@ -168,14 +159,9 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
         if query.bias is not None:
             query.bias.copy_(attention.bias.chunk(3)[1])
         keys = keys.transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
-        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_SLOTS]]
+        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_KEYS]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
-
-
-def most_active(activity: Tensor, n: int) -> Tensor:
-    """Return the n dimensions (n,) that are most active, in their order."""
-    return activity.topk(n).indices.sort().values
 
 
 @torch.no_grad()
@@ -193,16 +179,19 @@ def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> GPT:
     teacher(ids)
     for hook in hooks:
         hook.remove()
-    wide = most_active(sum(activity[layer] for layer in readers), config.n_embd)
-    inner = [most_active(activity[layer], config.n_inner) for layer in writers]
+    # the most active dimensions, in their order
+    active = sum(activity[layer] for layer in readers)
+    wide = active.topk(config.n_embd).indices.sort().values
+    inner = [activity[layer].topk(config.n_inner).indices.sort().values for layer in writers]
     kept = {}
     for name, p in teacher.named_parameters():
+        neurons = inner[int(name.split(".")[1])] if ".mlp." in name else None
         if name.endswith(("c_attn.weight", "c_fc.weight")):  # read the residual stream
             p = p[wide]
         elif name.endswith("mlp.c_proj.weight"):
-            p = p[inner[int(name.split(".")[1])]]
+            p = p[neurons]
         if ".c_fc." in name:
-            p = p[..., inner[int(name.split(".")[1])]]
+            p = p[..., neurons]
         elif ".c_attn." not in name:  # all others write to the stream, or are as wide
             p = p[..., wide]
         kept[name] = p

@@ -15,10 +15,12 @@ VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
 def train_tokenizer(path: Path) -> None:
     """Train a byte-level BPE on documents of the corpus and write it as tiktoken ranks: base64 of the bytes, rank.
 
-    Needs the package tokenizers, which comes with transformers. The 256 bytes come first, so any UTF-8 text
-    has an encoding.
+    The 256 bytes come first, so any UTF-8 text has an encoding. Raises ValueError without the package tokenizers.
     """
-    from tokenizers import ByteLevelBPETokenizer
+    try:
+        from tokenizers import ByteLevelBPETokenizer
+    except ImportError as error:
+        raise ValueError("training a tokenizer needs `pip install tokenizers`") from error
 
     tokenizer = ByteLevelBPETokenizer()  # which cuts texts by GPT-2's pattern
     texts = (document.text for document in corpus.documents("train", 20_000))

@@ -32,20 +32,10 @@ import torch.distributed as dist
 
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
+from pocket import recipes
 from pocket.ablation import ablation
 from pocket.batches import RANK
 from pocket.checkpoints import finish
-from pocket.recipes import (
-    DROPOUT,
-    KINDS,
-    LLAMA,
-    MEMORY,
-    PAPER,
-    TEACHER,
-    Recipe,
-    distillation,
-    pruning,
-)
 from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
@@ -53,28 +43,32 @@ from support.cli import CommandLine, whole_number, writable_folder
 HERE = Path(__file__).resolve().parent
 
 
-def recipe_of(args: argparse.Namespace) -> Recipe:
+def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
     """Return the recipe of what is to be trained."""
-    if args.what in ("teacher", "llama"):
-        return TEACHER if args.what == "teacher" else LLAMA
+    if args.what == "teacher":
+        return recipes.TEACHER
+    if args.what == "llama":
+        return recipes.LLAMA
     init = args.init or "pocket"
     config = load_model(init, model_class=GPT).config
     if args.what == "student":
-        return pruning(init, config, args.steps, args.kind or KINDS[0], args.text)
-    memory = PAPER if args.rule == "sum" else MEMORY
-    return distillation(init, config, args.steps, args.text, **memory)
+        return recipes.pruning(init, config, args.steps, args.kind or recipes.KINDS[0], args.text)
+    memory = recipes.PAPER if args.rule == "sum" else recipes.MEMORY
+    return recipes.distillation(init, config, args.steps, args.text, **memory)
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    made = ("tokenizer", "teacher", "llama", "bct", "student", "ablation")
-    cli.add_argument("what", choices=made, help="what to train")
+    cli.add_argument(
+        "what",
+        choices=("tokenizer", "teacher", "llama", "bct", "student", "ablation"),
+        help="what to train",
+    )
     cli.add_argument(
         "--out",
         type=writable_folder,
         metavar="FOLDER",
-        help="where the result goes, and in run/ an interrupted run's state; default: its folder in "
-        "pocket, and runs/",
+        help="for the result, and in run/ for the run's state; default: in pocket, and runs/",
     )
     cli.add_argument(
         "--init", metavar="NAME", help="bct, student: the model to change; default: pocket"
@@ -82,27 +76,24 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--text",
         metavar="FILE",
-        help="bct, student: UTF-8 text to train on, with <|endoftext|> between "
-        "texts; default: the pocket corpus",
+        help="bct, student: UTF-8 text, <|endoftext|> between texts; default: the corpus",
     )
     cli.add_argument(
         "--steps",
         type=whole_number(1),
         metavar="N",
-        help="bct, student: steps of training; default: as many as pocket's took",
+        help="bct, student: of training; default: as many as pocket's took",
     )
     cli.add_argument(
         "--kind",
-        choices=KINDS,
-        help="what it reads in training: segments as "
-        "between refreshes; alone, its own cache; prompt, the teacher's of a prompt; dropout, segments "
-        f"with dropout of {DROPOUT}; default: {KINDS[0]}",
+        choices=recipes.KINDS,
+        help="what it reads in training: segments as between refreshes; alone, its own cache; prompt, the "
+        f"teacher's of a prompt; dropout, segments with dropout; default: {recipes.KINDS[0]}",
     )
     cli.add_argument(
         "--rule",
         choices=("mean", "sum"),
-        help="how a slot reads its writes: mean, ours, with gates; or sum, the paper's own rule and "
-        "nothing else; default: mean",
+        help="how a slot reads its writes: mean, ours, with gates; sum, the paper's own; default: mean",
     )
     cli.only("student", "--kind")
     cli.only("bct", "--rule")
@@ -112,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(f"{args.what} has no --init, --text, --steps: bct, student have")
             if args.out is None:
                 raise ValueError(
-                    "--out FOLDER is needed: only a run with the defaults may replace what is in pocket"
+                    "--out FOLDER is needed: only the defaults may replace what is in pocket"
                 )
         if args.what == "tokenizer":
             train_tokenizer((args.out or TOKENIZER.parent) / TOKENIZER.name)

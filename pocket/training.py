@@ -33,7 +33,8 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     rows = min(step.phase.rows for step in plan)
     if rows < PROCESSES:
         raise ValueError(f"{PROCESSES} processes are too many for batches of {rows} rows")
-    origins = [load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name]
+    # one after the other: none is kept in memory
+    origins = (load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name)
     identity = "; ".join([repr(recipe), *map(fingerprint, origins)])
     path, state = run / "last.pt", None
     if path.exists():
@@ -71,28 +72,28 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
 
     saved = time.monotonic()
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    with tqdm(initial=len(losses), total=len(plan), desc="training", disable=RANK > 0) as bar:
-        for step in range(len(losses), len(plan)):
-            for group in optimizer.param_groups:
-                group["lr"] = plan[step].lr * group["factor"]
-            parts = (part[RANK::PROCESSES].to(device) for part in batch_at(recipe, step, text))
-            batch = Batch(*parts)  # this process's share
-            with mixed_precision:
-                losses_of = recipe.losses(parallel, teacher, batch)
-            loss = (losses_of * batch.weights).sum()
-            optimizer.zero_grad()
-            (loss * PROCESSES).backward()  # of which the mean over processes is the sum
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            loss = loss.detach()
-            if dist.is_initialized():
-                dist.all_reduce(loss)
-            losses.append(loss.item())
-            bar.update()
-            bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
-            if time.monotonic() - saved > 300:  # seconds
-                save()
-                saved = time.monotonic()
+    steps = range(len(losses), len(plan))
+    bar = tqdm(steps, "training", len(plan), initial=len(losses), disable=RANK > 0)
+    for step in bar:
+        for group in optimizer.param_groups:
+            group["lr"] = plan[step].lr * group["factor"]
+        parts = (part[RANK::PROCESSES].to(device) for part in batch_at(recipe, step, text))
+        batch = Batch(*parts)  # this process's share
+        with mixed_precision:
+            losses_of = recipe.losses(parallel, teacher, batch)
+        loss = (losses_of * batch.weights).sum()
+        optimizer.zero_grad()
+        (loss * PROCESSES).backward()  # of which the mean over processes is the sum
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        loss = loss.detach()
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
+        if time.monotonic() - saved > 300:  # seconds
+            save()
+            saved = time.monotonic()
     save()
     return model.eval(), losses
 
@@ -106,5 +107,5 @@ def read_state(path: Path) -> dict[str, Any]:
         return {name: state[name] for name in ("recipe", "losses", "model", "optimizer")}
     except Exception as error:  # what torch.load raises on a damaged file is of ten kinds
         raise ValueError(
-            f"{path} is damaged, or not the state of a run; move it away to start anew"
+            f"{path} is damaged, or no run's state; move it away to start anew"
         ) from error

@@ -239,6 +239,7 @@ def test_todays_models_take_turns_and_write_the_same(
     export(Llama(config), tmp_path)
     words = ["--model", str(tmp_path), "--out", str(tmp_path), *"--lengths 5 9 --turns 2".split()]
     bench.main(words)
+    assert len([*tmp_path.glob("llama_*.png")]) == 2
     record = read_json(tmp_path / "llama.json")
     assert {*record["rows"]} == {*LLAMAS} and record["different"] == []
     bytes_of = {name: row["1 x 9"]["cache_bytes"] for name, row in record["rows"].items()}

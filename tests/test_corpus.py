@@ -18,9 +18,9 @@ PINNED = {
 
 def digest(split: str) -> str:
     told = [(d.kind, d.text) for d in corpus.documents(split, 200)]
-    told += [(q.prompt, q.answer) for q in corpus.closed_book_questions(split)]
-    told += [(q.prompt, q.answer) for q in corpus.recall_questions(split, 30)]
-    told += [(q.prompt, q.answer) for q in corpus.explain_questions(split, 10)]
+    asked = corpus.closed_book_questions(split) + corpus.recall_questions(split, 30)
+    asked += corpus.explain_questions(split, 10)
+    told += [(q.prompt, q.answer) for q in asked]
     told += corpus.repeated_lists(split, 10)
     for families in (corpus.story_families(split, 5), corpus.notes_families(split, 5)):
         told += [(q.prompt, q.answer) for family in families for q in family]

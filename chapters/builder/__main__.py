@@ -7,8 +7,6 @@ The notebook of the two-hour course is made of them too (notebook.py), unless it
 checked), from the solution.py beside it, whatever a student wrote there.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -79,12 +77,12 @@ def links(path: Path) -> list[tuple[str, str]]:
         return [] if path.stem == "README" else [("index.html", "All chapters")]
     chapters, found = folders([]), [("../index.html", "All chapters")]
     at = chapters.index(path.parent)
-    for number, folder in enumerate(chapters):
+    for folder in chapters[max(0, at - 1) : at + 2]:
         title = title_of(read_text(folder / "README.md"))
         address = f"../{folder.name}/index.html"
-        if number == at - 1:
+        if folder < path.parent:
             found.insert(0, (address, f"← {title}"))
-        if number == at + 1:
+        if folder > path.parent:
             found.append((address, f"{title} →"))
     return found
 
@@ -113,12 +111,9 @@ def main(argv: list[str] | None = None) -> None:
                 path for folder in folders(args.chapters) for path in folder.glob("solution.py")
             ]
             if not solutions:
-                raise ValueError(
-                    "stubs are made from solution.py, and there is none here: your teacher may have it"
-                )
+                raise ValueError("stubs need a solution.py: your teacher may have it")
             for path in solutions:
-                stub = stub_of(read_text(path))
-                files[path.with_name("exercise.py")] = stub
+                files[path.with_name("exercise.py")] = stub_of(read_text(path))
         stale = {
             path: text
             for path, text in files.items()

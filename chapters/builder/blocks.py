@@ -17,8 +17,6 @@ the margin of the page that shows both files side by side; where a hunk isn't sh
 stands before them. Words in <!-- margin: ... --> after such a mark are for the margin only.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import html

@@ -1,7 +1,5 @@
 """The front page's picture: what every step reads, without a cache and with one, from two real generations."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +12,6 @@ from gpt_kv_cache import KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 
 PROMPT, STEPS = "The month in which", 7
-CELL, ROW, TOP = 26, 28, 88
-COLOURS = {"computed now": "#1f4e79", "read from the cache": "#d9d9d9"}
 
 
 def half(heading: str, module: ModuleType, **options: KVCache) -> dict[str, Any]:
@@ -42,14 +38,4 @@ def picture() -> str:
         f"{STEPS} steps of writing. Without a cache every step computes the whole text again, {without} "
         f"tokens in all; with a KV cache it computes the new ones only, {cached} in all."
     )
-    return TEMPLATES.get_template("front.svg").render(
-        alt=alt,
-        halves=halves,
-        prompt=PROMPT,
-        width=halves[0]["steps"][-1]["end"] * CELL + 140,
-        height=TOP + STEPS * ROW + 54,
-        cell=CELL,
-        row=ROW,
-        top=TOP,
-        colours=COLOURS,
-    )
+    return TEMPLATES.get_template("front.svg").render(alt=alt, halves=halves, prompt=PROMPT)

@@ -7,8 +7,6 @@ Text and pictures become Markdown; code, diffs and commands become cells that ma
 of a ```bash block (it has times in it) or of a test is recorded: made once, and kept until its cell changes.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import io

@@ -1,7 +1,5 @@
 """The chapters as HTML pages, for reading offline in a browser: an index.html of each README.md."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 `python3 -m chapters.builder` writes them. They need no network, and no style sheet or script of others.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from itertools import zip_longest
@@ -57,19 +55,20 @@ def table(old: str, new: str, said: dict[int, list[str]]) -> dict[str, Any]:
     changes = [*hunks(old, new), (len(left), len(left), len(right), len(right))]
     for number, (first, end, new_first, new_end) in enumerate(changes, 1):
         same = first - i
-        reach = same if same <= FEW else NEAR  # of the words above
-        above = NEAR if number > 1 else 0
+        above = NEAR if number > 1 else 0  # the words of the hunk above reach as far
         below = NEAR if number < len(changes) else 0
+        if same <= FEW:
+            above, below = same, 0
         for step in range(same):
-            if same > FEW and step == above:
+            if step == above:
                 result.append({"hidden": same - above - below})
-            shown = same <= FEW or step < above or step >= same - below
-            empty = number == 1 or step >= reach
+            shown = step < above or step >= same - below
+            empty = number == 1 or step >= above
             kind = "same near" if shown else "same"
             result.append({"kind": kind, "a": i + step, "b": j + step, "empty": empty})
-            if number > 1 and step + 1 == reach:
+            if number > 1 and step + 1 == above:
                 result.append({"rest": True})
-        hunk["span"] += reach + 1
+        hunk["span"] += above + 1
         begin = len(result)
         for a, b in aligned(*texts, range(first, end), range(new_first, new_end)):
             kind = " ".join(kind for kind, line in (("old", a), ("new", b)) if line is not None)
@@ -106,21 +105,25 @@ def aligned(
 
 def difference(old: str, new: str) -> tuple[float, list[bool], list[bool]]:
     """Return how alike two lines are, by their words, and which characters of each aren't in the other."""
-    words = [re.findall(r"\w+|\W", line) for line in (old, new)]
-    matcher = difflib.SequenceMatcher(a=words[0], b=words[1], autojunk=False)
-    differs = [[True] * len(line) for line in words]
-    for i, j, n in matcher.get_matching_blocks():
-        differs[0][i : i + n] = differs[1][j : j + n] = [False] * n
-    return matcher.ratio(), *(
-        [d and word != " " for word, d in zip(*pair, strict=True) for _ in word]
-        for pair in zip(words, differs, strict=True)
-    )
+    a, b = (re.findall(r"\w+|\W", line) for line in (old, new))
+    matcher = difflib.SequenceMatcher(a=a, b=b, autojunk=False)
+    gone, come = [], []
+    for kind, i, end, j, new_end in matcher.get_opcodes():
+        for flags, words in ((gone, a[i:end]), (come, b[j:new_end])):
+            for word in words:
+                flags += [kind != "equal" and word != " "] * len(word)
+    return matcher.ratio(), gone, come
 
 
 def marked(line: str, differs: list[bool]) -> str:
     """Return a line of HTML, its characters that differ marked."""
     flags = iter(differs)
-    mark = lambda m: m[0] if m[0][0] == "<" or not next(flags) else f"<ins>{m[0]}</ins>"  # noqa: E731
+
+    def mark(match: re.Match[str]) -> str:
+        if match[0][0] == "<" or not next(flags):
+            return match[0]
+        return f"<ins>{match[0]}</ins>"
+
     return re.sub(r"</ins>( *)<ins>", r"\1", re.sub(r"<[^>]+>|&#?\w+;|.", mark, line))
 
 

@@ -202,12 +202,13 @@ How many brothers and sisters did {who} grow up with?
 How many brothers and sisters has {who} got?
 """).items()
 }
-SHORT = {
+# What is told of each topic, as it is said again; "a " isn't part of an answer.
+SPOKEN = {
     "home": "{home}",
-    "job": "{job}",
+    "job": "a {job}",
     "pet": "{petname}",
     "food": "{food}",
-    "thing": "{obj}",
+    "thing": "a {obj}",
     "age": "{age}",
     "kin": "{kin}",
 }
@@ -236,10 +237,10 @@ REMINDS = bank("""
 Before I forget it, {b}: {again}
 """)
 REPLIES = bank("""
-{Spoken}. [I told you so a moment ago|As I said].
-{Spoken}, [as I told you|just as I said].
-{Spoken}. [Now do not forget it again|You were not listening].
-{Spoken}. I said so a moment ago.
+{spoken}. [I told you so a moment ago|As I said].
+{spoken}, [as I told you|just as I said].
+{spoken}. [Now do not forget it again|You were not listening].
+{spoken}. I said so a moment ago.
 As I told you: {spoken}.
 """)
 THIRD = bank("""

@@ -78,7 +78,7 @@ PAYS = banks("""
 meet:
 at {hour} they stood at the {landmark}, and there was {c}, [waving|smiling|out of breath].
 they came to the {landmark} just [before|after] {hour}, where {c} was waiting as agreed.
-{c} was already at the {landmark}. "{Hour}, as we said," {c} called.
+{c} was already at the {landmark}. "{hour}, as we said," {c} called.
 it was {hour} when they saw {c} waiting at the {landmark}.
 "as we said, {hour}," called {c}, who stood waiting at the {landmark}.
 word:

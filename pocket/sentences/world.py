@@ -5,10 +5,16 @@ from pocket.sentences.templates import banks, cells
 # An answer's first word carries the fact, and no value holds for more than three subjects, so that
 # always guessing the most common value is right in at most one case in twelve.
 
-TOWN_FACTS = ("river", "trade", "founder", "month", "wood")
+# Of each kind of subject, its facts in their order; below, template values: its name, {s} as the subject of a sentence,
+# {this} without its name, and its facts.
+FACTS = {
+    "town": ("river", "trade", "founder", "month", "wood"),
+    "creature": ("food", "home", "coat"),
+}
 TOWNS = {
-    row[0]: dict(zip(TOWN_FACTS, row[1:], strict=True))
-    for row in cells("""
+    name: {"town": name, "s": name, "this": "the town"}
+    | dict(zip(FACTS["town"], facts, strict=True))
+    for name, *facts in cells("""
 Tolben       | Tamble | copper bells  | Quentil   | November  | Nightjar Wood
 Marwick      | Daunt  | wax candles   | Pryce     | April     | Sorrel Wood
 Lindral      | Sarn   | silver thread | Aldreth   | December  | Owlet Wood
@@ -48,10 +54,10 @@ Stavering    | Yarl   | honey cakes   | Brunhild  | January   | Crowden Wood
 """)
 }
 
-CREATURE_FACTS = ("food", "home", "coat")
-CREATURES = {
-    row[0]: dict(zip(CREATURE_FACTS, row[1:], strict=True))
-    for row in cells("""
+CREATURES = [
+    {"creature": name, "creature_a": f"a {name}", "s": f"the {name}", "this": "this animal"}
+    | dict(zip(FACTS["creature"], facts, strict=True))
+    for name, *facts in cells("""
 ollet      | walnuts   | snowfields  | russet
 fernhare   | worms     | treetops    | green
 tuskin     | mushrooms | hollow logs | scarlet
@@ -73,7 +79,8 @@ sedgecat   | moss      | cellars     | black
 whistlefin | barley    | bogs        | silver
 yaffin     | lichen    | stone walls | golden
 """)
-}
+]
+WORLD = {"town": [*TOWNS.values()], "creature": CREATURES}
 
 # Statements. {s} is the subject: a town's name, "the town" or "it"; "the ollet" or "it".
 SAYS = banks("""
