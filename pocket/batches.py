@@ -61,8 +61,11 @@ class Corpus:
             n = len(texts)
         for text in tqdm(texts, total=n, desc="corpus", disable=RANK > 0):
             begin = len(tokens)
-            for line in text.splitlines(keepends=True):  # no token of the corpus spans two lines
-                question, mark, answer = line.partition("Answer:")
+            lines = text.splitlines(keepends=True)  # no token of the corpus spans two lines
+            split = [line.partition("Answer:") for line in lines]
+            if recipe.text is not None:
+                split = [(text, "", "")]
+            for question, mark, answer in split:
                 for part, is_one in ((question + mark, False), (answer, bool(mark))):
                     ids = tokenizer.encode_ordinary(part)
                     tokens += ids
