@@ -19,9 +19,10 @@ Source: Yi et al. 2024 (BCT).
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +72,13 @@ class Memory:
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
         return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
+
+    @torch.no_grad()
+    def nbytes(self, n: int) -> int:
+        """Return the bytes of a text's cache after n tokens."""
+        cache = self.make(n)
+        compress.read(self.model, cache, torch.zeros(1, n, dtype=torch.long), self.piece)
+        return cache.nbytes
 
     def write(self, ids: Tensor, n: int, **options: Any) -> Tensor:
         """Return n tokens (B, n) after ids (B, T)."""
@@ -143,16 +151,14 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
 def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     """Return the nats (B, T - 1) of all tokens of ids (B, T) but the first, read as generate()
     reads: any length."""
-    model, cache, n_ctx = memory.model, memory.make(ids.size(1)), memory.config.n_ctx
-    losses, start, read = [], 0, 0  # start: where the context begins
+    model, cache, context = memory.model, memory.make(ids.size(1)), memory.model.context
+    losses, start, read = [], 0, 0  # start: where the context begins; a BCT's has no end
     while read < ids.size(1) - 1:
-        end = min(read + chunk, ids.size(1) - 1)
-        if model.context == n_ctx:  # a BCT's has no end
-            if read - start == n_ctx:  # full: forget its oldest half, read the rest again
-                start = bounded.context_start(read + 1, n_ctx)
-                cache.truncate(0)
-                model(ids[:, start:read], cache, last_only=True)
-            end = min(end, start + n_ctx)
+        if read - start == context:  # full: forget its oldest half, read the rest again
+            start = bounded.context_start(read + 1, context)
+            cache.truncate(0)
+            model(ids[:, start:read], cache, last_only=True)
+        end = min(read + chunk, ids.size(1) - 1, start + context)
         logits = model(ids[:, read:end], cache).float().transpose(1, 2)  # (B, V, T)
         losses.append(F.cross_entropy(logits, ids[:, read + 1 : end + 1], reduction="none"))
         read = end
@@ -179,14 +185,20 @@ def lost(grams: np.ndarray) -> np.ndarray:
 
 
 def quality(
-    rows: Rows, at: Setting, memories: dict[str, Memory], tokenizer: Any, size: Size
+    rows: Rows,
+    at: Setting,
+    memories: dict[str, Memory],
+    due: Collection[str],
+    tokenizer: Any,
+    size: Size,
 ) -> None:
-    """Append what each memory remembers of held-out texts; the first memory is full attention."""
+    """Append what those memories that are due remember of held-out texts; the first is full
+    attention, with which the others are compared."""
     documents = corpus.documents("test", size.documents)
     tokens = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
     explain = corpus.explain_questions("test", size.explanations)
     recall = corpus.recall_questions("test", size.facts)
-    full: tuple[np.ndarray, np.ndarray] | None = None
+    full = None
     for way, memory in memories.items():
         losses = [nats_of(memory, text) for text in tokens]
         nats = np.array([[float(x.double().sum()), len(x)] for x in losses])
@@ -194,11 +206,10 @@ def quality(
             [bleu_counts(explanation(memory, tokenizer, q), q.answer) for q in explain]
         )
         full = full or (nats, grams)
+        if way not in due:
+            continue
         right = round(answers(memory, tokenizer, recall)[1] * size.facts)
-        cache = memory.make(memory.config.n_ctx)
-        with torch.no_grad():
-            memory.model(torch.zeros(1, memory.config.n_ctx, dtype=torch.long), cache)
-        rows.add(way, at, bytes=[cache.nbytes])
+        rows.add(way, at, bytes=[memory.nbytes(memory.config.n_ctx)])
         rows.add_figures(
             way,
             at,
@@ -222,12 +233,10 @@ def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Si
     n_ctx = next(iter(memories.values())).config.n_ctx
     width, texts = size.contexts * n_ctx + 1, []
     for row in range(size.long_texts):
-        text: list[int] = []
-        i = 1000 * row  # each of its own documents
+        text, of_its_own = [], count(1000 * row)  # documents
         while len(text) < width:
-            document = corpus.document("test", i, seed=1)
+            document = corpus.document("test", next(of_its_own), seed=1)
             text += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
-            i += 1
         texts.append(text[:width])
     ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, width, n_ctx)]
     for way, memory in memories.items():
@@ -241,7 +250,8 @@ def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Si
 def measure(rows: Rows, quick: bool) -> None:
     """Append the figures of pocket's memories."""
     size = QUICK if quick else Size()
-    if not rows.due(["full", "window", "sinks", "ours"], "long"):
+    due = rows.due(["full", "window", "sinks", "ours"], "long")
+    if not due:
         return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
     full, bct = memories["full"], memories["ours"].config
@@ -253,12 +263,11 @@ def measure(rows: Rows, quick: bool) -> None:
         "full attention is pocket as it is, where that fine-tuning would begin at a loss of 0",
         f"{size.documents} held-out documents, {size.explanations} explanations",
     )
-    quality(rows, {}, memories, tokenizer, size)
-    long_texts(rows, memories, tokenizer, size)
+    quality(rows, {}, memories, due, tokenizer, size)
+    long_texts(rows, {way: memories[way] for way in due}, tokenizer, size)
 
 
-def main(argv: list[str] | None = None) -> None:
-    run(__doc__, "bounding", "fewer and shorter texts", measure, argv)
+main = partial(run, __doc__, "bounding", "fewer and shorter texts", measure)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
-from studies.bounding import Memory, above
+from studies.bounding import Memory
 from studies.core import Rows, in_turn, run
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
@@ -92,22 +92,19 @@ def quality(
     for way, reader in readers.items():
         got = reader(texts)
         lost = nats(got, texts).double()
-        sums = np.stack([[x.sum(1).numpy(), np.full(len(x), T - 1)] for x in (lost, usual)])
-        found = bootstrap(sums.transpose(2, 0, 1), above)
+        found = bootstrap((lost - usual).mean(1), lambda more: np.expm1(more.mean(-1)))
         rows.add_figures(way, at, len(texts), above=found)
         after = reader(long)[:, -128:]
         whole, end = (got, after) if way == "grouped" else (expected, late)  # its own attention
         right = round(answers(reader, tokenizer, questions)[1] * len(questions))
         rows.add_figures(way, at, len(questions), facts=wilson(right, len(questions)))
-        cache = reader.make(T)
-        compress.read(reader.model, cache, texts[:1], reader.piece)
         rows.add(
             way,
             at,
             kl=kl(whole, got).mean(1).tolist(),
             long=kl(end, after).mean(1).tolist(),
             list=nats(reader(lists), lists)[:, LIST:].mean(1).tolist(),
-            each=[cache.nbytes / T],
+            each=[reader.nbytes(T) / T],
         )
 
 
@@ -161,8 +158,7 @@ def measure(rows: Rows, quick: bool) -> None:
         times(rows, {"model": "124M"}, large, turns)
 
 
-def main(argv: list[str] | None = None) -> None:
-    run(__doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure, argv)
+main = partial(run, __doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure)
 
 
 if __name__ == "__main__":

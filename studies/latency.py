@@ -107,7 +107,7 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
 def summed_up(rows: Rows, name: str, lengths: Sequence[int]) -> None:
     """Append what restoring costs, and from how many stored tokens on reuse pays."""
     known = [k + 1 for k in DEPTHS if k < max(lengths)]
-    for way in ("memory", "warm-disk", "cold-disk"):
+    for way in rows.due(("memory", "warm-disk", "cold-disk"), "cost", model=name):
         shares, lost = [], 0
         for m in sorted({*known, *lengths}):
             at = {"model": name, "m": m, "share": 100}

@@ -37,22 +37,24 @@ DECODED = 8  # tokens, of which the median counts; one more before them warms up
 SMALL = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}  # of a quick run
 
 
+def filled(model: GPT, n: int, cache: KVCache) -> KVCache:
+    """Return a cache with n random tokens in it."""
+    c, pos = model.config, torch.arange(n)
+    kv = torch.randn(2, 1, c.n_head, n, c.head_dim)
+    for layer in range(c.n_layer):
+        cache.append(layer, *kv, pos)
+    cache.commit(pos)
+    return cache
+
+
 def grown(model: GPT, n: int) -> KVCache:
     """Return a growing cache of n random tokens."""
-    c = model.config
-    kv = torch.randn(2, 1, c.n_head, n, c.head_dim)
-    return KVCache([kv.clone() for _ in model.h], torch.arange(n))
+    return filled(model, n, KVCache())
 
 
-def preallocated(model: GPT, n: int) -> SlidingWindowCache:
+def preallocated(model: GPT, n: int) -> KVCache:
     """Return a preallocated cache of n random tokens, with room for those that are decoded."""
-    cache, full = SlidingWindowCache(n + DECODED + 1), grown(model, n)
-    for kv in full.layers:
-        cache.layers.append(
-            torch.cat([kv, kv.new_zeros(*kv.shape[:3], DECODED + 2, kv.size(4))], dim=3)
-        )
-    cache.n_read, cache.pos = n, full.pos
-    return cache
+    return filled(model, n, SlidingWindowCache(n + DECODED + 1))
 
 
 def written(model: BCT, n: int) -> BoundedMemory:
@@ -66,9 +68,9 @@ def written(model: BCT, n: int) -> BoundedMemory:
 
 
 @torch.no_grad()
-def seconds(model: GPT, filled: Callable, n: int, turn: int) -> float:
+def seconds(model: GPT, make: Callable, n: int, turn: int) -> float:
     """Return the median time of a decoded token, with a new cache of n tokens."""
-    cache, taken, token = filled(model, n), [], torch.zeros(1, 1, dtype=torch.long)
+    cache, taken, token = make(model, n), [], torch.zeros(1, 1, dtype=torch.long)
     for _ in range(DECODED + 1):
         begun = time.perf_counter()
         token = model(token, cache, last_only=True).argmax(dim=-1)
@@ -100,9 +102,9 @@ def measure(rows: Rows, quick: bool) -> None:
     )
     for n in LENGTHS:
         runs, size, at = {}, {}, {"after": n}
-        for name, (model, filled) in caches.items():
-            size[name] = filled(model, n).nbytes
-            runs[name] = partial(seconds, model, filled, n)
+        for name, (model, make) in caches.items():
+            size[name] = make(model, n).nbytes
+            runs[name] = partial(seconds, model, make, n)
         found = in_turn(runs, TURNS)
         for name, several in found.items():
             tps, share = np.divide(1, several), size[name] / size["growing"]
@@ -111,8 +113,7 @@ def measure(rows: Rows, quick: bool) -> None:
                 rows.add(name, at | {"than": than}, faster=np.divide(found[than], several))
 
 
-def main(argv: list[str] | None = None) -> None:
-    run(__doc__, "lengths", "a small geometry", measure, argv, again=False)
+main = partial(run, __doc__, "lengths", "a small geometry", measure, again=False)
 
 
 if __name__ == "__main__":

@@ -224,8 +224,9 @@ def pool(rows: Rows, size: Size) -> None:
         rows.add(way, {}, every=every)
 
 
-def measure(rows: Rows, size: Size) -> None:
+def measure(rows: Rows, quick: bool) -> None:
     """Append what is missing: full attention, and each way at each number of slots."""
+    size = QUICK if quick else Size()
     rows.begin_with(
         "two layers of GPT-2, trained from scratch to look up keys",
         build("full", 1, 0, positions_of(size)),
@@ -240,12 +241,9 @@ def measure(rows: Rows, size: Size) -> None:
     pool(rows, size)
 
 
-def main(argv: list[str] | None = None) -> None:
-    def measured(rows: Rows, quick: bool) -> None:
-        measure(rows, QUICK if quick else Size())
-
-    quick = "four slots, eight pairs and few steps"
-    run(__doc__, "recall", quick, measured, argv, of="bounding")
+main = partial(
+    run, __doc__, "recall", "four slots, eight pairs and few steps", measure, of="bounding"
+)
 
 
 if __name__ == "__main__":

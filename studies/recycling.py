@@ -23,7 +23,7 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -54,18 +54,14 @@ class Answer(NamedTuple):
     positions: int
 
 
-class Known:
-    """Texts as unit vectors (N, C): recorded embeddings, NaN for all other texts."""
-
-    def __init__(self) -> None:
-        record = np.load(HERE / "recycling" / "embeddings.npz", allow_pickle=False)
-        vectors = record["vectors"].astype(np.float32)  # stored in 16 bits
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        self.vectors = dict(zip(record["texts"].tolist(), vectors, strict=True))
-        self.none = np.full(vectors.shape[1], np.nan, np.float32)
-
-    def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        return np.stack([self.vectors.get(text, self.none) for text in texts])
+def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
+    """Return what turns texts into unit vectors (N, C): recorded ones, NaN for all other texts."""
+    record = np.load(HERE / "recycling" / "embeddings.npz", allow_pickle=False)
+    vectors = record["vectors"].astype(np.float32)  # stored in 16 bits
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    known = dict(zip(record["texts"].tolist(), vectors, strict=True))
+    none = np.full_like(vectors[0], np.nan)
+    return lambda texts: np.stack([known.get(text, none) for text in texts])
 
 
 class Trial:
@@ -93,20 +89,16 @@ class Trial:
         """Store the caches of some prompts and answer others. order: "interleaved", or the
         "source"'s, once and nothing warm: all cold runs, the caches, the published call, recycled."""
         self.recycler.store.clear()  # of what an earlier run left
-        if order == "source":
-            found = self.once("cold")
-            self.add(stored)
+        found = self.once("cold") if order == "source" else {}
+        for text in stored:
+            self.recycler.add(text)
+        if found:
             return found | self.once("published") | self.once("recycled")
-        self.add(stored)
         runs = {(way, text): partial(self.answer, way, text) for text in self.tests for way in WAYS}
         return in_turn(runs, turns)
 
     def once(self, way: str) -> Found:
         return {(way, text): [self.answer(way, text)] for text in self.tests}
-
-    def add(self, stored: Sequence[str]) -> None:
-        for text in stored:
-            self.recycler.add(text)
 
     def unrelated(self, stored: Sequence[str]) -> list[str]:
         """Return the prompts whose first token, after what begins every text, none to test has."""
@@ -202,7 +194,9 @@ def main(argv: list[str] | None = None) -> None:
         stored, tests = map(read_prompts, prompt_files(args.model))
         model, name = model_of(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
-        encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
+        encoder = (
+            load_encoder(args.encoder, model, tokenizer) if args.encoder else recorded_encoder()
+        )
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder)
         n = 5 if args.quick and args.model != OWN[0] else NEW
         trial = Trial(recycler, tests, n, END_OF_TEXT * ("DialoGPT" in args.model))

@@ -28,25 +28,26 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.linalg import vector_norm as norm
 
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from load_gpt2_weights import load_tokenizer
-from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
+from overfill import Entropy, Gate, MonteCarloDropout, Pair, Periodic, Policy, ProbeKL, parse_policy
 from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import Run, read_prompts, timed
-from studies.core import Rows, Setting, StudyLine, in_turn, points_over, recorded, report
+from studies.core import Rows, Setting, StudyLine, in_turn, points_over, recorded, report, ways_of
 from support.chat import as_question
 from support.conditions import random_model
 from support.statistics import area_under_roc, kl
@@ -63,6 +64,7 @@ STUDENTS = {  # by what they were trained on or with: their names, and the ways 
     "segments": (OWN, USUAL),
     "alone": ("pocket-student-alone", FEW),
     "prompts": ("pocket-student-prompt", FEW),
+    # At the rate of MonteCarloDropout's own.
     "dropout": ("pocket-student-dropout", ("none", "entropy~7.8", "dropout:8~7.8")),
 }
 TRACED = ("none", "periodic:64", "windowed-listing:64:16", "speculative:8", "entropy~7.8")
@@ -80,38 +82,31 @@ AT_SIZE = (
 @dataclass
 class Texts:
     """A teacher and a student, the prompts (B, T) that they continue by n tokens each, and the
-    setting of their rows; rate: the dropout that the student was trained with."""
+    setting of their rows."""
 
     rows: Rows
     models: dict[str, GPT]
     prompts: dict[str, Tensor]
     n: int
     at: Setting
-    rate: float = 0.0
-    policies: dict[tuple[str, str], Policy] = field(default_factory=dict)
 
     def policy(self, way: str, mode: str) -> Policy | None:
-        """Return the policy of a way, a gate with the threshold that its name asks for, which is
-        set on the prompts "valid" and becomes a row."""
-        if way.partition(":")[0] in ("teacher", "student", "published"):
+        """Return the policy of a way, a gate with the threshold of its row, if that is there."""
+        if way in self.models or way in PUBLISHED:
             return None
-        if (way, mode) not in self.policies:
-            text, _, budget = way.partition("~")
-            policy = parse_policy(f"{text}:inf" if budget else text)
-            if isinstance(policy, MonteCarloDropout):
-                policy = replace(policy, rate=self.rate)
-            if budget:
-                policy = self.calibrated(policy, way, float(budget), self.at | {"mode": mode})
-            self.policies[way, mode] = policy
-        return self.policies[way, mode]
+        text, gated, _ = way.partition("~")
+        policy = parse_policy(f"{text}:inf" if gated else text)
+        found = self.rows.figure(way, "threshold", **self.at, mode=mode)
+        return replace(policy, threshold=found.value) if found else policy
 
-    def calibrated(self, gate: Gate, way: str, budget: float, at: Setting) -> Gate:
-        if self.rows.due([way], "threshold", **at):
-            signals = self.signals("valid", [gate], at["mode"])[0]
-            cooldown = math.ceil(gate.cooldown / gate.every)
-            threshold = threshold_for(signals, budget * gate.every, cooldown)
-            self.rows.add(way, at, threshold=[threshold])
-        return replace(gate, threshold=self.rows.figure(way, "threshold", **at).value)
+    def calibrate(self, way: str, mode: str) -> None:
+        """Append the threshold with which a gate fires as often as its name says, on the prompts
+        "valid"."""
+        gate, budget = self.policy(way, mode), float(way.partition("~")[2])
+        signals = self.signals("valid", [gate], mode)[0]
+        cooldown = math.ceil(gate.cooldown / gate.every)
+        threshold = threshold_for(signals, budget * gate.every, cooldown)
+        self.rows.add(way, self.at | {"mode": mode}, threshold=[threshold])
 
     def writing(
         self, way: str, ids: Tensor, mode: str, seed: int
@@ -174,6 +169,8 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
     for way in texts.rows.due(ways, "perplexity", **at):
+        if "~" in way:
+            texts.calibrate(way, mode)
         tokens, pair = texts.writing(way, ids, mode, seed=0)
         nats = []
         for text in torch.cat([ids, *tokens], 1).tolist():
@@ -212,17 +209,13 @@ def areas(texts: Texts) -> None:
     with the largest KL(teacher || student) from the others; intervals over texts."""
     if not texts.rows.due(["dropout"], "area", **texts.at):
         return
-    never = math.inf
-    gates = [
-        overfill.ProbeKL(never),
-        overfill.Entropy(never),
-        MonteCarloDropout(never, rate=texts.rate),
-    ]
+    ways, never = ("entropy", "dropout"), math.inf
+    gates = [ProbeKL(never), Entropy(never), MonteCarloDropout(never)]
     apart, *signals = (x.numpy() for x in texts.signals("test", gates, "sampled"))
     large = apart >= np.quantile(apart, 0.9)
     n = len(apart)
     draws = [np.arange(n), *np.random.default_rng(0).integers(n, size=(200, n))]
-    for way, x in zip(("entropy", "dropout"), signals, strict=True):
+    for way, x in zip(ways, signals, strict=True):
         found = [area_under_roc(x[draw][large[draw]], x[draw][~large[draw]]) for draw in draws]
         low, high = np.quantile([area for area in found[1:] if area is not None], [0.025, 0.975])
         texts.rows.add_figures(way, texts.at, n, area=(found[0], low, high))
@@ -252,8 +245,8 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
                 torch.stack([kv[..., new_tokens, :] for kv in cache.layers])
                 for cache in (pair.cache, truth)
             )  # (L, 2, B, H, t, D)
-            off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
-            errors.append(float((off / norm).sqrt().mean()))
+            off, whole = (norm(x, dim=(0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
+            errors.append(float((off / whole).mean()))
         texts.rows.add(way, texts.at, cache_error=errors, kl=apart)
 
 
@@ -278,8 +271,6 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
     if not ways:
         return
-    for way in ways:
-        texts.policy(way, "sampled")  # calibrated before the clock runs
     runs = {way: partial(written, texts, way, prompts) for way in ("none", *ways)}
     found = in_turn(runs, turns)
     then = rows.figure("none", "tps", **at)
@@ -328,7 +319,7 @@ def predict(rows: Rows, n: int, at: Setting) -> None:
     slope, start = np.polyfit(*zip(*points, strict=True), 1)
     first, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
     alone = (n - 1) / tps
-    for way in dict.fromkeys(row["way"] for row in rows.rows.values() if row["metric"] == "passes"):
+    for way, _ in ways_of(rows, [".*"]):
         passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
@@ -343,20 +334,23 @@ def predict(rows: Rows, n: int, at: Setting) -> None:
 def variational(rows: Rows) -> None:
     """Append, for three symbols, the expectation of -log p(y) over y from q (left), what the
     source says that it is, KL(p || q) - H[p], and what it is, KL(q || p) + H[q]; in nats."""
-    p, q = np.array((0.7, 0.2, 0.1)), np.array((0.2, 0.3, 0.5))
+    p, q = (0.7, 0.2, 0.1), (0.2, 0.3, 0.5)
     of_p, of_q = np.log(p), np.log(q)
-    left = float(-(q * of_p).sum())
-    said = float((p * (of_p - of_q)).sum() + (p * of_p).sum())
-    true = float((q * (of_q - of_p)).sum() - (q * of_q).sum())
-    rows.begin(
-        f"arithmetic: three symbols, teacher {tuple(p.tolist())}, student {tuple(q.tolist())}"
-    )
-    for way, x in (("left", left), ("said", said), ("true", true)):
-        if rows.due([way], "nats"):
-            rows.add(way, {}, nats=[x])
+    nats = {
+        "left": -np.dot(q, of_p),
+        "said": np.dot(p, of_p - of_q) + np.dot(p, of_p),
+        "true": np.dot(q, of_q - of_p) - np.dot(q, of_q),
+    }
+    rows.begin(f"arithmetic: three symbols, teacher {p}, student {q}")
+    for way in rows.due(nats, "nats"):
+        rows.add(way, {}, nats=[nats[way]])
 
 
 # --- The study --------------------------------------------------------------------------------------
+
+
+def size_of(model: nn.Module) -> str:
+    return f"{sum(p.numel() for p in model.parameters()):,} parameters"
 
 
 def prompts_of(
@@ -369,9 +363,10 @@ def prompts_of(
     Raises ValueError if a file has fewer than 5, or one has more than room tokens.
     """
     if path is None:
-        counts = {"valid": (n + 1) // 2, "test": n}
-        found = {split: corpus.beginnings(tokenizer, split, k, 192) for split, k in counts.items()}
-        return {split: torch.tensor(ids) for split, ids in found.items()}
+        found = {}
+        for split, k in (("valid", (n + 1) // 2), ("test", n)):
+            found[split] = torch.tensor(corpus.beginnings(tokenizer, split, k, 192))
+        return found
     special = tokenizer.special_tokens_set
     prompts = [tokenizer.encode(text, allowed_special=special) for text in read_prompts(Path(path))]
     before, after = (as_question("{}", tokenizer) if chat else "{}").split("{}")
@@ -400,7 +395,7 @@ def sized(rows: Rows, quick: bool) -> None:
     rows.begin_with(
         f"{size}, random weights",
         large,
-        f"a student of {sum(p.numel() for p in student.parameters()):,} parameters",
+        f"a student of {size_of(student)}",
         f"{n} tokens after a prompt of 64, one text at a time",
         f"turns: {turns}",
     )
@@ -429,8 +424,8 @@ def announce(texts: Texts, ways: int, single: int) -> None:
         float(student(rows[:, -1:], cache)[0, 0, 0])  # waits for the device
         seconds += times * ways * texts.n * (time.perf_counter() - begun)
     print(
-        f"Time: {seconds / 3600:.1f} hours for the student's steps; the teacher's reading comes on top. A run that "
-        "is interrupted begins anew.\n",
+        f"Time: {seconds / 3600:.1f} hours for the student's steps, and more for the teacher's "
+        "reading. A run that is interrupted begins anew.\n",
         flush=True,
     )
 
@@ -450,8 +445,6 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
         at = {} if train == "segments" else {"trained": train}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
-        if train == "dropout":
-            texts.rate = overfill.dropout_of(name)
         fits = not overfill.misfit(teacher, student)
         if not fits:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
@@ -459,17 +452,16 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         few = min(3, many)
         if path is not None:
             announce(texts, len(ways), turns * few)
-        size = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
+        size = f"students of {size_of(student)}"
         some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
-        rows.begin_with(names[0], teacher, size, some)
+        single = f"times: single texts after {few} of them, turns: {turns}"
+        rows.begin_with(names[0], teacher, size, some, single)
         for mode in MODES:
             quality(texts, ways, mode)
         if train == "dropout":
             areas(texts)
         if train == "segments" and fits:
             caches(texts, TRACED, max(1, count // 6))
-        some = f"single texts of {n:,} tokens after {length}, {few} prompts, turns: {turns}"
-        rows.begin_with(names[0], teacher, size, some)
         if train in ("segments", "dropout"):
             times(texts, ways, few, turns)
         predict(rows, n, at)
@@ -484,10 +476,9 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         names = [args.model, args.student]
         others = names != ["pocket", OWN] or args.prompts
-        if args.chat and not args.prompts:
-            raise ValueError("--chat wraps questions of your own: give it --prompts FILE")
-        if args.model != "pocket" and not args.prompts:
-            raise ValueError(f"{args.model} needs prompts of its own world: give it --prompts FILE")
+        if not args.prompts and (args.chat or args.model != "pocket"):
+            needs = "--chat" if args.chat else args.model
+            raise ValueError(f"{needs} needs prompts of your own: give it --prompts FILE")
         rows = recorded("refreshing", args, "run of other models" if others else "")
         measure(rows, names, args)
         if not others:

@@ -15,12 +15,13 @@ import gpt_kv_cache
 from compress import read
 from llama_kv_cache import Llama
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
+from recycle import DATA
 from studies import projection, recycling
 from studies.core import StudyLine
 from support.files import read_csv, read_json, write_csv
 from support.tables import table
 
-CAPITALS = Path(__file__).resolve().parent.parent / "data" / "capitals.csv"
+CAPITALS = DATA / "capitals.csv"
 HEADER = (
     "Q: What is the capital of Italy?\nA: Rome\n\nQ: Name the capital city of Japan.\nA: Tokyo\n\n"
 )

@@ -184,7 +184,7 @@ def test_real_sentence_encoder(pocket: GPT) -> None:
         str(Path(package.__file__).parent / "model"), pocket, load_tokenizer("pocket")
     )
     tests = module.read_prompts(ROOT / "data" / "test_prompts.csv")
-    assert np.allclose(encoder(tests), recycling.Known()(tests), atol=1e-3)
+    assert np.allclose(encoder(tests), recycling.recorded_encoder()(tests), atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_the_study_has_a_row_for_each_way_and_exact_texts_are_the_teachers(
     rows, counts = Rows("speculation", tmp_path, reduced="test"), []
     models = {"teacher": teacher, "student": student}
     for _ in range(2):  # what is measured isn't measured again
-        study.measure(Texts(rows, models, {"test": prompts(2)}, 13, {}), "greedy")
+        study.compare(Texts(rows, models, {"test": prompts(2)}, 13, {}), "greedy")
         counts.append(len(rows.rows))
     assert counts[0] == counts[1]
     for way in study.WAYS:
