@@ -18,7 +18,6 @@ Source: Yi et al. 2024 (BCT).
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +35,7 @@ from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
 from studies.core import Rows, Setting, run
-from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
-from support.tables import table
+from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson
 
 SINKS = 4
 SLOTS = 37  # of a window with the bytes of pocket-bct's memory, one of them spare
@@ -92,9 +90,7 @@ def memories_of(name: str, n: int = SLOTS, **options: Any) -> dict[str, Memory]:
     model = load_model(name, model_class=bounded.GPT, **options)
     n_ctx = model.config.n_ctx
     if not SINKS + 1 < n <= n_ctx + 1:
-        raise ValueError(
-            f"{n} slots, one of them spare, must be more than {SINKS + 1} and at most {n_ctx + 1}"
-        )
+        raise ValueError(f"--slots {n}: at least {SINKS + 2}, at most {n_ctx + 1}")
     window = n - 1 - SINKS
     label = f"{SINKS} sinks + window of {window}"
     memories = {
@@ -112,7 +108,7 @@ def memories_of(name: str, n: int = SLOTS, **options: Any) -> dict[str, Memory]:
 @torch.no_grad()
 def demo(args: argparse.Namespace, ids: Tensor) -> None:
     """Continue ids (1, T) with full attention, let every memory read that text, and print what it
-    costs and how far its predictions are from full attention's."""
+    costs and how far its predictions of the second half are from full attention's."""
     if args.trace_file:
         raise ValueError("--trace plays one memory: give --memory too")
     memories = memories_of(args.model, args.slots, device=args.device, dtype=args.dtype)
@@ -126,20 +122,10 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     new = exact.write(ids, args.max_new_tokens, **options)
     text = torch.cat([ids, new], dim=1)[:, -exact.config.n_ctx :]
     print(tokenizer.decode(text[0].tolist()))
-    rows, expected = [], None
-    for memory in memories.values():
-        cache = memory.make(text.size(1))
-        logits, ms = compress.read(memory.model, cache, text)
-        expected = logits if expected is None else expected
-        same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
-        apart, took = kl(expected, logits).mean(), statistics.median(ms)
-        rows.append(
-            [memory.label, f"{cache.nbytes:,}", f"{took:.2f}", f"{apart:.3f}", f"{same:.0%}"]
-        )
-    header = ["memory", "bytes", "ms per token", "KL to full, nats", "same next token"]
-    print(f"\nThe same {text.size(1)} tokens, read one by one:\n{table(header, rows)}\n")
+    ways = [(memory.label, memory.model, memory.make) for memory in memories.values()]
+    print(f"\nThe same {text.size(1)} tokens, read one by one:\n{compress.demo(ways, text)}\n")
     print(
-        "Full attention is exact; the other memories approximate it, by forgetting.\n"
+        "Full attention is exact; the other memories approximate it, by forgetting. KL and same: second half.\n"
         "The full study, in minutes: python3 -m studies.bounding"
     )
 
@@ -163,13 +149,6 @@ def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
         losses.append(F.cross_entropy(logits, ids[:, read + 1 : end + 1], reduction="none"))
         read = end
     return torch.cat(losses, dim=1)
-
-
-def explanation(memory: Memory, tokenizer: Any, question: corpus.Question) -> str:
-    """Return the greedy answer to a question."""
-    ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-    new = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
-    return tokenizer.decode(new).removesuffix(END_OF_TEXT).strip()
 
 
 def above(nats: np.ndarray) -> np.ndarray:
@@ -202,9 +181,13 @@ def quality(
     for way, memory in memories.items():
         losses = [nats_of(memory, text) for text in tokens]
         nats = np.array([[float(x.double().sum()), len(x)] for x in losses])
-        grams = np.stack(
-            [bleu_counts(explanation(memory, tokenizer, q), q.answer) for q in explain]
-        )
+        grams = []
+        for question in explain:
+            ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
+            new = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
+            text = tokenizer.decode(new).removesuffix(END_OF_TEXT).strip()
+            grams.append(bleu_counts(text, question.answer))
+        grams = np.array(grams)
         full = full or (nats, grams)
         if way not in due:
             continue

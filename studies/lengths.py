@@ -13,13 +13,13 @@ Source: Yi et al. 2024 (BCT).
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 
+from compress import read
 from gpt_bounded_cache import (
     BCT,
     GPT,
@@ -67,15 +67,10 @@ def written(model: BCT, n: int) -> BoundedMemory:
     return memory
 
 
-@torch.no_grad()
-def seconds(model: GPT, make: Callable, n: int, turn: int) -> float:
+def milliseconds(model: GPT, make: Callable, n: int, turn: int) -> float:
     """Return the median time of a decoded token, with a new cache of n tokens."""
-    cache, taken, token = make(model, n), [], torch.zeros(1, 1, dtype=torch.long)
-    for _ in range(DECODED + 1):
-        begun = time.perf_counter()
-        token = model(token, cache, last_only=True).argmax(dim=-1)
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken[1:])
+    _, ms = read(model, make(model, n), torch.zeros(1, DECODED + 1, dtype=torch.long))
+    return statistics.median(ms[1:])
 
 
 def measure(rows: Rows, quick: bool) -> None:
@@ -104,10 +99,10 @@ def measure(rows: Rows, quick: bool) -> None:
         runs, size, at = {}, {}, {"after": n}
         for name, (model, make) in caches.items():
             size[name] = make(model, n).nbytes
-            runs[name] = partial(seconds, model, make, n)
+            runs[name] = partial(milliseconds, model, make, n)
         found = in_turn(runs, TURNS)
         for name, several in found.items():
-            tps, share = np.divide(1, several), size[name] / size["growing"]
+            tps, share = np.divide(1000, several), size[name] / size["growing"]
             rows.add(name, at, tps=tps, mb=[size[name] / 1e6], share=[share])
             for than in ("growing", "preallocated"):
                 rows.add(name, at | {"than": than}, faster=np.divide(found[than], several))

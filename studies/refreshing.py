@@ -23,7 +23,6 @@ cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what 
 """
 
 import argparse
-import itertools
 import math
 import time
 from bisect import bisect_right
@@ -103,7 +102,7 @@ class Texts:
         """Append the threshold with which a gate fires as often as its name says, on the prompts
         "valid"."""
         gate, budget = self.policy(way, mode), float(way.partition("~")[2])
-        signals = self.signals("valid", [gate], mode)[0]
+        signals = self.signals("valid", gate, mode)
         cooldown = math.ceil(gate.cooldown / gate.every)
         threshold = threshold_for(signals, budget * gate.every, cooldown)
         self.rows.add(way, self.at | {"mode": mode}, threshold=[threshold])
@@ -126,17 +125,16 @@ class Texts:
         return overfill.generate_refreshed(pair, self.n, self.policy(way, mode), **options), pair
 
     @torch.no_grad()
-    def signals(self, split: str, gates: Sequence[Gate], mode: str) -> list[Tensor]:
-        """Return each gate's signals (B, T) on texts that nothing refreshes, as often as it looks
-        at them."""
-        found: list[list[Tensor]] = [[] for _ in gates]
+    def signals(self, split: str, gate: Gate, mode: str) -> Tensor:
+        """Return a gate's signals (B, T) on texts that nothing refreshes, as often as it looks at
+        them."""
+        found = []
         tokens, pair = self.writing("none", self.prompts[split], mode, seed=1)
         next(tokens)
         for t, _ in enumerate(tokens, 1):
-            for gate, values in zip(gates, found, strict=True):
-                if t % gate.every == 0:
-                    values.append(gate.signal(pair).float().cpu())
-        return [torch.stack(values, 1) for values in found]
+            if t % gate.every == 0:
+                found.append(gate.signal(pair).float().cpu())
+        return torch.stack(found, 1)
 
 
 @torch.no_grad()
@@ -210,8 +208,8 @@ def areas(texts: Texts) -> None:
     if not texts.rows.due(["dropout"], "area", **texts.at):
         return
     ways, never = ("entropy", "dropout"), math.inf
-    gates = [ProbeKL(never), Entropy(never), MonteCarloDropout(never)]
-    apart, *signals = (x.numpy() for x in texts.signals("test", gates, "sampled"))
+    gates = ProbeKL(never), Entropy(never), MonteCarloDropout(never)
+    apart, *signals = (texts.signals("test", gate, "sampled").numpy() for gate in gates)
     large = apart >= np.quantile(apart, 0.9)
     n = len(apart)
     draws = [np.arange(n), *np.random.default_rng(0).integers(n, size=(200, n))]
@@ -274,19 +272,20 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     runs = {way: partial(written, texts, way, prompts) for way in ("none", *ways)}
     found = in_turn(runs, turns)
     then = rows.figure("none", "tps", **at)
-    reference = found["none"]
+    spans = {}  # to the first token and to the last
+    for way, several in found.items():
+        spans[way] = np.array([(run.ttft, run.total) for run, _ in several]).T
+    first, total = spans["none"]
+    steps = texts.n - 1
     if then:
         del found["none"]
+        steps = then.value * (total - first)
     else:
-        rows.add("none", at, first_ms=[1e3 * run.ttft for run, _ in reference])
+        rows.add("none", at, first_ms=1e3 * first)
         read_times(texts, found)
     for way, several in found.items():
-        share, speed = [], []
-        for (run, _), (other, _) in zip(several, reference, strict=True):
-            steps = then.value * (other.total - other.ttft) if then else texts.n - 1
-            speed.append(steps / (run.total - run.ttft))
-            share.append(run.total / other.total)
-        rows.add(way, at, time=share, tps=speed)
+        begun, ended = spans[way]
+        rows.add(way, at, time=ended / total, tps=steps / (ended - begun))
         _, pair = several[0]
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
             passes = 1000 / texts.n * int(pair.passes)
@@ -299,8 +298,9 @@ def read_times(texts: Texts, found: dict[str, list[Written]]) -> None:
     for way, several in found.items():
         policy = texts.policy(way, "sampled")
         if isinstance(policy, Periodic) and not policy.reads_window:
-            for refresh in itertools.chain(*(pair.refreshes for _, pair in several)):
-                reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
+            for _, pair in several:
+                for refresh in pair.refreshes:
+                    reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
     for k, ms in sorted(reads.items()):
         texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
 
@@ -312,20 +312,19 @@ def predict(rows: Rows, n: int, at: Setting) -> None:
 
     Source: section "Why is it cheap?".
     """
-    measured = points_over(rows, "teacher", "read_ms", "k", at)
-    points = [(k, ms / 1e3) for k, ms, *_ in measured]
+    points = [point[:2] for point in points_over(rows, "teacher", "read_ms", "k", at)]
     if len(points) < 2:
         return
-    slope, start = np.polyfit(*zip(*points, strict=True), 1)
+    slope, start = np.polyfit(*zip(*points, strict=True), 1)  # ms
     first, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
-    alone = (n - 1) / tps
+    alone = first + 1e3 * (n - 1) / tps
     for way, _ in ways_of(rows, [".*"]):
         passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
         count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
         prefills = slope * reads.value + count * start  # of all passes together
-        found = round((first / 1e3 + (alone + prefills)) / (first / 1e3 + alone), 4)
+        found = round(1 + prefills / alone, 4)
         exact = (found, found, found)
         if rows.figure(way, "time", **at, by="formula") != exact:
             rows.add_figures(way, at | {"by": "formula"}, 1, time=exact)

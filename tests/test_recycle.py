@@ -242,11 +242,11 @@ def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
 ) -> None:
     texts = ["Notes: a goat", "Question: who?"]
     trial = tiny_trial([f"{text} And?" for text in texts])
-    events, answer, add = [], trial.answer, trial.add
+    events, answer, add = [], trial.answer, trial.recycler.add
     monkeypatch.setattr(trial, "answer", lambda way, *a: events.append(way) or answer(way, *a))
-    monkeypatch.setattr(trial, "add", lambda texts: events.append("store") or add(texts))
+    monkeypatch.setattr(trial.recycler, "add", lambda text: events.append("store") or add(text))
     found = trial.run(texts, "source", 3)
-    assert events == ["cold"] * 2 + ["store"] + ["published"] * 2 + ["recycled"] * 2
+    assert events == ["cold"] * 2 + ["store"] * 2 + ["published"] * 2 + ["recycled"] * 2
     rows = Rows("recycling", tmp_path, reduced="trial")
     recycling.add_rows(rows, trial, found, {"model": "x"})
     answers, depth = (rows.figure("recycled", metric, model="x") for metric in ("answers", "depth"))

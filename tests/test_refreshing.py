@@ -103,7 +103,7 @@ def test_gates_meet_their_budgets_where_nothing_refreshes(rows) -> None:
     for mode in refreshing.MODES:
         texts.calibrate("entropy~7.8", mode)
         gate = texts.policy("entropy~7.8", mode)
-        signals = texts.signals("valid", [gate], mode)[0]
+        signals = texts.signals("valid", gate, mode)
         fired = firings(signals, gate.threshold, gate.cooldown)
         assert 0.7 * 7.8 <= 1000 * fired / signals.numel() <= 7.8
 
