@@ -81,8 +81,11 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
     if after:
         ids, room = torch.randint(50257, (1, after)), models["growing"].config.n_ctx
     found = in_turn({way: partial(written, way, models[way], ids, n, room) for way in ways}, turns)
-    what = f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}"
-    rows.begin_with(f"{size}, random weights", models["growing"], what)
+    rows.begin_with(
+        f"{size}, random weights",
+        models["growing"],
+        f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}",
+    )
     *_, (plain, _, _) = found["no-cache"]
     seconds = {}
     for way, several in found.items():
@@ -106,7 +109,7 @@ class TwoLines(KVCache):
     what it holds is cut before attention reads it. counted: positions go on as by its current_pos;
     else they are its cache's length."""
 
-    def __init__(self, window: int, counted: bool = True) -> None:
+    def __init__(self, window: int, counted: bool) -> None:
         super().__init__()
         self.window, self.counted = window, counted
 
@@ -132,14 +135,12 @@ def window_check() -> dict[str, float]:
     """Return, for four ways of feeding one text, the share of positions whose logits differ from
     attention to the last WINDOW tokens; of a chunk its last position counts, which writes the next
     token."""
-    exact = random_model(gpt_bounded_cache.GPT, SMALL)
-    model = random_model(gpt_kv_cache.GPT, SMALL)
-    for parameter in exact.parameters():
+    model = random_model(gpt_bounded_cache.GPT, SMALL)
+    for parameter in model.parameters():
         parameter.mul_(3)  # else the logits of an untrained model hardly depend on what it reads
-    model.load_state_dict(exact.state_dict())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, TEXT), generator=generator)
-    expected = exact(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
+    expected = model(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
     feedings = {
         "token-by-token": [1] * TEXT,
         "by-length": [1] * TEXT,  # positions by the cache's length

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compress
-import gpt_bounded_cache as bounded
+from gpt_bounded_cache import BCT, GPT, KVCache, SlidingWindowCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
@@ -61,7 +61,7 @@ class Memory:
 
     label: str
     model: nn.Module
-    make: Callable[[int], bounded.KVCache]
+    make: Callable[[int], KVCache]
     piece: int = 10_000
 
     def __post_init__(self) -> None:
@@ -80,26 +80,26 @@ class Memory:
 
     def write(self, ids: Tensor, n: int, **options: Any) -> Tensor:
         """Return n tokens (B, n) after ids (B, T)."""
-        new = bounded.generate(self.model, ids, n, cache=self.make(n), **options)
+        new = generate(self.model, ids, n, cache=self.make(n), **options)
         return torch.cat([*new], dim=1)
 
 
 def memories_of(name: str, n: int = SLOTS, **options: Any) -> dict[str, Memory]:
     """Return the memories that a GPT can have: full, window and sinks of n slots, and for pocket
     ours. Raises ValueError if n is too small or too large."""
-    model = load_model(name, model_class=bounded.GPT, **options)
+    model = load_model(name, model_class=GPT, **options)
     n_ctx = model.config.n_ctx
     if not SINKS + 1 < n <= n_ctx + 1:
         raise ValueError(f"--slots {n}: at least {SINKS + 2}, at most {n_ctx + 1}")
-    window = n - 1 - SINKS
-    label = f"{SINKS} sinks + window of {window}"
-    memories = {
-        "full": Memory(f"full, {n_ctx} tokens", model, lambda _: bounded.SlidingWindowCache(n_ctx)),
-        "window": Memory(f"window of {n - 1}", model, lambda _: bounded.SlidingWindowCache(n - 1)),
-        "sinks": Memory(label, model, lambda _: bounded.SlidingWindowCache(window, SINKS)),
-    }
+    window, memories = n - 1 - SINKS, {}
+    for way, label, *ring in (
+        ("full", f"full, {n_ctx} tokens", n_ctx),
+        ("window", f"window of {n - 1}", n - 1),
+        ("sinks", f"{SINKS} sinks + window of {window}", window, SINKS),
+    ):
+        memories[way] = Memory(label, model, lambda _, ring=ring: SlidingWindowCache(*ring))
     if name == "pocket":
-        bct = load_model("pocket-bct", model_class=bounded.BCT, **options)
+        bct = load_model("pocket-bct", model_class=BCT, **options)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
         memories["ours"] = Memory(label, bct, lambda _: bct.new_cache())
     return memories
@@ -125,7 +125,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     ways = [(memory.label, memory.model, memory.make) for memory in memories.values()]
     print(f"\nThe same {text.size(1)} tokens, read one by one:\n{compress.demo(ways, text)}\n")
     print(
-        "Full attention is exact; the other memories approximate it, by forgetting. KL and same: second half.\n"
+        "Full attention is exact; the others approximate it, by forgetting. KL is of the second half.\n"
         "The full study, in minutes: python3 -m studies.bounding"
     )
 
@@ -141,7 +141,7 @@ def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     losses, start, read = [], 0, 0  # start: where the context begins; a BCT's has no end
     while read < ids.size(1) - 1:
         if read - start == context:  # full: forget its oldest half, read the rest again
-            start = bounded.context_start(read + 1, context)
+            start = context_start(read + 1, context)
             cache.truncate(0)
             model(ids[:, start:read], cache, last_only=True)
         end = min(read + chunk, ids.size(1) - 1, start + context)
@@ -237,11 +237,10 @@ def measure(rows: Rows, quick: bool) -> None:
     if not due:
         return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
-    full, bct = memories["full"], memories["ours"].config
+    bct = memories["ours"].config
     rows.begin_with(
         "pocket",
-        full.model,
-        f"{full.config.n_layer} layers of width {full.config.n_embd}",
+        memories["full"].model,
         f"the BCT, {bct.slots} slots + {bct.recent} recent, is pocket fine-tuned on pocket's own predictions; "
         "full attention is pocket as it is, where that fine-tuning would begin at a loss of 0",
         f"{size.documents} held-out documents, {size.explanations} explanations",

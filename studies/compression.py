@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compress
-import gpt_bounded_cache as bounded
+from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
@@ -60,10 +60,9 @@ def skipping(n: int) -> KVCache:
     return cache
 
 
-CACHES = compress.CACHES | {  # all of compress.py, and what only this study compares
-    "swapped:2": compress.Kind("2 bits the other way round", lambda n: Swapped(2)),
-    "norm:skip": compress.Kind("small norm, a half from layer 3 on", skipping),
-}
+# What makes a cache for n tokens: all of compress.py, and what only this study compares.
+CACHES = {way: kind.new for way, kind in compress.CACHES.items()}
+CACHES |= {"swapped:2": lambda n: Swapped(2), "norm:skip": skipping}
 
 
 # --- Quality ----------------------------------------------------------------------------------------
@@ -116,7 +115,7 @@ def milliseconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
     """Return the time of one of n tokens after a prompt of T that is read at once."""
     draws = torch.Generator().manual_seed(turn)
     ids = torch.randint(256, model.config.vocab_size, (1, T + n), generator=draws)
-    cache = CACHES[way].new(T + n)
+    cache = CACHES[way](T + n)
     model(ids[:, :T], cache, last_only=True)
     return statistics.mean(compress.read(model, cache, ids[:, T:])[1])
 
@@ -134,13 +133,14 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
 def measure(rows: Rows, quick: bool) -> None:
     """Measure what the rows lack."""
     few, turns, piece = (12, 1, 64) if quick else (1, TURNS, 1)
-    numbers = f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
-    bct = load_model("pocket-bct", model_class=bounded.BCT)
+    bct = load_model("pocket-bct", model_class=BCT)
     for name, model in models.items():
         at = {"model": name}
-        rows.begin_with(name, model, numbers)
-        readers = {way: Memory(way, model, kind.new, piece) for way, kind in CACHES.items()}
+        rows.begin_with(
+            name, model, f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
+        )
+        readers = {way: Memory(way, model, new, piece) for way, new in CACHES.items()}
         exact = readers["full"]
         if name == "pocket":
             readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), piece)

@@ -80,11 +80,13 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
                 store.clear()
                 if k:
                     store.put(ids, read_all(model, ids[:k]))
-            n = DECODED if (m, share) == (whole, 90) else 1
-            runs = {way: partial(times, model, ids, n, *place) for way, place in places.items()}
+            runs = {way: partial(times, model, ids, 1, *place) for way, place in places.items()}
+            if (m, share) == (whole, 90):
+                for way in ("cold", "warm-disk"):
+                    runs[way] = partial(times, model, ids, DECODED, *places[way])
             found = {way: np.transpose(several) for way, several in in_turn(runs, turns).items()}
             _, cold, cold_last = found["cold"]
-            if n == DECODED:
+            if (m, share) == (whole, 90):
                 rows.add("warm-disk", at, saved_all=1 - found["warm-disk"][2] / cold_last)
             # "cold" comes last: a cell that has it is whole
             for way, (restore, first, _) in reversed(found.items()):
@@ -110,8 +112,12 @@ def summed_up(rows: Rows, name: str, lengths: Sequence[int]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    models = f"random weights of the size of {GEOMETRIES}; or {NAMES}"
-    cli = StudyLine(__doc__, "latency", "short prompts only, once each", models=models)
+    cli = StudyLine(
+        __doc__,
+        "latency",
+        "short prompts only, once each",
+        models=f"random weights of the size of {GEOMETRIES}; or {NAMES}",
+    )
     cli.set_defaults(model="124M")
     with cli.parse(argv) as args:
         model, name = model_of(args)

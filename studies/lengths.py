@@ -31,10 +31,13 @@ from gpt_bounded_cache import (
 )
 from studies.core import Rows, in_turn, run
 
-LENGTHS, SLOTS = (128, 1000, 4000, 16000), (24, 2048)  # 2,048: the source's capacity
-TURNS = 5
+LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
 DECODED = 8  # tokens, of which the median counts; one more before them warms up
-SMALL = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}  # of a quick run
+SMALL = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
+SIZES = {  # quick or not: geometry and slots, of which 2,048 are the source's capacity
+    False: ("GPT-2's geometry", {}, (24, 2048)),
+    True: ("a small geometry", SMALL, (4,)),
+}
 
 
 def filled(model: GPT, n: int, cache: KVCache) -> KVCache:
@@ -77,16 +80,11 @@ def measure(rows: Rows, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length, all in turn."""
     if not rows.due(["growing"], "tps", after=LENGTHS[-1]):
         return
-    what, geometry, slots = "GPT-2's geometry", {}, SLOTS
-    if quick:
-        what, geometry, slots = "a small geometry", SMALL, (4,)
+    what, geometry, slots = SIZES[quick]
     geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED + 1}
     torch.manual_seed(0)
     plain = GPT(GPTConfig(**geometry)).eval()
-    caches: dict[str, tuple[GPT, Callable]] = {
-        "growing": (plain, grown),
-        "preallocated": (plain, preallocated),
-    }
+    caches = {"growing": (plain, grown), "preallocated": (plain, preallocated)}
     for m in slots:
         caches[f"bct:{m}"] = BCT(BCTConfig(**geometry, slots=m)).eval(), written
     rows.begin_with(

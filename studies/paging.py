@@ -15,11 +15,10 @@ from torch import Tensor
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
 from paged import PagedCache, Server
-from pocket import corpus
+from recycle import DATA, read_prompts
 from support.tables import table
 from support.tracing import write_page
 
-LENGTHS = (10, 25, 45, 70, 100, 140)  # tokens of the prompts without a common header
 ROWS = 24  # of the picture
 HEADER = "", "ms", "tokens/s", "bytes held", "wasted", "blocks", "shared", "put back", "same tokens"
 Served = tuple[list[list[int]], int, int]  # the texts' tokens, the most bytes, and those wasted
@@ -27,17 +26,8 @@ Served = tuple[list[list[int]], int, int]  # the texts' tokens, the most bytes, 
 
 def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
     """Return twelve prompts: every other one is a question after a header of answered ones, which
-    all six have in common; the others are the beginnings of six texts."""
-    texts = [document.text for document in corpus.documents("test", 40)]
-    header = next(text for text in texts if text.startswith("Question:"))
-    others = [tokenizer.encode_ordinary(x) for x in texts if not x.startswith("Question:")]
-    others = [ids for ids in others if len(ids) >= LENGTHS[-1]]
-    questions = corpus.closed_book_questions("test")
-    questions = questions[:: len(questions) // len(LENGTHS)]
-    found = []
-    for question, other, n in zip(questions, others, LENGTHS, strict=False):
-        found += [tokenizer.encode_ordinary(f"{header}\n{question.prompt}"), other[:n]]
-    return found
+    all six have in common; the others are the beginnings of six texts of pocket's world."""
+    return [*map(tokenizer.encode_ordinary, read_prompts(DATA / "paged_prompts.csv"))]
 
 
 class PaddedCache(SlidingWindowCache):
@@ -106,8 +96,7 @@ class Record:
 
     def __init__(self, server: Server) -> None:
         cache, self.server, self.steps = server.cache, server, []
-        self.texts: list[list[int]] = [[] for _ in server.texts]
-        held: set[int] = set()
+        self.texts, held = [[] for _ in server.texts], set()
         while server.busy:
             written = server.step()
             for number, token in written:
@@ -119,7 +108,7 @@ class Record:
                 "complete": held.difference(now, waiting),
                 "put back": held.intersection(waiting),
             }
-            owners: list[list[int]] = [[] for _ in range(cache.blocks)]
+            owners = [[] for _ in range(cache.blocks)]
             filled = [0] * cache.blocks
             for text in server.running:
                 for i, block in enumerate(text.table):
@@ -184,7 +173,7 @@ def cell(who: list[int], found: bool) -> str:
 
 def fastest(run: Callable[[], Any]) -> tuple[float, Any]:
     """Return the fewer seconds of two runs, and what a run returns."""
-    found: list[Any] = []
+    found = []
     seconds = timeit.repeat(lambda: found.append(run()), repeat=2, number=1)
     return min(seconds), found[-1]
 
@@ -203,11 +192,12 @@ def demo(
     unless it is given."""
     prompts = prompts_of(tokenizer)
     limits = [max(1, n * (i % 4 + 1) // 4) for i in range(len(prompts))]
-    lengths = [len(ids) for ids in prompts]
+    lengths = [*map(len, prompts)]
     longest = max(lengths)
     if longest + n > model.context:
-        message = f"a prompt of {longest} tokens and {n} more exceed the context of {model.context}"
-        raise ValueError(message)
+        raise ValueError(
+            f"a prompt of {longest} tokens and {n} more exceed the context of {model.context}"
+        )
 
     def server(blocks: int) -> Server:
         waiting = Server(model, PagedCache(model, blocks, size), chunk)
@@ -237,23 +227,22 @@ def demo(
         served = record.texts, record.used * size * token, record.wasted * token
         add(name, seconds, served, record.used, record.shared, record.server.put_back)
     print(f"""\
-Twelve prompts of {min(lengths)} to {max(lengths)} tokens, half of them with a common header, and \
-{min(limits)} to {max(limits)} greedy
+Twelve prompts of {min(lengths)} to {longest} tokens, half with a common header, and {min(limits)} to {n} greedy
 tokens after each; blocks of {size} tokens, prompts read in chunks of {chunk}.
 
 {table(HEADER, rows)}
 
 ms, tokens/s:   of all twelve, prompts included; the faster of two runs
 bytes, blocks:  of keys and values at the fullest step; wasted: padding, or the empty rest of blocks
-shared:         blocks with several owners, at most at a step; put back: how often a text lost its blocks
+shared:         blocks with several owners, at most; put back: how often a text lost its blocks
 
-The blocks of the last row over time. A letter: the text that owns the block; a number: how many do; ":" is free,
-and holds a beginning that a new text would find; "." is free.
+The blocks of the last row. A letter: the text that owns the block; a number: how many do; ":" and "." are free,
+and a new text would find what ":" holds.
 
 {record.picture()}
 
-Exact: every text's tokens are its own. Slow: plain PyTorch copies all keys and values in every step; a kernel that
-reads them through the table doesn't. `python3 -m benchmarks --requests` measures both on GPT-2 124M.""")
+Exact: every text's tokens are its own. Slow: PyTorch copies all keys and values in every step, as a kernel
+needn't. `python3 -m benchmarks --requests` measures both on GPT-2 124M.""")
     if trace:
         record.write(trace, tokenizer, prompts)
         print(f"[step by step: {trace}]")

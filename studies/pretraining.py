@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -29,7 +28,7 @@ from studies.core import Rows, run
 from studies.recall import WideBCT
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
-MEMORIES: dict[str, dict[str, Any]] = {  # options of a BCTConfig
+MEMORIES = {  # options of a BCTConfig
     "full": {},
     "sum": {"rule": "sum", "slots": sum(MEMORY.values()), "recent": 0},
     "ours": MEMORY,

@@ -26,7 +26,7 @@ import argparse
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm as norm
 
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
@@ -113,12 +112,12 @@ class Texts:
         """Return what yields a way's n tokens after ids (B, T), and the pair at work, if any."""
         generator = torch.Generator(ids.device).manual_seed(seed)
         options = {"temperature": MODES[mode], "generator": generator}
-        new_cache: Callable[[], KVCache] = KVCache
+        new_cache = KVCache
         if len(ids) > 1:
             new_cache = partial(SlidingWindowCache, ids.size(1) + self.n)
         if way in self.models:
             return generate(self.models[way], ids, self.n, cache=new_cache(), **options), None
-        pair = Pair(self.models["teacher"], self.models["student"], ids, new_cache)
+        pair = Pair(**self.models, ids=ids, new_cache=new_cache)
         if way in PUBLISHED:
             every = int(way.partition(":")[2])
             return refresh_as_published(pair, self.n, every, **options), pair
@@ -176,9 +175,13 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
             nats.append(float(of_text.double().mean()))
         texts.rows.add(way, at, perplexity=nats)
         if pair:
-            counts = {"refreshes": pair.counts.tolist(), "reads": pair.teacher_tokens.tolist()}
-            passes = (1000 / texts.n * pair.passes).tolist()
-            texts.rows.add(way, at, **counts, passes=passes)
+            texts.rows.add(
+                way,
+                at,
+                refreshes=pair.counts.tolist(),
+                reads=pair.teacher_tokens.tolist(),
+                passes=(1000 / texts.n * pair.passes).tolist(),
+            )
 
 
 def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
@@ -231,34 +234,22 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
     start = ids.size(1)
     new = torch.cat([*texts.writing("none", ids, "sampled", seed=0)[0]], 1)  # (B, N)
     expected = teacher(torch.cat([ids, new], 1), truth)[:, start:]  # (B, N, V)
+    exact = torch.stack(truth.layers)[..., start:, :]  # (L, 2, B, H, N, D)
     for way in ways:
         room = partial(SlidingWindowCache, start + texts.n)
-        pair = Pair(teacher, texts.models["student"], ids, room)
+        pair = Pair(**texts.models, ids=ids, new_cache=room)
         errors, apart = [], []
         policy = texts.policy(way, "sampled")
-        for t, logits in enumerate(overfill.read_along(pair, new, policy)):
-            apart.append(float(kl(expected[:, t], logits).mean()))
-            new_tokens = slice(start, len(pair.cache))
-            mine, its = (
-                torch.stack([kv[..., new_tokens, :] for kv in cache.layers])
-                for cache in (pair.cache, truth)
-            )  # (L, 2, B, H, t, D)
-            off, whole = (norm(x, dim=(0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
-            errors.append(float((off / whole).mean()))
+        for t, logits in enumerate(overfill.read_along(pair, new, policy), 1):
+            apart.append(float(kl(expected[:, t - 1], logits).mean()))
+            mine = torch.stack(pair.cache.layers)[..., start : start + t, :]  # (L, 2, B, H, t, D)
+            its = exact[..., :t, :]
+            off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
+            errors.append(float((off / norm).sqrt().mean()))
         texts.rows.add(way, texts.at, cache_error=errors, kl=apart)
 
 
 # --- Time -------------------------------------------------------------------------------------------
-
-
-Written = tuple[Run, Pair | None]  # the times of one text, and the pair that wrote it, if any
-
-
-def written(texts: Texts, way: str, prompts: int, turn: int) -> Written:
-    """Write one text, sampled, after the first prompts in turn."""
-    ids = texts.prompts["test"][turn % prompts][None]
-    tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
-    return timed(lambda: tokens), pair
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
@@ -269,8 +260,14 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
     if not ways:
         return
-    runs = {way: partial(written, texts, way, prompts) for way in ("none", *ways)}
-    found = in_turn(runs, turns)
+
+    def written(way: str, turn: int) -> tuple[Run, Pair | None]:
+        """Write one text, sampled, after the first prompts in turn."""
+        ids = texts.prompts["test"][turn % prompts][None]
+        tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
+        return timed(lambda: tokens), pair
+
+    found = in_turn({way: partial(written, way) for way in ("none", *ways)}, turns)
     then = rows.figure("none", "tps", **at)
     spans = {}  # to the first token and to the last
     for way, several in found.items():
@@ -292,9 +289,9 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
             rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 
-def read_times(texts: Texts, found: dict[str, list[Written]]) -> None:
-    """Append the times of the teacher's passes over k new tokens."""
-    reads: dict[int, list[float]] = {}
+def read_times(texts: Texts, found: dict[str, list]) -> None:
+    """Append the times of the teacher's passes over k new tokens, of what times() found."""
+    reads = {}
     for way, several in found.items():
         policy = texts.policy(way, "sampled")
         if isinstance(policy, Periodic) and not policy.reads_window:
@@ -408,12 +405,11 @@ def announce(texts: Texts, ways: int, single: int) -> None:
     at once in each mode and way, and `single` of them one by one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
     many, length = ids.shape
-    nbytes = 0
+    pair = Pair(**texts.models, ids=ids[:1])
+    pair.prefill()
+    nbytes = many * (length + texts.n) * pair.nbytes // length
     for model in texts.models.values():
-        cache = model.new_cache()
-        model(ids[:1, :1], cache)  # a token's bytes
         nbytes += sum(p.nbytes for p in model.parameters())
-        nbytes += many * (length + texts.n) * cache.nbytes
     print(f"Memory: {nbytes / 1e6:,.1f} MB for both models' weights and caches.", flush=True)
     seconds = 0.0
     for rows, times in ((ids, len(MODES)), (ids[:1], single)):
@@ -423,26 +419,26 @@ def announce(texts: Texts, ways: int, single: int) -> None:
         float(student(rows[:, -1:], cache)[0, 0, 0])  # waits for the device
         seconds += times * ways * texts.n * (time.perf_counter() - begun)
     print(
-        f"Time: {seconds / 3600:.1f} hours for the student's steps, and more for the teacher's "
-        "reading. A run that is interrupted begins anew.\n",
+        f"Time: {seconds / 3600:.1f} hours for the student's steps; the teacher's reading comes on "
+        "top. An interrupted run begins anew.\n",
         flush=True,
     )
 
 
-def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
-    """Measure what the rows lack, or what is to be measured again. names: teacher, student. Models
-    of the user's own, with prompts from a file, begin with what they need."""
+def measure(rows: Rows, args: argparse.Namespace) -> None:
+    """Measure what the rows lack, or what is to be measured again. Models of the user's own, with
+    prompts from a file, begin with what they need."""
     n, count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
-    tokenizer, path = load_tokenizer(names[0]), args.prompts
-    students = STUDENTS if names[1] == OWN else {"segments": (names[1], USUAL)}
+    tokenizer, path = load_tokenizer(args.model), args.prompts
+    students = STUDENTS if args.student == OWN else {"segments": (args.student, USUAL)}
     for train, (name, ways) in students.items():
         teacher, student, _ = overfill.load_pair(
-            names[0], name, device=args.device, dtype=args.dtype
+            args.model, name, device=args.device, dtype=args.dtype
         )
         room = min(teacher.config.n_ctx, student.config.n_ctx) - n
         prompts = prompts_of(tokenizer, path, count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
-        at = {} if train == "segments" else {"trained": train}
+        at = {"trained": train}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
         fits = not overfill.misfit(teacher, student)
         if not fits:  # the teacher's cache can't be spliced into the student's
@@ -451,10 +447,13 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         few = min(3, many)
         if path is not None:
             announce(texts, len(ways), turns * few)
-        size = f"students of {size_of(student)}"
-        some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
-        single = f"times: single texts after {few} of them, turns: {turns}"
-        rows.begin_with(names[0], teacher, size, some, single)
+        rows.begin_with(
+            args.model,
+            teacher,
+            f"students of {size_of(student)}",
+            f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1",
+            f"times: single texts after {few} of them, turns: {turns}",
+        )
         for mode in MODES:
             quality(texts, ways, mode)
         if train == "dropout":
@@ -473,13 +472,12 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
     cli.add_chat_argument()
     with cli.parse(argv) as args:
-        names = [args.model, args.student]
-        others = names != ["pocket", OWN] or args.prompts
+        others = args.prompts or (args.model, args.student) != ("pocket", OWN)
         if not args.prompts and (args.chat or args.model != "pocket"):
             needs = "--chat" if args.chat else args.model
             raise ValueError(f"{needs} needs prompts of your own: give it --prompts FILE")
         rows = recorded("refreshing", args, "run of other models" if others else "")
-        measure(rows, names, args)
+        measure(rows, args)
         if not others:
             sized(rows, args.quick)
         report(rows)

@@ -58,7 +58,7 @@ class Index:
         self.capacity, self.held = capacity, 0  # in blocks
         # By their first block, whose id says what comes before it. Oldest first, and each run before that which it
         # continues: the first has none that continues it.
-        self.runs: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self.runs = OrderedDict()
 
     def put(self, blocks: tuple[str, ...]) -> int:
         """Store blocks, as far as they fit; return how many of them were there."""
@@ -104,7 +104,7 @@ def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
     repeatedly, and those of a cache without limit."""
     requests = read_trace(path)
     unique = len({block for request in requests for block in request.blocks})
-    doubled = [500 * 2**i for i in range(30) if 500 * 2**i < unique]
+    doubled = [500 << i for i in range(30) if 500 << i < unique]
     rows, cells = [], []
     for size in [*sorted(capacities or doubled), math.inf]:
         rates = hit_rates(requests, size)
@@ -149,10 +149,19 @@ def draw(file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "three capacities only: 500, 4,000, 32,000"
-    cli = StudyLine(__doc__, "replay TRACE", quick, model="", out="recycling")
-    what = "JSON objects, one per line: input_length, hash_ids"
-    cli.add_argument("trace", metavar="TRACE", type=Path, help=what)
+    cli = StudyLine(
+        __doc__,
+        "replay TRACE",
+        "three capacities only: 500, 4,000, 32,000",
+        model="",
+        out="recycling",
+    )
+    cli.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="JSON objects, one per line: input_length, hash_ids",
+    )
     with cli.parse(argv) as args:
         replay(args.trace, [500, 4000, 32000] if args.quick else [], args.out)
 

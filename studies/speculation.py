@@ -48,7 +48,7 @@ def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
     teacher, ids, n = texts.models["teacher"], texts.prompts["test"][turn][None], texts.n
     (kind, _, k), passes = way.partition(":"), Passes()
     if kind in BY:
-        pair = Pair(teacher, texts.models["student"], ids)
+        pair = Pair(**texts.models, ids=ids)
         generator = torch.Generator().manual_seed(turn)
         options = {"temperature": MODES[mode], "generator": generator}
         tokens = speculate(pair, n, int(k), BY[kind], passes, **options)
