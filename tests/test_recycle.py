@@ -299,6 +299,9 @@ def test_latency_measures_every_cell(tmp_path: Path) -> None:
         restore, first = (rows.figure(way, x, m=m, share=share) for x in ("restore", "first"))
         assert 0 < restore.value < first.value
     assert rows.find("memory", "cost")["n"] == 7
+    written = rows.path.read_text()
+    latency.measure(rows, tiny_model(), "124M", [16, 32], 1)
+    assert rows.path.read_text() == written, "nothing is due"
 
 
 def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
