@@ -62,7 +62,7 @@ STUDENTS = {  # by what they were trained on or with: their names, and the ways 
     "segments": (OWN, USUAL),
     "alone": ("pocket-student-alone", FEW),
     "prompts": ("pocket-student-prompt", FEW),
-    # At the rate of MonteCarloDropout's own.
+    # Trained with a dropout of 0.1, which is MonteCarloDropout's own rate.
     "dropout": ("pocket-student-dropout", ("none", "entropy~7.8", "dropout:8~7.8")),
 }
 TRACED = ("none", "periodic:64", "windowed-listing:64:16", "speculative:8", "entropy~7.8")
