@@ -6,9 +6,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if text.endswith("    main()\n"):
-            about = ast.get_docstring(ast.parse(text)).partition("\n\n")[0]
+        code = path.read_text("utf-8")
+        if code.endswith("    main()\n"):
+            about = ast.get_docstring(ast.parse(code)).partition("\n\n")[0]
             line = f"python3 -m studies.{path.stem:<11} {about}"
             print(textwrap.fill(line, 100, subsequent_indent=" " * 31))
     print("\nEach has --help; those that measure have --quick, of a minute at most.")

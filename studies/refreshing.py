@@ -476,7 +476,7 @@ def main(argv: list[str] | None = None) -> None:
         if not args.prompts and (args.chat or args.model != "pocket"):
             needs = "--chat" if args.chat else args.model
             raise ValueError(f"{needs} needs prompts of your own: give it --prompts FILE")
-        rows = recorded("refreshing", args, "run of other models" if others else "")
+        rows = recorded("refreshing", args, "run of other models or prompts" if others else "")
         measure(rows, args)
         if not others:
             sized(rows, args.quick)
