@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -312,13 +312,14 @@ def read(
     return torch.cat(logits, dim=1), ms
 
 
-def demo(model: nn.Module, ids: Tensor) -> str:
-    """Return a table of what each cache costs on ids (B, T), and how far from full attention its
-    predictions are in the second half."""
+def demo(ways: Sequence[tuple[str, nn.Module, Callable[[int], KVCache]]], ids: Tensor) -> str:
+    """Return a table of what each way to read ids (B, T), a name, a model and its cache, costs, and
+    how far its predictions in the second half are from those of the first way, full attention."""
     B, T = ids.shape
     rows, exact = [], None
-    read(model, KVCache(), ids, T // 4)  # else the first cache pays for new memory: twice the time
-    for name, new, _ in CACHES.values():
+    # Else the first cache pays for new memory: twice the time.
+    read(ways[0][1], KVCache(), ids, max(1, T // 4))
+    for name, model, new in ways:
         cache = new(T)
         logits, ms = read(model, cache, ids)
         if exact is None:
@@ -350,7 +351,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = rows_of(load_tokenizer(args.model), 30, n)[:4]
         ids = torch.tensor(rows, device=args.device)
         print(f"{len(rows)} held-out texts of {n} tokens, read token by token, side by side:\n")
-        print(demo(model, ids))
+        print(demo([(name, model, new) for name, new, _ in CACHES.values()], ids))
         print(
             "\nFull attention is exact, wherever its memory comes from. Rounding approximates every\n"
             "old token; windows, sinks and small norms forget whole ones. KL is of the second half.\n"

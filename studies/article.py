@@ -33,9 +33,8 @@ from recycle import Run, timed
 from studies.core import Rows, in_turn, run
 from support.conditions import random_model
 
-PROMPT, NEW = "Hello, I am", 200  # the article's
+PROMPT = "Hello, I am"  # the article's
 LONGER = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each
-TURNS = 3
 FILES = {
     "all-logits": gpt_baseline,
     "no-cache": gpt_baseline,
@@ -43,6 +42,7 @@ FILES = {
     "preallocated": gpt_bounded_cache,
 }
 SMALL, WINDOW, TEXT = "4x4x64", 8, 40  # geometry, window and tokens that the two lines are tried on
+SIZES = {False: ("124M", 200, 3), True: (SMALL, 20, 1)}  # quick or not: geometry, tokens, turns
 WRONG = 1e-3  # a position is wrong if a logit is off by more than this share of the largest
 
 
@@ -81,8 +81,11 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
     if after:
         ids, room = torch.randint(50257, (1, after)), models["growing"].config.n_ctx
     found = in_turn({way: partial(written, way, models[way], ids, n, room) for way in ways}, turns)
-    what = f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}"
-    rows.begin_with(f"{size}, random weights", models["growing"], what)
+    rows.begin_with(
+        f"{size}, random weights",
+        models["growing"],
+        f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}",
+    )
     *_, (plain, _, _) = found["no-cache"]
     seconds = {}
     for way, several in found.items():
@@ -106,7 +109,7 @@ class TwoLines(KVCache):
     what it holds is cut before attention reads it. counted: positions go on as by its current_pos;
     else they are its cache's length."""
 
-    def __init__(self, window: int, counted: bool = True) -> None:
+    def __init__(self, window: int, counted: bool) -> None:
         super().__init__()
         self.window, self.counted = window, counted
 
@@ -132,23 +135,21 @@ def window_check() -> dict[str, float]:
     """Return, for four ways of feeding one text, the share of positions whose logits differ from
     attention to the last WINDOW tokens; of a chunk its last position counts, which writes the next
     token."""
-    exact = random_model(gpt_bounded_cache.GPT, SMALL)
-    model = random_model(gpt_kv_cache.GPT, SMALL)
-    for parameter in exact.parameters():
+    model = random_model(gpt_bounded_cache.GPT, SMALL)
+    for parameter in model.parameters():
         parameter.mul_(3)  # else the logits of an untrained model hardly depend on what it reads
-    model.load_state_dict(exact.state_dict())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, TEXT), generator=generator)
-    expected = exact(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
+    expected = model(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
     feedings = {
-        "token-by-token": ([1] * TEXT, True),
-        "by-length": ([1] * TEXT, False),  # positions by the cache's length
-        "prompt": ([3 * WINDOW] + [1] * (TEXT - 3 * WINDOW), True),
-        "chunks": ([5] * (TEXT // 5), True),
+        "token-by-token": [1] * TEXT,
+        "by-length": [1] * TEXT,  # positions by the cache's length
+        "prompt": [3 * WINDOW] + [1] * (TEXT - 3 * WINDOW),
+        "chunks": [5] * (TEXT // 5),
     }
     found = {}
-    for name, (lengths, counted) in feedings.items():
-        cache, chunks = TwoLines(WINDOW, counted), ids.split(lengths, dim=1)
+    for name, lengths in feedings.items():
+        cache, chunks = TwoLines(WINDOW, name != "by-length"), ids.split(lengths, dim=1)
         got = torch.cat([model(chunk, cache, last_only=True)[0] for chunk in chunks])
         want = expected[torch.tensor(lengths).cumsum(0) - 1]
         close = (got - want).abs().amax(-1) <= WRONG * want.abs().max()  # a NaN isn't
@@ -159,8 +160,9 @@ def window_check() -> dict[str, float]:
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure(rows: Rows, size: str, n: int, turns: int) -> None:
+def measure(rows: Rows, quick: bool) -> None:
     """Measure what the rows lack."""
+    size, n, turns = SIZES[quick]
     if rows.due(["chunks"], "wrong"):
         rows.begin(
             f"{SMALL} (layers, heads, width), random weights",
@@ -175,11 +177,7 @@ def measure(rows: Rows, size: str, n: int, turns: int) -> None:
             times(rows, ways, size, 16 if after else n, turns, at)
 
 
-def main(argv: list[str] | None = None) -> None:
-    def measured(rows: Rows, quick: bool) -> None:
-        measure(rows, *((SMALL, 20, 1) if quick else ("124M", NEW, TURNS)))
-
-    run(__doc__, "article", "20 tokens, at a small geometry", measured, argv, again=False)
+main = partial(run, __doc__, "article", "20 tokens, at a small geometry", measure, again=False)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ Source: Yi et al. 2024 (BCT).
 """
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,13 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compress
-import gpt_bounded_cache as bounded
+from gpt_bounded_cache import BCT, GPT, KVCache, SlidingWindowCache, context_start, generate
 from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
 from studies.core import Rows, Setting, run
-from support.statistics import bleu, bleu_counts, bootstrap, kl, perplexity, wilson
-from support.tables import table
+from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson
 
 SINKS = 4
 SLOTS = 37  # of a window with the bytes of pocket-bct's memory, one of them spare
@@ -62,7 +61,7 @@ class Memory:
 
     label: str
     model: nn.Module
-    make: Callable[[int], bounded.KVCache]
+    make: Callable[[int], KVCache]
     piece: int = 10_000
 
     def __post_init__(self) -> None:
@@ -72,30 +71,35 @@ class Memory:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
         return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
 
+    @torch.no_grad()
+    def nbytes(self, n: int) -> int:
+        """Return the bytes of a text's cache after n tokens."""
+        cache = self.make(n)
+        compress.read(self.model, cache, torch.zeros(1, n, dtype=torch.long), self.piece)
+        return cache.nbytes
+
     def write(self, ids: Tensor, n: int, **options: Any) -> Tensor:
         """Return n tokens (B, n) after ids (B, T)."""
-        new = bounded.generate(self.model, ids, n, cache=self.make(n), **options)
+        new = generate(self.model, ids, n, cache=self.make(n), **options)
         return torch.cat([*new], dim=1)
 
 
 def memories_of(name: str, n: int = SLOTS, **options: Any) -> dict[str, Memory]:
     """Return the memories that a GPT can have: full, window and sinks of n slots, and for pocket
     ours. Raises ValueError if n is too small or too large."""
-    model = load_model(name, model_class=bounded.GPT, **options)
+    model = load_model(name, model_class=GPT, **options)
     n_ctx = model.config.n_ctx
     if not SINKS + 1 < n <= n_ctx + 1:
-        raise ValueError(
-            f"{n} slots, one of them spare, must be more than {SINKS + 1} and at most {n_ctx + 1}"
-        )
-    window = n - 1 - SINKS
-    label = f"{SINKS} sinks + window of {window}"
-    memories = {
-        "full": Memory(f"full, {n_ctx} tokens", model, lambda _: bounded.SlidingWindowCache(n_ctx)),
-        "window": Memory(f"window of {n - 1}", model, lambda _: bounded.SlidingWindowCache(n - 1)),
-        "sinks": Memory(label, model, lambda _: bounded.SlidingWindowCache(window, SINKS)),
-    }
+        raise ValueError(f"--slots {n}: at least {SINKS + 2}, at most {n_ctx + 1}")
+    window, memories = n - 1 - SINKS, {}
+    for way, label, *ring in (
+        ("full", f"full, {n_ctx} tokens", n_ctx),
+        ("window", f"window of {n - 1}", n - 1),
+        ("sinks", f"{SINKS} sinks + window of {window}", window, SINKS),
+    ):
+        memories[way] = Memory(label, model, lambda _, ring=ring: SlidingWindowCache(*ring))
     if name == "pocket":
-        bct = load_model("pocket-bct", model_class=bounded.BCT, **options)
+        bct = load_model("pocket-bct", model_class=BCT, **options)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"
         memories["ours"] = Memory(label, bct, lambda _: bct.new_cache())
     return memories
@@ -104,7 +108,7 @@ def memories_of(name: str, n: int = SLOTS, **options: Any) -> dict[str, Memory]:
 @torch.no_grad()
 def demo(args: argparse.Namespace, ids: Tensor) -> None:
     """Continue ids (1, T) with full attention, let every memory read that text, and print what it
-    costs and how far its predictions are from full attention's."""
+    costs and how far its predictions of the second half are from full attention's."""
     if args.trace_file:
         raise ValueError("--trace plays one memory: give --memory too")
     memories = memories_of(args.model, args.slots, device=args.device, dtype=args.dtype)
@@ -118,20 +122,10 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     new = exact.write(ids, args.max_new_tokens, **options)
     text = torch.cat([ids, new], dim=1)[:, -exact.config.n_ctx :]
     print(tokenizer.decode(text[0].tolist()))
-    rows, expected = [], None
-    for memory in memories.values():
-        cache = memory.make(text.size(1))
-        logits, ms = compress.read(memory.model, cache, text)
-        expected = logits if expected is None else expected
-        same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
-        apart, took = kl(expected, logits).mean(), statistics.median(ms)
-        rows.append(
-            [memory.label, f"{cache.nbytes:,}", f"{took:.2f}", f"{apart:.3f}", f"{same:.0%}"]
-        )
-    header = ["memory", "bytes", "ms per token", "KL to full, nats", "same next token"]
-    print(f"\nThe same {text.size(1)} tokens, read one by one:\n{table(header, rows)}\n")
+    ways = [(memory.label, memory.model, memory.make) for memory in memories.values()]
+    print(f"\nThe same {text.size(1)} tokens, read one by one:\n{compress.demo(ways, text)}\n")
     print(
-        "Full attention is exact; the other memories approximate it, by forgetting.\n"
+        "Full attention is exact; the others approximate it, by forgetting. KL is of the second half.\n"
         "The full study, in minutes: python3 -m studies.bounding"
     )
 
@@ -143,27 +137,18 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
 def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     """Return the nats (B, T - 1) of all tokens of ids (B, T) but the first, read as generate()
     reads: any length."""
-    model, cache, n_ctx = memory.model, memory.make(ids.size(1)), memory.config.n_ctx
-    losses, start, read = [], 0, 0  # start: where the context begins
+    model, cache, context = memory.model, memory.make(ids.size(1)), memory.model.context
+    losses, start, read = [], 0, 0  # start: where the context begins; a BCT's has no end
     while read < ids.size(1) - 1:
-        end = min(read + chunk, ids.size(1) - 1)
-        if model.context == n_ctx:  # a BCT's has no end
-            if read - start == n_ctx:  # full: forget its oldest half, read the rest again
-                start = bounded.context_start(read + 1, n_ctx)
-                cache.truncate(0)
-                model(ids[:, start:read], cache, last_only=True)
-            end = min(end, start + n_ctx)
+        if read - start == context:  # full: forget its oldest half, read the rest again
+            start = context_start(read + 1, context)
+            cache.truncate(0)
+            model(ids[:, start:read], cache, last_only=True)
+        end = min(read + chunk, ids.size(1) - 1, start + context)
         logits = model(ids[:, read:end], cache).float().transpose(1, 2)  # (B, V, T)
         losses.append(F.cross_entropy(logits, ids[:, read + 1 : end + 1], reduction="none"))
         read = end
     return torch.cat(losses, dim=1)
-
-
-def explanation(memory: Memory, tokenizer: Any, question: corpus.Question) -> str:
-    """Return the greedy answer to a question."""
-    ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-    new = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
-    return tokenizer.decode(new).removesuffix(END_OF_TEXT).strip()
 
 
 def above(nats: np.ndarray) -> np.ndarray:
@@ -179,26 +164,35 @@ def lost(grams: np.ndarray) -> np.ndarray:
 
 
 def quality(
-    rows: Rows, at: Setting, memories: dict[str, Memory], tokenizer: Any, size: Size
+    rows: Rows,
+    at: Setting,
+    memories: dict[str, Memory],
+    due: Collection[str],
+    tokenizer: Any,
+    size: Size,
 ) -> None:
-    """Append what each memory remembers of held-out texts; the first memory is full attention."""
+    """Append what those memories that are due remember of held-out texts; the first is full
+    attention, with which the others are compared."""
     documents = corpus.documents("test", size.documents)
     tokens = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
     explain = corpus.explain_questions("test", size.explanations)
     recall = corpus.recall_questions("test", size.facts)
-    full: tuple[np.ndarray, np.ndarray] | None = None
+    full = None
     for way, memory in memories.items():
         losses = [nats_of(memory, text) for text in tokens]
         nats = np.array([[float(x.double().sum()), len(x)] for x in losses])
-        grams = np.stack(
-            [bleu_counts(explanation(memory, tokenizer, q), q.answer) for q in explain]
-        )
+        grams = []
+        for question in explain:
+            ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
+            new = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
+            text = tokenizer.decode(new).removesuffix(END_OF_TEXT).strip()
+            grams.append(bleu_counts(text, question.answer))
+        grams = np.array(grams)
         full = full or (nats, grams)
+        if way not in due:
+            continue
         right = round(answers(memory, tokenizer, recall)[1] * size.facts)
-        cache = memory.make(memory.config.n_ctx)
-        with torch.no_grad():
-            memory.model(torch.zeros(1, memory.config.n_ctx, dtype=torch.long), cache)
-        rows.add(way, at, bytes=[cache.nbytes])
+        rows.add(way, at, bytes=[memory.nbytes(memory.config.n_ctx)])
         rows.add_figures(
             way,
             at,
@@ -222,12 +216,10 @@ def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Si
     n_ctx = next(iter(memories.values())).config.n_ctx
     width, texts = size.contexts * n_ctx + 1, []
     for row in range(size.long_texts):
-        text: list[int] = []
-        i = 1000 * row  # each of its own documents
+        text, of_its_own = [], count(1000 * row)  # documents
         while len(text) < width:
-            document = corpus.document("test", i, seed=1)
+            document = corpus.document("test", next(of_its_own), seed=1)
             text += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
-            i += 1
         texts.append(text[:width])
     ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, width, n_ctx)]
     for way, memory in memories.items():
@@ -241,24 +233,23 @@ def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Si
 def measure(rows: Rows, quick: bool) -> None:
     """Append the figures of pocket's memories."""
     size = QUICK if quick else Size()
-    if not rows.due(["full", "window", "sinks", "ours"], "long"):
+    due = rows.due(["full", "window", "sinks", "ours"], "long")
+    if not due:
         return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
-    full, bct = memories["full"], memories["ours"].config
+    bct = memories["ours"].config
     rows.begin_with(
         "pocket",
-        full.model,
-        f"{full.config.n_layer} layers of width {full.config.n_embd}",
+        memories["full"].model,
         f"the BCT, {bct.slots} slots + {bct.recent} recent, is pocket fine-tuned on pocket's own predictions; "
         "full attention is pocket as it is, where that fine-tuning would begin at a loss of 0",
         f"{size.documents} held-out documents, {size.explanations} explanations",
     )
-    quality(rows, {}, memories, tokenizer, size)
-    long_texts(rows, memories, tokenizer, size)
+    quality(rows, {}, memories, due, tokenizer, size)
+    long_texts(rows, {way: memories[way] for way in due}, tokenizer, size)
 
 
-def main(argv: list[str] | None = None) -> None:
-    run(__doc__, "bounding", "fewer and shorter texts", measure, argv)
+main = partial(run, __doc__, "bounding", "fewer and shorter texts", measure)
 
 
 if __name__ == "__main__":

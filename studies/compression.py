@@ -20,7 +20,7 @@ ms                  of a token after 512
 Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
 """
 
-import time
+import statistics
 from functools import partial
 
 import numpy as np
@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compress
-import gpt_bounded_cache as bounded
+from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
-from studies.bounding import Memory, above
+from studies.bounding import Memory
 from studies.core import Rows, in_turn, run
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
@@ -60,10 +60,9 @@ def skipping(n: int) -> KVCache:
     return cache
 
 
-CACHES = compress.CACHES | {  # all of compress.py, and what only this study compares
-    "swapped:2": compress.Kind("2 bits the other way round", lambda n: Swapped(2)),
-    "norm:skip": compress.Kind("small norm, a half from layer 3 on", skipping),
-}
+# What makes a cache for n tokens: all of compress.py, and what only this study compares.
+CACHES = {way: kind.new for way, kind in compress.CACHES.items()}
+CACHES |= {"swapped:2": lambda n: Swapped(2), "norm:skip": skipping}
 
 
 # --- Quality ----------------------------------------------------------------------------------------
@@ -92,22 +91,19 @@ def quality(
     for way, reader in readers.items():
         got = reader(texts)
         lost = nats(got, texts).double()
-        sums = np.stack([[x.sum(1).numpy(), np.full(len(x), T - 1)] for x in (lost, usual)])
-        found = bootstrap(sums.transpose(2, 0, 1), above)
+        found = bootstrap((lost - usual).mean(1), lambda more: np.expm1(more.mean(-1)))
         rows.add_figures(way, at, len(texts), above=found)
         after = reader(long)[:, -128:]
         whole, end = (got, after) if way == "grouped" else (expected, late)  # its own attention
         right = round(answers(reader, tokenizer, questions)[1] * len(questions))
         rows.add_figures(way, at, len(questions), facts=wilson(right, len(questions)))
-        cache = reader.make(T)
-        compress.read(reader.model, cache, texts[:1], reader.piece)
         rows.add(
             way,
             at,
             kl=kl(whole, got).mean(1).tolist(),
             long=kl(end, after).mean(1).tolist(),
             list=nats(reader(lists), lists)[:, LIST:].mean(1).tolist(),
-            each=[cache.nbytes / T],
+            each=[reader.nbytes(T) / T],
         )
 
 
@@ -119,12 +115,9 @@ def milliseconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
     """Return the time of one of n tokens after a prompt of T that is read at once."""
     draws = torch.Generator().manual_seed(turn)
     ids = torch.randint(256, model.config.vocab_size, (1, T + n), generator=draws)
-    cache = CACHES[way].new(T + n)
+    cache = CACHES[way](T + n)
     model(ids[:, :T], cache, last_only=True)
-    begun = time.perf_counter()
-    for token in ids[:, T:].split(1, dim=1):
-        model(token, cache, last_only=True)
-    return 1000 * (time.perf_counter() - begun) / n
+    return statistics.mean(compress.read(model, cache, ids[:, T:])[1])
 
 
 def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
@@ -140,13 +133,14 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
 def measure(rows: Rows, quick: bool) -> None:
     """Measure what the rows lack."""
     few, turns, piece = (12, 1, 64) if quick else (1, TURNS, 1)
-    numbers = f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
-    bct = load_model("pocket-bct", model_class=bounded.BCT)
+    bct = load_model("pocket-bct", model_class=BCT)
     for name, model in models.items():
         at = {"model": name}
-        rows.begin_with(name, model, numbers)
-        readers = {way: Memory(way, model, kind.new, piece) for way, kind in CACHES.items()}
+        rows.begin_with(
+            name, model, f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
+        )
+        readers = {way: Memory(way, model, new, piece) for way, new in CACHES.items()}
         exact = readers["full"]
         if name == "pocket":
             readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), piece)
@@ -161,8 +155,7 @@ def measure(rows: Rows, quick: bool) -> None:
         times(rows, {"model": "124M"}, large, turns)
 
 
-def main(argv: list[str] | None = None) -> None:
-    run(__doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure, argv)
+main = partial(run, __doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure)
 
 
 if __name__ == "__main__":

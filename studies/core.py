@@ -567,7 +567,7 @@ def run(
     study: str,
     quick: str,
     measure: Callable[[Rows, bool], None],
-    argv: list[str] | None,
+    argv: list[str] | None = None,
     of: str = "",
     again: bool = True,
 ) -> None:

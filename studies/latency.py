@@ -25,7 +25,7 @@ import torch
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, read_all, timed
-from studies.core import Rows, StudyLine, in_turn, model_of, recorded, report
+from studies.core import Rows, StudyLine, in_turn, model_of, points_over, recorded, report
 from support.cli import GEOMETRIES
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
@@ -43,26 +43,19 @@ def drop_from_memory(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-@torch.no_grad()
-def first_token(
-    model: GPT, ids: list[int], store: Store | None, forgotten: bool, turn: int
-) -> tuple[float, float]:
-    """Return the seconds to restore what is stored of a prompt, and to its first token in all."""
+def times(
+    model: GPT, ids: list[int], n: int, store: Store | None, forgotten: bool, turn: int
+) -> tuple[float, float, float]:
+    """Return the seconds to restore what is stored of a prompt, and with them those to its first
+    and to its last of n tokens."""
     if forgotten:
         drop_from_memory(store.folder)
+    prompt = torch.tensor([ids], device=model.wte.weight.device)
     begun = time.perf_counter()
     cache = store.get(ids) if store else model.new_cache()
     restored = time.perf_counter() - begun
-    new = torch.tensor([ids[len(cache) :]], device=model.wte.weight.device)
-    int(model(new, cache, last_only=True).argmax())  # int() waits for the device
-    return restored, time.perf_counter() - begun
-
-
-def all_tokens(model: GPT, ids: list[int], store: Store | None, turn: int) -> float:
-    """Return the seconds to the last of DECODED tokens after a prompt."""
-    prompt = torch.tensor([ids], device=model.wte.weight.device)
-    cache = (lambda: store.get(ids)) if store else model.new_cache
-    return timed(lambda: generate(model, prompt, DECODED, cache=cache())).total
+    run = timed(lambda: generate(model, prompt, n, cache=cache))
+    return restored, restored + run.ttft, restored + run.total
 
 
 def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: int) -> None:
@@ -74,6 +67,9 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
     whole = max((m for m in lengths if m + DECODED <= n_ctx), default=0)
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
         memory, disk = Store(model), Store(model, folder)
+        places = {"cold": (None, False), "memory": (memory, False), "warm-disk": (disk, False)}
+        if hasattr(os, "posix_fadvise"):
+            places["cold-disk"] = disk, True
         for m, share in cells:
             at = {"model": name, "m": m, "share": share}
             if not rows.due(["cold"], "first", **at):
@@ -84,21 +80,17 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
                 store.clear()
                 if k:
                     store.put(ids, read_all(model, ids[:k]))
-            runs = {
-                "cold": partial(first_token, model, ids, None, False),
-                "memory": partial(first_token, model, ids, memory, False),
-                "warm-disk": partial(first_token, model, ids, disk, False),
-            }
-            if hasattr(os, "posix_fadvise"):
-                runs["cold-disk"] = partial(first_token, model, ids, disk, True)
-            times = {way: np.array(found).T for way, found in in_turn(runs, turns).items()}
+            runs = {way: partial(times, model, ids, 1, *place) for way, place in places.items()}
             if (m, share) == (whole, 90):
-                runs = {place: partial(all_tokens, model, ids, place) for place in (None, disk)}
-                cold, warm = in_turn(runs, turns).values()
-                rows.add("warm-disk", at, saved_all=1 - np.divide(warm, cold))
+                for way in ("cold", "warm-disk"):
+                    runs[way] = partial(times, model, ids, DECODED, *places[way])
+            found = {way: np.transpose(several) for way, several in in_turn(runs, turns).items()}
+            _, cold, cold_last = found["cold"]
+            if (m, share) == (whole, 90):
+                rows.add("warm-disk", at, saved_all=1 - found["warm-disk"][2] / cold_last)
             # "cold" comes last: a cell that has it is whole
-            for way, (restore, first) in reversed(times.items()):
-                rows.add(way, at, first=1e3 * first, saved=1 - first / times["cold"][1])
+            for way, (restore, first, _) in reversed(found.items()):
+                rows.add(way, at, first=1e3 * first, saved=1 - first / cold)
                 if way != "cold":
                     rows.add(way, at, restore=1e3 * restore)
     summed_up(rows, name, lengths)
@@ -107,25 +99,25 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
 def summed_up(rows: Rows, name: str, lengths: Sequence[int]) -> None:
     """Append what restoring costs, and from how many stored tokens on reuse pays."""
     known = [k + 1 for k in DEPTHS if k < max(lengths)]
-    for way in ("memory", "warm-disk", "cold-disk"):
-        shares, lost = [], 0
-        for m in sorted({*known, *lengths}):
-            at = {"model": name, "m": m, "share": 100}
-            restore, cold = rows.figure(way, "restore", **at), rows.figure("cold", "first", **at)
-            if restore is None:
-                continue
-            shares.append(restore.value / cold.value)
-            if m in known and rows.figure(way, "saved", **at).value <= EQUAL:
-                lost = m - 1
+    for way in rows.due(("memory", "warm-disk", "cold-disk"), "cost", model=name):
+        of_way = partial(points_over, rows, key="m", at={"model": name, "share": 100})
+        cold = {m: ms for m, ms, *_ in of_way("cold", "first")}
+        shares = [ms / cold[m] for m, ms, *_ in of_way(way, "restore")]
+        lost = [m - 1 for m, saved, *_ in of_way(way, "saved") if m in known and saved <= EQUAL]
+        most = max(lost, default=0)
         if shares:
             rows.add(way, {"model": name}, cost=shares)
-            if lost < known[-1] - 1:
-                rows.add(way, {"model": name}, pays=[2 * lost or 1])
+            if most < known[-1] - 1:
+                rows.add(way, {"model": name}, pays=[2 * most or 1])
 
 
 def main(argv: list[str] | None = None) -> None:
-    models = f"random weights of the size of {GEOMETRIES}; or {NAMES}"
-    cli = StudyLine(__doc__, "latency", "short prompts only, once each", models=models)
+    cli = StudyLine(
+        __doc__,
+        "latency",
+        "short prompts only, once each",
+        models=f"random weights of the size of {GEOMETRIES}; or {NAMES}",
+    )
     cli.set_defaults(model="124M")
     with cli.parse(argv) as args:
         model, name = model_of(args)

@@ -12,14 +12,13 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
 from paged import PagedCache, Server
-from pocket import corpus
-from support.geometry import kv_heads
+from recycle import DATA, read_prompts
 from support.tables import table
 from support.tracing import write_page
 
-LENGTHS = (10, 25, 45, 70, 100, 140)  # tokens of the prompts without a common header
 ROWS = 24  # of the picture
 HEADER = "", "ms", "tokens/s", "bytes held", "wasted", "blocks", "shared", "put back", "same tokens"
 Served = tuple[list[list[int]], int, int]  # the texts' tokens, the most bytes, and those wasted
@@ -27,44 +26,37 @@ Served = tuple[list[list[int]], int, int]  # the texts' tokens, the most bytes, 
 
 def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
     """Return twelve prompts: every other one is a question after a header of answered ones, which
-    all six have in common; the others are the beginnings of six texts."""
-    texts = [document.text for document in corpus.documents("test", 40)]
-    header = next(text for text in texts if text.startswith("Question:"))
-    questions = corpus.closed_book_questions("test")
-    others = [tokenizer.encode_ordinary(x) for x in texts if not x.startswith("Question:")]
-    others = [ids for ids in others if len(ids) >= LENGTHS[-1]]
-    found = []
-    for i, n in enumerate(LENGTHS):
-        asked = questions[i * (len(questions) // 6)].prompt
-        found += [tokenizer.encode_ordinary(f"{header}\n{asked}"), others[i][:n]]
-    return found
+    all six have in common; the others are the beginnings of six texts of pocket's world."""
+    return [*map(tokenizer.encode_ordinary, read_prompts(DATA / "paged_prompts.csv"))]
 
 
-class PaddedCache(KVCache):
-    """Keys and values of B texts with room for the longest each: the layout that blocks replace."""
+class PaddedCache(SlidingWindowCache):
+    """Keys and values of B texts with room for the longest each: the layout that blocks replace.
+    Padding stands before the shorter ones, and is seen by itself only."""
 
-    next_pos: Any = 0  # of each text, (B, 1)
+    next_pos: Any = 0  # of each text, (B, 1); of the first pass what its positions are more than
 
-    def __init__(self, model: GPT, lengths: Sequence[int], S: int) -> None:
-        c, weight = model.config, model.wte.weight
-        empty = weight.new_zeros(c.n_layer, 2, len(lengths), kv_heads(c), S, c.head_dim)
-        super().__init__([*empty])
-        self.lengths = torch.tensor(lengths, device=weight.device)[:, None]  # (B, 1)
-        self.next_pos = torch.zeros_like(self.lengths)
+    def __init__(self, lengths: Tensor, new: int) -> None:
+        """lengths (B, 1) of the prompts; new: tokens after each."""
+        longest = int(lengths.max())
+        super().__init__(longest + new - 1)  # and a spare slot
+        self.padding, slot = longest - lengths, torch.arange(longest, device=lengths.device)
+        self.next_pos = (slot - self.padding).clamp(min=0) - slot  # the model adds 0, 1, ...
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write keys and values (B, H, T, D) at positions pos (B, T); return all slots and a mask
+        """Add keys and values (B, H, T, D) of tokens at positions pos (B, T); return all and a mask
         (B, 1, T, S)."""
-        kv = self.layers[layer]
-        row = torch.arange(len(pos), device=pos.device)[:, None]
-        kv[:, row, :, pos] = torch.stack([k, v]).permute(1, 3, 0, 2, 4)
-        return kv[0], kv[1], torch.arange(kv.size(3), device=pos.device) <= pos[:, None, :, None]
+        query = len(self) + torch.arange(pos.size(1), device=pos.device)[:, None]  # slots
+        k, v, _ = super().append(layer, k, v, query[:, 0])
+        key = torch.arange(k.size(2), device=pos.device)
+        seen = (key <= query) & (key >= self.padding[..., None]) | (key == query)  # (B, T, S)
+        return k, v, seen[:, None]
 
     def commit(self, pos: Tensor) -> None:
-        """After the prompts, which are padded at their ends, each text goes on behind its own."""
-        self.next_pos = self.next_pos + 1 if self.next_pos.any() else self.lengths
+        super().commit(len(self) + torch.arange(pos.size(1), device=pos.device))
+        self.next_pos = len(self) - self.padding
 
 
 @torch.no_grad()
@@ -85,21 +77,14 @@ def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int
 def padded(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
     """Serve prompts as one batch, in which every text has the room of the longest and lasts as
     long as the last."""
-    lengths, n = [len(ids) for ids in prompts], max(limits)
+    lengths, n, device = [*map(len, prompts)], max(limits), model.wte.weight.device
     longest = max(lengths)
-    cache = PaddedCache(model, lengths, longest + n)
-    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts])
-    logits = model(ids.to(model.wte.weight.device), cache)
-    logits = logits[torch.arange(len(ids)), torch.tensor(lengths) - 1]  # (B, V)
-    written = [logits.argmax(-1, keepdim=True)]
-    for _ in range(n - 1):
-        logits = model(written[-1], cache, last_only=True)[:, -1]
-        written.append(logits.argmax(-1, keepdim=True))
-    texts = torch.cat(written, 1).tolist()
+    cache = PaddedCache(torch.tensor(lengths, device=device)[:, None], n)
+    ids = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=device)
+    texts = torch.cat([*generate(model, ids, n, cache=cache)], 1).tolist()
     texts = [text[:limit] for text, limit in zip(texts, limits, strict=True)]
-    nbytes = sum(kv.nbytes for kv in cache.layers)
     held = sum(lengths) + sum(limits) - len(limits)  # a text's last token is never read
-    return texts, nbytes, nbytes - nbytes * held // (len(prompts) * (longest + n))
+    return texts, cache.nbytes, cache.nbytes - cache.nbytes * held // (len(prompts) * (longest + n))
 
 
 class Record:
@@ -111,8 +96,7 @@ class Record:
 
     def __init__(self, server: Server) -> None:
         cache, self.server, self.steps = server.cache, server, []
-        self.texts: list[list[int]] = [[] for _ in server.texts]
-        held: set[int] = set()
+        self.texts, held = [[] for _ in server.texts], set()
         while server.busy:
             written = server.step()
             for number, token in written:
@@ -124,13 +108,14 @@ class Record:
                 "complete": held.difference(now, waiting),
                 "put back": held.intersection(waiting),
             }
-            owners: list[list[int]] = [[] for _ in range(cache.blocks)]
+            owners = [[] for _ in range(cache.blocks)]
             filled = [0] * cache.blocks
             for text in server.running:
                 for i, block in enumerate(text.table):
                     owners[block].append(text.number)
-                    in_block = min(cache.size, text.n_read - i * cache.size)
-                    filled[block] = max(filled[block], in_block)
+                    filled[block] = max(
+                        filled[block], min(cache.size, text.n_read - i * cache.size)
+                    )
             step = {
                 "owners": owners,
                 "filled": filled,
@@ -188,7 +173,7 @@ def cell(who: list[int], found: bool) -> str:
 
 def fastest(run: Callable[[], Any]) -> tuple[float, Any]:
     """Return the fewer seconds of two runs, and what a run returns."""
-    found: list[Any] = []
+    found = []
     seconds = timeit.repeat(lambda: found.append(run()), repeat=2, number=1)
     return min(seconds), found[-1]
 
@@ -207,12 +192,11 @@ def demo(
     unless it is given."""
     prompts = prompts_of(tokenizer)
     limits = [max(1, n * (i % 4 + 1) // 4) for i in range(len(prompts))]
-    lengths = [len(ids) for ids in prompts]
+    lengths = [*map(len, prompts)]
     longest = max(lengths)
     if longest + n > model.context:
         raise ValueError(
-            f"{longest} tokens of the longest prompt and {n} more exceed the context of "
-            f"{model.context}"
+            f"a prompt of {longest} tokens and {n} more exceed the context of {model.context}"
         )
 
     def server(blocks: int) -> Server:
@@ -243,24 +227,22 @@ def demo(
         served = record.texts, record.used * size * token, record.wasted * token
         add(name, seconds, served, record.used, record.shared, record.server.put_back)
     print(f"""\
-Twelve prompts of {min(lengths)} to {max(lengths)} tokens, half of them with a common header, and \
-{min(limits)} to {max(limits)} greedy
+Twelve prompts of {min(lengths)} to {longest} tokens, half with a common header, and {min(limits)} to {n} greedy
 tokens after each; blocks of {size} tokens, prompts read in chunks of {chunk}.
 
 {table(HEADER, rows)}
 
 ms, tokens/s:   of all twelve, prompts included; the faster of two runs
-bytes, blocks:  of keys and values at the step that holds most; wasted: padding, or what blocks have left to fill
-shared:         blocks that several texts own, at the step with most; put back: how often a text lost its blocks
+bytes, blocks:  of keys and values at the fullest step; wasted: padding, or the empty rest of blocks
+shared:         blocks with several owners, at most; put back: how often a text lost its blocks
 
-The blocks of the last row over time. A letter: the text that owns the block; a number: how many texts share it;
-":" is free, and holds a beginning that a new text would find; "." is free.
+The blocks of the last row. A letter: the text that owns the block; a number: how many do; ":" and "." are free,
+and a new text would find what ":" holds.
 
 {record.picture()}
 
-Exact: every text's tokens are its own. Slow: in plain PyTorch all keys and values are gathered, which is to say
-copied, in every step; a kernel that reads them through the table saves that. `python3 -m benchmarks --requests`
-measures both on GPT-2 124M.""")
+Exact: every text's tokens are its own. Slow: PyTorch copies all keys and values in every step, as a kernel
+needn't. `python3 -m benchmarks --requests` measures both on GPT-2 124M.""")
     if trace:
         record.write(trace, tokenizer, prompts)
         print(f"[step by step: {trace}]")

@@ -11,8 +11,8 @@ Source: Yi et al. 2024 (BCT).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -28,7 +28,7 @@ from studies.core import Rows, run
 from studies.recall import WideBCT
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
-MEMORIES: dict[str, dict[str, Any]] = {  # options of a BCTConfig
+MEMORIES = {  # options of a BCTConfig
     "full": {},
     "sum": {"rule": "sum", "slots": sum(MEMORY.values()), "recent": 0},
     "ours": MEMORY,
@@ -62,9 +62,8 @@ def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
 def trained(way: str, recipe: Pretraining, state: Path) -> Memory:
     """Return the trained model with its memory; its training is kept in a folder of its own."""
     model, _ = train(recipe, state / way)
-    if recipe.window:
-        return Memory(way, model, lambda _: SlidingWindowCache(recipe.window))
-    return Memory(way, model, lambda _: model.new_cache())
+    new = partial(SlidingWindowCache, recipe.window) if recipe.window else model.new_cache
+    return Memory(way, model, lambda _: new())
 
 
 def measure(rows: Rows, quick: bool) -> None:
@@ -72,11 +71,13 @@ def measure(rows: Rows, quick: bool) -> None:
     steps, documents = (2, 200) if quick else (1500, 20_000)
     size = bounding.QUICK if quick else bounding.Size()
     at = {"built": "scratch"}
-    if not rows.due(MEMORIES, "facts", **at):
+    due = rows.due(MEMORIES, "facts", **at)
+    if not due:
         return
     recipes = {way: recipe_of(way, steps, documents) for way in MEMORIES}
     state = rows.path.parent / f"pretraining-{steps}"
-    memories = {way: trained(way, recipe, state) for way, recipe in recipes.items()}
+    ways = dict.fromkeys(["full", *due])  # with which the others are compared
+    memories = {way: trained(way, recipes[way], state) for way in ways}
     _, tokens = size_of(recipes["full"])
     rows.begin_with(
         "GPT-2 of pocket's layers and width, trained from scratch",
@@ -87,11 +88,10 @@ def measure(rows: Rows, quick: bool) -> None:
         f"{size.documents} held-out documents, {size.explanations} explanations",
         "one seed",
     )
-    bounding.quality(rows, at, memories, read_tokenizer(TOKENIZER), size)
+    bounding.quality(rows, at, memories, due, read_tokenizer(TOKENIZER), size)
 
 
-def main(argv: list[str] | None = None) -> None:
-    run(__doc__, "pretraining", "two steps", measure, argv, of="bounding")
+main = partial(run, __doc__, "pretraining", "two steps", measure, of="bounding")
 
 
 if __name__ == "__main__":

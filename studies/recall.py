@@ -50,6 +50,10 @@ class Size(NamedTuple):
     steps: int = 400
     answers: int = 1024  # at least, for each number of pairs
 
+    @property
+    def positions(self) -> int:
+        return max(self.pairs) + min(ASKED, max(self.pairs))
+
 
 QUICK = Size(pairs=(4, 8), slots=(4,), seeds=1, steps=60, answers=256)
 
@@ -152,17 +156,13 @@ def build(way: str, slots: int, seed: int, positions: int) -> Recaller:
     return (RecallingThroughMK if way == "sum-mk" else RecallingBCT)(config)
 
 
-def positions_of(size: Size) -> int:
-    return max(size.pairs) + min(ASKED, max(size.pairs))
-
-
 def trained(way: str, slots: int, seed: int, size: Size) -> Recaller:
     """Return a trained model.
 
     A step's texts have the same number of pairs, drawn from those up to a limit that rises to the
     largest in the first 60% of the steps. The texts are those of every other way with this seed.
     """
-    model = build(way, slots, seed, positions_of(size))
+    model = build(way, slots, seed, size.positions)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
@@ -224,11 +224,12 @@ def pool(rows: Rows, size: Size) -> None:
         rows.add(way, {}, every=every)
 
 
-def measure(rows: Rows, size: Size) -> None:
+def measure(rows: Rows, quick: bool) -> None:
     """Append what is missing: full attention, and each way at each number of slots."""
+    size = QUICK if quick else Size()
     rows.begin_with(
         "two layers of GPT-2, trained from scratch to look up keys",
-        build("full", 1, 0, positions_of(size)),
+        build("full", 1, 0, size.positions),
         f"{size.steps} steps of {POSITIONS:,} positions, seeds: {size.seeds}, one learning rate",
     )
     last = size.pairs[-1]
@@ -240,12 +241,9 @@ def measure(rows: Rows, size: Size) -> None:
     pool(rows, size)
 
 
-def main(argv: list[str] | None = None) -> None:
-    def measured(rows: Rows, quick: bool) -> None:
-        measure(rows, QUICK if quick else Size())
-
-    quick = "four slots, eight pairs and few steps"
-    run(__doc__, "recall", quick, measured, argv, of="bounding")
+main = partial(
+    run, __doc__, "recall", "four slots, eight pairs and few steps", measure, of="bounding"
+)
 
 
 if __name__ == "__main__":

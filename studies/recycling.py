@@ -23,7 +23,7 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -54,18 +54,14 @@ class Answer(NamedTuple):
     positions: int
 
 
-class Known:
-    """Texts as unit vectors (N, C): recorded embeddings, NaN for all other texts."""
-
-    def __init__(self) -> None:
-        record = np.load(HERE / "recycling" / "embeddings.npz", allow_pickle=False)
-        vectors = record["vectors"].astype(np.float32)  # stored in 16 bits
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        self.vectors = dict(zip(record["texts"].tolist(), vectors, strict=True))
-        self.none = np.full(vectors.shape[1], np.nan, np.float32)
-
-    def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        return np.stack([self.vectors.get(text, self.none) for text in texts])
+def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
+    """Return what turns texts into unit vectors (N, C): recorded ones, NaN for all other texts."""
+    record = np.load(HERE / "recycling" / "embeddings.npz", allow_pickle=False)
+    vectors = record["vectors"].astype(np.float32)  # stored in 16 bits
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    known = dict(zip(record["texts"].tolist(), vectors, strict=True))
+    none = np.full_like(vectors[0], np.nan)
+    return lambda texts: np.stack([known.get(text, none) for text in texts])
 
 
 class Trial:
@@ -78,8 +74,9 @@ class Trial:
         self.lengths = [len(recycler.encode(text + ending)) for text in tests]
         longest, n_ctx = max(self.lengths), recycler.store.model.config.n_ctx
         if longest + n > n_ctx:
-            message = f"a prompt of {longest} tokens and {n} new ones exceed the context, {n_ctx}"
-            raise ValueError(message)
+            raise ValueError(
+                f"a prompt of {longest} tokens and {n} new ones exceed the context, {n_ctx}"
+            )
 
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; retrieval and restoring count, too."""
@@ -93,20 +90,16 @@ class Trial:
         """Store the caches of some prompts and answer others. order: "interleaved", or the
         "source"'s, once and nothing warm: all cold runs, the caches, the published call, recycled."""
         self.recycler.store.clear()  # of what an earlier run left
-        if order == "source":
-            found = self.once("cold")
-            self.add(stored)
-            return found | self.once("published") | self.once("recycled")
-        self.add(stored)
+        found = self.once("cold") if order == "source" else {}
+        for text in stored:
+            self.recycler.add(text)
+        if found:
+            return found | self.once("published", "recycled")
         runs = {(way, text): partial(self.answer, way, text) for text in self.tests for way in WAYS}
         return in_turn(runs, turns)
 
-    def once(self, way: str) -> Found:
-        return {(way, text): [self.answer(way, text)] for text in self.tests}
-
-    def add(self, stored: Sequence[str]) -> None:
-        for text in stored:
-            self.recycler.add(text)
+    def once(self, *ways: str) -> Found:
+        return {(way, text): [self.answer(way, text)] for way in ways for text in self.tests}
 
     def unrelated(self, stored: Sequence[str]) -> list[str]:
         """Return the prompts whose first token, after what begins every text, none to test has."""
@@ -131,21 +124,23 @@ def nearness(pairs: np.ndarray) -> np.ndarray:
 
 def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
     """Append what was found."""
-    several = {way: [found[way, text] for text in trial.tests] for way in WAYS}
-    once = {way: [turns[0] for turns in answers] for way, answers in several.items()}
-    cold, times, vectors = once["cold"], {}, {}
-    for way, own in once.items():
-        turns = [[(x.first, x.total) for x in answers] for answers in several[way]]
-        times[way] = np.median(turns, axis=1)  # (prompts, 2): to the first token and to the last
-        saved = 1 - times[way] / times["cold"]
+    vectors = {}
+    for way in WAYS:  # cold first
+        several = [found[way, text] for text in trial.tests]
+        own = [answers[0] for answers in several]
+        turns = [[(x.first, x.total) for x in answers] for answers in several]
+        times = np.median(turns, axis=1)  # (prompts, 2): to the first token and to the last
+        if way == "cold":
+            cold, cold_times = own, times
+        saved = 1 - times / cold_times
         reused, positions = [x.reused for x in own], [x.positions for x in own]
         depth = np.divide(reused, trial.lengths)
         written = sum(len(x.ids) - 1 for x in own)  # the last token is not read
         rows.add(
             way,
             at,
-            first=1e3 * times[way][:, 0],
-            latency=1e3 * times[way][:, 1],
+            first=1e3 * times[:, 0],
+            latency=1e3 * times[:, 1],
             saved=saved[:, 1],
             slowest=[1 - min(saved[:, 1])],
             answers=[sum(a.ids == b.ids for a, b in zip(own, cold, strict=True))],
@@ -156,9 +151,8 @@ def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
             positions=[sum(positions)],
             spared=[sum(x.positions for x in cold) - sum(positions)],
         )
-        for metric, share in zip(("alpha_first", "alpha"), saved.T, strict=True):
-            points = np.stack([depth, share], 1)
-            rows.add_figures(way, at, len(own), **{metric: bootstrap(points, slope)})
+        first, last = (bootstrap(np.stack([depth, share], 1), slope) for share in saved.T)
+        rows.add_figures(way, at, len(own), alpha_first=first, alpha=last)
         texts = [trial.recycler.tokenizer.decode(x.ids).removesuffix(END_OF_TEXT) for x in own]
         vectors[way] = trial.recycler.encoder(texts)
     add_similarity(rows, vectors, at)
@@ -189,9 +183,12 @@ def different(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    models = f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)"
-    quick = "once, and 5 new tokens of other models than pocket"
-    cli = StudyLine(__doc__, "recycling", quick, models=models)
+    cli = StudyLine(
+        __doc__,
+        "recycling",
+        "once, and 5 new tokens of other models than pocket",
+        models=f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)",
+    )
     cli.add_argument(
         "--encoder",
         metavar="NAME",
@@ -202,7 +199,9 @@ def main(argv: list[str] | None = None) -> None:
         stored, tests = map(read_prompts, prompt_files(args.model))
         model, name = model_of(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
-        encoder = load_encoder(args.encoder, model, tokenizer) if args.encoder else Known()
+        encoder = (
+            load_encoder(args.encoder, model, tokenizer) if args.encoder else recorded_encoder()
+        )
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder)
         n = 5 if args.quick and args.model != OWN[0] else NEW
         trial = Trial(recycler, tests, n, END_OF_TEXT * ("DialoGPT" in args.model))

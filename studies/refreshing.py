@@ -23,30 +23,29 @@ cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what 
 """
 
 import argparse
-import itertools
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from load_gpt2_weights import load_tokenizer
-from overfill import Gate, MonteCarloDropout, Pair, Periodic, Policy, parse_policy
+from overfill import Entropy, Gate, MonteCarloDropout, Pair, Periodic, Policy, ProbeKL, parse_policy
 from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import Run, read_prompts, timed
-from studies.core import Rows, Setting, StudyLine, in_turn, points_over, recorded, report
+from studies.core import Rows, Setting, StudyLine, in_turn, points_over, recorded, report, ways_of
 from support.chat import as_question
 from support.conditions import random_model
 from support.statistics import area_under_roc, kl
@@ -63,6 +62,7 @@ STUDENTS = {  # by what they were trained on or with: their names, and the ways 
     "segments": (OWN, USUAL),
     "alone": ("pocket-student-alone", FEW),
     "prompts": ("pocket-student-prompt", FEW),
+    # Trained with a dropout of 0.1, which is MonteCarloDropout's own rate.
     "dropout": ("pocket-student-dropout", ("none", "entropy~7.8", "dropout:8~7.8")),
 }
 TRACED = ("none", "periodic:64", "windowed-listing:64:16", "speculative:8", "entropy~7.8")
@@ -80,38 +80,31 @@ AT_SIZE = (
 @dataclass
 class Texts:
     """A teacher and a student, the prompts (B, T) that they continue by n tokens each, and the
-    setting of their rows; rate: the dropout that the student was trained with."""
+    setting of their rows."""
 
     rows: Rows
     models: dict[str, GPT]
     prompts: dict[str, Tensor]
     n: int
     at: Setting
-    rate: float = 0.0
-    policies: dict[tuple[str, str], Policy] = field(default_factory=dict)
 
     def policy(self, way: str, mode: str) -> Policy | None:
-        """Return the policy of a way, a gate with the threshold that its name asks for, which is
-        set on the prompts "valid" and becomes a row."""
-        if way.partition(":")[0] in ("teacher", "student", "published"):
+        """Return the policy of a way, a gate with the threshold of its row, if that is there."""
+        if way in self.models or way in PUBLISHED:
             return None
-        if (way, mode) not in self.policies:
-            text, _, budget = way.partition("~")
-            policy = parse_policy(f"{text}:inf" if budget else text)
-            if isinstance(policy, MonteCarloDropout):
-                policy = replace(policy, rate=self.rate)
-            if budget:
-                policy = self.calibrated(policy, way, float(budget), self.at | {"mode": mode})
-            self.policies[way, mode] = policy
-        return self.policies[way, mode]
+        text, gated, _ = way.partition("~")
+        policy = parse_policy(f"{text}:inf" if gated else text)
+        found = self.rows.figure(way, "threshold", **self.at, mode=mode)
+        return replace(policy, threshold=found.value) if found else policy
 
-    def calibrated(self, gate: Gate, way: str, budget: float, at: Setting) -> Gate:
-        if self.rows.due([way], "threshold", **at):
-            signals = self.signals("valid", [gate], at["mode"])[0]
-            cooldown = math.ceil(gate.cooldown / gate.every)
-            threshold = threshold_for(signals, budget * gate.every, cooldown)
-            self.rows.add(way, at, threshold=[threshold])
-        return replace(gate, threshold=self.rows.figure(way, "threshold", **at).value)
+    def calibrate(self, way: str, mode: str) -> None:
+        """Append the threshold with which a gate fires as often as its name says, on the prompts
+        "valid"."""
+        gate, budget = self.policy(way, mode), float(way.partition("~")[2])
+        signals = self.signals("valid", gate, mode)
+        cooldown = math.ceil(gate.cooldown / gate.every)
+        threshold = threshold_for(signals, budget * gate.every, cooldown)
+        self.rows.add(way, self.at | {"mode": mode}, threshold=[threshold])
 
     def writing(
         self, way: str, ids: Tensor, mode: str, seed: int
@@ -119,29 +112,28 @@ class Texts:
         """Return what yields a way's n tokens after ids (B, T), and the pair at work, if any."""
         generator = torch.Generator(ids.device).manual_seed(seed)
         options = {"temperature": MODES[mode], "generator": generator}
-        new_cache: Callable[[], KVCache] = KVCache
+        new_cache = KVCache
         if len(ids) > 1:
             new_cache = partial(SlidingWindowCache, ids.size(1) + self.n)
         if way in self.models:
             return generate(self.models[way], ids, self.n, cache=new_cache(), **options), None
-        pair = Pair(self.models["teacher"], self.models["student"], ids, new_cache)
+        pair = Pair(**self.models, ids=ids, new_cache=new_cache)
         if way in PUBLISHED:
             every = int(way.partition(":")[2])
             return refresh_as_published(pair, self.n, every, **options), pair
         return overfill.generate_refreshed(pair, self.n, self.policy(way, mode), **options), pair
 
     @torch.no_grad()
-    def signals(self, split: str, gates: Sequence[Gate], mode: str) -> list[Tensor]:
-        """Return each gate's signals (B, T) on texts that nothing refreshes, as often as it looks
-        at them."""
-        found: list[list[Tensor]] = [[] for _ in gates]
+    def signals(self, split: str, gate: Gate, mode: str) -> Tensor:
+        """Return a gate's signals (B, T) on texts that nothing refreshes, as often as it looks at
+        them."""
+        found = []
         tokens, pair = self.writing("none", self.prompts[split], mode, seed=1)
         next(tokens)
         for t, _ in enumerate(tokens, 1):
-            for gate, values in zip(gates, found, strict=True):
-                if t % gate.every == 0:
-                    values.append(gate.signal(pair).float().cpu())
-        return [torch.stack(values, 1) for values in found]
+            if t % gate.every == 0:
+                found.append(gate.signal(pair).float().cpu())
+        return torch.stack(found, 1)
 
 
 @torch.no_grad()
@@ -174,6 +166,8 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
     for way in texts.rows.due(ways, "perplexity", **at):
+        if "~" in way:
+            texts.calibrate(way, mode)
         tokens, pair = texts.writing(way, ids, mode, seed=0)
         nats = []
         for text in torch.cat([ids, *tokens], 1).tolist():
@@ -181,9 +175,13 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
             nats.append(float(of_text.double().mean()))
         texts.rows.add(way, at, perplexity=nats)
         if pair:
-            counts = {"refreshes": pair.counts.tolist(), "reads": pair.teacher_tokens.tolist()}
-            passes = (1000 / texts.n * pair.passes).tolist()
-            texts.rows.add(way, at, **counts, passes=passes)
+            texts.rows.add(
+                way,
+                at,
+                refreshes=pair.counts.tolist(),
+                reads=pair.teacher_tokens.tolist(),
+                passes=(1000 / texts.n * pair.passes).tolist(),
+            )
 
 
 def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
@@ -212,17 +210,13 @@ def areas(texts: Texts) -> None:
     with the largest KL(teacher || student) from the others; intervals over texts."""
     if not texts.rows.due(["dropout"], "area", **texts.at):
         return
-    never = math.inf
-    gates = [
-        overfill.ProbeKL(never),
-        overfill.Entropy(never),
-        MonteCarloDropout(never, rate=texts.rate),
-    ]
-    apart, *signals = (x.numpy() for x in texts.signals("test", gates, "sampled"))
+    ways, never = ("entropy", "dropout"), math.inf
+    gates = ProbeKL(never), Entropy(never), MonteCarloDropout(never)
+    apart, *signals = (texts.signals("test", gate, "sampled").numpy() for gate in gates)
     large = apart >= np.quantile(apart, 0.9)
     n = len(apart)
     draws = [np.arange(n), *np.random.default_rng(0).integers(n, size=(200, n))]
-    for way, x in zip(("entropy", "dropout"), signals, strict=True):
+    for way, x in zip(ways, signals, strict=True):
         found = [area_under_roc(x[draw][large[draw]], x[draw][~large[draw]]) for draw in draws]
         low, high = np.quantile([area for area in found[1:] if area is not None], [0.025, 0.975])
         texts.rows.add_figures(way, texts.at, n, area=(found[0], low, high))
@@ -240,34 +234,22 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
     start = ids.size(1)
     new = torch.cat([*texts.writing("none", ids, "sampled", seed=0)[0]], 1)  # (B, N)
     expected = teacher(torch.cat([ids, new], 1), truth)[:, start:]  # (B, N, V)
+    exact = torch.stack(truth.layers)[..., start:, :]  # (L, 2, B, H, N, D)
     for way in ways:
         room = partial(SlidingWindowCache, start + texts.n)
-        pair = Pair(teacher, texts.models["student"], ids, room)
+        pair = Pair(**texts.models, ids=ids, new_cache=room)
         errors, apart = [], []
         policy = texts.policy(way, "sampled")
-        for t, logits in enumerate(overfill.read_along(pair, new, policy)):
-            apart.append(float(kl(expected[:, t], logits).mean()))
-            new_tokens = slice(start, len(pair.cache))
-            mine, its = (
-                torch.stack([kv[..., new_tokens, :] for kv in cache.layers])
-                for cache in (pair.cache, truth)
-            )  # (L, 2, B, H, t, D)
+        for t, logits in enumerate(overfill.read_along(pair, new, policy), 1):
+            apart.append(float(kl(expected[:, t - 1], logits).mean()))
+            mine = torch.stack(pair.cache.layers)[..., start : start + t, :]  # (L, 2, B, H, t, D)
+            its = exact[..., :t, :]
             off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
             errors.append(float((off / norm).sqrt().mean()))
         texts.rows.add(way, texts.at, cache_error=errors, kl=apart)
 
 
 # --- Time -------------------------------------------------------------------------------------------
-
-
-Written = tuple[Run, Pair | None]  # the times of one text, and the pair that wrote it, if any
-
-
-def written(texts: Texts, way: str, prompts: int, turn: int) -> Written:
-    """Write one text, sampled, after the first prompts in turn."""
-    ids = texts.prompts["test"][turn % prompts][None]
-    tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
-    return timed(lambda: tokens), pair
 
 
 def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
@@ -278,38 +260,44 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
     if not ways:
         return
-    for way in ways:
-        texts.policy(way, "sampled")  # calibrated before the clock runs
-    runs = {way: partial(written, texts, way, prompts) for way in ("none", *ways)}
-    found = in_turn(runs, turns)
+
+    def written(way: str, turn: int) -> tuple[Run, Pair | None]:
+        """Write one text, sampled, after the first prompts in turn."""
+        ids = texts.prompts["test"][turn % prompts][None]
+        tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
+        return timed(lambda: tokens), pair
+
+    found = in_turn({way: partial(written, way) for way in ("none", *ways)}, turns)
     then = rows.figure("none", "tps", **at)
-    reference = found["none"]
+    spans = {}  # to the first token and to the last
+    for way, several in found.items():
+        spans[way] = np.array([(run.ttft, run.total) for run, _ in several]).T
+    first, total = spans["none"]
+    steps = texts.n - 1
     if then:
         del found["none"]
+        steps = then.value * (total - first)
     else:
-        rows.add("none", at, first_ms=[1e3 * run.ttft for run, _ in reference])
+        rows.add("none", at, first_ms=1e3 * first)
         read_times(texts, found)
     for way, several in found.items():
-        share, speed = [], []
-        for (run, _), (other, _) in zip(several, reference, strict=True):
-            steps = then.value * (other.total - other.ttft) if then else texts.n - 1
-            speed.append(steps / (run.total - run.ttft))
-            share.append(run.total / other.total)
-        rows.add(way, at, time=share, tps=speed)
+        begun, ended = spans[way]
+        rows.add(way, at, time=ended / total, tps=steps / (ended - begun))
         _, pair = several[0]
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
             passes = 1000 / texts.n * int(pair.passes)
             rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 
-def read_times(texts: Texts, found: dict[str, list[Written]]) -> None:
-    """Append the times of the teacher's passes over k new tokens."""
-    reads: dict[int, list[float]] = {}
+def read_times(texts: Texts, found: dict[str, list]) -> None:
+    """Append the times of the teacher's passes over k new tokens, of what times() found."""
+    reads = {}
     for way, several in found.items():
         policy = texts.policy(way, "sampled")
         if isinstance(policy, Periodic) and not policy.reads_window:
-            for refresh in itertools.chain(*(pair.refreshes for _, pair in several)):
-                reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
+            for _, pair in several:
+                for refresh in pair.refreshes:
+                    reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
     for k, ms in sorted(reads.items()):
         texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
 
@@ -321,20 +309,19 @@ def predict(rows: Rows, n: int, at: Setting) -> None:
 
     Source: section "Why is it cheap?".
     """
-    measured = points_over(rows, "teacher", "read_ms", "k", at)
-    points = [(k, ms / 1e3) for k, ms, *_ in measured]
+    points = [point[:2] for point in points_over(rows, "teacher", "read_ms", "k", at)]
     if len(points) < 2:
         return
-    slope, start = np.polyfit(*zip(*points, strict=True), 1)
+    slope, start = np.polyfit(*zip(*points, strict=True), 1)  # ms
     first, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
-    alone = (n - 1) / tps
-    for way in dict.fromkeys(row["way"] for row in rows.rows.values() if row["metric"] == "passes"):
+    alone = first + 1e3 * (n - 1) / tps
+    for way, _ in ways_of(rows, [".*"]):
         passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
         count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
         prefills = slope * reads.value + count * start  # of all passes together
-        found = round((first / 1e3 + (alone + prefills)) / (first / 1e3 + alone), 4)
+        found = round(1 + prefills / alone, 4)
         exact = (found, found, found)
         if rows.figure(way, "time", **at, by="formula") != exact:
             rows.add_figures(way, at | {"by": "formula"}, 1, time=exact)
@@ -343,20 +330,23 @@ def predict(rows: Rows, n: int, at: Setting) -> None:
 def variational(rows: Rows) -> None:
     """Append, for three symbols, the expectation of -log p(y) over y from q (left), what the
     source says that it is, KL(p || q) - H[p], and what it is, KL(q || p) + H[q]; in nats."""
-    p, q = np.array((0.7, 0.2, 0.1)), np.array((0.2, 0.3, 0.5))
+    p, q = (0.7, 0.2, 0.1), (0.2, 0.3, 0.5)
     of_p, of_q = np.log(p), np.log(q)
-    left = float(-(q * of_p).sum())
-    said = float((p * (of_p - of_q)).sum() + (p * of_p).sum())
-    true = float((q * (of_q - of_p)).sum() - (q * of_q).sum())
-    rows.begin(
-        f"arithmetic: three symbols, teacher {tuple(p.tolist())}, student {tuple(q.tolist())}"
-    )
-    for way, x in (("left", left), ("said", said), ("true", true)):
-        if rows.due([way], "nats"):
-            rows.add(way, {}, nats=[x])
+    nats = {
+        "left": -np.dot(q, of_p),
+        "said": np.dot(p, of_p - of_q) + np.dot(p, of_p),
+        "true": np.dot(q, of_q - of_p) - np.dot(q, of_q),
+    }
+    rows.begin(f"arithmetic: three symbols, teacher {p}, student {q}")
+    for way in rows.due(nats, "nats"):
+        rows.add(way, {}, nats=[nats[way]])
 
 
 # --- The study --------------------------------------------------------------------------------------
+
+
+def size_of(model: nn.Module) -> str:
+    return f"{sum(p.numel() for p in model.parameters()):,} parameters"
 
 
 def prompts_of(
@@ -369,9 +359,10 @@ def prompts_of(
     Raises ValueError if a file has fewer than 5, or one has more than room tokens.
     """
     if path is None:
-        counts = {"valid": (n + 1) // 2, "test": n}
-        found = {split: corpus.beginnings(tokenizer, split, k, 192) for split, k in counts.items()}
-        return {split: torch.tensor(ids) for split, ids in found.items()}
+        found = {}
+        for split, k in (("valid", (n + 1) // 2), ("test", n)):
+            found[split] = torch.tensor(corpus.beginnings(tokenizer, split, k, 192))
+        return found
     special = tokenizer.special_tokens_set
     prompts = [tokenizer.encode(text, allowed_special=special) for text in read_prompts(Path(path))]
     before, after = (as_question("{}", tokenizer) if chat else "{}").split("{}")
@@ -400,7 +391,7 @@ def sized(rows: Rows, quick: bool) -> None:
     rows.begin_with(
         f"{size}, random weights",
         large,
-        f"a student of {sum(p.numel() for p in student.parameters()):,} parameters",
+        f"a student of {size_of(student)}",
         f"{n} tokens after a prompt of 64, one text at a time",
         f"turns: {turns}",
     )
@@ -414,12 +405,11 @@ def announce(texts: Texts, ways: int, single: int) -> None:
     at once in each mode and way, and `single` of them one by one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
     many, length = ids.shape
-    nbytes = 0
+    pair = Pair(**texts.models, ids=ids[:1])
+    pair.prefill()
+    nbytes = many * (length + texts.n) * pair.nbytes // length
     for model in texts.models.values():
-        cache = model.new_cache()
-        model(ids[:1, :1], cache)  # a token's bytes
         nbytes += sum(p.nbytes for p in model.parameters())
-        nbytes += many * (length + texts.n) * cache.nbytes
     print(f"Memory: {nbytes / 1e6:,.1f} MB for both models' weights and caches.", flush=True)
     seconds = 0.0
     for rows, times in ((ids, len(MODES)), (ids[:1], single)):
@@ -429,29 +419,27 @@ def announce(texts: Texts, ways: int, single: int) -> None:
         float(student(rows[:, -1:], cache)[0, 0, 0])  # waits for the device
         seconds += times * ways * texts.n * (time.perf_counter() - begun)
     print(
-        f"Time: {seconds / 3600:.1f} hours for the student's steps; the teacher's reading comes on top. A run that "
-        "is interrupted begins anew.\n",
+        f"Time: {seconds / 3600:.1f} hours for the student's steps; the teacher's reading comes on "
+        "top. An interrupted run begins anew.\n",
         flush=True,
     )
 
 
-def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
-    """Measure what the rows lack, or what is to be measured again. names: teacher, student. Models
-    of the user's own, with prompts from a file, begin with what they need."""
+def measure(rows: Rows, args: argparse.Namespace) -> None:
+    """Measure what the rows lack, or what is to be measured again. Models of the user's own, with
+    prompts from a file, begin with what they need."""
     n, count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
-    tokenizer, path = load_tokenizer(names[0]), args.prompts
-    students = STUDENTS if names[1] == OWN else {"segments": (names[1], USUAL)}
+    tokenizer, path = load_tokenizer(args.model), args.prompts
+    students = STUDENTS if args.student == OWN else {"segments": (args.student, USUAL)}
     for train, (name, ways) in students.items():
         teacher, student, _ = overfill.load_pair(
-            names[0], name, device=args.device, dtype=args.dtype
+            args.model, name, device=args.device, dtype=args.dtype
         )
         room = min(teacher.config.n_ctx, student.config.n_ctx) - n
         prompts = prompts_of(tokenizer, path, count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
-        at = {} if train == "segments" else {"trained": train}
+        at = {"trained": train}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
-        if train == "dropout":
-            texts.rate = overfill.dropout_of(name)
         fits = not overfill.misfit(teacher, student)
         if not fits:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
@@ -459,17 +447,19 @@ def measure(rows: Rows, names: list[str], args: argparse.Namespace) -> None:
         few = min(3, many)
         if path is not None:
             announce(texts, len(ways), turns * few)
-        size = f"students of {sum(p.numel() for p in student.parameters()):,} parameters"
-        some = f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1"
-        rows.begin_with(names[0], teacher, size, some)
+        rows.begin_with(
+            args.model,
+            teacher,
+            f"students of {size_of(student)}",
+            f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1",
+            f"times: single texts after {few} of them, turns: {turns}",
+        )
         for mode in MODES:
             quality(texts, ways, mode)
         if train == "dropout":
             areas(texts)
         if train == "segments" and fits:
             caches(texts, TRACED, max(1, count // 6))
-        some = f"single texts of {n:,} tokens after {length}, {few} prompts, turns: {turns}"
-        rows.begin_with(names[0], teacher, size, some)
         if train in ("segments", "dropout"):
             times(texts, ways, few, turns)
         predict(rows, n, at)
@@ -482,14 +472,12 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
     cli.add_chat_argument()
     with cli.parse(argv) as args:
-        names = [args.model, args.student]
-        others = names != ["pocket", OWN] or args.prompts
-        if args.chat and not args.prompts:
-            raise ValueError("--chat wraps questions of your own: give it --prompts FILE")
-        if args.model != "pocket" and not args.prompts:
-            raise ValueError(f"{args.model} needs prompts of its own world: give it --prompts FILE")
+        others = args.prompts or (args.model, args.student) != ("pocket", OWN)
+        if not args.prompts and (args.chat or args.model != "pocket"):
+            needs = "--chat" if args.chat else args.model
+            raise ValueError(f"{needs} needs prompts of your own: give it --prompts FILE")
         rows = recorded("refreshing", args, "run of other models or prompts" if others else "")
-        measure(rows, names, args)
+        measure(rows, args)
         if not others:
             sized(rows, args.quick)
         report(rows)

@@ -11,9 +11,10 @@ for LLM Serving", whose public traces have this format.
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from studies.core import StudyLine
 from support.figures import figure
@@ -24,8 +25,7 @@ from support.tables import table
 BLOCK = 512  # tokens in a block of a trace
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A prompt of a trace: how many tokens, and the ids of its blocks; equal ids mean equal text up to there."""
 
     tokens: int
@@ -58,7 +58,7 @@ class Index:
         self.capacity, self.held = capacity, 0  # in blocks
         # By their first block, whose id says what comes before it. Oldest first, and each run before that which it
         # continues: the first has none that continues it.
-        self.runs: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self.runs = OrderedDict()
 
     def put(self, blocks: tuple[str, ...]) -> int:
         """Store blocks, as far as they fit; return how many of them were there."""
@@ -89,19 +89,14 @@ def hit_rates(requests: list[Request], capacity: float) -> dict[str, float]:
 
     Of a prompt that is stored whole, the last token still has to be read.
     """
-    index, hits, found, some = Index(capacity), 0, 0, 0
-    for request in requests:
-        known = index.put(request.blocks)
-        hits += known
-        found += min(known * BLOCK, request.tokens - 1)
-        some += known > 0
-    blocks = sum(len(request.blocks) for request in requests)
-    tokens = sum(request.tokens for request in requests)
-    return {
-        "block_hit_rate": hits / blocks,
-        "token_hit_rate": found / tokens,
-        "request_hit_rate": some / len(requests),
-    }
+    index = Index(capacity)
+    counts = np.zeros((2, 3))  # found, of all: blocks, tokens, requests
+    for tokens, blocks in requests:
+        known = index.put(blocks)
+        counts[0] += known, min(known * BLOCK, tokens - 1), known > 0
+        counts[1] += len(blocks), tokens, 1
+    shares = (counts[0] / counts[1]).tolist()
+    return dict(zip(("block_hit_rate", "token_hit_rate", "request_hit_rate"), shares, strict=True))
 
 
 def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
@@ -109,7 +104,7 @@ def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
     repeatedly, and those of a cache without limit."""
     requests = read_trace(path)
     unique = len({block for request in requests for block in request.blocks})
-    doubled = [500 * 2**i for i in range(30) if 500 * 2**i < unique]
+    doubled = [500 << i for i in range(30) if 500 << i < unique]
     rows, cells = [], []
     for size in [*sorted(capacities or doubled), math.inf]:
         rates = hit_rates(requests, size)
@@ -138,14 +133,10 @@ def draw(file: Path) -> None:
         for key, style in (("token", "o-"), ("block", "s--")):
             found = [100 * float(row[f"{key}_hit_rate"]) for row in limited]
             axes.plot(finite, found, style, label=f"{key}s", markersize=4)
-        axes.axhline(
-            100 * float(unlimited["token_hit_rate"]),
-            color="grey",
-            linestyle=":",
-            label="tokens, no limit",
-        )
+        most = 100 * float(unlimited["token_hit_rate"])
+        axes.axhline(most, color="grey", linestyle=":", label="tokens, no limit")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(finite, [f"{size:,.0f}" for size in finite])
+        axes.set_xticks(finite, [f"{size:,}" for size in finite])
 
     figure(
         file.with_suffix(".png"),
@@ -158,10 +149,19 @@ def draw(file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    quick = "three capacities only: 500, 4,000, 32,000"
-    cli = StudyLine(__doc__, "replay TRACE", quick, model="", out="recycling")
-    what = "JSON objects, one per line: input_length, hash_ids"
-    cli.add_argument("trace", metavar="TRACE", type=Path, help=what)
+    cli = StudyLine(
+        __doc__,
+        "replay TRACE",
+        "three capacities only: 500, 4,000, 32,000",
+        model="",
+        out="recycling",
+    )
+    cli.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="JSON objects, one per line: input_length, hash_ids",
+    )
     with cli.parse(argv) as args:
         replay(args.trace, [500, 4000, 32000] if args.quick else [], args.out)
 

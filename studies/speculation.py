@@ -17,14 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-from gpt_kv_cache import generate
-from overfill import Pair, generate_refreshed, load_pair, parse_policy
+from overfill import Pair, load_pair
 from pocket import corpus
 from pocket.evaluation import nats_of
 from recycle import Run, timed
 from speculate import DRAFTS, Passes, speculate
 from studies.core import Rows, in_turn, run
-from studies.refreshing import MODES, Texts
+from studies.refreshing import MODES, Texts, size_of
 
 BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
 SIZES = (4, 8, 16)  # of drafts and bursts
@@ -47,33 +46,32 @@ class Written(NamedTuple):
 def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
     """Continue the prompt of a turn in one way."""
     teacher, ids, n = texts.models["teacher"], texts.prompts["test"][turn][None], texts.n
-    kind, _, k = way.partition(":")
-    pair, passes = Pair(teacher, texts.models["student"], ids), Passes()
-    generator = torch.Generator(ids.device).manual_seed(turn)
-    options = {"temperature": MODES[mode], "generator": generator}
-    if way == "teacher":
-        tokens = generate(teacher, ids, n, **options)
-    elif kind in BY:
+    (kind, _, k), passes = way.partition(":"), Passes()
+    if kind in BY:
+        pair = Pair(**texts.models, ids=ids)
+        generator = torch.Generator().manual_seed(turn)
+        options = {"temperature": MODES[mode], "generator": generator}
         tokens = speculate(pair, n, int(k), BY[kind], passes, **options)
     else:
-        tokens = generate_refreshed(pair, n, parse_policy(way), **options)
+        tokens, pair = texts.writing(way, ids, mode, turn)
     took = timed(lambda: tokens)
     if kind not in BY:
-        passes.count = n - 1 if way == "teacher" else int(pair.passes)
-    nats = nats_of(teacher, ids[0].tolist() + took.ids)[ids.size(1) - 1 :]
+        passes.count = int(pair.passes) if pair else n - 1
+    nats = nats_of(teacher, ids[0].tolist() + took.ids)[-n:]
     return Written(took, float(nats.mean()), passes)
 
 
 @torch.no_grad()
-def measure(texts: Texts, mode: str) -> None:
+def compare(texts: Texts, mode: str) -> None:
     """Append the rows of the ways that lack them, which take turns, beside the teacher alone."""
     rows, at = texts.rows, {"mode": mode}
-    ways = [way for way in rows.due(WAYS, "perplexity", **at) if way != "teacher"]
-    if not ways:
+    due = rows.due(WAYS, "perplexity", **at)
+    if not due:
         return
-    runs = {way: partial(write, texts, way, mode) for way in ("teacher", *ways)}
+    runs = {way: partial(write, texts, way, mode) for way in ("teacher", *due)}
     found = in_turn(runs, len(texts.prompts["test"]))
-    for way, several in found.items():
+    for way in due:
+        several = found[way]
         same = [
             x.run.ids == alone.run.ids for x, alone in zip(several, found["teacher"], strict=True)
         ]
@@ -91,22 +89,23 @@ def measure(texts: Texts, mode: str) -> None:
             rows.add_figures(way, at, len(several), kept=[kept])
 
 
-def main(argv: list[str] | None = None) -> None:
-    def measured(rows: Rows, quick: bool) -> None:
-        n, count = (32, 4) if quick else (256, 20)
-        teacher, student, tokenizer = load_pair("pocket", "pocket-student")
-        ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192))
-        texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
-        rows.begin_with(
-            "pocket",
-            teacher,
-            f"pocket-student: {sum(p.numel() for p in student.parameters()):,} parameters",
-            f"{count} held-out prompts of 192 tokens, {n} new tokens, one text at a time",
-        )
-        for mode in MODES:
-            measure(texts, mode)
+def measure(rows: Rows, quick: bool) -> None:
+    """Measure what the rows lack, in both modes."""
+    n, count = (32, 4) if quick else (256, 20)
+    teacher, student, tokenizer = load_pair("pocket", "pocket-student")
+    ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192))
+    texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
+    rows.begin_with(
+        "pocket",
+        teacher,
+        f"pocket-student: {size_of(student)}",
+        f"{count} held-out prompts of 192 tokens, {n} new tokens, one text at a time",
+    )
+    for mode in MODES:
+        compare(texts, mode)
 
-    run(__doc__, "speculation", "four prompts and shorter texts", measured, argv)
+
+main = partial(run, __doc__, "speculation", "four prompts and shorter texts", measure)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Real weights: `python3 -m studies.weights` shows that the lecture files agree on them, and repeats two studies.
 
 GPT-2 (0.5 GB) and DialoGPT-medium (0.9 GB) are downloaded on first use. The recycling paper's experiment runs on its
-own model, and the projection study on questions about capitals; their results go into one folder.
+own model, and the projection study on data/capitals.csv, pairs of questions about a capital in other words, each after
+two answered ones; their results go into one folder.
 `python3 load_gpt2_weights.py gpt2 --verify` compares the text with published continuations.
 """
-
-from pathlib import Path
 
 import torch
 
@@ -15,20 +14,12 @@ import gpt_kv_cache
 from compress import read
 from llama_kv_cache import Llama
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
+from recycle import DATA
 from studies import projection, recycling
 from studies.core import StudyLine
-from support.files import read_csv, read_json, write_csv
+from support.files import read_json
 from support.tables import table
 
-CAPITALS = Path(__file__).resolve().parent.parent / "data" / "capitals.csv"
-HEADER = (
-    "Q: What is the capital of Italy?\nA: Rome\n\nQ: Name the capital city of Japan.\nA: Tokyo\n\n"
-)
-WORDINGS = (
-    "What is the capital of {}?",
-    "Name the capital city of {}.",
-    "Which city is the capital of {}?",
-)
 DIALOGUE = "microsoft/DialoGPT-medium"  # the model of the recycling study
 PROMPT = "Explain machine learning in simple terms."  # the first that the recycling paper stores
 
@@ -67,17 +58,6 @@ def agreement(
     return found
 
 
-def write_pairs(path: Path) -> None:
-    """Write a CSV file of similar prompts: each question about a capital in other words, after two answered."""
-    rows = []
-    for row in read_csv(CAPITALS, "country", "capital"):
-        first, *others = (
-            f"{HEADER}Q: {wording.format(row['country'])}\nA:" for wording in WORDINGS
-        )
-        rows += [[first, other, f" {row['capital']}"] for other in others]
-    write_csv(path, ["source", "target", "answer"], rows)
-
-
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "weights", "few tokens, turns and pairs", models=NAMES)
     cli.set_defaults(model="gpt2")
@@ -93,15 +73,11 @@ def main(argv: list[str] | None = None) -> None:
         print(table(["weights", "file", "same greedy tokens", "logits differ by"], rows))
         if any(row[2] == "NO" for row in rows):
             raise ValueError("the three files write different texts, as the table above says")
-        pairs = args.out / "pairs.csv"
-        write_pairs(pairs)
-        runs = {
-            "Recycling": (recycling, DIALOGUE, []),
-            "Projection": (projection, args.model, ["--pairs", f"{pairs}"]),
-        }
-        for title, (study, model, more) in runs.items():
-            print(f"\n=== {title}, on {model}\n", flush=True)
-            study.main(["--model", model, "--out", f"{args.out / title.lower()}", *more, *common])
+        pairs = ["--pairs", f"{DATA / 'capitals.csv'}"]
+        for study, model, more in (recycling, DIALOGUE, []), (projection, args.model, pairs):
+            name = study.__name__.partition(".")[2]
+            print(f"\n=== {name}, on {model}\n", flush=True)
+            study.main(["--model", model, "--out", f"{args.out / name}", *more, *common])
         print(f"Everything is in {args.out}.")
 
 

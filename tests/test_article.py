@@ -16,16 +16,19 @@ def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
     assert right == 0 and len(wrong) == 3 and min(wrong) > 0.5
 
 
-def test_every_way_writes_the_same_and_nothing_is_due_twice(tmp_path: Path) -> None:
+def test_every_way_writes_the_same_and_nothing_is_due_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(article.SIZES, True, ("1x1x8", 4, 1))
     rows = Rows("article", tmp_path, reduced="reduced run")
-    article.measure(rows, "1x1x8", 4, 1)
+    article.measure(rows, True)
     assert rows.figure("growing", "seconds").value > 0
     assert rows.figure("no-cache", "time", after=1000).value > 0
     assert all(row["value"] == 1 for row in rows.rows.values() if row["metric"] == "same")
     bytes_of_a_token = 2 * 8 * 4  # key and value
     assert rows.figure("growing", "each", after=128).value == bytes_of_a_token
     written = rows.path.read_text()
-    article.measure(rows, "1x1x8", 4, 1)
+    article.measure(rows, True)
     assert rows.path.read_text() == written
 
 

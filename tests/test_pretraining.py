@@ -51,6 +51,9 @@ def test_models_with_equal_bytes_are_measured_and_a_run_goes_on(tmp_path: Path) 
     lines = rows.path.read_text().splitlines()
     measure(Rows("bounding", tmp_path), True)
     assert rows.path.read_text().splitlines() == lines, "nothing is due"
+    measure(Rows("bounding", tmp_path, again="window"), True)
+    added = rows.path.read_text().splitlines()[len(lines) :]
+    assert len(added) == 6 and all('"window"' in line for line in added)
     rows.path.unlink()
     measure(Rows("bounding", tmp_path), True)  # from the kept training
     assert rows.path.read_text().splitlines()[1:] == lines[1:]

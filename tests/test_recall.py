@@ -17,6 +17,7 @@ TINY = QUICK._replace(steps=3, answers=16)
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "POSITIONS", 128)
+    monkeypatch.setattr(recall, "QUICK", TINY)
 
 
 def test_keys_are_distinct_and_the_answers_follow_their_keys() -> None:
@@ -72,7 +73,7 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    recall.measure(Rows("bounding", whole), TINY)
+    recall.measure(Rows("bounding", whole), True)
     ways = []
 
     def fails_third(way: str, *args: object) -> object:
@@ -83,8 +84,8 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
 
     monkeypatch.setattr(recall, "trained", fails_third)
     with pytest.raises(KeyboardInterrupt):
-        recall.measure(Rows("bounding", parts), TINY)
-    recall.measure(Rows("bounding", parts), TINY)
+        recall.measure(Rows("bounding", parts), True)
+    recall.measure(Rows("bounding", parts), True)
     assert ways == ["full", *WAYS[:2], *WAYS[1:]], (
         "a model that had left its rows was trained again"
     )
@@ -107,5 +108,5 @@ def test_filled_caches_have_the_bytes_and_the_position_of_read_ones() -> None:
             read = model.new_cache()
             model(ids, read)
             assert read.nbytes == cache.nbytes
-        assert lengths.seconds(model, filled, 20, 0) > 0
+        assert lengths.milliseconds(model, filled, 20, 0) > 0
         assert model(ids[:, :1], cache).isfinite().all()

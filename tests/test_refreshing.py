@@ -80,7 +80,6 @@ def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
 def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
     ids = prompts(5)
     texts = texts_of(rows, teacher, student, ids, 20)
-    texts.policies["periodic:4", "greedy"] = Periodic(4)
     quality(texts, ["teacher", "periodic:4"], "greedy")
     new, pair = run(teacher, student, ids, 20, Periodic(4))
     at = {"mode": "greedy", "trained": "here"}
@@ -102,8 +101,9 @@ def test_gates_meet_their_budgets_where_nothing_refreshes(rows) -> None:
     ids = torch.randint(50, (12, 8), generator=torch.Generator().manual_seed(1))
     texts = texts_of(rows, *long, ids, 240)
     for mode in refreshing.MODES:
+        texts.calibrate("entropy~7.8", mode)
         gate = texts.policy("entropy~7.8", mode)
-        signals = texts.signals("valid", [gate], mode)[0]
+        signals = texts.signals("valid", gate, mode)
         fired = firings(signals, gate.threshold, gate.cooldown)
         assert 0.7 * 7.8 <= 1000 * fired / signals.numel() <= 7.8
 

@@ -10,7 +10,6 @@ from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_tokenizer
 from pocket.checkpoints import export
 from studies import weights
-from support.files import read_csv
 from tests.helpers import refused, run, write_llama
 
 
@@ -40,13 +39,6 @@ def test_three_files_agree_and_a_fault_in_one_is_seen(
     assert weights.agreement(name, "cpu", torch.float32, 20)[way][1] > 1e-3
 
 
-def test_pairs_are_the_same_question_in_other_words(tmp_path: Path) -> None:
-    weights.write_pairs(tmp_path / "pairs.csv")
-    first, second, *_ = read_csv(tmp_path / "pairs.csv", "source", "target", "answer")
-    assert first["source"] == second["source"] and first["target"] != second["target"]
-    assert first["source"].startswith(weights.HEADER) and second["answer"] == " Paris"
-
-
 @pytest.mark.slow
 def test_the_whole_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -55,7 +47,9 @@ def test_the_whole_record(
     monkeypatch.setattr(weights, "DIALOGUE", write_gpt2(tmp_path / "DialoGPT", 3))
     weights.main(["--model", write_gpt2(tmp_path / "tiny", 2), "--quick", "--out", str(out)])
     assert "3 layers" in (out / "recycling" / "reduced.jsonl").read_text(encoding="utf-8")
-    assert '{"kind": "pairs"' in (out / "projection" / "reduced.jsonl").read_text(encoding="utf-8")
+    assert '{"kind": "capitals"' in (out / "projection" / "reduced.jsonl").read_text(
+        encoding="utf-8"
+    )
     assert " NO " not in capsys.readouterr().out
 
 
