@@ -7,7 +7,6 @@ import errno
 import importlib.util
 import io
 import json
-import mmap
 import os
 import reprlib
 import shutil
@@ -47,13 +46,6 @@ def regular(path: Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     return path
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """Return the bytes of a file, mapped: what is changed in them stays in memory. Raises ValueError
-    if it is empty or not a regular file, FileNotFoundError only if there is none."""
-    with regular(path).open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_text(path: Path) -> str:
