@@ -1,7 +1,5 @@
 """Blocks of a Markdown page that are made from recorded results: <!-- name --> ... <!-- /name -->."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a chat model expects a question: two fixed forms. A model's tokens tell which one is its own."""
 
-from __future__ import annotations
-
 import tiktoken
 
 # By a token that occurs in it: the form of a first question, up to where the answer begins.

@@ -1,7 +1,5 @@
 """Texts as vectors, and the search for the nearest one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -55,7 +53,7 @@ class PairEncoder:
     @classmethod
     def fit(
         cls, tokenizer: tiktoken.Encoding, texts: Sequence[str], families: Sequence[str]
-    ) -> PairEncoder:
+    ) -> "PairEncoder":
         """Fit on texts of some families, with the penalty that finds most relatives of texts it wasn't fitted on."""
         tokens = set()
         for text in texts:

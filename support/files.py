@@ -1,7 +1,5 @@
 """Files: from outside, read strictly; ours, complete or absent, never half-written."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import importlib.util

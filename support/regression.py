@@ -1,7 +1,5 @@
 """Ridge regression in closed form, with its penalty chosen by cross-validation over families."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

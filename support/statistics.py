@@ -1,7 +1,5 @@
 """The measures that several studies share: divergences of predictions, texts against references, intervals."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
