@@ -57,19 +57,19 @@ class CommandLine(argparse.ArgumentParser):
             "--device",
             default="auto",
             choices=("auto", "cpu", "cuda", "mps"),
-            help="where to compute; auto: cuda if available, else mps, else cpu",
+            help="where to compute; auto: a GPU if there is one",
         )
         self.add_argument(
             "--dtype",
             default="float32",
             choices=("float32", "float16", "bfloat16"),
-            help="number format of weights and activations",
+            help="number format",
         )
         self.add_argument(
             "--threads",
             type=whole_number(1, 1024),
             metavar="N",
-            help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice",
+            help="CPU threads; default: 1 for pocket models, else PyTorch's choice",
         )
         self.add_argument(
             "--seed",
@@ -149,7 +149,7 @@ class CommandLine(argparse.ArgumentParser):
             dest="trace_file",
             type=output_file,
             metavar="FILE.html",
-            help="also write a page that plays the generation step by step, in any browser",
+            help="also write a page that plays the text step by step",
         )
 
     def trace(

@@ -120,8 +120,8 @@ def not_downloaded(what: str, error: Exception) -> OSError:
     """Return an error with the first sentence of another one, or that one's name if it says nothing."""
     reason = str(error).partition(". ")[0] or type(error).__name__
     return OSError(
-        f"can't download {what} ({reason}): run this once with internet, or give a folder that holds "
-        "the model; the models pocket and pocket-llama and the encoder tokens need no download"
+        f"can't download {what} ({reason}): run this once with internet, or give a model's folder; "
+        "pocket, pocket-llama and the encoder tokens need no download"
     )
 
 

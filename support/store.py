@@ -126,13 +126,9 @@ class Store:
         """Raise ValueError if the weights are no longer those that the stored caches were computed
         with, or the model is in train()."""
         if any(module.training for module in self.model.modules()):
-            raise ValueError(
-                "the model is in train(), where dropout makes its caches random: call model.eval() first"
-            )
+            raise ValueError("the model is in train(): call model.eval() first")
         if versions(self.model) != self.versions:
-            raise ValueError(
-                "the model's weights have changed since this store was opened: open a new one"
-            )
+            raise ValueError("the model's weights have changed: open a new store")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
