@@ -3,8 +3,6 @@
 `python load_gpt2_weights.py gpt2 --verify` downloads GPT-2 and compares its text with published continuations.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import re
@@ -27,13 +25,8 @@ from support.files import check_fields, not_downloaded, read_json, read_text, re
 
 RANDOM = "random:"  # and a size: an untrained model
 HERE = Path(__file__).resolve().parent
-VOCABULARIES = (
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
+VOCABULARY = (
+    r"(tokenizer|vocab|merges|spiece)\.(json|txt|model)"  # a file that a tokenizer is made of
 )
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -222,21 +215,14 @@ def load_model(
     check_sizes(config, tensors, config_path)
     with torch.device("meta"):  # shapes and strides without memory
         model = model_class(config)
-    parts = {
-        name: parts_of(name, parameter, config) for name, parameter in model.named_parameters()
-    }
-    check_tensors(tensors, parts, name_or_path)
+    check_tensors(tensors, model, name_or_path)
     model = model.to(dtype).to_empty(device=device)  # keeps the strides: wte stays column-first
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            begin = 0
-            for public in parts[name]:
+            for public, part in parts_of(name, parameter, config).items():
                 tensor = tensors.pop(public)  # one that isn't mapped is freed at once
-                source = tensor.t() if turned(name, config) else tensor
-                part = parameter[..., begin : begin + source.size(-1)]
-                part.copy_(source)
+                part.copy_(tensor)
                 check_finite(public, part, tensor, name_or_path)
-                begin += source.size(-1)
     return model.eval()
 
 
@@ -260,46 +246,39 @@ def kind_of(config: Any) -> str:
     return "BCT" if hasattr(config, "slots") else "GPT-2"
 
 
-def turned(name: str, config: Any) -> bool:
-    """Return whether a parameter, by its name, is stored as (in, out), and its tensors as (out, in)."""
-    return is_llama(config) and ".c_" in name
-
-
-def parts_of(name: str, parameter: Tensor, config: Any) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of which a parameter is made, by their public names, and their shapes."""
+def parts_of(name: str, parameter: Tensor, config: Any) -> dict[str, Tensor]:
+    """Return a parameter as public files hold it, by tensors' names: views of it. A Llama's matrices, here (in, out),
+    are (out, in) there, those that are joined here one by one."""
     if not is_llama(config):
-        return {name: tuple(parameter.shape)}
+        return {name: parameter}
     *layer, part = re.fullmatch(r"(?:h\.(\d+)\.)?(.*)\.weight", name).groups()
     before = f"layers.{layer[0]}." if layer[0] else ""
     names = [f"{before}{public}.weight" for public in LLAMA_TENSORS[part]]
-    if not turned(name, config):
-        return {names[0]: tuple(parameter.shape)}
-    width, total = parameter.shape
-    sizes = [total // len(names)] * len(names)
+    matrix = parameter.t() if ".c_" in name else parameter
+    sizes = [len(matrix) // len(names)] * len(names)
     if part == "attn.c_attn":
         kv = config.n_kv_head * config.head_dim
-        sizes = [total - 2 * kv, kv, kv]
-    return {public: (size, width) for public, size in zip(names, sizes, strict=True)}
+        sizes = [len(matrix) - 2 * kv, kv, kv]
+    return dict(zip(names, matrix.split(sizes), strict=True))
 
 
-def check_tensors(
-    tensors: dict[str, Tensor], parts: dict[str, dict[str, tuple[int, ...]]], model: str
-) -> None:
+def check_tensors(tensors: dict[str, Tensor], model: nn.Module, where: str) -> None:
     """Raise ValueError if tensors are missing, unexpected, or not of the shapes and types that a model needs."""
-    shapes = {public: shape for needed in parts.values() for public, shape in needed.items()}
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        for public, part in parts_of(name, parameter, model.config).items():
+            shapes[public] = tuple(part.shape)
     wrong = [f"{name} is missing" for name in shapes if name not in tensors]
     wrong += [f"{name} is unexpected" for name in tensors if name not in shapes]
     for name, tensor in tensors.items():
         if name in shapes and tensor.shape != shapes[name]:
             wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
         elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            wrong.append(
-                f"{name} holds {tensor.dtype}, not floating-point numbers of 16 bits or more"
-            )
+            wrong.append(f"{name} holds {tensor.dtype}, not floats of 16 bits or more")
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ValueError(
-            f"the weights of {model} don't fit its config.json: {'; '.join(wrong[:8])}{more}"
+            f"the weights of {where} don't fit its config.json: {'; '.join(wrong[:8])}{more}"
         )
 
 
@@ -333,7 +312,7 @@ def find_file(name_or_path: str, filename: str) -> Path:
         )
     if not (folder / filename).exists():
         raise FileNotFoundError(
-            f"there is no {filename} in {folder}: a model's folder holds config.json, weights and a tokenizer"
+            f"there is no {filename} in {folder}: a model is config.json, weights and a tokenizer"
         )
     return regular(folder / filename)
 
@@ -582,7 +561,7 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     path = folder / "tokenizer.tiktoken"
     if not path.exists() and folder.resolve().parent == HERE / "pocket":
         path = HERE / "pocket" / "teacher" / path.name  # the models that come along share one
-    there = [name for name in VOCABULARIES if (folder / name).exists()]
+    there = [file.name for file in folder.iterdir() if re.fullmatch(VOCABULARY, file.name)]
     readers = {"tokenizer.json": byte_level, "vocab.json": byte_level}
     if config.get("model_type") == "llama":
         readers[LLAMA3_FILE] = llama3
