@@ -72,9 +72,9 @@ class Store:
     Every row and file is verified before use, by a checksum, which finds accidents and not
     forgeries. A run that fails is deleted with a warning, those that continue it follow with the
     next writes, and the model reads those tokens again. Nothing else is ever deleted but to keep
-    within the capacity: a file that can't be read now stays. A folder that can't be used at all is one warning, and the
-    caches are kept in memory; one that can't be written to, or a full disk, is one warning too, and
-    is read only. As files are mapped, nobody may change one in place while it is in use.
+    within the capacity: a file that can't be read now stays. A folder that can't be used at all is
+    one warning, and the caches are kept in memory; one that can't be written to, or a full disk, is
+    one warning too, and is read only. As files are mapped, nobody may change one in place while it is in use.
 
     capacity: bytes of this model's files, which they never exceed, unfinished ones included; the
     index, some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that
@@ -259,9 +259,9 @@ class Store:
         """Return the keys and values (L, 2, H, n, D) of a run; None if they aren't there, or aren't
         what was stored: then the run is deleted."""
         try:
-            content = (
-                np.memmap(regular(self.file(run)), mode="c") if self.folder else self.memory[run]
-            )
+            content = self.memory.get(run)
+            if self.folder:
+                content = np.memmap(regular(self.file(run)), mode="c")
             if content.nbytes != nbytes or self.checksum(parent, start, ids, content) != checksum:
                 raise ValueError("its size or its checksum is wrong")
         except (FileNotFoundError, ValueError) as error:
@@ -276,11 +276,7 @@ class Store:
         content, row_ids = raw(kv.detach().cpu()), packed(ids)
         checksum = self.checksum(parent, start, row_ids, content)
         row = (parent, start, ids[0], time.time_ns(), content.nbytes, checksum, row_ids)
-        run = self.db.execute(
-            "INSERT INTO runs (parent, start, first, used, nbytes, checksum, ids)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            row,
-        ).lastrowid
+        run = self.db.execute("INSERT INTO runs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid
         if self.folder:
             self.file(run).write_bytes(content)
         else:
