@@ -97,7 +97,7 @@ SHARDED = (
     "meta-llama/Llama-3.2-3B-Instruct",
     "friendshipkim/overfill-Llama-3.2-3B-Instruct-pruned-h0.45-i0.45-a0.0-d0.0",
 )
-LLAMAS = (*ONE_FILE, *SHARDED)
+LLAMAS = ("pocket-llama", *ONE_FILE, *SHARDED)
 PUBLIC = {
     "gpt2": Checkpoint("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "gpt2-medium": Checkpoint(
@@ -119,11 +119,10 @@ PUBLIC = {
     **{name: Checkpoint(name) for name in ONE_FILE},
     **{name: Checkpoint(name, weights=WEIGHTS[1]) for name in SHARDED},
 }
-OTHERS = ["pocket-bct", "pocket-llama", *LLAMAS]
-GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in OTHERS]
-NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(OTHERS[1:])}; or a folder"
+GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in ("pocket-bct", *LLAMAS)]
+NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; or a folder"
 # What config.json may say about the things that our models have only one way of doing.
-SUPPORTED: dict[str, dict[str, tuple]] = {
+SUPPORTED = {
     "GPT-2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "layer_norm_epsilon": (1e-5,),
@@ -143,7 +142,6 @@ SUPPORTED: dict[str, dict[str, tuple]] = {
         "quantization_config": (None,),
     },
 }
-SUPPORTED["BCT"] = SUPPORTED["GPT-2"]
 KINDS = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}  # the last is ours: a GPT-2 with more
 READERS = {
     "GPT-2": "gpt_kv_cache.py",
@@ -361,7 +359,7 @@ def read_config(path: Path, config_class: type | None) -> Any:
     config_class = config_class or class_of(llama).config_class
     if kind != kind_of(config_class):
         raise ValueError(f"{path} describes a {kind}: {READERS[kind]} can read it")
-    for key, supported in SUPPORTED[kind].items():
+    for key, supported in SUPPORTED["Llama" if llama else "GPT-2"].items():
         if key in config:
             check_choice(path, key, config[key], supported)
     types = {}
@@ -555,7 +553,7 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     if not path.exists() and folder.resolve().parent == HERE / "pocket":
         path = HERE / "pocket" / "teacher" / path.name  # the models that come along share one
     there = [file.name for file in folder.iterdir() if re.fullmatch(VOCABULARY, file.name)]
-    readers = {"tokenizer.json": byte_level, "vocab.json": byte_level}
+    readers = {"tokenizer.json": byte_level, "vocab.json": from_vocabulary}
     if config.get("model_type") == "llama":
         readers[LLAMA3_FILE] = llama3
     if path.exists():
@@ -619,11 +617,10 @@ class Tokenizer(tiktoken.Encoding):
         return self.ends[0]
 
 
-def byte_level(path: Path) -> Tokenizer:
-    """Return the byte-level BPE in a tokenizer.json, or in a vocab.json and the merges.txt beside it, with the tokens
-    that begin a text, by its post-processor. Raises ValueError if it isn't one that tiktoken can do."""
-    read = from_vocabulary if path.name == "vocab.json" else read_json
-    content = check_fields(read(path), str(path), model=dict, added_tokens=list)
+def byte_level(path: Path, content: dict[str, Any] | None = None) -> Tokenizer:
+    """Return the byte-level BPE in a tokenizer.json, or in what would be its content, with the tokens that begin a
+    text, by its post-processor. Raises ValueError if it isn't one that tiktoken can do."""
+    content = content or read_json(path, model=dict, added_tokens=list)
     model = check_fields(content["model"], f"model in {path}", vocab=dict, merges=list)
     added = {}
     for token in content["added_tokens"]:
@@ -685,19 +682,20 @@ def llama3(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def from_vocabulary(path: Path) -> dict[str, Any]:
-    """Return what tokenizer.json would say of a GPT-2 whose vocab.json this is, with merges.txt beside it."""
+def from_vocabulary(path: Path) -> Tokenizer:
+    """Return the byte-level BPE of a GPT-2's vocab.json and the merges.txt beside it."""
     vocabulary = read_json(path, **{END_OF_TEXT: int})
     lines = read_text(path.with_name("merges.txt")).splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
     needed = len(vocabulary) - 257  # beside the bytes and END_OF_TEXT
     if len(merges) != needed:
         raise ValueError(f"{path} needs {needed} merges, merges.txt has {len(merges)}")
-    return {
+    content = {
         "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
         "added_tokens": [{"content": END_OF_TEXT, "id": vocabulary[END_OF_TEXT]}],
         "pre_tokenizer": {"type": "ByteLevel"},
     }
+    return byte_level(path, content)
 
 
 def ranks_of(model: dict[str, Any], added: dict[str, int], path: Path) -> dict[bytes, int]:
