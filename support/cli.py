@@ -45,9 +45,7 @@ class CommandLine(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
         )
         self.models = models
-        self.owners: dict[
-            str, tuple[str, str]
-        ] = {}  # by name: an option's only action, and the option
+        self.owners = {}  # by the name of an argument: its only action, and its option
 
     def add_model_arguments(self, model: str = "--model") -> None:
         """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
