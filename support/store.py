@@ -5,6 +5,8 @@ Shapes: L layers, H heads of keys and values, D head size, S tokens of a cache, 
 """
 
 import math
+import os
+import re
 import sqlite3
 import time
 import warnings
@@ -309,9 +311,10 @@ class Store:
             self.db.execute(statement)
         held = {run for (run,) in self.db.execute("SELECT run FROM runs")}
         self.memory = {run: content for run, content in self.memory.items() if run in held}
-        for path in self.folder.glob("*.kv") if self.folder else ():
-            if int(path.stem) not in held:
-                path.unlink()
+        names = {*os.listdir(self.folder)} if self.folder else set()
+        for name in names - {f"{run}.kv" for run in held}:
+            if re.fullmatch(r"\d+\.kv", name):
+                (self.folder / name).unlink()
 
     def file(self, run: int) -> Path:
         """Return where the keys and values of a run are: their bytes (L, 2, H, n, D), nothing else."""

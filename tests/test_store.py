@@ -426,7 +426,8 @@ def test_an_index_that_cannot_be_written_is_waited_for_once_and_read(
 @pytest.mark.parametrize("target", ["mine", "nothing", None])
 def test_what_lies_in_the_next_files_place_is_no_harm(store: Store, target: str | None) -> None:
     place, folder = store.folder / "1.kv", store.folder.parent
-    (folder / "mine").write_text("mine")
+    for mine in (folder / "mine", store.folder / "2 copy.kv"):
+        mine.write_text("mine")
     if target:
         place.symlink_to(folder / target)
     else:  # what a killed process leaves
@@ -434,7 +435,8 @@ def test_what_lies_in_the_next_files_place_is_no_harm(store: Store, target: str 
     with warned(0):
         put(store, [1] * 10)
         assert found(another(store), [1] * 10) == 10
-    assert (folder / "mine").read_text() == "mine" and not (folder / "nothing").exists()
+    assert mine.read_text() == (folder / "mine").read_text() == "mine"
+    assert not (folder / "nothing").exists()
 
 
 def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
