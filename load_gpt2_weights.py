@@ -320,16 +320,17 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
     """Return the path of a checkpoint's file in the Hugging Face cache, after downloading it if it isn't there."""
     repo, revision, _ = checkpoint
     try:
-        from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
-        from huggingface_hub import try_to_load_from_cache as in_cache
+        import huggingface_hub as hub
+        from huggingface_hub import errors
 
-        cached = in_cache(repo, filename, revision=revision)
+        cached = hub.try_to_load_from_cache(repo, filename, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
         try:
             # One request that fails at once: without a network hf_hub_download itself would retry for half a minute.
-            get_hf_file_metadata(hf_hub_url(repo, filename, revision=revision), timeout=10)
-            return Path(hf_hub_download(repo, filename, revision=revision))
+            url = hub.hf_hub_url(repo, filename, revision=revision)
+            hub.get_hf_file_metadata(url, timeout=10)
+            return Path(hub.hf_hub_download(repo, filename, revision=revision))
         except errors.GatedRepoError:
             why = (
                 f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf auth login`; "

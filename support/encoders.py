@@ -87,7 +87,7 @@ def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> E
         return token_encoder(model, tokenizer)
     device = str(model.wte.weight.device)
     try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        import huggingface_hub as hub
         from sentence_transformers import SentenceTransformer
 
         try:
@@ -95,7 +95,7 @@ def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> E
         except (OSError, ValueError):  # neither a folder nor in the cache
             # One request that fails at once: SentenceTransformer would retry for more than a minute.
             repo = name if "/" in name else f"sentence-transformers/{name}"
-            get_hf_file_metadata(hf_hub_url(repo, "config.json"), timeout=10)
+            hub.get_hf_file_metadata(hub.hf_hub_url(repo, "config.json"), timeout=10)
             encoder = SentenceTransformer(name, device=device)
     except ModuleNotFoundError as error:
         raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`") from error
