@@ -13,7 +13,7 @@ from torch import Tensor
 import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
-from load_gpt2_weights import LLAMA_FIELDS, find_file, parts_of, turned
+from load_gpt2_weights import LLAMA_FIELDS, find_file, parts_of
 from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, size_of
@@ -79,10 +79,7 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
     }
     config |= {public: getattr(c, ours) for public, ours in LLAMA_FIELDS.items()}
     for name, parameter in model.named_parameters():
-        parts = parts_of(name, parameter, c)
-        matrix = parameter.t() if turned(name, c) else parameter
-        sizes = [shape[0] for shape in parts.values()]
-        for public, part in zip(parts, matrix.split(sizes), strict=True):
+        for public, part in parts_of(name, parameter, c).items():
             tensors[public if public == "lm_head.weight" else f"model.{public}"] = part
     return config, tensors
 

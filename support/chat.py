@@ -1,7 +1,5 @@
 """How a chat model expects a question: two fixed forms. A model's tokens tell which one is its own."""
 
-from __future__ import annotations
-
 import tiktoken
 
 # By a token that occurs in it: the form of a first question, up to where the answer begins.
@@ -21,6 +19,5 @@ def as_question(text: str, tokenizer: tiktoken.Encoding) -> str:
         if token in tokenizer.special_tokens_set:
             return form.format(text)
     raise ValueError(
-        f"--chat needs a model whose tokens include {' or '.join(FORMS)}, as Llama 3's and ChatML's "
-        "do: this one continues texts, and answers no questions"
+        f"--chat needs a model whose tokens include {' or '.join(FORMS)}: this one answers no questions"
     )

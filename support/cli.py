@@ -1,14 +1,11 @@
 """The command line that all scripts share: model, device, dtype, seed, and errors in one sentence."""
 
-from __future__ import annotations
-
 import argparse
-import math
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +45,7 @@ class CommandLine(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
         )
         self.models = models
-        self.owners: dict[str, str] = {}  # by option: the only action that has it
+        self.owners = {}  # by the name of an argument: its only action, and its option
 
     def add_model_arguments(self, model: str = "--model") -> None:
         """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
@@ -58,19 +55,19 @@ class CommandLine(argparse.ArgumentParser):
             "--device",
             default="auto",
             choices=("auto", "cpu", "cuda", "mps"),
-            help="where to compute; auto: cuda if available, else mps, else cpu",
+            help="where to compute; auto: a GPU if there is one",
         )
         self.add_argument(
             "--dtype",
             default="float32",
             choices=("float32", "float16", "bfloat16"),
-            help="number format of weights and activations",
+            help="number format",
         )
         self.add_argument(
             "--threads",
             type=whole_number(1, 1024),
             metavar="N",
-            help="CPU threads; default: 1 for the small pocket models, else PyTorch's choice",
+            help="CPU threads; default: 1 for pocket models, else PyTorch's choice",
         )
         self.add_argument(
             "--seed",
@@ -96,7 +93,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument(
             "--temperature",
             default=0.0,
-            type=temperature,
+            type=float,
             metavar="X",
             help="0: always the likeliest token; higher: more random",
         )
@@ -150,7 +147,7 @@ class CommandLine(argparse.ArgumentParser):
             dest="trace_file",
             type=output_file,
             metavar="FILE.html",
-            help="also write a page that plays the generation step by step, in any browser",
+            help="also write a page that plays the text step by step",
         )
 
     def trace(
@@ -180,28 +177,28 @@ class CommandLine(argparse.ArgumentParser):
     def only(self, owner: str, *options: str) -> None:
         """Let only one action have these options, which must be there and have no default."""
         for option in options:
-            self.owners[option] = owner
             argument = self._option_string_actions[option]
             argument.help = f"{owner}: {argument.help}"
+            self.owners[argument.dest] = owner, option
 
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
         """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in
         the body, the project's ways to say that an input is bad, become one sentence and exit
-        status 2, Ctrl-C exit status 130."""
-        with self.one_sentence():
+        status 2, Ctrl-C exit status 130, once what is under way has been cleaned up."""
+        words = sys.argv[1:] if argv is None else argv
+        try:
             if hasattr(sys.stdout, "reconfigure"):  # a terminal without é shows \xe9
                 sys.stdout.reconfigure(errors="backslashreplace")
-            words = sys.argv[1:] if argv is None else argv
-            self.check_words(words)
+            for before, word in pairwise([self.prog, *words]):
+                if not word or re.fullmatch("--[^=]+=", word):
+                    raise ValueError(f"the word after {word or before} is empty")
             if {"-h", "--help"} & {*words}:
                 self.parse_args(words)  # the help of intermixed ones would hide defaults
             args = self.parse_intermixed_args(words)
             if getattr(args, "random", None):
                 if args.model != self.get_default("model"):
-                    raise ValueError(
-                        f"--random {args.random} is a model itself, leave out --model {args.model}"
-                    )
+                    raise ValueError(f"--random {args.random} leaves no --model {args.model}")
                 self.set_defaults(**ARTICLE, model=f"random:{args.random}")
                 args = self.parse_intermixed_args(words)
             try:
@@ -210,47 +207,35 @@ class CommandLine(argparse.ArgumentParser):
                     yield self.resolved(args)
             finally:
                 flush()
-
-    def check_words(self, words: Sequence[str]) -> None:
-        """Raise ValueError if one of a command line's words, or what follows its =, is empty."""
-        for before, word in pairwise([self.prog, *words]):
-            option, equals, value = word.partition("=")
-            if not word or (option.startswith("--") and equals and not value):
-                raise ValueError(
-                    f"the word after {option or before} is empty: give a value, or leave it out"
-                )
+        except BaseException as error:
+            self.end(error)
+            raise
 
     def warn(self, message: Warning | str, *_: Any) -> None:
         """Print a warning as a sentence, without the line of code that it comes from."""
         print(f"{self.prog}: {cut(str(message))}", file=sys.stderr)
 
-    @contextmanager
-    def one_sentence(self) -> Iterator[None]:
-        """Errors that a bad input or a full disk makes in the body become one sentence and exit
-        status 2; Ctrl-C ends with status 130, once what is under way has been cleaned up."""
-        try:
-            yield
-        except BrokenPipeError:  # `| head` has seen enough
+    def end(self, error: BaseException) -> None:
+        """End with one sentence and exit status 2 after an error that a bad input or a full disk
+        makes, with 130 after Ctrl-C; return after a mistake of ours."""
+        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
             self.exit(0)
-        except BaseException as error:
-            if is_interrupt(error):
-                self.exit(130, "\n")
-            if isinstance(error, OSError) and error.strerror and not error.filename:
-                self.error(f"can't write the output: {error.strerror}")  # it was open already
-            if isinstance(error, FileNotFoundError) and error.filename:
-                self.error(f"there is no {error.filename}")
-            if isinstance(error, ValueError | OSError):
-                self.error(" ".join(str(error).split()))
-            if isinstance(error, NotImplementedError) and str(error).startswith("exercise "):
-                self.error(f"{error} isn't written yet")
-            raise
+        if is_interrupt(error):
+            self.exit(130, "\n")
+        if isinstance(error, OSError) and error.strerror and not error.filename:
+            self.error(f"can't write the output: {error.strerror}")  # it was open already
+        if isinstance(error, FileNotFoundError) and error.filename:
+            self.error(f"there is no {error.filename}")
+        if isinstance(error, ValueError | OSError):
+            self.error(" ".join(str(error).split()))
+        if isinstance(error, NotImplementedError) and str(error).startswith("exercise "):
+            self.error(f"{error} isn't written yet")
 
     def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return the arguments with device and dtype as PyTorch's, and set its threads and seed. Raises ValueError if
         an action is given an option that it doesn't have."""
-        for option, owner in self.owners.items():
-            value = getattr(args, self._option_string_actions[option].dest)
-            if args.what != owner and value is not None:
+        for name, (owner, option) in self.owners.items():
+            if args.what != owner and getattr(args, name) is not None:
                 raise ValueError(f"{args.what} has no {option}: {owner} has")
         if "device" in args:
             args.device = device_of(args.device)
@@ -288,18 +273,11 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 def device_of(name: str) -> str:
     """Return the device that --device names: "auto" is the first that there is. Raises ValueError if it isn't there."""
-    present = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name == "auto":
-        return next(device for device in present if present[device])
-    if not present[name]:
-        raise ValueError(
-            f"--device {name}: there is none that this PyTorch can use; try --device cpu"
-        )
-    return name
+    found = str(torch.accelerator.current_accelerator(check_available=True))
+    here = found if found in ("cuda", "mps") else "cpu"
+    if name not in ("auto", "cpu", here):
+        raise ValueError(f"--device {name}: this PyTorch can use none; try --device cpu")
+    return here if name == "auto" else name
 
 
 def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
@@ -326,34 +304,30 @@ def geometry(text: str) -> str:
     return text
 
 
-def writable_folder(text: str) -> Path:
+def writable_folder(text: str | Path) -> Path:
     """Argument type: a folder that can be written to, or a place where one can be made."""
     path = Path(text)
-    check_folder(next(above for above in (path, *path.absolute().parents) if above.exists()))
+    place = next(above for above in (path, *path.absolute().parents) if above.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{place} is not a folder that can be written to")
     return path
 
 
 def output_file(text: str) -> Path:
-    """Argument type: a file that can be written, in a folder that is there."""
+    """Argument type: a file that can be written, in a folder that is there or can be made."""
     path = Path(text)
     try:
-        check_folder(writable(path).parent)
-    except (ValueError, OSError) as error:
+        writable_folder(writable(path).parent)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return path
-
-
-def check_folder(path: Path) -> None:
-    """Raise argparse.ArgumentTypeError if a path isn't that of a folder in which files can be made."""
-    if not path.is_dir() or not os.access(path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} is not a folder that can be written to")
 
 
 def cache_class(text: str) -> type:
     """Argument type: a Python file, as the class Cache in it."""
     path = Path(text)
-    if not path.is_file() or path.suffix != ".py":
-        raise argparse.ArgumentTypeError(f"there is no Python file {text}")
+    if path.suffix != ".py":
+        raise argparse.ArgumentTypeError(f"{text} is no Python file")
     try:
         found = getattr(import_file(path), "Cache", None)
     except SyntaxError as error:
@@ -363,19 +337,6 @@ def cache_class(text: str) -> type:
     return found
 
 
-def temperature(text: str) -> float:
-    """Argument type: 0, or a finite number that one can divide by."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value != 0 and not 1e-6 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be 0, or a number of at least 1e-6, got {text!r}")
-    return value
-
-
 def utf8(text: str) -> str:
-    """Argument type: text in UTF-8."""
-    if any("\ud800" <= char <= "\udfff" for char in text):  # bytes that Python could not decode
-        raise argparse.ArgumentTypeError("is not valid UTF-8")
-    return text
+    """Argument type: text in UTF-8, without bytes that Python could not decode."""
+    return text.encode().decode()

@@ -1,7 +1,5 @@
 """The conditions of a measurement: GPT-2's geometries, random weights of them, the machine and the date."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Texts as vectors, and the search for the nearest one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,19 +10,21 @@ from torch import Tensor, nn
 from support.files import not_downloaded
 from support.regression import cross_validate, ridge
 
+Encoder = Callable[[list[str]], np.ndarray]  # turns N texts into unit vectors (N, C)
 
-class TokenEncoder:
-    """Texts as unit vectors, without another model: the mean of their tokens' embeddings, less that of all tokens."""
 
-    def __init__(self, model: nn.Module, tokenizer: tiktoken.Encoding) -> None:
-        table = model.wte.weight.detach().float().cpu().numpy()
-        self.table, self.tokenizer = table - table.mean(axis=0), tokenizer
+def token_encoder(model: nn.Module, tokenizer: tiktoken.Encoding) -> Encoder:
+    """Return an encoder without another model: the mean of a text's tokens' embeddings, less that of all tokens. An
+    empty text is 0."""
+    table = model.wte.weight.detach().float().cpu().numpy()
+    table = table - table.mean(axis=0)
 
-    def __call__(self, texts: list[str]) -> np.ndarray:
-        """Return the embeddings (N, C) of N texts; an empty text is 0."""
-        tokens = [self.tokenizer.encode(text, allowed_special="all") for text in texts]
-        means = np.stack([self.table[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
+    def encode(texts: list[str]) -> np.ndarray:
+        tokens = [tokenizer.encode(text, allowed_special="all") for text in texts]
+        means = np.stack([table[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
         return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+
+    return encode
 
 
 class PairEncoder:
@@ -55,7 +55,7 @@ class PairEncoder:
     @classmethod
     def fit(
         cls, tokenizer: tiktoken.Encoding, texts: Sequence[str], families: Sequence[str]
-    ) -> PairEncoder:
+    ) -> "PairEncoder":
         """Fit on texts of some families, with the penalty that finds most relatives of texts it wasn't fitted on."""
         tokens = set()
         for text in texts:
@@ -78,18 +78,16 @@ class PairEncoder:
         return fitted(torch.arange(len(x)), cross_validate(error, families))
 
 
-def load_encoder(
-    name: str, model: nn.Module, tokenizer: tiktoken.Encoding
-) -> Callable[[list[str]], np.ndarray]:
-    """Return what turns N texts into unit vectors (N, C): "tokens", or a model of sentence-transformers.
+def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> Encoder:
+    """Return the encoder "tokens", or a model of sentence-transformers.
 
     Raises ValueError if that package is missing, OSError if the model can't be had.
     """
     if name == "tokens":
-        return TokenEncoder(model, tokenizer)
+        return token_encoder(model, tokenizer)
     device = str(model.wte.weight.device)
     try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        import huggingface_hub as hub
         from sentence_transformers import SentenceTransformer
 
         try:
@@ -97,12 +95,10 @@ def load_encoder(
         except (OSError, ValueError):  # neither a folder nor in the cache
             # One request that fails at once: SentenceTransformer would retry for more than a minute.
             repo = name if "/" in name else f"sentence-transformers/{name}"
-            get_hf_file_metadata(hf_hub_url(repo, "config.json"), timeout=10)
+            hub.get_hf_file_metadata(hub.hf_hub_url(repo, "config.json"), timeout=10)
             encoder = SentenceTransformer(name, device=device)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the encoder {name} needs `pip install sentence-transformers`, tokens nothing"
-        ) from error
+        raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`") from error
     # Whatever a network, its settings, a server or a full disk can do.
     except Exception as error:
         raise not_downloaded(f"the encoder {name}", error) from error

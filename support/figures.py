@@ -1,7 +1,5 @@
 """Figures, as PNG, in one style."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,10 @@
 """Files: from outside, read strictly; ours, complete or absent, never half-written."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import importlib.util
 import io
 import json
-import mmap
 import os
 import reprlib
 import shutil
@@ -47,13 +44,6 @@ def regular(path: Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     return path
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """Return the bytes of a file, mapped: what is changed in them stays in memory. Raises ValueError
-    if it is empty or not a regular file, FileNotFoundError only if there is none."""
-    with regular(path).open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_text(path: Path) -> str:
@@ -130,8 +120,8 @@ def not_downloaded(what: str, error: Exception) -> OSError:
     """Return an error with the first sentence of another one, or that one's name if it says nothing."""
     reason = str(error).partition(". ")[0] or type(error).__name__
     return OSError(
-        f"can't download {what} ({reason}): run this once with internet, or give a folder that holds "
-        "the model; the models pocket and pocket-llama and the encoder tokens need no download"
+        f"can't download {what} ({reason}): run this once with internet, or give a model's folder; "
+        "pocket, pocket-llama and the encoder tokens need no download"
     )
 
 

@@ -1,7 +1,5 @@
 """Fingerprints of everything that stored keys and values depend on."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

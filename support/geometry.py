@@ -1,7 +1,5 @@
 """The geometry of keys and values, of any model: what a cache must know about its model is asked here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """What two token sequences have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

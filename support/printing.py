@@ -1,7 +1,5 @@
 """Printing text while it is written, and its cost."""
 
-from __future__ import annotations
-
 import codecs
 import statistics
 import time

@@ -1,12 +1,11 @@
 """Ridge regression in closed form, with its penalty chosen by cross-validation over families."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+FOLDS = 3
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # for cross-validation
 
 
@@ -35,16 +34,13 @@ def cross_validate(
     error: Callable[[Tensor, Tensor, float], float],
     groups: Sequence[object],
     penalties: Sequence[float] = PENALTIES,
-    folds: int = 3,
 ) -> float:
-    """Return the penalty with the least mean error(train, test, penalty) over folds of whole groups; train and test
-    are indices. A paraphrase in the training part would give the answer away: hence groups. The draw is fixed."""
+    """Return the penalty with the least mean error(train, test, penalty) over FOLDS parts of whole groups; train and
+    test are indices. A paraphrase in the training part would give the answer away: hence groups. The draw is fixed."""
     names = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    if len(names) < folds:
-        raise ValueError(
-            f"{folds}-fold cross-validation needs at least {folds} families of prompts, got {len(names)}"
-        )
+    if len(names) < FOLDS:
+        raise ValueError(f"cross-validation needs {FOLDS} families of prompts, got {len(names)}")
     shuffled = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
-    fold = shuffled[torch.tensor([names[group] for group in groups])] % folds
-    parts = [((fold != i).nonzero()[:, 0], (fold == i).nonzero()[:, 0]) for i in range(folds)]
+    fold = shuffled[torch.tensor([names[group] for group in groups])] % FOLDS
+    parts = [((fold != i).nonzero()[:, 0], (fold == i).nonzero()[:, 0]) for i in range(FOLDS)]
     return min(penalties, key=lambda penalty: sum(error(*part, penalty) for part in parts))

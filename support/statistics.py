@@ -1,7 +1,5 @@
 """The measures that several studies share: divergences of predictions, texts against references, intervals."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -65,11 +63,8 @@ def wilson(k: int, n: int) -> tuple[float, float, float]:
     """Return the share k of n and its 95% interval, which has a width also where k is 0 or n (Wilson 1927)."""
     z, p = 1.96, k / n
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (
-        p,
-        max(0.0, (middle - half) / (1 + z * z / n)),
-        min(1.0, (middle + half) / (1 + z * z / n)),
-    )
+    whole = 1 + z * z / n
+    return p, max(0.0, (middle - half) / whole), min(1.0, (middle + half) / whole)
 
 
 def rouge_l(answer: str, reference: str) -> float:

@@ -4,13 +4,13 @@ SQLite, and a file for each run.
 Shapes: L layers, H heads of keys and values, D head size, S tokens of a cache, n tokens of a run.
 """
 
-from __future__ import annotations
-
 import math
+import os
+import re
 import sqlite3
+import time
 import warnings
 import zlib
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from support.files import map_file
+from support.files import regular
 from support.fingerprints import fingerprint, raw, versions
 from support.geometry import kv_heads
 from support.prefix import common_prefix
@@ -28,9 +28,9 @@ from support.prefix import common_prefix
 PATIENCE = 30  # seconds to wait for another process, which may never let go of the index
 # The index. A killed process loses nothing by synchronous = OFF; after a power cut the checksums tell.
 # runs: run, its file's name, which is never used again; parent, the run that it continues, or 0 if it
-# begins a text; start, after how many tokens of that one; first, its first token; used, the larger, the
-# later; nbytes, of its file; checksum, of parent, start, ids and file; ids, its tokens.
-# prompts: run, in which it ends. A deleted run takes its prompts along.
+# begins a text; start, after how many tokens of that one; first, its first token; used, when it last
+# was, in nanoseconds; nbytes, of its file; checksum, of parent, start, ids and file; ids, its tokens.
+# prompts: run, in which it ends.
 SCHEMA = """
 PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS runs (
@@ -44,28 +44,22 @@ CREATE TABLE IF NOT EXISTS runs (
     ids BLOB NOT NULL,
     UNIQUE (parent, start, first));
 CREATE INDEX IF NOT EXISTS age ON runs (used, nbytes);
-CREATE TABLE IF NOT EXISTS gone (  -- runs whose rows are deleted and whose files may be left
-    run INTEGER PRIMARY KEY,
-    nbytes INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS prompts (
     text TEXT PRIMARY KEY,
     run INTEGER NOT NULL,
     ids BLOB NOT NULL,
     embedding BLOB NOT NULL);
-CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON runs BEGIN
-    INSERT INTO gone VALUES (OLD.run, OLD.nbytes);
-    DELETE FROM prompts WHERE run = OLD.run;
-END;
 """
+# The least recently used run that nothing continues.
 LEAF = """
-SELECT run FROM runs AS one WHERE run != ? AND NOT EXISTS (SELECT 1 FROM runs WHERE parent = one.run)
+SELECT run FROM runs AS one WHERE NOT EXISTS (SELECT 1 FROM runs WHERE parent = one.run)
 ORDER BY used LIMIT 1
 """
-DELETE = """
-WITH RECURSIVE subtree (run) AS (
-    SELECT ? UNION SELECT runs.run FROM runs JOIN subtree ON runs.parent = subtree.run)
-DELETE FROM runs WHERE run IN subtree
-"""
+# What continues a deleted run, or ends in one.
+LEFT = (
+    "DELETE FROM runs WHERE parent != 0 AND parent NOT IN (SELECT run FROM runs)",
+    "DELETE FROM prompts WHERE run NOT IN (SELECT run FROM runs)",
+)
 
 
 class Store:
@@ -74,15 +68,15 @@ class Store:
     A run holds what follows another run after some of its tokens: it is never split or changed. Its
     file is complete before its row in the index exists, and is deleted after that row is. So any
     number of processes may use a folder at once, and be killed at any moment: SQLite's transactions
-    are the lock, and undo what a killed process has begun; the next writer replaces the file that
-    it may have left, or deletes it.
+    are the lock, and undo what a killed process has begun; the next writer deletes the files that
+    have no row before it writes its own.
 
     Every row and file is verified before use, by a checksum, which finds accidents and not
-    forgeries. A run that fails is deleted with a warning, together with those that continue it, and
-    the model reads those tokens again. Nothing else is ever deleted but to keep within the capacity:
-    a file that can't be read now stays. A folder that can't be used at all is one warning, and the
-    caches are kept in memory; one that can't be written to, or a full disk, is one warning too, and
-    is read only. As files are mapped, nobody may change one in place while it is in use.
+    forgeries. A run that fails is deleted with a warning, those that continue it follow with the
+    next writes, and the model reads those tokens again. Nothing else is ever deleted but to keep
+    within the capacity: a file that can't be read now stays. A folder that can't be used at all is
+    one warning, and the caches are kept in memory; one that can't be written to, or a full disk, is
+    one warning too, and is read only. As files are mapped, nobody may change one in place while it is in use.
 
     capacity: bytes of this model's files, which they never exceed, unfinished ones included; the
     index, some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that
@@ -104,8 +98,8 @@ class Store:
         self.token_bytes = 2 * c.n_layer * heads * c.head_dim * self.dtype.itemsize
         self.fingerprint, self.versions = fingerprint(model), versions(model)
         self.check_model()
-        self.memory: dict[int, bytearray] = {}  # the files, if there is no folder
-        self.patience, self.warned = PATIENCE, False
+        self.memory: dict[int, np.ndarray] = {}  # the files, if there is no folder
+        self.warned = False
         self.folder = None if folder is None else Path(folder) / f"kv-{self.fingerprint[:16]}"
         self.db = self.opened()
 
@@ -127,55 +121,39 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, those that are yet to be deleted included."""
-        return self.held + self.total("gone")
-
-    @property
-    def held(self) -> int:
-        """Bytes of the files that get() may read."""
-        return self.total("runs")
-
-    def total(self, table: str) -> int:
-        """Return the bytes of a table's files."""
-        return int(self.db.execute(f"SELECT total(nbytes) FROM {table}").fetchone()[0])
+        """Bytes of all files that get() may read."""
+        return int(self.db.execute("SELECT total(nbytes) FROM runs").fetchone()[0])
 
     def check_model(self) -> None:
         """Raise ValueError if the weights are no longer those that the stored caches were computed
         with, or the model is in train()."""
         if any(module.training for module in self.model.modules()):
-            raise ValueError(
-                "the model is in train(), where dropout makes its caches random: call model.eval() first"
-            )
+            raise ValueError("the model is in train(): call model.eval() first")
         if versions(self.model) != self.versions:
-            raise ValueError(
-                "the model's weights have changed since this store was opened: open a new one"
-            )
+            raise ValueError("the model's weights have changed: open a new store")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Keep other writers out. An error of the disk, or what is written to an index that can't be
-        locked, is a warning and ends the body; whatever is raised leaves the index as it was."""
+        """Keep other writers out, or, of an index that can't be locked, only their changes. An error
+        of the disk, or what is written to such an index, is a warning and ends the body; whatever is
+        raised leaves the index as it was."""
         self.check_model()
         try:
             try:
-                self.db.execute(f"PRAGMA busy_timeout = {1000 * self.patience}")
                 self.db.execute("BEGIN IMMEDIATE")
-                self.patience = PATIENCE
+                patience = PATIENCE
             except sqlite3.Error as error:
-                self.patience = 0  # who never lets go is waited for once
                 self.warn(error)
-                self.db.execute("PRAGMA query_only = ON")
+                self.db.execute("BEGIN")
+                patience = 0  # who never lets go is waited for once
+            self.db.execute(f"PRAGMA busy_timeout = {1000 * patience}")
             yield
-            if self.db.in_transaction:
-                self.db.execute("COMMIT")
-                self.sweep()
+            self.db.execute("COMMIT")
         except (OSError, sqlite3.Error) as error:
             self.warn(error)
         finally:
-            with suppress(sqlite3.Error):
-                self.db.execute("PRAGMA query_only = OFF")
-                if self.db.in_transaction:
-                    self.db.execute("ROLLBACK")
+            with suppress(sqlite3.Error):  # there may be nothing to undo
+                self.db.execute("ROLLBACK")
 
     def warn(self, error: Exception) -> None:
         """Say once in a store's life that its folder can't be used in full."""
@@ -192,9 +170,9 @@ class Store:
         to be fed to get logits. The cache is empty if nothing is stored."""
         found: list[Tensor] = []
         with self.transaction():
-            path = self.match(ids[:-1])
-            for run, n in path:
-                kv = self.load(run)
+            path, _ = self.match(ids[:-1])
+            for row, n in path:
+                kv = self.load(*row)
                 if kv is None:
                     break
                 found.append(kv[..., :n, :])
@@ -218,22 +196,21 @@ class Store:
         n = len(cache)
         if n > len(ids) or cache.pos.tolist() != list(range(n)):
             raise ValueError(f"the cache, {n} tokens, isn't that of the first of {len(ids)} ids")
-        for kv in cache.layers if n else []:
-            if kv.size(1) != 1 or kv.dtype != self.dtype:
-                raise ValueError(
-                    f"the cache has {kv.size(1)} rows of {kv.dtype}, must have 1 of {self.dtype}"
-                )
         needed = n * self.token_bytes
-        if cache.nbytes != needed:
+        held = {(kv.size(1), kv.dtype) for kv in cache.layers if n}
+        if cache.nbytes != needed or not held <= {(1, self.dtype)}:
+            rows = " and ".join(f"{size} rows of {dtype}" for size, dtype in held)
             raise ValueError(
-                f"the cache has {cache.nbytes} bytes, must have {needed} for {n} tokens of this model"
+                f"the cache has {cache.nbytes} bytes, {rows}, must have {needed}, 1 row of {self.dtype}"
             )
         with self.transaction():  # of its own: a file is only deleted once its row is for good
-            self.make_room(ids[:n])
+            path, at = self.match(ids[:n])
+            self.use(path)
+            self.evict(self.capacity - (n - at) * self.token_bytes)
         with self.transaction():
-            path = self.match(ids[:n])
-            last, taken = path[-1] if path else (0, 0)
-            at = sum(length for _, length in path)
+            self.sweep()
+            path, at = self.match(ids[:n])
+            (last, *_), taken = path[-1] if path else ((0,), 0)
             excess = max(0, self.nbytes + (n - at) * self.token_bytes - self.capacity)
             end = max(at, n - math.ceil(excess / self.token_bytes))
             if at < end:
@@ -241,122 +218,103 @@ class Store:
                 last = self.add(last, taken, ids[at:end], kv)
             if embedding is not None and 0 < end == n:
                 vector = np.asarray(embedding, dtype=np.float32).tobytes()
-                row = (text, last, array("i", ids[:n]).tobytes(), vector)
+                row = (text, last, packed(ids[:n]), vector)
                 self.db.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)", row)
 
     def prompts(self) -> list[tuple[str, list[int], np.ndarray]]:
         """Return the texts that were stored with an embedding (C,), with their ids."""
+        query = "SELECT text, ids, embedding FROM prompts WHERE run IN (SELECT run FROM runs)"
         found = []
         with self.transaction():
-            for text, ids, embedding in self.db.execute("SELECT text, ids, embedding FROM prompts"):
+            for text, ids, embedding in self.db.execute(query):
                 found.append((text, unpacked(ids), np.frombuffer(embedding, np.float32)))
         return found
 
     def clear(self) -> None:
         """Delete all that is stored for this model."""
         with self.transaction():
-            self.evict(-1)
+            self.db.execute("DELETE FROM runs")
+        with self.transaction():
+            self.sweep()
 
-    def match(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the runs along ids, and how many tokens of each agree."""
+    def match(self, ids: Sequence[int]) -> tuple[list[tuple[tuple, int]], int]:
+        """Return the runs along ids, each as load() takes it and with how many of its tokens agree;
+        and how many do in all."""
         path, at, run, n = [], 0, 0, 0
         while at < len(ids):
             row = self.db.execute(
-                "SELECT run, ids FROM runs WHERE parent = ? AND start = ? AND first = ?",
+                "SELECT run, parent, start, nbytes, checksum, ids FROM runs"
+                " WHERE parent = ? AND start = ? AND first = ?",
                 (run, n, ids[at]),
             ).fetchone()
             if row is None:
                 break
-            run, held = row[0], unpacked(row[1])
+            run, held = row[0], unpacked(row[-1])
             n = common_prefix(held, list(ids[at : at + len(held)]))
-            path.append((run, n))
+            path.append((row, n))
             at += n
-        return path
+        return path, at
 
-    def load(self, run: int) -> Tensor | None:
+    def load(
+        self, run: int, parent: int, start: int, nbytes: int, checksum: int, ids: bytes
+    ) -> Tensor | None:
         """Return the keys and values (L, 2, H, n, D) of a run; None if they aren't there, or aren't
-        what was stored: then the run, and what continues it, is deleted."""
-        row = self.db.execute(
-            "SELECT parent, start, ids, nbytes, checksum FROM runs WHERE run = ?", (run,)
-        ).fetchone()
-        if row is None:  # who can't keep other writers out may come too late
-            return None
-        parent, start, ids, nbytes, checksum = row
+        what was stored: then the run is deleted."""
         try:
-            content = map_file(self.file(run)) if self.folder else self.memory[run]
-            if len(content) != nbytes:
-                raise ValueError(f"it has {len(content)} bytes instead of {nbytes}")
-            if self.checksum(parent, start, ids, content) != checksum:
-                raise ValueError("its checksum is wrong")
-        except (FileNotFoundError, KeyError, ValueError) as error:
-            if isinstance(error, ValueError):  # else somebody, or a killed process, has deleted it
-                warnings.warn(f"the stored KV cache {run} is not used: {error}", stacklevel=2)
+            content = self.memory.get(run)
+            if self.folder:
+                content = np.memmap(regular(self.file(run)), mode="c")
+            if content.nbytes != nbytes or self.checksum(parent, start, ids, content) != checksum:
+                raise ValueError("its size or its checksum is wrong")
+        except (FileNotFoundError, ValueError) as error:
             self.delete(run)
+            warnings.warn(f"the stored KV cache {run} is not used: {error}", stacklevel=2)
             return None
-        return torch.frombuffer(content, dtype=self.dtype).view(self.shape)
+        return torch.from_numpy(content).view(self.dtype).view(self.shape)
 
     def add(self, parent: int, start: int, ids: Sequence[int], kv: Tensor) -> int:
         """Store kv (L, 2, H, n, D) as a new run of tokens after the first `start` ones of its
         parent; return the run."""
-        content, packed = raw(kv.detach().cpu()), array("i", ids).tobytes()
-        checksum = self.checksum(parent, start, packed, content)
-        run = self.db.execute(
-            "INSERT INTO runs (parent, start, first, nbytes, ids, checksum, used)"
-            " VALUES (?, ?, ?, ?, ?, ?, (SELECT coalesce(max(used), 0) + 1 FROM runs))",
-            (parent, start, ids[0], content.nbytes, packed, checksum),
-        ).lastrowid
-        self.remove(run)  # what a killed process, or somebody, has left in its place
-        try:
-            if self.folder:
-                self.file(run).write_bytes(content)
-            else:
-                self.memory[run] = bytearray(content)
-        except BaseException:
-            self.remove(run)
-            raise
+        content, row_ids = raw(kv.detach().cpu()), packed(ids)
+        checksum = self.checksum(parent, start, row_ids, content)
+        row = (parent, start, ids[0], time.time_ns(), content.nbytes, checksum, row_ids)
+        run = self.db.execute("INSERT INTO runs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid
+        if self.folder:
+            self.file(run).write_bytes(content)
+        else:
+            self.memory[run] = content.copy()
         return run
 
-    def use(self, path: Sequence[tuple[int, int]]) -> None:
+    def use(self, path: Sequence[tuple[tuple, int]]) -> None:
         """Count the runs of a path as used now."""
-        self.db.executemany(
-            "UPDATE runs SET used = (SELECT max(used) + 1 FROM runs) WHERE run = ?",
-            [(run,) for run, _ in reversed(path)],  # what continues a run is older
-        )
+        used = [(time.time_ns(), run) for (run, *_), _ in path]
+        self.db.executemany("UPDATE runs SET used = ? WHERE run = ?", used)
 
-    def make_room(self, ids: Sequence[int]) -> None:
-        """Count the runs along ids as used now, and evict others until a file of the rest fits."""
-        self.evict(self.capacity)  # another process may have a larger one
-        path = self.match(ids)
-        self.use(path)
-        rest = len(ids) - sum(length for _, length in path)
-        if rest:
-            kept = path[-1][0] if path else 0
-            self.evict(self.capacity - rest * self.token_bytes, kept)
-
-    def evict(self, limit: float, kept: int = 0) -> None:
+    def evict(self, limit: float) -> None:
         """Delete the least recently used run that nothing continues, until the files take at most
-        `limit` bytes, or nothing is left but the run `kept` and those that it continues."""
-        while self.held > limit:
-            leaf = self.db.execute(LEAF, (kept,)).fetchone()
+        `limit` bytes or nothing is left."""
+        while self.nbytes > limit:
+            leaf = self.db.execute(LEAF).fetchone()
             if leaf is None:
                 return
             self.delete(*leaf)
 
     def delete(self, run: int) -> None:
-        """Delete a run, and those that continue it, from the index: their files follow."""
-        self.db.execute(DELETE, (run,))
+        """Delete a run from the index: its file, and what continues it, follow with sweep()."""
+        self.db.execute("DELETE FROM runs WHERE run = ?", (run,))
 
     def sweep(self) -> None:
-        """Delete the files of deleted runs, also of those that a killed process has deleted."""
-        for row in self.db.execute("SELECT run FROM gone").fetchall():
-            self.remove(*row)
-            self.db.execute("DELETE FROM gone WHERE run = ?", row)
-
-    def remove(self, run: int) -> None:
-        """Delete the file of a run, if there is one."""
-        self.memory.pop(run, None)
-        if self.folder:
-            self.file(run).unlink(missing_ok=True)
+        """Delete what has lost its run: rows, and files. Those rows are found by nobody, so that it
+        does no harm if they come back. Raises sqlite3.Error, before a file goes, if other writers,
+        who may be about to add rows to their files, aren't kept out."""
+        for statement in LEFT:
+            self.db.execute(statement)
+        held = {run for (run,) in self.db.execute("SELECT run FROM runs")}
+        self.memory = {run: content for run, content in self.memory.items() if run in held}
+        names = {*os.listdir(self.folder)} if self.folder else set()
+        for name in names - {f"{run}.kv" for run in held}:
+            if re.fullmatch(r"\d+\.kv", name):
+                (self.folder / name).unlink()
 
     def file(self, run: int) -> Path:
         """Return where the keys and values of a run are: their bytes (L, 2, H, n, D), nothing else."""
@@ -368,6 +326,11 @@ class Store:
         return zlib.crc32(content, begin)
 
 
+def packed(ids: Sequence[int]) -> bytes:
+    """Return tokens as a row of the index has them."""
+    return np.array(ids, np.int32).tobytes()
+
+
 def unpacked(ids: bytes) -> list[int]:
     """Return tokens from a row of the index; bytes that make no token are left to its checksum."""
-    return [*array("i", ids[: len(ids) // 4 * 4])]
+    return np.frombuffer(ids[: len(ids) // 4 * 4], np.int32).tolist()

@@ -1,7 +1,5 @@
 """Tables and pages, for a terminal and for Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,14 +3,11 @@
 The scripts that write text make one with `--trace FILE.html`. It needs nothing but a browser.
 """
 
-from __future__ import annotations
-
 import codecs
 import html
 import json
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +25,12 @@ class Trace:
     """What every step of one text's generation did: a step feeds tokens to the model, and writes one.
 
     What is recorded of a step, by the tokens' indices in the text: n, how many there were; start, the first of them in
-    the context; fed, the first and the end of those whose keys and values were computed; slots, which tokens the
-    cache's slots hold afterwards (first slot, first token, how many); bytes; and, where there are such, reused (the
-    first and the end of those that were in a cache from before), teacher (first and how many, where a teacher's entries
-    are), replaced (those that are newly so), evicted (the one in a ring's spare slot: it has left the window), mass
-    (what each of BCT's slots has in one head), sinks and events. Of a model that is watched also attention: by layer,
-    the share in thousandths that the newest token pays to the token in each slot (and, memory, to BCT's slots).
+    the context; fed, the first and the end of those whose keys and values were computed; slots, the token that each of
+    the cache's slots holds afterwards; bytes; and, where there are such, reused (the first and the end of those that
+    were in a cache from before), teacher (those whose entries are a teacher's), replaced (the first and the end of
+    those that are newly so), evicted (the one in a ring's spare slot: it has left the window), mass (what each of
+    BCT's slots has in one head), sinks and events. Of a model that is watched also attention: by layer, the share in
+    thousandths that the newest token pays to the token in each slot (and, memory, to BCT's slots).
     """
 
     def __init__(
@@ -50,7 +47,9 @@ class Trace:
         self.start = self.fed = 0
         self.reused: tuple[int, int] | None = None
         self.steps: list[dict[str, Any]] = []
-        self.teacher: list[bool] = []  # by token: is its entry in the student's cache a teacher's?
+        self.teacher: set[int] = (
+            set()
+        )  # the tokens whose entries in the student's cache are a teacher's
         self.refreshes = 0
         self.watched: dict[int, Any] = {}  # by layer: what removes the hook
         # by layer: the last pass's attention and its arguments
@@ -84,27 +83,22 @@ class Trace:
         held = cache.cache if pair else cache
         start = self.context_start(n, self.n_ctx) if held is None else n - held.next_pos
         fed = (start if held is None or start != self.start else self.fed), n
-        step: dict[str, Any] = {
-            "n": n,
-            "start": start,
-            "fed": fed,
-            "bytes": 0 if cache is None else cache.nbytes,
-            "events": [],
-        }
-        if held is not None:
+        step: dict[str, Any] = {"n": n, "start": start, "fed": fed, "bytes": 0}
+        step["events"] = events = []
+        if cache is not None:
+            step["bytes"] = cache.nbytes
             step |= contents(held, start, n)
             if start != self.start:
-                step["events"].append(
+                events.append(
                     f"The context of {self.n_ctx} tokens is full: the oldest half is forgotten, "
-                    "and what is left moves to other positions and is read again."
+                    "and the rest is read again at new positions."
                 )
         self.record_attention(step, held)
         if self.reused:
             step["reused"] = self.reused
             if fed[0] == self.reused[1]:
-                step["events"].append(
-                    f"{fed[0] - start} of {n - start} tokens were in a cache that was kept: only "
-                    f"{n - fed[0]} are read."
+                events.append(
+                    f"{fed[0] - start} of {n - start} tokens were in a cache: {n - fed[0]} are read."
                 )
         if pair:
             self.record_pair(step, pair, restarted=start != self.start or not self.steps)
@@ -115,24 +109,25 @@ class Trace:
     def record_pair(self, step: dict[str, Any], pair: Any, restarted: bool) -> None:
         """Add to a step whose entries are whose."""
         n = step["n"]
-        self.teacher += [False] * (n - len(self.teacher))
         if restarted:
-            self.teacher[step["fed"][0] : n] = [pair.fits] * (n - step["fed"][0])
-            step["events"].append(
-                "The teacher reads the text, and its cache is handed over."
-                if pair.fits
-                else "The student reads the text itself: the teacher's cache doesn't fit."
+            said, self.teacher = (
+                "The teacher's cache doesn't fit: the student reads the text.",
+                set(),
             )
+            if pair.fits:
+                said = "The teacher reads the text, and its cache is handed over."
+                self.teacher = {*range(step["start"], n)}
+            step["events"].append(said)
         if len(pair.refreshes) > self.refreshes and pair.fits:
             count = pair.refreshes[-1].replaced
-            self.teacher[n - count : n] = [True] * count
+            self.teacher |= {*range(n - count, n)}
             step["replaced"] = [n - count, n]
             step["events"].append(
                 f"Refresh: the teacher has read {pair.refreshes[-1].tokens} tokens, and its entries "
                 f"replace the student's last {count}."
             )
         self.refreshes = len(pair.refreshes)
-        step["teacher"] = runs([i for i, by in enumerate(self.teacher) if by])
+        step["teacher"] = sorted(self.teacher)
 
     def record_attention(self, step: dict[str, Any], cache: Any) -> None:
         """Add to a step what its newest token attended to, if the model is watched and has read it."""
@@ -182,19 +177,10 @@ def contents(cache: Any, start: int, n: int) -> dict[str, Any]:
         if len(slots) == 3:
             mass, what = slots[-1], "how many tokens' worth it holds"
         mass = [round(x, 3) for x in mass[0, 0, :, 0].tolist()]
-        return {
-            "slots": [[0, n - held, held]],
-            "size": held,
-            "mass": mass,
-            "what": what,
-            "layer": layer,
-        }
-    held = runs([p + start for p in cache.pos.tolist()])
-    starts = accumulate((count for _, count in held), initial=0)
-    found = {
-        "slots": [[slot, first, count] for slot, (first, count) in zip(starts, held, strict=False)],
-        "size": cache.layers[0].size(3),
-    }
+        found = {"mass": mass, "what": what, "layer": layer}
+        return {"slots": [*range(n - held, n)], "size": held, **found}
+    slots = [p + start for p in cache.pos.tolist()]
+    found = {"slots": slots, "size": cache.layers[0].size(3)}
     if hasattr(cache, "visible"):  # a ring: later queries see nothing that the last one doesn't
         hidden = cache.pos[~cache.visible(cache.pos, cache.pos.max())]
         found |= {"evicted": [p + start for p in hidden.tolist()], "sinks": cache.sinks}
@@ -223,14 +209,3 @@ def bct_weights(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:
     mask[:, :, M : M + missing] = -math.inf  # tokens that don't exist
     shares = weights(q.float(), k, mask.mT)
     return shares[M + missing :], float(shares[:M].sum())
-
-
-def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a sequence as runs of consecutive numbers: first and count."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == sum(found[-1]):
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((number, 1))
-    return found

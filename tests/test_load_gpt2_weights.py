@@ -468,7 +468,7 @@ def test_what_is_no_named_tensors_is_refused_and_code_is_not_run(
 def test_shards_are_files_beside_their_index(tmp_path: Path, shard: object) -> None:
     folder, index = write(tmp_path, None), tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"wte.weight": shard}}))
-    assert_refused(folder, str(index), "not the name of a file of weights beside it")
+    assert_refused(folder, str(index), "not a file of weights beside it")
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from load_gpt2_weights import load_model, load_tokenizer
 from recycle import Record, Recycler, generate_as_published, read_all, recycle
 from studies import latency, recycling, replay
 from studies.core import Rows
-from support.encoders import TokenEncoder, load_encoder
+from support.encoders import load_encoder, token_encoder
 from support.files import read_csv
 from support.store import Store
 from tests.helpers import N_CTX, Ran, refused, run
@@ -168,7 +168,7 @@ def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> No
 
 def test_token_encoder_gives_unit_vectors_of_centred_means(pocket: GPT) -> None:
     tokenizer = load_tokenizer("pocket")
-    first, empty = TokenEncoder(pocket, tokenizer)(["Halek met Varus.", ""])
+    first, empty = token_encoder(pocket, tokenizer)(["Halek met Varus.", ""])
     ids, table = tokenizer.encode("Halek met Varus."), pocket.wte.weight.detach()
     mean = table[ids].mean(0) - table.mean(0)
     np.testing.assert_allclose(first, (mean / mean.norm()).numpy(), atol=1e-5)

@@ -250,9 +250,8 @@ def test_the_least_recently_used_run_that_nothing_continues_goes_first(store: St
         with other.transaction():
             other.evict(other.nbytes - 1)
         left.remove(gone)
-        held = [text for text in (a, b, ab, c) if sum(n for _, n in store.match(text)) == len(text)]
-        assert held == left
-    assert store.nbytes == 0 and not runs(store)
+        assert [text for text in (a, b, ab, c) if store.match(text)[1] == len(text)] == left
+    assert store.nbytes == 0
 
 
 def test_the_end_of_a_text_that_does_not_fit_is_left_out(tiny: GPT) -> None:
@@ -323,13 +322,14 @@ def test_what_is_wrong_with_a_file_is_said_once_and_it_goes_with_what_continues_
     store: Store,
 ) -> None:
     put(store, [1] * 10, [1] * 10 + [2] * 5, [3] * 10)
-    trunk = store.file(store.match([1])[0][0])
+    trunk = runs(store)[0]
     trunk.write_bytes(trunk.read_bytes()[:-1] + b"?")
     with warned(1, "its checksum is wrong"):
         assert [found(store, ids) for ids in ([1] * 10 + [2] * 5, [1] * 10, [3] * 10)] == [0, 0, 10]
+    put(store, [3] * 10)
     assert len(runs(store)) == 1
     runs(store)[0].unlink()
-    with warned(0):  # somebody, or a killed process, has deleted it
+    with warned(1, "No such file"):
         assert found(store, [3] * 10) == store.nbytes == 0
 
 
@@ -408,7 +408,8 @@ def test_an_index_that_cannot_be_written_is_waited_for_once_and_read(
         store.db = sqlite3.connect(place, uri=True, isolation_level=None)
     else:
         owner.execute("BEGIN IMMEDIATE")
-    before, store.patience, begun = contents(store.folder), 1, time.perf_counter()
+    store.db.execute("PRAGMA busy_timeout = 1000")
+    before, begun = contents(store.folder), time.perf_counter()
     with warned(1, words):
         for _ in range(5):
             assert found(store, [1] * 10) == 10
@@ -425,7 +426,8 @@ def test_an_index_that_cannot_be_written_is_waited_for_once_and_read(
 @pytest.mark.parametrize("target", ["mine", "nothing", None])
 def test_what_lies_in_the_next_files_place_is_no_harm(store: Store, target: str | None) -> None:
     place, folder = store.folder / "1.kv", store.folder.parent
-    (folder / "mine").write_text("mine")
+    for mine in (folder / "mine", store.folder / "2 copy.kv"):
+        mine.write_text("mine")
     if target:
         place.symlink_to(folder / target)
     else:  # what a killed process leaves
@@ -433,7 +435,8 @@ def test_what_lies_in_the_next_files_place_is_no_harm(store: Store, target: str 
     with warned(0):
         put(store, [1] * 10)
         assert found(another(store), [1] * 10) == 10
-    assert (folder / "mine").read_text() == "mine" and not (folder / "nothing").exists()
+    assert mine.read_text() == (folder / "mine").read_text() == "mine"
+    assert not (folder / "nothing").exists()
 
 
 def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
@@ -445,11 +448,10 @@ def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
             put(store, [2] * 10)
     put(another(store), [2] * 10)
     assert found(another(store), [2] * 10) == 10
-    assert another(store).load(2) is None  # which another process has deleted since it was found
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize("moment", ["checksum", "remove", "use", "delete", "sweep"])
+@pytest.mark.parametrize("moment", ["checksum", "add", "use", "delete", "sweep"])
 def test_an_interrupted_put_leaves_a_store_that_works(
     tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, moment: str
 ) -> None:
@@ -462,7 +464,7 @@ def test_an_interrupted_put_leaves_a_store_that_works(
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(store, moment, interrupted)
         put(store, [2] * 10)
-    assert not on_disk or store.nbytes >= taken(tmp_path), "what is yet to be deleted counts"
+    assert taken(tmp_path) <= store.capacity, "what is yet to be deleted counts"
     for ids in ([1] * 10, [2] * 10):
         found(store, ids)
         put(store, ids)

@@ -55,11 +55,6 @@ def traced(module: ModuleType, cache: Any, n_prompt: int, n: int, path: Path) ->
     return trace
 
 
-def held(step: dict) -> list[int]:
-    """Return the tokens in the slots, slot by slot."""
-    return [token for _, first, n in step["slots"] for token in range(first, first + n)]
-
-
 @pytest.mark.parametrize("window", [None, 3])
 @torch.no_grad()
 def test_a_pair_shows_whose_entries_are_whose(window: int | None) -> None:
@@ -73,9 +68,8 @@ def test_a_pair_shows_whose_entries_are_whose(window: int | None) -> None:
     # the first layer's entries depend on the token and its position only
     teacher(torch.tensor([trace.ids[step["start"] : step["n"]]]), reading)
     same = pair.cache.layers[0].isclose(reading.layers[0], atol=1e-5).all(-1).all(2)[:, 0].all(0)
-    mine = [first + i for first, count in step["teacher"] for i in range(count)]
     expected = [step["start"] + int(i) for i in same.nonzero()]
-    assert [token for token in mine if token >= step["start"]] == expected
+    assert step["teacher"] == expected
     replaced = [step["replaced"] for step in trace.steps if "replaced" in step]
     assert replaced[0] == [14 - (window or 8), 14] and len(replaced) == len(pair.refreshes)
     assert any("handed over" in event for step in trace.steps[1:] for event in step["events"])
@@ -95,7 +89,7 @@ def test_turns_of_a_conversation_go_on_with_the_text() -> None:
     assert second["reused"] == (0, 3) and second["fed"] == (3, 6)
     assert "3 of 6 tokens were in a cache" in second["events"][0]
     assert trace.ids == [*range(1, 11)] and third["start"] == 4 and third["fed"] == (4, 9)
-    assert "reused" not in third and held(third) == [4, 5, 6, 7, 8]
+    assert "reused" not in third and third["slots"] == [4, 5, 6, 7, 8]
 
 
 def data_of(path: Path) -> dict:
@@ -182,7 +176,7 @@ def test_steps_are_what_happened_and_attention_is_that_of_one_written_out(
             visible = [
                 token for token in tokens if sees(torch.tensor(n - 1 - start), token - start)
             ]
-            tokens = held(step)
+            tokens = step["slots"]
             assert sorted({*tokens} - {*step.get("evicted", [])}) == visible
             assert ("tokens is full" in "".join(step["events"])) == (start != before)
             if i > 0 and start == before:
@@ -210,7 +204,7 @@ def test_attention_and_mass_of_a_bct_are_those_of_its_recurrence(n: int, rule: s
     model(prompt(n), cache)
     trace.step(1, cache)
     step = trace.steps[0]
-    assert held(step) == [*range(max(0, n - 8), n)]
+    assert step["slots"] == [*range(max(0, n - 8), n)]
     for layer, (x, q, k) in enumerate(fed):
         w, log_keep = model.h[layer].memory.writes(x)
         keys, mass = torch.zeros(2, 3, 8), torch.zeros(2, 3)
