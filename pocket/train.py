@@ -70,19 +70,17 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FOLDER",
         help="for the result, and in run/ for the run's state; default: in pocket, and runs/",
     )
-    cli.add_argument(
-        "--init", metavar="NAME", help="bct, student: the model to change; default: pocket"
-    )
+    cli.add_argument("--init", metavar="NAME", help="the model to change; default: pocket")
     cli.add_argument(
         "--text",
         metavar="FILE",
-        help="bct, student: UTF-8 text, <|endoftext|> between texts; default: the corpus",
+        help="UTF-8 text, <|endoftext|> between texts; default: the corpus",
     )
     cli.add_argument(
         "--steps",
         type=whole_number(1),
         metavar="N",
-        help="bct, student: of training; default: as many as pocket's took",
+        help="of training; default: as many as pocket's took",
     )
     cli.add_argument(
         "--kind",
@@ -95,16 +93,14 @@ def main(argv: list[str] | None = None) -> None:
         choices=("mean", "sum"),
         help="how a slot reads its writes: mean, ours, with gates; sum, the paper's own; default: mean",
     )
+    cli.only("bct, student", "--init", "--text", "--steps")
     cli.only("student", "--kind")
     cli.only("bct", "--rule")
     with cli.parse(argv) as args:
-        if args.init or args.text or args.steps:
-            if args.what not in ("bct", "student"):
-                raise ValueError(f"{args.what} has no --init, --text, --steps: bct, student have")
-            if args.out is None:
-                raise ValueError(
-                    "--out FOLDER is needed: only the defaults may replace what is in pocket"
-                )
+        if (args.init or args.text or args.steps) and args.out is None:
+            raise ValueError(
+                "--out FOLDER is needed: only the defaults may replace pocket's models"
+            )
         if args.what == "tokenizer":
             train_tokenizer((args.out or TOKENIZER.parent) / TOKENIZER.name)
         elif args.what == "ablation":

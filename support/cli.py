@@ -45,7 +45,7 @@ class CommandLine(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
         )
         self.models = models
-        self.owners = {}  # by the name of an argument: its only action, and its option
+        self.owners = {}  # by the name of an argument: the only actions that have it, and its option
 
     def add_model_arguments(self, model: str = "--model") -> None:
         """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
@@ -175,7 +175,8 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("what", nargs="?", default=first, choices=actions, help=helps)
 
     def only(self, owner: str, *options: str) -> None:
-        """Let only one action have these options, which must be there and have no default."""
+        """Let only an action, or several with commas between them, have these options, which must be there and have no
+        default."""
         for option in options:
             argument = self._option_string_actions[option]
             argument.help = f"{owner}: {argument.help}"
@@ -235,8 +236,8 @@ class CommandLine(argparse.ArgumentParser):
         """Return the arguments with device and dtype as PyTorch's, and set its threads and seed. Raises ValueError if
         an action is given an option that it doesn't have."""
         for name, (owner, option) in self.owners.items():
-            if args.what != owner and getattr(args, name) is not None:
-                raise ValueError(f"{args.what} has no {option}: {owner} has")
+            if args.what not in owner.split(", ") and getattr(args, name) is not None:
+                raise ValueError(f"{args.what} has no {option}: it is for {owner}")
         if "device" in args:
             args.device = device_of(args.device)
             args.dtype = getattr(torch, args.dtype)
