@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -39,9 +39,7 @@ from support.prefix import common_prefix
 from support.printing import ends_of
 from support.store import Store
 from support.tables import table
-
-if TYPE_CHECKING:
-    from support.tracing import Trace
+from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
 
@@ -170,6 +168,7 @@ WAYS = {
     "longest": "ours: the longest stored prefix",
 }
 NEAREST = ("source", "published")  # the ways that look for the nearest prompt
+RECYCLED = (*NEAREST, "longest")
 
 
 @dataclass
@@ -262,35 +261,34 @@ def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, di
     return rows
 
 
-def demo(short: Recycler, long: Recycler, name: str, n: int, out: Path) -> None:
+def demo(recycler: Recycler, name: str, n: int, out: Path) -> None:
     """Run the source's protocol, and with one more, long prompt; write baseline.csv and
     recycled.csv (section 4.4), and print what reuse saves beside the exact result.
 
-    short, long: empty, for the prompts and for the long one. Raises ValueError if a prompt leaves no
-    room for n tokens.
+    Raises ValueError if a prompt leaves no room for n tokens.
     """
     cached, tests = map(read_prompts, prompt_files(name))
     whole = "\n".join(cached)
+    texts = [*tests, f"{whole}\n{tests[0]}"]
     ending = END_OF_TEXT if "DialoGPT" in name else ""
-    size, n_ctx = len(long.encode(f"{whole}\n{tests[0]}{ending}")), long.store.model.config.n_ctx
+    lengths = [len(recycler.encode(text + ending)) for text in texts]
+    size, n_ctx = max(lengths), recycler.store.model.config.n_ctx
     if size + n > n_ctx:
         raise ValueError(f"a prompt of {size} tokens and {n} new ones exceed the context, {n_ctx}")
     for text in cached:
-        short.add(text)
-    long.add(whole)
-    texts = [(short, text) for text in tests]
-    texts.append((long, f"{whole}\n{tests[0]}"))
+        recycler.add(text)
     rows = []
-    for recycler, text in tqdm(texts, desc="prompts", leave=False):
+    for text in tqdm(texts, desc="prompts", leave=False):
+        if text == texts[-1]:
+            recycler.add(whole)
         rows.append(compared(recycler, text, ending, n))
     write_results(rows, out)
     cells = []
-    for (_, text), row in zip(texts, rows, strict=True):
+    for text, length, row in zip(texts, lengths, rows, strict=True):
         shown = text.partition("\n")[0]
-        line = [f"{shown[:30]}...", str(len(short.encode(text + ending)))]
-        for way in ("source", "longest"):
-            line.append(str(row[way]["reused_tokens"]))
-        for way in ("source", "published", "longest"):
+        line = [f"{shown[:30]}...", str(length)]
+        line += [str(row[way]["reused_tokens"]) for way in ("source", "longest")]
+        for way in RECYCLED:
             same = f"differs at token {row[way]['same_tokens'] + 1}"
             line.append("the same" if row[way]["identical"] else same)
         cells.append(line)
@@ -304,8 +302,8 @@ def demo(short: Recycler, long: Recycler, name: str, n: int, out: Path) -> None:
     print(f"{table(header, [summary(way, rows) for way in WAYS])}\n")
     print(
         "First token: milliseconds, with retrieval and restoring. Time saved: to the last token, the "
-        "mean over prompts\n(the source's S). Both are of medians of 3, taken in turns. Similarity: "
-        "the mean cosine of embeddings, to the\ncold text.\n"
+        "mean over prompts\n(the source's S). Medians of 3, taken in turns. Similarity: the mean "
+        "cosine of embeddings, to the cold text.\n"
         "Exact: cold, source, ours. The published call (transformers 4.45.2) is not: it skips "
         "tokens of the prompt,\nand uses positions twice.\n"
         'The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was '
@@ -335,7 +333,7 @@ def write_results(rows: Sequence[dict[str, dict[str, Any]]], out: Path) -> None:
     log."""
     kinds = ["prompt", "output", "latency_s", "first_token_s", "reused_tokens"]
     kinds += ["cache_similarity", "similarity"]
-    for file, ways in (("baseline", ["cold"]), ("recycled", ["source", "published", "longest"])):
+    for file, ways in (("baseline", ["cold"]), ("recycled", RECYCLED)):
         lines = []
         for row in rows:
             for way in ways:
@@ -394,7 +392,7 @@ def chat(
         if forgotten := forget(turns, len(turn), max_new_tokens, n_ctx):
             print(
                 f"[the context of {n_ctx} tokens is full: the oldest {forgotten} turns are forgotten, "
-                "and what is left moves to other positions and is read again]"
+                "and the others read again, at other positions]"
             )
         ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
         for earlier in [*turns, turn]:
@@ -466,9 +464,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.what == "run":
             encoder = load_encoder(args.encoder or "tokens", model, tokenizer)
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
-                stores = [Store(model, Path(folder) / kind) for kind in ("short", "long")]
-                short, long = (Recycler(store, tokenizer, encoder) for store in stores)
-                return demo(short, long, args.model, args.max_new_tokens, Path("results/recycle"))
+                recycler = Recycler(Store(model, folder), tokenizer, encoder)
+                return demo(recycler, args.model, args.max_new_tokens, Path("results/recycle"))
         store = Store(model, args.store or "results/recycle/store", args.capacity or 10**9)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
         dialogue = "DialoGPT" in args.model
