@@ -506,15 +506,10 @@ def parse_policy(text: str) -> Policy:
     form = POLICIES[name]
     if len(values) != len(form.values):
         raise ValueError(f"the policy {text!r} must have the form {':'.join([name, *form.values])}")
-    numbers = []
-    for (letter, convert), value in zip(form.values.items(), values, strict=True):
-        try:
-            numbers.append(convert(value))
-        except (ArgumentTypeError, ValueError) as error:
-            raise ValueError(f"{letter} of the policy {text!r}: {error}") from error
+    pairs = zip(form.values.values(), values, strict=True)
     try:
-        return form.make(*numbers)
-    except ValueError as error:
+        return form.make(*(convert(value) for convert, value in pairs))
+    except (ArgumentTypeError, ValueError) as error:
         raise ValueError(f"the policy {text!r}: {error}") from error
 
 
@@ -603,8 +598,8 @@ def demo(
     width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
     if not 2 <= n <= room - width:
         raise ValueError(
-            f"the demo compares at least 2 tokens after a prompt of {width}, and no more than a "
-            f"context of {room} has room for, got {n}"
+            f"the demo compares at least 2 tokens after a prompt of {width}, up to the end of a "
+            f"context of {room}, got {n}"
         )
     ids = torch.tensor(prompts, device=teacher.wte.weight.device)
     generator = torch.Generator(ids.device).manual_seed(seed)
