@@ -147,17 +147,6 @@ class QuantizedCache(CompressedCache):
             raise ValueError(f"group {group}, residual {residual}: must be at least 1 and 0")
         self.bits, self.group, self.residual = bits, group, residual
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See CompressedCache.append()."""
-        if self.bits < 8 and k.size(-1) % (8 // self.bits):
-            raise ValueError(
-                f"{self.bits} bits need a head size that is a multiple of {8 // self.bits}, "
-                f"got {k.size(-1)}"
-            )
-        return super().append(layer, k, v, pos)
-
     def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
         """Return codes, scale and zero of the keys (B, H, N, G, D), the same of the values, and the
         exact keys and values of the latest tokens (2, B, H, S, D)."""
@@ -196,14 +185,18 @@ class QuantizedCache(CompressedCache):
 
 def quantized(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes (..., D * bits / 8) of numbers x (..., D), packed into bytes, with the scale
-    and the zero that those along dim share. With 32 bits, x itself."""
+    and the zero that those along dim share. With 32 bits, x itself. Raises ValueError if D isn't a
+    multiple of 8 / bits."""
     if bits == 32:
         return x.clone(), x.new_empty(x[..., :0].shape), x.new_empty(x[..., :0].shape)
+    D, each = x.size(-1), 8 // bits  # codes in a byte
+    if D % each:
+        raise ValueError(f"{bits} bits need a head size that is a multiple of {each}, got {D}")
     zero = x.amin(dim, keepdim=True)
     scale = (x.amax(dim, keepdim=True) - zero) / (2**bits - 1)
     step = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # of equal numbers it is 0
     codes = ((x.float() - zero.float()) / step).round().clamp(0, 2**bits - 1).to(torch.uint8)
-    codes = codes.unflatten(-1, (-1, 8 // bits))
+    codes = codes.unflatten(-1, (-1, each))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
     return (codes << shifts).sum(-1, dtype=torch.uint8), scale, zero
 
