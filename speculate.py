@@ -49,11 +49,11 @@ def by_student(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens, 1), torch.cat(drawn_from)
 
 
-def from_the_text(pair: Pair, k: int, choose: Choose, longest: int = 3) -> tuple[Tensor, Tensor]:
+def from_the_text(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
     """Copy up to k tokens (1, k): those that followed the last 3, 2 or 1 tokens of the text the last time that these
     occurred. No student is needed."""
     text, none = pair.ids[0], torch.empty(0, pair.teacher.config.vocab_size)
-    for n in range(min(longest, len(text) - 1), 0, -1):
+    for n in range(min(3, len(text) - 1), 0, -1):
         found = (text[:-1].unfold(0, n, 1) == text[-n:]).all(1).nonzero()  # (matches, 1)
         if len(found):
             tokens = text[int(found[-1]) + n :][:k]
@@ -223,9 +223,8 @@ def demo(
                 tokens = speculate(Pair(*pair, ids), n, k, DRAFTS[by], passes)
             texts.append([int(token) for token in tokens])
         seconds = time.perf_counter() - begun
-        if k:
-            name, stay = f"drafts of {k}", f"{passes.agreed / max(1, passes.drafted):.0%}"
-        else:
+        name, stay = f"drafts of {k}", f"{passes.agreed / max(1, passes.drafted):.0%}"
+        if not k:
             name, stay, exact = "the teacher alone", "", texts
             passes.count = total - len(prompts)  # a text's first token is the prefill's
         same = sum(text == other for text, other in zip(texts, exact, strict=True))
@@ -305,9 +304,9 @@ def main(argv: list[str] | None = None) -> None:
             demo((teacher, student), tensors, n, by, large, drafting)
             print()
         print(
-            "The last column takes for each of the counted passes the time of one of GPT-2 124M's size (random weights),"
-            f"\nmeasured here: {1000 * large[1]:.0f} ms over 1 token, {1000 * large[9]:.0f} over 9; and for drafts the "
-            "time of these.\nThe full study: python3 -m studies.speculation"
+            "The last column: as if a pass of the teacher took the time of GPT-2 124M's (random weights), here "
+            f"{1000 * large[1]:.0f} ms over\n1 token and {1000 * large[9]:.0f} over 9.\n"
+            "The full study: python3 -m studies.speculation"
         )
 
 
