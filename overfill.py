@@ -301,7 +301,7 @@ class Periodic(Policy):
 
     def __post_init__(self) -> None:
         if self.reads_window and self.window is None:
-            raise ValueError("a teacher that reads the window needs one: how many tokens it has")
+            raise ValueError("a teacher that reads the window needs one")
         for value in (self.every, self.window):
             if value is not None and value < 1:
                 raise ValueError(f"every and window must be at least 1, got {value}")
@@ -635,7 +635,7 @@ perplexity:     of the same texts, by each way's predictions
 teacher reads:  tokens of the prompt + tokens of the text
 tokens/s:       greedy, after the first prompt, prefill included
 
-Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
+Exact: the first token, and the student's cache right after a refresh of the whole text.
 Approximate: every further token, because the student predicts it.
 
 The full study, in two and a half hours (--quick: in a minute): python3 -m studies.refreshing""")

@@ -91,29 +91,27 @@ class Prefill:
 @torch.no_grad()
 def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     """Run a prompt through the model exactly, and record the data of the two stages' fits."""
-    queries: list[Tensor] = []  # (H, tail, D) of each layer
-    outputs: list[Tensor] = []  # (1, T, C), the last block's
+    inputs: list[
+        Tensor
+    ] = []  # of each layer's attention the queries (1, H, T, D); of ln_f (1, 1, C)
 
-    def record_queries(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        queries.append(inputs[0][0, :, -tail:])
+    def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs.append(args[0])
 
-    def record_output(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        outputs.append(output)
-
-    hooks = [block.attn.register_forward_pre_hook(record_queries) for block in model.h]
-    hooks.append(model.h[-1].register_forward_hook(record_output))
-    cache = KVCache()
+    modules = [*(block.attn for block in model.h), model.ln_f]
+    hooks = [module.register_forward_pre_hook(record) for module in modules]
     try:
-        logits = model(torch.tensor([ids], device=model.wte.weight.device), cache, last_only=True)
+        cache = read_all(model, ids)
     finally:
         for hook in hooks:
             hook.remove()
+    *queries, output = inputs
     return Prefill(
         list(ids),
         kv=torch.stack([layer[:, 0] for layer in cache.layers]).float().cpu(),
-        q=torch.stack(queries).float().cpu(),
-        hidden=outputs[0][0, -1].float().cpu(),
-        logits=logits[0, -1].float().cpu(),
+        q=torch.stack([q[0, :, -tail:] for q in queries]).float().cpu(),
+        hidden=output[0, -1].float().cpu(),
+        logits=model.head(output)[0, -1].float().cpu(),
     )
 
 
@@ -696,8 +694,8 @@ proposed: projected summary tokens at the first positions, then the question's l
 summary tokens as stored, then its last tokens, where they are. After the first token, both go on
 from the exact cache. (cold): no stored question is similar enough, so all is read."""
 EXPLANATION = """
-Exact: the cold start, and the rival, which stores the shared beginning and reads the rest.
-Approximate: the others, in their first token; the prompt is read meanwhile for all that follow.
+Exact: the cold start and the rival. Approximate: the first token of the others; all that follow
+come from the prompt, which is read meanwhile.
 To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts.
 
 The whole test takes about two hours: python3 -m studies.projection"""

@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,16 +229,14 @@ def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, di
     medians of 3 runs, taken in turns, of which each begins with another way; the text, and
     its likeness to the cold one."""
 
-    def generation(way: str) -> Iterator[Tensor]:
-        return answer(recycler, way, text, ending, n)[1]
-
     reused = {way: len(answer(recycler, way, text, ending, 1)[0]) for way in WAYS}  # warms up, too
     record = recycler.nearest(text)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
-    order = [*WAYS]
+    order, ends = [*WAYS], ends_of(recycler.tokenizer)
     for _ in range(3):
         for way in order:
-            runs[way].append(timed(partial(generation, way), ends_of(recycler.tokenizer)))
+            run = timed(lambda way=way: answer(recycler, way, text, ending, n)[1], ends)
+            runs[way].append(run)
         order.append(order.pop(0))
     cold = runs["cold"][0].ids
     rows = {}

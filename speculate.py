@@ -129,7 +129,8 @@ def speculate(
     the same distribution. The entries of what the teacher has read replace the student's, as at a refresh.
 
     passes: counts. Other options and errors are those of gpt_kv_cache.generate(); ValueError too if k is less than 1,
-    there are several texts, or the student's context is shorter than the teacher's.
+    there are several texts, or the student's context is shorter than the teacher's, which would forget earlier than
+    alone.
     """
     check_options(pair.ids, max_new_tokens, temperature, top_k)
     if k < 1 or pair.ids.size(0) != 1:
@@ -138,7 +139,7 @@ def speculate(
     if pair.n_ctx < pair.teacher.config.n_ctx:
         raise ValueError(
             f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
-            f"{pair.teacher.config.n_ctx}: the teacher would forget earlier than alone"
+            f"{pair.teacher.config.n_ctx}"
         )
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
