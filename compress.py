@@ -53,7 +53,6 @@ class CompressedCache(KVCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers: list[list[Tensor]] = []
         self.pending: list[Tensor] = []  # of each layer, those of this pass (2, B, H, T, D)
 
     def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
@@ -100,10 +99,11 @@ class CompressedCache(KVCache):
         other = copy.copy(self)
         other.layers = []
         for held in self.layers:
-            # codes stay integers
-            types = [dtype if x.is_floating_point() else x.dtype for x in held]
-            pairs = zip(held, types, strict=True)
-            other.layers.append([x.to(device, kind, copy=True) for x, kind in pairs])
+            moved = []
+            for x in held:
+                kind = dtype if x.is_floating_point() else x.dtype  # codes stay integers
+                moved.append(x.to(device, kind, copy=True))
+            other.layers.append(moved)
         other.pos = self.pos.to(device, copy=True)
         other.pending = []
         return other
@@ -314,11 +314,11 @@ def demo(model: nn.Module, ids: Tensor) -> str:
     for name, new, _ in CACHES.values():
         cache = new(T)
         logits, ms = read(model, cache, ids)
+        logits = logits[:, T // 2 :]
         if exact is None:
             exact = logits
-        late = slice(T // 2, None)
-        apart = kl(exact[:, late], logits[:, late]).mean()
-        same = (exact[:, late].argmax(-1) == logits[:, late].argmax(-1)).float().mean()
+        apart = kl(exact, logits).mean()
+        same = (exact.argmax(-1) == logits.argmax(-1)).float().mean()
         size, took = cache.nbytes / B / T, statistics.median(ms[T // 2 :])
         rows.append([name, f"{size:,.0f}", f"{apart:.4f}", f"{same:.1%}", f"{took:.2f}"])
     header = ["cache", "bytes a token", "KL to full, nats", "same next token", "ms a token"]
@@ -342,13 +342,14 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--tokens {n}: the context of {args.model} holds {model.context}")
         rows = rows_of(load_tokenizer(args.model), 30, n)[:4]
         ids = torch.tensor(rows, device=args.device)
-        print(f"{len(rows)} held-out texts of {n} tokens, read token by token, side by side:\n")
-        print(demo(model, ids))
-        print(
-            "\nFull attention is exact, wherever its memory comes from. Rounding approximates every\n"
-            "old token; windows, sinks and small norms forget whole ones. KL is of the second half.\n"
-            "The full study, with what each remembers: python3 -m studies.compression"
-        )
+        print(f"""\
+{len(rows)} held-out texts of {n} tokens, read token by token, side by side:
+
+{demo(model, ids)}
+
+Full attention is exact, wherever its memory comes from. Rounding approximates every
+old token; windows, sinks and small norms forget whole ones. KL is of the second half.
+The full study, with what each remembers: python3 -m studies.compression""")
 
 
 if __name__ == "__main__":

@@ -128,12 +128,12 @@ class Pair:
         # What the teacher has read at this token, and its logits.
         self.consulted: tuple[KVCache, Tensor] | None = None
         self.written = 0  # tokens after the prompt that the student has read
-        nothing = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
-        self.since = nothing  # tokens that the student has read since the last refresh
-        self.unread = nothing  # tokens that a teacher with this row alone would not have read yet
-        self.teacher_tokens = nothing  # tokens that such a teacher has read after the prompt
-        self.passes = nothing  # in so many passes
-        self.counts = nothing  # refreshes
+        none = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
+        self.since = none.clone()  # tokens that the student has read since the last refresh
+        self.unread = none.clone()  # those that a teacher with this row alone would not have read
+        self.teacher_tokens = none.clone()  # tokens that such a teacher has read after the prompt
+        self.passes = none.clone()  # in so many passes
+        self.counts = none.clone()  # refreshes
         self.refreshes: list[Refresh] = []
 
     def prefill(self) -> None:
@@ -147,8 +147,8 @@ class Pair:
             self.hand_over(0)
         else:
             self.student(self.ids[:, self.cached_from :], self.cache, last_only=True)
-        self.since = torch.zeros_like(self.since)
-        self.unread = torch.zeros_like(self.unread)
+        self.since.zero_()
+        self.unread.zero_()
 
     def hand_over(self, first: int) -> None:
         """Replace the student's entries, from this index in its cache on, by a copy of the
@@ -166,12 +166,12 @@ class Pair:
         self.consulted = None
         if context_start(self.ids.size(1), self.n_ctx) > self.cached_from:
             self.prefill()
-            self.teacher_tokens = self.teacher_tokens + len(self.read)
-            self.passes = self.passes + 1
+            self.teacher_tokens += len(self.read)
+            self.passes += 1
         else:
             self.logits = self.student(token, self.cache, last_only=True)[:, -1]
-            self.since = self.since + 1
-            self.unread = self.unread + 1
+            self.since += 1
+            self.unread += 1
         rows = policy.due(self)
         if rows.any():  # both caches can cover all of the text, the newest token too
             self.refresh(rows, policy)
@@ -203,9 +203,9 @@ class Pair:
             counts = self.unread
         logits = self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
         self.consulted = cache, logits
-        self.teacher_tokens = self.teacher_tokens + counts * rows
-        self.passes = self.passes + rows
-        self.unread = self.unread * ~rows
+        self.teacher_tokens += counts * rows
+        self.passes += rows
+        self.unread *= ~rows
         return self.consulted
 
     @property
@@ -225,8 +225,8 @@ class Pair:
             splice_last(self.cache, source, counts)
         tokens = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
         seconds = time.perf_counter() - begun
-        self.since = self.since * ~rows
-        self.counts = self.counts + rows
+        self.since *= ~rows
+        self.counts += rows
         self.refreshes.append(Refresh(self.written, tokens, int(counts.max()), seconds))
 
 
@@ -570,11 +570,10 @@ def write(
     )
 
 
-def tokens_per_second(tokens: Iterator[Tensor], n: int) -> float:
-    """Let n tokens be written, and return how many were in a second."""
+def tokens_per_second(tokens: Iterator[Tensor]) -> float:
+    """Let tokens be written, and return how many were in a second."""
     begun = time.perf_counter()
-    list(tokens)
-    return n / (time.perf_counter() - begun)
+    return len([*tokens]) / (time.perf_counter() - begun)
 
 
 @torch.no_grad()
@@ -615,13 +614,13 @@ def demo(
         cells = [name, f"{apart:z.3f}", f"{nats.exp():.2f}", reads, f"{speed:.0f}"]
         rows.append((apart, cells))
 
-    speed = tokens_per_second(generate(teacher, ids[:1], n), n)
+    speed = tokens_per_second(generate(teacher, ids[:1], n))
     compare("teacher", exact, f"{width} + {n - 1}", speed)
-    speed = tokens_per_second(generate(student, ids[:1], n), n)
+    speed = tokens_per_second(generate(student, ids[:1], n))
     compare("student alone", student(text)[:, width:], "0", speed)
     for name, policy in {"OverFill": Policy(), **policies}.items():
         pair = Pair(teacher, student, ids[:1])
-        speed = tokens_per_second(generate_refreshed(pair, n, policy), n)
+        speed = tokens_per_second(generate_refreshed(pair, n, policy))
         along = read_along(Pair(teacher, student, ids), new, policy)
         logits = torch.stack(list(along), 1)
         compare(name, logits, f"{width} + {int(pair.teacher_tokens)}", speed)

@@ -289,25 +289,26 @@ def demo(recycler: Recycler, name: str, n: int, out: Path) -> None:
             same = f"differs at token {row[way]['same_tokens'] + 1}"
             line.append("the same" if row[way]["identical"] else same)
         cells.append(line)
-    header = ["prompt", "tokens", "reused: source", "ours", "text: source", "published", "ours"]
-    print(
-        f"The caches of {len(cached)} prompts are stored, and {len(tests)} other prompts are "
-        f"answered; then a long one that begins with all {len(cached)}.\n"
-        f"{n} greedy tokens each; the texts beside a cold run's:\n\n{table(header, cells)}\n"
-    )
-    header = ["way", "first token", "of the long one", "time saved", "similarity", "the same text"]
-    print(f"{table(header, [summary(way, rows) for way in WAYS])}\n")
-    print(
-        "First token: milliseconds, with retrieval and restoring. Time saved: to the last token, the "
-        "mean over prompts\n(the source's S). Medians of 3, taken in turns. Similarity: the mean "
-        "cosine of embeddings, to the cold text.\n"
-        "Exact: cold, source, ours. The published call (transformers 4.45.2) is not: it skips "
-        "tokens of the prompt,\nand uses positions twice.\n"
-        'The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was '
-        '0.66–0.82, indicating near\nidentical responses" (5.4).\n\n'
-        f"Written to {out}: baseline.csv, recycled.csv\n"
-        "The full study: python3 -m studies.recycling"
-    )
+    prompts = ["prompt", "tokens", "reused: source", "ours", "text: source", "published", "ours"]
+    ways = ["way", "first token", "of the long one", "time saved", "similarity", "the same text"]
+    print(f"""\
+The caches of {len(cached)} prompts are stored, and {len(tests)} other prompts are answered; then a long one that \
+begins with all {len(cached)}.
+{n} greedy tokens each; the texts beside a cold run's:
+
+{table(prompts, cells)}
+
+{table(ways, [summary(way, rows) for way in WAYS])}
+
+First token: milliseconds, with retrieval and restoring. Time saved: to the last token, the mean over prompts
+(the source's S). Medians of 3, taken in turns. Similarity: the mean cosine of embeddings, to the cold text.
+Exact: cold, source, ours. The published call (transformers 4.45.2) is not: it skips tokens of the prompt,
+and uses positions twice.
+The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was 0.66–0.82, indicating near
+identical responses" (5.4).
+
+Written to {out}: baseline.csv, recycled.csv
+The full study: python3 -m studies.recycling""")
 
 
 def summary(way: str, rows: Sequence[dict[str, dict[str, Any]]]) -> list[str]:

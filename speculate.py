@@ -304,11 +304,10 @@ def main(argv: list[str] | None = None) -> None:
             tensors = [torch.tensor([ids], device=args.device) for ids in prompts]
             demo((teacher, student), tensors, n, by, large, drafting)
             print()
-        print(
-            "The last column: as if a pass of the teacher took the time of GPT-2 124M's (random weights), here "
-            f"{1000 * large[1]:.0f} ms over\n1 token and {1000 * large[9]:.0f} over 9.\n"
-            "The full study: python3 -m studies.speculation"
-        )
+        print(f"""\
+The last column: as if a pass of the teacher took the time of GPT-2 124M's (random weights), here {1000 * large[1]:.0f} ms over
+1 token and {1000 * large[9]:.0f} over 9.
+The full study: python3 -m studies.speculation""")
 
 
 if __name__ == "__main__":
