@@ -225,8 +225,9 @@ class SmallNormCache(CompressedCache):
     def __init__(self, keep: int, recent: int = 32, skip: int = 0) -> None:
         super().__init__()
         if keep < 0 or recent < 1 or skip < 0:
-            given = f"keep {keep}, recent {recent}, skip {skip}"
-            raise ValueError(f"{given}: must be at least 0, 1 and 0")
+            raise ValueError(
+                f"keep {keep}, recent {recent}, skip {skip}: must be at least 0, 1 and 0"
+            )
         self.keep, self.recent, self.skip = keep, recent, skip
 
     def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:

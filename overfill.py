@@ -48,24 +48,20 @@ from support.tracing import Trace
 def geometry(config: Any) -> dict[str, Any]:
     """Return what keys and values, and the positions in them, depend on. Of heads those of keys and
     values: more heads of queries may read them. Rotated keys serve only equal rotations."""
-    positions = "learned"
-    if rotary(config):
-        theta, scaling = rotary(config)
-        positions = f"rotary of base {theta:,}" + (f" scaled by {scaling}" if scaling else "")
     return {
         "n_layer": config.n_layer,
         "n_kv_head": kv_heads(config),
         "head_dim": config.head_dim,
         "n_ctx": config.n_ctx,
-        "positions": positions,
+        "rotary base and scaling": rotary(config) or "none",
     }
 
 
 def misfit(teacher: nn.Module, student: nn.Module) -> str:
     """Return how the geometry of the two differs, "" if one's cache serves the other."""
     its, own = geometry(teacher.config), geometry(student.config)
-    differ = [name for name in its if its[name] != own[name]]
-    return ", ".join(f"{name} {its[name]} against {own[name]}" for name in differ)
+    differ = [f"{name} {its[name]} against {own[name]}" for name in its if its[name] != own[name]]
+    return ", ".join(differ)
 
 
 def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
@@ -531,8 +527,8 @@ def load_pair(
     models = [load_model(name, **options) for name in (teacher, student)]
     if differs := misfit(*models):
         print(
-            f"[the cache of {teacher} doesn't fit {student} ({differs}): the student reads everything "
-            f"itself, and {so}]"
+            f"[the cache of {teacher} doesn't fit {student} ({differs}), which reads everything itself: "
+            f"{so}]"
         )
     return *models, tokenizer
 
@@ -625,10 +621,12 @@ def demo(
         logits = torch.stack(list(along), 1)
         compare(name, logits, f"{width} + {int(pair.teacher_tokens)}", speed)
     rows.sort()
-    print(f"{len(ids)} prompts of {width} tokens\n")
     header = ["", "KL to teacher", "perplexity", "teacher reads", "tokens/s"]
-    print(table(header, [cells for _, cells in rows]))
-    print(f"""
+    print(f"""\
+{len(ids)} prompts of {width} tokens
+
+{table(header, [cells for _, cells in rows])}
+
 KL to teacher:  in nats, mean over texts of {n} tokens that the teacher has sampled
 perplexity:     of the same texts, by each way's predictions
 teacher reads:  tokens of the prompt + tokens of the text

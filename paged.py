@@ -76,8 +76,7 @@ class PagedCache:
         except RuntimeError as error:
             nbytes = math.prod(shape) * weight.element_size()
             raise ValueError(
-                f"{blocks} blocks of {size} tokens take {nbytes:,} bytes: there isn't "
-                "that much memory"
+                f"{blocks} blocks of {size} tokens take {nbytes:,} bytes, more than can be had"
             ) from error
         self.count = [0] * blocks
         self.free = OrderedDict.fromkeys(range(blocks))
@@ -297,8 +296,10 @@ class Server:
             raise ValueError(f"tokens {min(ids)} to {max(ids)}: the model has {vocabulary}, from 0")
         need = math.ceil(min(len(ids) + max_new_tokens - 1, self.model.context) / size)
         if need > self.cache.blocks:
-            lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks"
-            raise ValueError(f"{lengths} of {size}, there are {self.cache.blocks}")
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks of "
+                f"{size}, there are {self.cache.blocks}"
+            )
 
     def add(
         self,

@@ -91,9 +91,8 @@ class Prefill:
 @torch.no_grad()
 def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     """Run a prompt through the model exactly, and record the data of the two stages' fits."""
-    inputs: list[
-        Tensor
-    ] = []  # of each layer's attention the queries (1, H, T, D); of ln_f (1, 1, C)
+    # Of each layer's attention the first one, the queries (1, H, T, D); then of ln_f (1, 1, C).
+    inputs: list[Tensor] = []
 
     def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         inputs.append(args[0])
@@ -257,8 +256,8 @@ class Compressor:
         what the last query reads, over the mean square of what it should."""
         summaries = self(prompts)
         q = torch.stack([own_queries(self.model, exact) for exact in prompts])  # (N, L, H, R, D)
-        caches = [kv.unbind(1) for kv in self.caches(prompts)]
-        out = torch.stack([read_all_queries(one, *kv) for one, kv in zip(q, caches, strict=True)])
+        pairs = zip(q, self.caches(prompts), strict=True)
+        out = torch.stack([read_all_queries(one, *kv.unbind(1)) for one, kv in pairs])
         got = read_all_queries(q, *summaries.unbind(2))
         wrong = (got - out).square().mean((0, -2, -1))  # (L, H)
         return float((wrong / out.square().mean((0, -2, -1))).sum())
@@ -358,9 +357,8 @@ class Projector:
         mean, scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         offset = y.mean(-2, keepdim=True)
         x, y = (x - mean) / scale, y - offset
-        self.weight = torch.stack(
-            [ridge(x[layer], y[layer], penalty).float() for layer in range(len(x))]
-        )
+        weights = [ridge(*layer, penalty).float() for layer in zip(x, y, strict=True)]
+        self.weight = torch.stack(weights)
         self.mean, self.scale, self.offset = mean.float(), scale.float(), offset.float()
         # (L, H, 1, F) each; the weight is (L, H, F, F)
 
@@ -566,9 +564,8 @@ def load_libraries(
 ) -> dict[str, Library]:
     """Return the stored prompts of a study, with the summary tokens of the proposal, and with ours.
     Raises as Library.load() does."""
-    ways = [PROPOSED, OURS]
-    if not (folder / PROPOSED).is_dir():
-        ways = [OURS]  # the other's first map would have been too large
+    # Without the first, its map would have been too large.
+    ways = [PROPOSED, OURS] if (folder / PROPOSED).is_dir() else [OURS]
     return {way: Library.load(model, tokenizer, folder / way) for way in ways}
 
 
@@ -628,7 +625,7 @@ def answer(
         logits = first_logits(library, text, ids) if library else logits_after(model, ids)
         token = tokenizer.decode([int(logits.argmax())])
         ms = 1000 * (time.perf_counter() - begun)
-        divergence = float(kl(exact.double(), logits.double()))
+        nats = kl(exact.double(), logits.double())
         fed = torch.tensor([ids], device=logits.device)
         warm = library.warm_start(text, ids) if library else None
         if warm is not None:
@@ -638,9 +635,12 @@ def answer(
         if library and warm is None:
             name += " (cold)"
         line = first_line(tokens, tokenizer)
-        rows.append([name, f"{ms:.1f} ms", f"{divergence:.2f}", repr(token), line])
+        rows.append([name, f"{ms:.1f} ms", f"{nats:.2f}", repr(token), line])
     print(table(["", "to the first token", "its KL", "first token", "answer"], rows))
-    print(ASKED)
+    print("""
+proposed: projected summary tokens at the first positions, then the question's last token; ours:
+summary tokens as stored, then its last tokens, where they are. After the first token, both go on
+from the exact cache. (cold): no stored question is similar enough, so all is read.""")
 
 
 def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
@@ -683,22 +683,18 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
         good = (nats <= GOOD_KL).double().mean()
         saved = 1 - ms / cold_ms
         rows.append([name, f"{ms:.1f}", f"{saved:.0%}", f"{nats.mean():.2f}", f"{good:.0%}"])
-    print(f"{len(stored)} quiz questions are stored, and asked in {len(asked)} other wordings; for")
-    print(f"{len(prompts)} of these, the stored one that is found is similar enough.\n")
-    print(table(["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"], rows))
-    print(EXPLANATION)
+    header = ["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"]
+    print(f"""\
+{len(stored)} quiz questions are stored, and asked in {len(asked)} other wordings; for
+{len(prompts)} of these, the stored one that is found is similar enough.
 
+{table(header, rows)}
 
-ASKED = """
-proposed: projected summary tokens at the first positions, then the question's last token; ours:
-summary tokens as stored, then its last tokens, where they are. After the first token, both go on
-from the exact cache. (cold): no stored question is similar enough, so all is read."""
-EXPLANATION = """
 Exact: the cold start and the rival. Approximate: the first token of the others; all that follow
 come from the prompt, which is read meanwhile.
-To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts.
+To survive its own test a warm start must save 35%, with KL <= {GOOD_KL} on 80% of the prompts.
 
-The whole test takes about two hours: python3 -m studies.projection"""
+The whole test takes about two hours: python3 -m studies.projection""")
 
 
 def main(argv: list[str] | None = None) -> None:

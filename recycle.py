@@ -112,13 +112,13 @@ class Recycler:
     def nearest(self, text: str) -> Record | None:
         """Return the stored prompt with the largest dot product of embeddings, None if none is
         stored: "we retrieve the most similar cached prompt by dot product" (section 2.5)."""
-        embedding = self.encoder([text])
+        embedding = self.encoder([text])[0]
         stored = self.store.prompts()
         if not stored:
             return None
         vectors = np.stack([vector for *_, vector in stored])  # E in section 2.4: (N, C)
-        found, ids, vector = stored[(vectors @ embedding[0]).argmax()]
-        return Record(found, ids, float(vector @ embedding[0]))
+        found, ids, vector = stored[(vectors @ embedding).argmax()]
+        return Record(found, ids, float(vector @ embedding))
 
     def reuse(self, text: str, ending: str = "") -> KVCache:
         """Return the cache of the nearest prompt, of k tokens, if the reuse depth r is k: "we require
@@ -201,8 +201,7 @@ def read_prompts(path: Path) -> list[str]:
     """Return the column prompt of a CSV file. Raises ValueError if it has none, or one is empty."""
     prompts = [row["prompt"] for row in read_csv(path, "prompt")]
     if not prompts or not all(prompts):
-        empty = f"{prompts.count('')} of them empty"
-        raise ValueError(f"{path} has {len(prompts)} prompts, {empty}")
+        raise ValueError(f"{path} has {len(prompts)} prompts, {prompts.count('')} of them empty")
     return prompts
 
 
@@ -228,7 +227,6 @@ def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, di
     """Return what each of WAYS makes of a prompt: seconds to the first token and to the last of n,
     medians of 3 runs, taken in turns, of which each begins with another way; the text, and
     its likeness to the cold one."""
-
     reused = {way: len(answer(recycler, way, text, ending, 1)[0]) for way in WAYS}  # warms up, too
     record = recycler.nearest(text)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
@@ -292,8 +290,8 @@ def demo(recycler: Recycler, name: str, n: int, out: Path) -> None:
     prompts = ["prompt", "tokens", "reused: source", "ours", "text: source", "published", "ours"]
     ways = ["way", "first token", "of the long one", "time saved", "similarity", "the same text"]
     print(f"""\
-The caches of {len(cached)} prompts are stored, and {len(tests)} other prompts are answered; then a long one that \
-begins with all {len(cached)}.
+The caches of {len(cached)} prompts are stored, and {len(tests)} others are answered; then a long one that begins \
+with all {len(cached)}.
 {n} greedy tokens each; the texts beside a cold run's:
 
 {table(prompts, cells)}
@@ -320,7 +318,7 @@ def summary(way: str, rows: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
         WAYS[way],
         f"{1e3 * first:.1f}",
         f"{1e3 * own[-1]['first_token_s']:.1f}",
-        f"{statistics.mean(saved):z.0%}" if way != "cold" else "-",
+        f"{statistics.mean(saved):z.0%}",
         f"{statistics.mean(row['similarity'] for row in own):.2f}",
         f"{sum(row['identical'] for row in own)} of {len(own)}",
     ]
@@ -390,7 +388,7 @@ def chat(
         if forgotten := forget(turns, len(turn), max_new_tokens, n_ctx):
             print(
                 f"[the context of {n_ctx} tokens is full: the oldest {forgotten} turns are forgotten, "
-                "and the others read again, at other positions]"
+                "and the others read again]"
             )
         ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
         for earlier in [*turns, turn]:
@@ -401,8 +399,9 @@ def chat(
         if trace:
             trace.begin(ids, reused)
         prompt = torch.tensor([ids], device=store.device)
-        stop = tokenizer.eot_token
-        for token in generate(model, prompt, max_new_tokens, stop_id=stop, cache=cache):
+        for token in generate(
+            model, prompt, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache
+        ):
             reply.append(int(token))
             if len(reply) == 1:
                 first = time.perf_counter() - begun
@@ -418,11 +417,9 @@ def chat(
         begun = time.perf_counter()
         read_all(model, ids)
         cold = time.perf_counter() - begun
-        without = ": nothing was stored that it begins with"
-        if reused:
-            without = f", without reuse {1000 * cold:.1f} ms"
         print(
-            f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms{without}]\n"
+            f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms, "
+            f"without reuse {1000 * cold:.1f} ms]\n"
         )
     if trace and trace.steps:
         trace.write()

@@ -133,9 +133,10 @@ def speculate(
     alone.
     """
     check_options(pair.ids, max_new_tokens, temperature, top_k)
-    if k < 1 or pair.ids.size(0) != 1:
-        given = f"got {k} and {pair.ids.size(0)}"
-        raise ValueError(f"speculation takes drafts of at least 1 token and 1 text, {given}")
+    if k < 1 or len(pair.ids) != 1:
+        raise ValueError(
+            f"speculation takes drafts of at least 1 token and 1 text, got {k} and {len(pair.ids)}"
+        )
     if pair.n_ctx < pair.teacher.config.n_ctx:
         raise ValueError(
             f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
@@ -230,9 +231,8 @@ def demo(
             passes.count = total - len(prompts)  # a text's first token is the prefill's
         same = sum(text == other for text, other in zip(texts, exact, strict=True))
         at_large = total / (passes.count * large[k + 1] + passes.drafted * drafting)
-        often = 1000 * passes.count / total
-        figures = [f"{total / seconds:.0f}", f"{often:.0f}", stay]
-        rows.append([name, *figures, f"{same} of {len(exact)}", f"{at_large:.0f}"])
+        cells = [name, f"{total / seconds:.0f}", f"{1000 * passes.count / total:.0f}", stay]
+        rows.append([*cells, f"{same} of {len(exact)}", f"{at_large:.0f}"])
     header = ["", "tokens/s", "passes in 1,000 tokens", "drafts stay", "the teacher's text"]
     print(table([*header, "tokens/s at 124M"], rows[::-1]))
 
@@ -305,8 +305,8 @@ def main(argv: list[str] | None = None) -> None:
             demo((teacher, student), tensors, n, by, large, drafting)
             print()
         print(f"""\
-The last column: as if a pass of the teacher took the time of GPT-2 124M's (random weights), here {1000 * large[1]:.0f} ms over
-1 token and {1000 * large[9]:.0f} over 9.
+The last column: as if a pass of the teacher took GPT-2 124M's time (random weights), here {1000 * large[1]:.0f} ms
+over 1 token and {1000 * large[9]:.0f} over 9, and drafts their own.
 The full study: python3 -m studies.speculation""")
 
 
