@@ -53,7 +53,6 @@ class CompressedCache(KVCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers: list[list[Tensor]] = []
         self.pending: list[Tensor] = []  # of each layer, those of this pass (2, B, H, T, D)
 
     def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
@@ -100,10 +99,11 @@ class CompressedCache(KVCache):
         other = copy.copy(self)
         other.layers = []
         for held in self.layers:
-            # codes stay integers
-            types = [dtype if x.is_floating_point() else x.dtype for x in held]
-            pairs = zip(held, types, strict=True)
-            other.layers.append([x.to(device, kind, copy=True) for x, kind in pairs])
+            moved = []
+            for x in held:
+                kind = dtype if x.is_floating_point() else x.dtype  # codes stay integers
+                moved.append(x.to(device, kind, copy=True))
+            other.layers.append(moved)
         other.pos = self.pos.to(device, copy=True)
         other.pending = []
         return other
@@ -147,17 +147,6 @@ class QuantizedCache(CompressedCache):
             raise ValueError(f"group {group}, residual {residual}: must be at least 1 and 0")
         self.bits, self.group, self.residual = bits, group, residual
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See CompressedCache.append()."""
-        if self.bits < 8 and k.size(-1) % (8 // self.bits):
-            raise ValueError(
-                f"{self.bits} bits need a head size that is a multiple of {8 // self.bits}, "
-                f"got {k.size(-1)}"
-            )
-        return super().append(layer, k, v, pos)
-
     def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
         """Return codes, scale and zero of the keys (B, H, N, G, D), the same of the values, and the
         exact keys and values of the latest tokens (2, B, H, S, D)."""
@@ -196,14 +185,18 @@ class QuantizedCache(CompressedCache):
 
 def quantized(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes (..., D * bits / 8) of numbers x (..., D), packed into bytes, with the scale
-    and the zero that those along dim share. With 32 bits, x itself."""
+    and the zero that those along dim share. With 32 bits, x itself. Raises ValueError if D isn't a
+    multiple of 8 / bits."""
     if bits == 32:
         return x.clone(), x.new_empty(x[..., :0].shape), x.new_empty(x[..., :0].shape)
+    D, each = x.size(-1), 8 // bits  # codes in a byte
+    if D % each:
+        raise ValueError(f"{bits} bits need a head size that is a multiple of {each}, got {D}")
     zero = x.amin(dim, keepdim=True)
     scale = (x.amax(dim, keepdim=True) - zero) / (2**bits - 1)
     step = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # of equal numbers it is 0
     codes = ((x.float() - zero.float()) / step).round().clamp(0, 2**bits - 1).to(torch.uint8)
-    codes = codes.unflatten(-1, (-1, 8 // bits))
+    codes = codes.unflatten(-1, (-1, each))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
     return (codes << shifts).sum(-1, dtype=torch.uint8), scale, zero
 
@@ -232,8 +225,9 @@ class SmallNormCache(CompressedCache):
     def __init__(self, keep: int, recent: int = 32, skip: int = 0) -> None:
         super().__init__()
         if keep < 0 or recent < 1 or skip < 0:
-            given = f"keep {keep}, recent {recent}, skip {skip}"
-            raise ValueError(f"{given}: must be at least 0, 1 and 0")
+            raise ValueError(
+                f"keep {keep}, recent {recent}, skip {skip}: must be at least 0, 1 and 0"
+            )
         self.keep, self.recent, self.skip = keep, recent, skip
 
     def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
@@ -322,11 +316,11 @@ def demo(ways: Sequence[tuple[str, nn.Module, Callable[[int], KVCache]]], ids: T
     for name, model, new in ways:
         cache = new(T)
         logits, ms = read(model, cache, ids)
+        logits = logits[:, T // 2 :]
         if exact is None:
             exact = logits
-        late = slice(T // 2, None)
-        apart = kl(exact[:, late], logits[:, late]).mean()
-        same = (exact[:, late].argmax(-1) == logits[:, late].argmax(-1)).float().mean()
+        apart = kl(exact, logits).mean()
+        same = (exact.argmax(-1) == logits.argmax(-1)).float().mean()
         size, took = cache.nbytes / B / T, statistics.median(ms[T // 2 :])
         rows.append([name, f"{size:,.0f}", f"{apart:.4f}", f"{same:.1%}", f"{took:.2f}"])
     header = ["cache", "bytes a token", "KL to full, nats", "same next token", "ms a token"]
@@ -350,13 +344,15 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--tokens {n}: the context of {args.model} holds {model.context}")
         rows = rows_of(load_tokenizer(args.model), 30, n)[:4]
         ids = torch.tensor(rows, device=args.device)
-        print(f"{len(rows)} held-out texts of {n} tokens, read token by token, side by side:\n")
-        print(demo([(name, model, new) for name, new, _ in CACHES.values()], ids))
-        print(
-            "\nFull attention is exact, wherever its memory comes from. Rounding approximates every\n"
-            "old token; windows, sinks and small norms forget whole ones. KL is of the second half.\n"
-            "The full study, with what each remembers: python3 -m studies.compression"
-        )
+        ways = [(name, model, new) for name, new, _ in CACHES.values()]
+        print(f"""\
+{len(rows)} held-out texts of {n} tokens, read token by token, side by side:
+
+{demo(ways, ids)}
+
+Full attention is exact, wherever its memory comes from. Rounding approximates every
+old token; windows, sinks and small norms forget whole ones. KL is of the second half.
+The full study, with what each remembers: python3 -m studies.compression""")
 
 
 if __name__ == "__main__":

@@ -48,24 +48,20 @@ from support.tracing import Trace
 def geometry(config: Any) -> dict[str, Any]:
     """Return what keys and values, and the positions in them, depend on. Of heads those of keys and
     values: more heads of queries may read them. Rotated keys serve only equal rotations."""
-    positions = "learned"
-    if rotary(config):
-        theta, scaling = rotary(config)
-        positions = f"rotary of base {theta:,}" + (f" scaled by {scaling}" if scaling else "")
     return {
         "n_layer": config.n_layer,
         "n_kv_head": kv_heads(config),
         "head_dim": config.head_dim,
         "n_ctx": config.n_ctx,
-        "positions": positions,
+        "rotary base and scaling": rotary(config) or "none",
     }
 
 
 def misfit(teacher: nn.Module, student: nn.Module) -> str:
     """Return how the geometry of the two differs, "" if one's cache serves the other."""
     its, own = geometry(teacher.config), geometry(student.config)
-    differ = [name for name in its if its[name] != own[name]]
-    return ", ".join(f"{name} {its[name]} against {own[name]}" for name in differ)
+    differ = [f"{name} {its[name]} against {own[name]}" for name in its if its[name] != own[name]]
+    return ", ".join(differ)
 
 
 def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
@@ -128,12 +124,12 @@ class Pair:
         # What the teacher has read at this token, and its logits.
         self.consulted: tuple[KVCache, Tensor] | None = None
         self.written = 0  # tokens after the prompt that the student has read
-        nothing = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
-        self.since = nothing  # tokens that the student has read since the last refresh
-        self.unread = nothing  # tokens that a teacher with this row alone would not have read yet
-        self.teacher_tokens = nothing  # tokens that such a teacher has read after the prompt
-        self.passes = nothing  # in so many passes
-        self.counts = nothing  # refreshes
+        none = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
+        self.since = none.clone()  # tokens that the student has read since the last refresh
+        self.unread = none.clone()  # those that a teacher with this row alone would not have read
+        self.teacher_tokens = none.clone()  # tokens that such a teacher has read after the prompt
+        self.passes = none.clone()  # in so many passes
+        self.counts = none.clone()  # refreshes
         self.refreshes: list[Refresh] = []
 
     def prefill(self) -> None:
@@ -147,8 +143,8 @@ class Pair:
             self.hand_over(0)
         else:
             self.student(self.ids[:, self.cached_from :], self.cache, last_only=True)
-        self.since = torch.zeros_like(self.since)
-        self.unread = torch.zeros_like(self.unread)
+        self.since.zero_()
+        self.unread.zero_()
 
     def hand_over(self, first: int) -> None:
         """Replace the student's entries, from this index in its cache on, by a copy of the
@@ -166,12 +162,12 @@ class Pair:
         self.consulted = None
         if context_start(self.ids.size(1), self.n_ctx) > self.cached_from:
             self.prefill()
-            self.teacher_tokens = self.teacher_tokens + len(self.read)
-            self.passes = self.passes + 1
+            self.teacher_tokens += len(self.read)
+            self.passes += 1
         else:
             self.logits = self.student(token, self.cache, last_only=True)[:, -1]
-            self.since = self.since + 1
-            self.unread = self.unread + 1
+            self.since += 1
+            self.unread += 1
         rows = policy.due(self)
         if rows.any():  # both caches can cover all of the text, the newest token too
             self.refresh(rows, policy)
@@ -203,9 +199,9 @@ class Pair:
             counts = self.unread
         logits = self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
         self.consulted = cache, logits
-        self.teacher_tokens = self.teacher_tokens + counts * rows
-        self.passes = self.passes + rows
-        self.unread = self.unread * ~rows
+        self.teacher_tokens += counts * rows
+        self.passes += rows
+        self.unread *= ~rows
         return self.consulted
 
     @property
@@ -225,8 +221,8 @@ class Pair:
             splice_last(self.cache, source, counts)
         tokens = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
         seconds = time.perf_counter() - begun
-        self.since = self.since * ~rows
-        self.counts = self.counts + rows
+        self.since *= ~rows
+        self.counts += rows
         self.refreshes.append(Refresh(self.written, tokens, int(counts.max()), seconds))
 
 
@@ -301,7 +297,7 @@ class Periodic(Policy):
 
     def __post_init__(self) -> None:
         if self.reads_window and self.window is None:
-            raise ValueError("a teacher that reads the window needs one: how many tokens it has")
+            raise ValueError("a teacher that reads the window needs one")
         for value in (self.every, self.window):
             if value is not None and value < 1:
                 raise ValueError(f"every and window must be at least 1, got {value}")
@@ -506,15 +502,10 @@ def parse_policy(text: str) -> Policy:
     form = POLICIES[name]
     if len(values) != len(form.values):
         raise ValueError(f"the policy {text!r} must have the form {':'.join([name, *form.values])}")
-    numbers = []
-    for (letter, convert), value in zip(form.values.items(), values, strict=True):
-        try:
-            numbers.append(convert(value))
-        except (ArgumentTypeError, ValueError) as error:
-            raise ValueError(f"{letter} of the policy {text!r}: {error}") from error
+    pairs = zip(form.values.values(), values, strict=True)
     try:
-        return form.make(*numbers)
-    except ValueError as error:
+        return form.make(*(convert(value) for convert, value in pairs))
+    except (ArgumentTypeError, ValueError) as error:
         raise ValueError(f"the policy {text!r}: {error}") from error
 
 
@@ -536,8 +527,8 @@ def load_pair(
     models = [load_model(name, **options) for name in (teacher, student)]
     if differs := misfit(*models):
         print(
-            f"[the cache of {teacher} doesn't fit {student} ({differs}): the student reads everything "
-            f"itself, and {so}]"
+            f"[the cache of {teacher} doesn't fit {student} ({differs}), which reads everything itself: "
+            f"{so}]"
         )
     return *models, tokenizer
 
@@ -575,11 +566,10 @@ def write(
     )
 
 
-def tokens_per_second(tokens: Iterator[Tensor], n: int) -> float:
-    """Let n tokens be written, and return how many were in a second."""
+def tokens_per_second(tokens: Iterator[Tensor]) -> float:
+    """Let tokens be written, and return how many were in a second."""
     begun = time.perf_counter()
-    list(tokens)
-    return n / (time.perf_counter() - begun)
+    return len([*tokens]) / (time.perf_counter() - begun)
 
 
 @torch.no_grad()
@@ -603,8 +593,8 @@ def demo(
     width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
     if not 2 <= n <= room - width:
         raise ValueError(
-            f"the demo compares at least 2 tokens after a prompt of {width}, and no more than a "
-            f"context of {room} has room for, got {n}"
+            f"the demo compares at least 2 tokens after a prompt of {width}, up to the end of a "
+            f"context of {room}, got {n}"
         )
     ids = torch.tensor(prompts, device=teacher.wte.weight.device)
     generator = torch.Generator(ids.device).manual_seed(seed)
@@ -620,27 +610,29 @@ def demo(
         cells = [name, f"{apart:z.3f}", f"{nats.exp():.2f}", reads, f"{speed:.0f}"]
         rows.append((apart, cells))
 
-    speed = tokens_per_second(generate(teacher, ids[:1], n), n)
+    speed = tokens_per_second(generate(teacher, ids[:1], n))
     compare("teacher", exact, f"{width} + {n - 1}", speed)
-    speed = tokens_per_second(generate(student, ids[:1], n), n)
+    speed = tokens_per_second(generate(student, ids[:1], n))
     compare("student alone", student(text)[:, width:], "0", speed)
     for name, policy in {"OverFill": Policy(), **policies}.items():
         pair = Pair(teacher, student, ids[:1])
-        speed = tokens_per_second(generate_refreshed(pair, n, policy), n)
+        speed = tokens_per_second(generate_refreshed(pair, n, policy))
         along = read_along(Pair(teacher, student, ids), new, policy)
         logits = torch.stack(list(along), 1)
         compare(name, logits, f"{width} + {int(pair.teacher_tokens)}", speed)
     rows.sort()
-    print(f"{len(ids)} prompts of {width} tokens\n")
     header = ["", "KL to teacher", "perplexity", "teacher reads", "tokens/s"]
-    print(table(header, [cells for _, cells in rows]))
-    print(f"""
+    print(f"""\
+{len(ids)} prompts of {width} tokens
+
+{table(header, [cells for _, cells in rows])}
+
 KL to teacher:  in nats, mean over texts of {n} tokens that the teacher has sampled
 perplexity:     of the same texts, by each way's predictions
 teacher reads:  tokens of the prompt + tokens of the text
 tokens/s:       greedy, after the first prompt, prefill included
 
-Exact: the first token is the teacher's, and right after a refresh of the whole text so is the student's cache.
+Exact: the first token, and the student's cache right after a refresh of the whole text.
 Approximate: every further token, because the student predicts it.
 
 The full study, in two and a half hours (--quick: in a minute): python3 -m studies.refreshing""")

@@ -76,8 +76,7 @@ class PagedCache:
         except RuntimeError as error:
             nbytes = math.prod(shape) * weight.element_size()
             raise ValueError(
-                f"{blocks} blocks of {size} tokens take {nbytes:,} bytes: there isn't "
-                "that much memory"
+                f"{blocks} blocks of {size} tokens take {nbytes:,} bytes, more than can be had"
             ) from error
         self.count = [0] * blocks
         self.free = OrderedDict.fromkeys(range(blocks))
@@ -286,7 +285,6 @@ class Server:
         self,
         ids: Sequence[int],
         max_new_tokens: int,
-        stop_id: int | tuple[int, ...] | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
     ) -> None:
@@ -298,8 +296,10 @@ class Server:
             raise ValueError(f"tokens {min(ids)} to {max(ids)}: the model has {vocabulary}, from 0")
         need = math.ceil(min(len(ids) + max_new_tokens - 1, self.model.context) / size)
         if need > self.cache.blocks:
-            lengths = f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks"
-            raise ValueError(f"{lengths} of {size}, there are {self.cache.blocks}")
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks of "
+                f"{size}, there are {self.cache.blocks}"
+            )
 
     def add(
         self,
@@ -311,7 +311,7 @@ class Server:
         seed: int = 0,
     ) -> int:
         """Let a prompt wait, and return its number. Raises ValueError as check() does."""
-        self.check(ids, max_new_tokens, stop_id, temperature, top_k)
+        self.check(ids, max_new_tokens, temperature, top_k)
         generator = torch.Generator(self.cache.pool.device).manual_seed(seed)
         text = Text(
             self.arrived,
@@ -383,12 +383,11 @@ class Server:
 def serve(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int | Sequence[int],
+    max_new_tokens: int,
     *,
     blocks: int,
     size: int = 16,
     chunk: int = 64,
-    most: int = MOST,
     samples: int = 1,
     seed: int = 0,
     **options: Any,
@@ -396,17 +395,14 @@ def serve(
     """Yield (text, token) as they come. Text i continues prompt i // samples, and draws with
     seed + i. Its tokens are those that generate() yields for it alone with that seed, up to what
     rounding does to a tie. Samples of one prompt share the blocks that hold it.
-    max_new_tokens: of all, or of each prompt. options: stop_id (one or several), temperature
-    and top_k, of all texts.
+    options: stop_id (one or several), temperature and top_k, of all texts.
     Raises ValueError, at the first token, if a prompt can't be served, as Server.check() does."""
-    server = Server(model, PagedCache(model, blocks, size), chunk, most)
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    for ids, limit in zip(prompts, limits, strict=True):
-        server.check(ids, limit, **options)
+    server = Server(model, PagedCache(model, blocks, size), chunk)
+    for ids in prompts:
+        server.check(ids, max_new_tokens)
     for i in range(samples * len(prompts)):
-        ids, limit = prompts[i // samples], limits[i // samples]
-        server.add(ids, limit, seed=seed + i, **options)
-        while len(server.texts) >= 2 * most:  # the others need not wait in memory
+        server.add(prompts[i // samples], max_new_tokens, seed=seed + i, **options)
+        while len(server.texts) >= 2 * server.most:  # the others need not wait in memory
             yield from server.step()
     while server.busy:
         yield from server.step()
@@ -454,17 +450,17 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if (args.what == "serve") != (args.file is not None):
             raise ValueError("serve needs a FILE, and run takes none: see --help")
-        lines = read_text(Path(args.file)).splitlines() if args.file else []
-        lines = [line for line in lines if line.strip()]
-        if args.file and not lines:
-            raise ValueError(f"{args.file} has no line to continue")
+        if args.file:
+            lines = [line for line in read_text(Path(args.file)).splitlines() if line.strip()]
+            if not lines:
+                raise ValueError(f"{args.file} has no line to continue")
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
         if args.what == "run":
             return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, args.trace_file)
         prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
         samples = args.samples or 1
-        needs = sorted(math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts)
+        needs = [math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts]
         enough = sum(sorted(needs * min(samples, MOST))[-MOST:])
         written: dict[int, list[int]] = {}
         ends = ends_of(tokenizer)

@@ -33,7 +33,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ from pocket import corpus
 from recycle import read_all
 from support.cli import CommandLine, utf8, whole_number
 from support.encoders import PairEncoder, load_encoder
-from support.files import check_fields, read_json, write_atomically, write_json
+from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw
 from support.geometry import kv_heads, rotary
 from support.regression import cross_validate, ridge
@@ -92,29 +91,26 @@ class Prefill:
 @torch.no_grad()
 def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     """Run a prompt through the model exactly, and record the data of the two stages' fits."""
-    queries: list[Tensor] = []  # (H, tail, D) of each layer
-    outputs: list[Tensor] = []  # (1, T, C), the last block's
+    # Of each layer's attention the first one, the queries (1, H, T, D); then of ln_f (1, 1, C).
+    inputs: list[Tensor] = []
 
-    def record_queries(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        queries.append(inputs[0][0, :, -tail:])
+    def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs.append(args[0])
 
-    def record_output(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        outputs.append(output)
-
-    hooks = [block.attn.register_forward_pre_hook(record_queries) for block in model.h]
-    hooks.append(model.h[-1].register_forward_hook(record_output))
-    cache = KVCache()
+    modules = [*(block.attn for block in model.h), model.ln_f]
+    hooks = [module.register_forward_pre_hook(record) for module in modules]
     try:
-        logits = model(torch.tensor([ids], device=model.wte.weight.device), cache, last_only=True)
+        cache = read_all(model, ids)
     finally:
         for hook in hooks:
             hook.remove()
+    *queries, output = inputs
     return Prefill(
         list(ids),
         kv=torch.stack([layer[:, 0] for layer in cache.layers]).float().cpu(),
-        q=torch.stack(queries).float().cpu(),
-        hidden=outputs[0][0, -1].float().cpu(),
-        logits=logits[0, -1].float().cpu(),
+        q=torch.stack([q[0, :, -tail:] for q in queries]).float().cpu(),
+        hidden=output[0, -1].float().cpu(),
+        logits=model.head(output)[0, -1].float().cpu(),
     )
 
 
@@ -260,8 +256,8 @@ class Compressor:
         what the last query reads, over the mean square of what it should."""
         summaries = self(prompts)
         q = torch.stack([own_queries(self.model, exact) for exact in prompts])  # (N, L, H, R, D)
-        caches = [kv.unbind(1) for kv in self.caches(prompts)]
-        out = torch.stack([read_all_queries(one, *kv) for one, kv in zip(q, caches, strict=True)])
+        pairs = zip(q, self.caches(prompts), strict=True)
+        out = torch.stack([read_all_queries(one, *kv.unbind(1)) for one, kv in pairs])
         got = read_all_queries(q, *summaries.unbind(2))
         wrong = (got - out).square().mean((0, -2, -1))  # (L, H)
         return float((wrong / out.square().mean((0, -2, -1))).sum())
@@ -273,11 +269,10 @@ class Compressor:
         prompts: Sequence[Prefill],
         families: Sequence[str],
         m: int,
-        T: int = 0,
+        T: int,
     ) -> Compressor:
         """Fit on prompts of some families, with the penalty that reads held-out families best;
         it is looked for on the first VALIDATED of them, since it takes many fits."""
-        T = T or max(len(exact.ids) for exact in prompts) - 1
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             fitted = cls(model, [prompts[i] for i in train], m, penalty, T)
@@ -354,8 +349,6 @@ class Projector:
     they are stored. A large penalty pulls towards the mean of all targets.
     """
 
-    TENSORS = ("mean", "scale", "offset", "weight", "penalty")
-
     def __init__(self, sources: Tensor, targets: Tensor, penalty: float) -> None:
         """sources, targets: summary tokens (N, L, 2, H, m, D) of N pairs of similar prompts."""
         self.penalty = penalty
@@ -364,9 +357,8 @@ class Projector:
         mean, scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         offset = y.mean(-2, keepdim=True)
         x, y = (x - mean) / scale, y - offset
-        self.weight = torch.stack(
-            [ridge(x[layer], y[layer], penalty).float() for layer in range(len(x))]
-        )
+        weights = [ridge(*layer, penalty).float() for layer in zip(x, y, strict=True)]
+        self.weight = torch.stack(weights)
         self.mean, self.scale, self.offset = mean.float(), scale.float(), offset.float()
         # (L, H, 1, F) each; the weight is (L, H, F, F)
 
@@ -389,15 +381,15 @@ class Projector:
 
     def save(self, path: Path) -> None:
         """Write the map to a file of safetensors."""
-        maps = {name: torch.as_tensor(getattr(self, name)) for name in self.TENSORS}
-        write_atomically(path, lambda file: save_file(maps, file))
+        tensors = {name: torch.as_tensor(value) for name, value in vars(self).items()}
+        write_atomically(path, lambda file: save_file(tensors, file))
 
     @classmethod
     def load(cls, path: Path) -> Projector:
         """Return the map in a file that save() wrote. Raises FileNotFoundError if there is none,
         ValueError if it holds something else."""
         tensors = read_weights(path)
-        if {*tensors} != {*cls.TENSORS}:
+        if {*tensors} != {"mean", "scale", "offset", "weight", "penalty"}:
             raise ValueError(f"{path} is no projector: it holds {', '.join(sorted(tensors))}")
         projector = cls.__new__(cls)
         vars(projector).update(tensors)
@@ -453,14 +445,11 @@ class Library:
         if not self.texts:
             return -1, -1.0
         similarity = self.embeddings @ self.encoder([text[self.skip :]])[0]
-        if not self.guard:
-            best = int(similarity.argmax())
-            return best, float(similarity[best])
         often = max(1, 0.05 * len(self.texts))
         rare = {name for name in self.names_in(text) if self.counts[name] <= often}
-        for i in np.argsort(-similarity)[:20]:
+        for i in np.argsort(-similarity, kind="stable")[:20]:
             shared = rare & self.names_in(self.texts[i])
-            if not rare or 2 * len(shared) > len(rare):
+            if not self.guard or not rare or 2 * len(shared) > len(rare):
                 return int(i), float(similarity[i])
         return -1, -1.0
 
@@ -501,9 +490,9 @@ class Library:
         """Return the library in a folder. Raises FileNotFoundError if there is none, ValueError
         if it isn't one, has changed since it was saved, was made with another model, or needs an
         encoder that can't be had."""
-        about = read_json(folder / "library.json", **FIELDS)
+        about = read_json(folder / "library.json", checksum=int)
         tensors = read_weights(folder / "library.safetensors")
-        if about.pop("checksum") != checksum(about, tensors):
+        if about.pop("checksum") != checksum(about, tensors):  # else all of it is what save() wrote
             raise ValueError(
                 f"the library in {folder} has changed since it was saved: make it again"
             )
@@ -517,23 +506,8 @@ class Library:
         else:
             encoder = load_encoder(about["encoder"], model, tokenizer)
         settings = {name: about[name] for name in ("threshold", "guard", "skip")}
-        layout = check_fields(about["layout"], f"layout in {folder}", **LAYOUT)
-        layout = Layout(**{name: layout[name] for name in LAYOUT})
+        layout = Layout(**about["layout"])
         return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)
-
-
-FIELDS = {
-    "fingerprint": str,
-    "layout": dict,
-    "threshold": float,
-    "guard": bool,
-    "skip": int,
-    "encoder": str,
-    "tokens": list,
-    "texts": list,
-    "checksum": int,
-}  # of library.json
-LAYOUT = {"m": int, "tail": int, "true_positions": bool}
 
 
 def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
@@ -601,9 +575,8 @@ def load_libraries(
 ) -> dict[str, Library]:
     """Return the stored prompts of a study, with the summary tokens of the proposal, and with ours.
     Raises as Library.load() does."""
-    ways = [PROPOSED, OURS]
-    if (folder / OURS).is_dir() and not (folder / PROPOSED).is_dir():
-        ways = [OURS]  # the other's first map would have been too large
+    # Without the first, its map would have been too large.
+    ways = [PROPOSED, OURS] if (folder / PROPOSED).is_dir() else [OURS]
     return {way: Library.load(model, tokenizer, folder / way) for way in ways}
 
 
@@ -663,7 +636,7 @@ def answer(
         logits = first_logits(library, text, ids) if library else logits_after(model, ids)
         token = tokenizer.decode([int(logits.argmax())])
         ms = 1000 * (time.perf_counter() - begun)
-        divergence = float(kl(exact.double(), logits.double()))
+        nats = kl(exact.double(), logits.double())
         fed = torch.tensor([ids], device=logits.device)
         warm = library.warm_start(text, ids) if library else None
         if warm is not None:
@@ -673,9 +646,12 @@ def answer(
         if library and warm is None:
             name += " (cold)"
         line = first_line(tokens, tokenizer)
-        rows.append([name, f"{ms:.1f} ms", f"{divergence:.2f}", repr(token), line])
+        rows.append([name, f"{ms:.1f} ms", f"{nats:.2f}", repr(token), line])
     print(table(["", "to the first token", "its KL", "first token", "answer"], rows))
-    print(ASKED)
+    print("""
+proposed: projected summary tokens at the first positions, then the question's last token; ours:
+summary tokens as stored, then its last tokens, where they are. After the first token, both go on
+from the exact cache. (cold): no stored question is similar enough, so all is read.""")
 
 
 def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
@@ -695,54 +671,41 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
     beginning = read_all(model, shared)
     of_neighbours = [logits_after(model, ids) for ids in neighbours]
 
-    def cold(text: str, ids: list[int]) -> Tensor:
-        return logits_after(model, ids)
-
-    def rival(text: str, ids: list[int]) -> Tensor:
-        return logits_after(model, ids[len(shared) :], beginning.clone())
-
-    def control(text: str, ids: list[int]) -> Tensor:
-        return of_neighbours[proposal.find(text)[0]]
-
-    ways = {
-        "cold: the prompt is read": cold,
-        "rival: exact shared beginning, the rest read": rival,
+    ways = {  # from a text and its ids to logits
+        "cold: the prompt is read": lambda _, ids: logits_after(model, ids),
+        "rival: exact shared beginning, the rest read": lambda _, ids: logits_after(
+            model, ids[len(shared) :], beginning.clone()
+        ),
         "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
         "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
-        "control: the neighbour's logits": control,
+        "control: the neighbour's logits": lambda text, _: of_neighbours[proposal.find(text)[0]],
     }
-    logits: dict[str, list[Tensor]] = {}
-    ms: dict[str, float] = {}
+    rows = []
     for name, first_token in ways.items():
         int(first_token(*prompts[0]).argmax())  # a first pass is slow
         begun = time.perf_counter()
-        logits[name] = [first_token(text, ids) for text, ids in prompts]
-        int(logits[name][-1].argmax())  # waits for the device
-        ms[name] = 1000 * (time.perf_counter() - begun) / len(prompts)
-    exactly = next(iter(ways))
-    rows = []
-    for name in ways:
-        saved = 1 - ms[name] / ms[exactly]
-        pairs = zip(logits[exactly], logits[name], strict=True)
-        nats = [float(kl(p.double(), q.double())) for p, q in pairs]
-        good = mean(value <= GOOD_KL for value in nats)
-        rows.append([name, f"{ms[name]:.1f}", f"{saved:.0%}", f"{mean(nats):.2f}", f"{good:.0%}"])
-    print(f"{len(stored)} quiz questions are stored, and asked in {len(asked)} other wordings; for")
-    print(f"{len(prompts)} of these, the stored one that is found is similar enough.\n")
-    print(table(["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"], rows))
-    print(EXPLANATION)
+        found = [first_token(text, ids) for text, ids in prompts]
+        int(found[-1].argmax())  # waits for the device
+        ms = 1000 * (time.perf_counter() - begun) / len(prompts)
+        logits = torch.stack(found).double()  # (N, V)
+        if not rows:  # the first way is the exact one
+            exact, cold_ms = logits, ms
+        nats = kl(exact, logits)
+        good = (nats <= GOOD_KL).double().mean()
+        saved = 1 - ms / cold_ms
+        rows.append([name, f"{ms:.1f}", f"{saved:.0%}", f"{nats.mean():.2f}", f"{good:.0%}"])
+    header = ["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"]
+    print(f"""\
+{len(stored)} quiz questions are stored, and asked in {len(asked)} other wordings; for
+{len(prompts)} of these, the stored one that is found is similar enough.
 
+{table(header, rows)}
 
-ASKED = """
-proposed: projected summary tokens at the first positions, then the question's last token; ours:
-summary tokens as stored, then its last tokens, where they are. After the first token, both go on
-from the exact cache. (cold): no stored question is similar enough, so all is read."""
-EXPLANATION = """
-Exact: the cold start, and the rival, which stores the shared beginning and reads the rest.
-Approximate: the others, in their first token; the prompt is read meanwhile for all that follow.
-To survive its own test a warm start must save 35%, with KL <= 0.05 on 80% of the prompts.
+Exact: the cold start and the rival. Approximate: the first token of the others; all that follow
+come from the prompt, which is read meanwhile.
+To survive its own test a warm start must save 35%, with KL <= {GOOD_KL} on 80% of the prompts.
 
-The whole test takes about two hours: python3 -m studies.projection"""
+The whole test takes about two hours: python3 -m studies.projection""")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -779,8 +742,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("ask needs a QUESTION, and nothing else takes one")
         if args.library is None and args.model != "pocket":
             raise ValueError(
-                f"the questions that come along are pocket's, not {args.model}'s: make a library by "
-                f"`python3 -m studies.projection --model {args.model} --pairs FILE`, and give it by "
+                f"the stored questions are pocket's: for {args.model}, store others by "
+                f"`python3 -m studies.projection --model {args.model} --pairs FILE`, then "
                 "`ask --library results/projection/library`"
             )
         model = load_model(args.model, device=args.device, dtype=args.dtype)

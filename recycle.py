@@ -20,9 +20,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -39,9 +38,7 @@ from support.prefix import common_prefix
 from support.printing import ends_of
 from support.store import Store
 from support.tables import table
-
-if TYPE_CHECKING:
-    from support.tracing import Trace
+from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
 
@@ -115,13 +112,13 @@ class Recycler:
     def nearest(self, text: str) -> Record | None:
         """Return the stored prompt with the largest dot product of embeddings, None if none is
         stored: "we retrieve the most similar cached prompt by dot product" (section 2.5)."""
-        embedding = self.encoder([text])
+        embedding = self.encoder([text])[0]
         stored = self.store.prompts()
         if not stored:
             return None
         vectors = np.stack([vector for *_, vector in stored])  # E in section 2.4: (N, C)
-        found, ids, vector = stored[(vectors @ embedding[0]).argmax()]
-        return Record(found, ids, float(vector @ embedding[0]))
+        found, ids, vector = stored[(vectors @ embedding).argmax()]
+        return Record(found, ids, float(vector @ embedding))
 
     def reuse(self, text: str, ending: str = "") -> KVCache:
         """Return the cache of the nearest prompt, of k tokens, if the reuse depth r is k: "we require
@@ -170,6 +167,7 @@ WAYS = {
     "longest": "ours: the longest stored prefix",
 }
 NEAREST = ("source", "published")  # the ways that look for the nearest prompt
+RECYCLED = (*NEAREST, "longest")
 
 
 @dataclass
@@ -203,8 +201,7 @@ def read_prompts(path: Path) -> list[str]:
     """Return the column prompt of a CSV file. Raises ValueError if it has none, or one is empty."""
     prompts = [row["prompt"] for row in read_csv(path, "prompt")]
     if not prompts or not all(prompts):
-        empty = f"{prompts.count('')} of them empty"
-        raise ValueError(f"{path} has {len(prompts)} prompts, {empty}")
+        raise ValueError(f"{path} has {len(prompts)} prompts, {prompts.count('')} of them empty")
     return prompts
 
 
@@ -230,17 +227,14 @@ def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, di
     """Return what each of WAYS makes of a prompt: seconds to the first token and to the last of n,
     medians of 3 runs, taken in turns, of which each begins with another way; the text, and
     its likeness to the cold one."""
-
-    def generation(way: str) -> Iterator[Tensor]:
-        return answer(recycler, way, text, ending, n)[1]
-
     reused = {way: len(answer(recycler, way, text, ending, 1)[0]) for way in WAYS}  # warms up, too
     record = recycler.nearest(text)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
-    order = [*WAYS]
+    order, ends = [*WAYS], ends_of(recycler.tokenizer)
     for _ in range(3):
         for way in order:
-            runs[way].append(timed(partial(generation, way), ends_of(recycler.tokenizer)))
+            run = timed(lambda way=way: answer(recycler, way, text, ending, n)[1], ends)
+            runs[way].append(run)
         order.append(order.pop(0))
     cold = runs["cold"][0].ids
     rows = {}
@@ -262,57 +256,57 @@ def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, di
     return rows
 
 
-def demo(short: Recycler, long: Recycler, name: str, n: int, out: Path) -> None:
+def demo(recycler: Recycler, name: str, n: int, out: Path) -> None:
     """Run the source's protocol, and with one more, long prompt; write baseline.csv and
     recycled.csv (section 4.4), and print what reuse saves beside the exact result.
 
-    short, long: empty, for the prompts and for the long one. Raises ValueError if a prompt leaves no
-    room for n tokens.
+    Raises ValueError if a prompt leaves no room for n tokens.
     """
     cached, tests = map(read_prompts, prompt_files(name))
     whole = "\n".join(cached)
+    texts = [*tests, f"{whole}\n{tests[0]}"]
     ending = END_OF_TEXT if "DialoGPT" in name else ""
-    size, n_ctx = len(long.encode(f"{whole}\n{tests[0]}{ending}")), long.store.model.config.n_ctx
+    lengths = [len(recycler.encode(text + ending)) for text in texts]
+    size, n_ctx = max(lengths), recycler.store.model.config.n_ctx
     if size + n > n_ctx:
         raise ValueError(f"a prompt of {size} tokens and {n} new ones exceed the context, {n_ctx}")
     for text in cached:
-        short.add(text)
-    long.add(whole)
-    texts = [(short, text) for text in tests]
-    texts.append((long, f"{whole}\n{tests[0]}"))
+        recycler.add(text)
     rows = []
-    for recycler, text in tqdm(texts, desc="prompts", leave=False):
+    for text in tqdm(texts, desc="prompts", leave=False):
+        if text == texts[-1]:
+            recycler.add(whole)
         rows.append(compared(recycler, text, ending, n))
     write_results(rows, out)
     cells = []
-    for (_, text), row in zip(texts, rows, strict=True):
+    for text, length, row in zip(texts, lengths, rows, strict=True):
         shown = text.partition("\n")[0]
-        line = [f"{shown[:30]}...", str(len(short.encode(text + ending)))]
-        for way in ("source", "longest"):
-            line.append(str(row[way]["reused_tokens"]))
-        for way in ("source", "published", "longest"):
+        line = [f"{shown[:30]}...", str(length)]
+        line += [str(row[way]["reused_tokens"]) for way in ("source", "longest")]
+        for way in RECYCLED:
             same = f"differs at token {row[way]['same_tokens'] + 1}"
             line.append("the same" if row[way]["identical"] else same)
         cells.append(line)
-    header = ["prompt", "tokens", "reused: source", "ours", "text: source", "published", "ours"]
-    print(
-        f"The caches of {len(cached)} prompts are stored, and {len(tests)} other prompts are "
-        f"answered; then a long one that begins with all {len(cached)}.\n"
-        f"{n} greedy tokens each; the texts beside a cold run's:\n\n{table(header, cells)}\n"
-    )
-    header = ["way", "first token", "of the long one", "time saved", "similarity", "the same text"]
-    print(f"{table(header, [summary(way, rows) for way in WAYS])}\n")
-    print(
-        "First token: milliseconds, with retrieval and restoring. Time saved: to the last token, the "
-        "mean over prompts\n(the source's S). Both are of medians of 3, taken in turns. Similarity: "
-        "the mean cosine of embeddings, to the\ncold text.\n"
-        "Exact: cold, source, ours. The published call (transformers 4.45.2) is not: it skips "
-        "tokens of the prompt,\nand uses positions twice.\n"
-        'The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was '
-        '0.66–0.82, indicating near\nidentical responses" (5.4).\n\n'
-        f"Written to {out}: baseline.csv, recycled.csv\n"
-        "The full study: python3 -m studies.recycling"
-    )
+    prompts = ["prompt", "tokens", "reused: source", "ours", "text: source", "published", "ours"]
+    ways = ["way", "first token", "of the long one", "time saved", "similarity", "the same text"]
+    print(f"""\
+The caches of {len(cached)} prompts are stored, and {len(tests)} others are answered; then a long one that begins \
+with all {len(cached)}.
+{n} greedy tokens each; the texts beside a cold run's:
+
+{table(prompts, cells)}
+
+{table(ways, [summary(way, rows) for way in WAYS])}
+
+First token: milliseconds, with retrieval and restoring. Time saved: to the last token, the mean over prompts
+(the source's S). Medians of 3, taken in turns. Similarity: the mean cosine of embeddings, to the cold text.
+Exact: cold, source, ours. The published call (transformers 4.45.2) is not: it skips tokens of the prompt,
+and uses positions twice.
+The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was 0.66–0.82, indicating near
+identical responses" (5.4).
+
+Written to {out}: baseline.csv, recycled.csv
+The full study: python3 -m studies.recycling""")
 
 
 def summary(way: str, rows: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
@@ -324,7 +318,7 @@ def summary(way: str, rows: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
         WAYS[way],
         f"{1e3 * first:.1f}",
         f"{1e3 * own[-1]['first_token_s']:.1f}",
-        f"{statistics.mean(saved):z.0%}" if way != "cold" else "-",
+        f"{statistics.mean(saved):z.0%}",
         f"{statistics.mean(row['similarity'] for row in own):.2f}",
         f"{sum(row['identical'] for row in own)} of {len(own)}",
     ]
@@ -335,7 +329,7 @@ def write_results(rows: Sequence[dict[str, dict[str, Any]]], out: Path) -> None:
     log."""
     kinds = ["prompt", "output", "latency_s", "first_token_s", "reused_tokens"]
     kinds += ["cache_similarity", "similarity"]
-    for file, ways in (("baseline", ["cold"]), ("recycled", ["source", "published", "longest"])):
+    for file, ways in (("baseline", ["cold"]), ("recycled", RECYCLED)):
         lines = []
         for row in rows:
             for way in ways:
@@ -394,7 +388,7 @@ def chat(
         if forgotten := forget(turns, len(turn), max_new_tokens, n_ctx):
             print(
                 f"[the context of {n_ctx} tokens is full: the oldest {forgotten} turns are forgotten, "
-                "and what is left moves to other positions and is read again]"
+                "and the others read again]"
             )
         ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
         for earlier in [*turns, turn]:
@@ -405,8 +399,9 @@ def chat(
         if trace:
             trace.begin(ids, reused)
         prompt = torch.tensor([ids], device=store.device)
-        stop = tokenizer.eot_token
-        for token in generate(model, prompt, max_new_tokens, stop_id=stop, cache=cache):
+        for token in generate(
+            model, prompt, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache
+        ):
             reply.append(int(token))
             if len(reply) == 1:
                 first = time.perf_counter() - begun
@@ -422,11 +417,9 @@ def chat(
         begun = time.perf_counter()
         read_all(model, ids)
         cold = time.perf_counter() - begun
-        without = ": nothing was stored that it begins with"
-        if reused:
-            without = f", without reuse {1000 * cold:.1f} ms"
         print(
-            f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms{without}]\n"
+            f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms, "
+            f"without reuse {1000 * cold:.1f} ms]\n"
         )
     if trace and trace.steps:
         trace.write()
@@ -466,9 +459,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.what == "run":
             encoder = load_encoder(args.encoder or "tokens", model, tokenizer)
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
-                stores = [Store(model, Path(folder) / kind) for kind in ("short", "long")]
-                short, long = (Recycler(store, tokenizer, encoder) for store in stores)
-                return demo(short, long, args.model, args.max_new_tokens, Path("results/recycle"))
+                recycler = Recycler(Store(model, folder), tokenizer, encoder)
+                return demo(recycler, args.model, args.max_new_tokens, Path("results/recycle"))
         store = Store(model, args.store or "results/recycle/store", args.capacity or 10**9)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
         dialogue = "DialoGPT" in args.model

@@ -49,11 +49,11 @@ def by_student(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens, 1), torch.cat(drawn_from)
 
 
-def from_the_text(pair: Pair, k: int, choose: Choose, longest: int = 3) -> tuple[Tensor, Tensor]:
+def from_the_text(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
     """Copy up to k tokens (1, k): those that followed the last 3, 2 or 1 tokens of the text the last time that these
     occurred. No student is needed."""
     text, none = pair.ids[0], torch.empty(0, pair.teacher.config.vocab_size)
-    for n in range(min(longest, len(text) - 1), 0, -1):
+    for n in range(min(3, len(text) - 1), 0, -1):
         found = (text[:-1].unfold(0, n, 1) == text[-n:]).all(1).nonzero()  # (matches, 1)
         if len(found):
             tokens = text[int(found[-1]) + n :][:k]
@@ -129,16 +129,18 @@ def speculate(
     the same distribution. The entries of what the teacher has read replace the student's, as at a refresh.
 
     passes: counts. Other options and errors are those of gpt_kv_cache.generate(); ValueError too if k is less than 1,
-    there are several texts, or the student's context is shorter than the teacher's.
+    there are several texts, or the student's context is shorter than the teacher's, which would forget earlier than
+    alone.
     """
     check_options(pair.ids, max_new_tokens, temperature, top_k)
-    if k < 1 or pair.ids.size(0) != 1:
-        given = f"got {k} and {pair.ids.size(0)}"
-        raise ValueError(f"speculation takes drafts of at least 1 token and 1 text, {given}")
+    if k < 1 or len(pair.ids) != 1:
+        raise ValueError(
+            f"speculation takes drafts of at least 1 token and 1 text, got {k} and {len(pair.ids)}"
+        )
     if pair.n_ctx < pair.teacher.config.n_ctx:
         raise ValueError(
             f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
-            f"{pair.teacher.config.n_ctx}: the teacher would forget earlier than alone"
+            f"{pair.teacher.config.n_ctx}"
         )
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,16 +225,14 @@ def demo(
                 tokens = speculate(Pair(*pair, ids), n, k, DRAFTS[by], passes)
             texts.append([int(token) for token in tokens])
         seconds = time.perf_counter() - begun
-        if k:
-            name, stay = f"drafts of {k}", f"{passes.agreed / max(1, passes.drafted):.0%}"
-        else:
+        name, stay = f"drafts of {k}", f"{passes.agreed / max(1, passes.drafted):.0%}"
+        if not k:
             name, stay, exact = "the teacher alone", "", texts
             passes.count = total - len(prompts)  # a text's first token is the prefill's
         same = sum(text == other for text, other in zip(texts, exact, strict=True))
         at_large = total / (passes.count * large[k + 1] + passes.drafted * drafting)
-        often = 1000 * passes.count / total
-        figures = [f"{total / seconds:.0f}", f"{often:.0f}", stay]
-        rows.append([name, *figures, f"{same} of {len(exact)}", f"{at_large:.0f}"])
+        cells = [name, f"{total / seconds:.0f}", f"{1000 * passes.count / total:.0f}", stay]
+        rows.append([*cells, f"{same} of {len(exact)}", f"{at_large:.0f}"])
     header = ["", "tokens/s", "passes in 1,000 tokens", "drafts stay", "the teacher's text"]
     print(table([*header, "tokens/s at 124M"], rows[::-1]))
 
@@ -304,11 +304,10 @@ def main(argv: list[str] | None = None) -> None:
             tensors = [torch.tensor([ids], device=args.device) for ids in prompts]
             demo((teacher, student), tensors, n, by, large, drafting)
             print()
-        print(
-            "The last column takes for each of the counted passes the time of one of GPT-2 124M's size (random weights),"
-            f"\nmeasured here: {1000 * large[1]:.0f} ms over 1 token, {1000 * large[9]:.0f} over 9; and for drafts the "
-            "time of these.\nThe full study: python3 -m studies.speculation"
-        )
+        print(f"""\
+The last column: as if a pass of the teacher took GPT-2 124M's time (random weights), here {1000 * large[1]:.0f} ms
+over 1 token and {1000 * large[9]:.0f} over 9, and drafts their own.
+The full study: python3 -m studies.speculation""")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ FLOORS = [
     ["chapters"],
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-BUDGETS = {"studies": 166, "tests": 330, "all but tests": 515}  # in thousands of characters of code
+BUDGETS = {"studies": 159, "tests": 330, "all but tests": 497}  # in thousands of characters of code
 
 
 @cache
