@@ -337,8 +337,9 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
                 "or give a model's folder"
             )
         except errors.HfHubHTTPError as error:
-            status = error.response.status_code
-            why = f"Hugging Face shows no {filename} in {repo} at revision {revision}: status {status}"
+            if error.response.status_code != 404:
+                raise
+            why = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
     # Whatever else a network, its settings, a server or a full disk can do.
     except Exception as error:
         raise not_downloaded(f"{filename} of {repo}", error) from error

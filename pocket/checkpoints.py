@@ -132,6 +132,8 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 write_atomically(folder / name, partial(shutil.copyfile, source / name))
+            else:  # an earlier model's
+                (folder / name).unlink(missing_ok=True)
     n = min(100, len(losses))
 
     def draw_on(axes: Any) -> None:

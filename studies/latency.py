@@ -106,9 +106,9 @@ def summed_up(rows: Rows, name: str, lengths: Sequence[int]) -> None:
         lost = [m - 1 for m, saved, *_ in of_way(way, "saved") if m in known and saved <= EQUAL]
         most = max(lost, default=0)
         if shares:
-            rows.add(way, {"model": name}, cost=shares)
             if most < known[-1] - 1:
                 rows.add(way, {"model": name}, pays=[2 * most or 1])
+            rows.add(way, {"model": name}, cost=shares)  # last: a way that has it is whole
 
 
 def main(argv: list[str] | None = None) -> None:

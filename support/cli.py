@@ -340,4 +340,8 @@ def cache_class(text: str) -> type:
 
 def utf8(text: str) -> str:
     """Argument type: text in UTF-8, without bytes that Python could not decode."""
-    return text.encode().decode()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError("is not valid UTF-8") from error
+    return text

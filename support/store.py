@@ -121,7 +121,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that get() may read."""
+        """Bytes of all files that have a row."""
         return int(self.db.execute("SELECT total(nbytes) FROM runs").fetchone()[0])
 
     def check_model(self) -> None:
@@ -206,6 +206,7 @@ class Store:
         with self.transaction():  # of its own: a file is only deleted once its row is for good
             path, at = self.match(ids[:n])
             self.use(path)
+            self.prune()
             self.evict(self.capacity - (n - at) * self.token_bytes)
         with self.transaction():
             self.sweep()
@@ -280,7 +281,11 @@ class Store:
         row = (parent, start, ids[0], time.time_ns(), content.nbytes, checksum, row_ids)
         run = self.db.execute("INSERT INTO runs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid
         if self.folder:
-            self.file(run).write_bytes(content)
+            try:
+                self.file(run).write_bytes(content)
+            except BaseException:  # half a file on a full disk
+                self.file(run).unlink(missing_ok=True)
+                raise
         else:
             self.memory[run] = content.copy()
         return run
@@ -303,12 +308,17 @@ class Store:
         """Delete a run from the index: its file, and what continues it, follow with sweep()."""
         self.db.execute("DELETE FROM runs WHERE run = ?", (run,))
 
+    def prune(self) -> None:
+        """Delete the rows that have lost their run."""
+        for statement in LEFT:
+            self.db.execute(statement)
+
     def sweep(self) -> None:
         """Delete what has lost its run: rows, and files. Those rows are found by nobody, so that it
         does no harm if they come back. Raises sqlite3.Error, before a file goes, if other writers,
         who may be about to add rows to their files, aren't kept out."""
-        for statement in LEFT:
-            self.db.execute(statement)
+        self.prune()
+        self.db.execute("PRAGMA user_version = 1")  # fails if the folder has another index by now
         held = {run for (run,) in self.db.execute("SELECT run FROM runs")}
         self.memory = {run: content for run, content in self.memory.items() if run in held}
         names = {*os.listdir(self.folder)} if self.folder else set()
