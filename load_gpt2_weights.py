@@ -26,9 +26,8 @@ from support.files import check_fields, not_downloaded, read_json, read_text, re
 
 RANDOM = "random:"  # and a size: an untrained model
 HERE = Path(__file__).resolve().parent
-VOCABULARY = (
-    r"(tokenizer|vocab|merges|spiece)\.(json|txt|model)"  # a file that a tokenizer is made of
-)
+# A file that a tokenizer is made of.
+VOCABULARY = r"(tokenizer|vocab|merges|spiece)\.(json|txt|model)"
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
 END_OF_TEXT = "<|endoftext|>"
 # Where GPT-2 cuts text before it merges bytes: the form with possessive quantifiers that tiktoken uses; same pieces.
@@ -395,7 +394,7 @@ def check_choice(path: Path, key: str, value: object, supported: Sequence[object
     """Raise ValueError if a value in a config.json is none of those that our models support."""
     if value not in supported:
         known = " or ".join(map(repr, supported))
-        raise ValueError(f"{path}: {key} is {value!r}, supported is only {known}")
+        raise ValueError(f"{path}: {key} is {value!r}, and only {known} is supported")
 
 
 def rotary_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -571,8 +570,7 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
         return gpt2_tokenizer()
     else:
         raise ValueError(
-            f"there is no {path.name} in {folder}, and with {vocab_size} tokens the tokenizer can't be "
-            "GPT-2's, which has 50257"
+            f"there is no {path.name} in {folder}, and GPT-2's has 50257 tokens, not {vocab_size}"
         )
     if not fits:
         raise ValueError(

@@ -411,7 +411,7 @@ def serve(
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from studies import paging
-    from support.cli import CommandLine, whole_number
+    from support.cli import CommandLine, temperature, whole_number
     from support.files import read_text
     from support.printing import ends_of
 
@@ -439,7 +439,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--samples", **count, help="continue each line so many times; default: once")
     cli.add_argument(
         "--temperature",
-        type=float,
+        type=temperature,
         metavar="X",
         help="0 for the likeliest tokens, the default; higher is more random",
     )

@@ -28,7 +28,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -48,7 +48,7 @@ from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer, read_weig
 from pocket import corpus
 from recycle import read_all
 from support.cli import CommandLine, utf8, whole_number
-from support.encoders import PairEncoder, load_encoder
+from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw
 from support.geometry import kv_heads, rotary
@@ -411,7 +411,7 @@ class Library:
         self,
         model: nn.Module,
         layout: Layout,
-        encoder: Callable[[list[str]], np.ndarray],
+        encoder: PairEncoder,
         texts: Sequence[str],
         summaries: Tensor,
         *,
@@ -462,23 +462,20 @@ class Library:
             return None
         return cache_of(self.model, self.summaries[found], layout.tail_position(len(ids)))
 
-    def save(self, folder: Path, encoder: str) -> None:
-        """Write library.safetensors and library.json to a folder; encoder: its name, "pairs" for a
-        PairEncoder."""
-        tensors = {"summaries": self.summaries.contiguous()}
-        tokens = []
-        if isinstance(self.encoder, PairEncoder):
-            tensors["encoder.mean"] = self.encoder.mean.contiguous()
-            tensors["encoder.weight"] = self.encoder.weight.contiguous()
-            tokens = list(self.encoder.column)
+    def save(self, folder: Path) -> None:
+        """Write library.safetensors and library.json to a folder."""
+        tensors = {
+            "summaries": self.summaries.contiguous(),
+            "encoder.mean": self.encoder.mean.contiguous(),
+            "encoder.weight": self.encoder.weight.contiguous(),
+        }
         about = {
             "fingerprint": fingerprint(self.model),
             "layout": asdict(self.layout),
             "threshold": self.threshold,
             "guard": self.guard,
             "skip": self.skip,
-            "encoder": encoder,
-            "tokens": tokens,
+            "tokens": list(self.encoder.column),
             "texts": self.texts,
         }
         about["checksum"] = checksum(about, tensors)
@@ -488,8 +485,7 @@ class Library:
     @classmethod
     def load(cls, model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path) -> Library:
         """Return the library in a folder. Raises FileNotFoundError if there is none, ValueError
-        if it isn't one, has changed since it was saved, was made with another model, or needs an
-        encoder that can't be had."""
+        if it isn't one, has changed since it was saved, or was made with another model."""
         about = read_json(folder / "library.json", checksum=int)
         tensors = read_weights(folder / "library.safetensors")
         if about.pop("checksum") != checksum(about, tensors):  # else all of it is what save() wrote
@@ -500,11 +496,8 @@ class Library:
             raise ValueError(
                 f"the library in {folder} was made with another model or dtype: name that, or make it again"
             )
-        if about["encoder"] == "pairs":
-            mean, weight = tensors["encoder.mean"], tensors["encoder.weight"]
-            encoder = PairEncoder(tokenizer, about["tokens"], mean, weight)
-        else:
-            encoder = load_encoder(about["encoder"], model, tokenizer)
+        mean, weight = tensors["encoder.mean"], tensors["encoder.weight"]
+        encoder = PairEncoder(tokenizer, about["tokens"], mean, weight)
         settings = {name: about[name] for name in ("threshold", "guard", "skip")}
         layout = Layout(**about["layout"])
         return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)

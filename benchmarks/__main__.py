@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--on cuda: this PyTorch can use none; try --on cpu")
+            raise ValueError("--on cuda: PyTorch finds none; try --on cpu")
         if not args.peer_path.is_dir():
             raise ValueError(f"--peer-path {args.peer_path} is not a folder")
         torch.set_num_threads(args.threads)

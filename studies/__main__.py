@@ -1,10 +1,12 @@
 """Lists the studies: `python3 -m studies`."""
 
+import argparse
 import ast
 import textwrap
 from pathlib import Path
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python3 -m studies").parse_args()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code = path.read_text("utf-8")
         if code.endswith("    main()\n"):

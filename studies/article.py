@@ -42,7 +42,7 @@ FILES = {
     "preallocated": gpt_bounded_cache,
 }
 SMALL, WINDOW, TEXT = "4x4x64", 8, 40  # geometry, window and tokens that the two lines are tried on
-SIZES = {False: ("124M", 200, 3), True: (SMALL, 20, 1)}  # quick or not: geometry, tokens, turns
+FULL, QUICK = ("124M", 200, 3), (SMALL, 20, 1)  # geometry, tokens, turns
 WRONG = 1e-3  # a position is wrong if a logit is off by more than this share of the largest
 
 
@@ -162,7 +162,7 @@ def window_check() -> dict[str, float]:
 
 def measure(rows: Rows, quick: bool) -> None:
     """Measure what the rows lack."""
-    size, n, turns = SIZES[quick]
+    size, n, turns = QUICK if quick else FULL
     if rows.due(["chunks"], "wrong"):
         rows.begin(
             f"{SMALL} (layers, heads, width), random weights",

@@ -525,7 +525,8 @@ def table_of(rows: Rows) -> list[str | Table]:
         cells = []
         for column in columns.values():
             metric, where = side_of(column.removesuffix(" ±"), {})
-            other = at | where != where | at  # the column is of another setting than the line
+            # is the column of another setting than the line?
+            other = any(at.get(key, value) != value for key, value in where.items())
             found = None if other else rows.figure(way, metric, **at | where)
             form = rows.kind(metric)[1]
             cells.append("-" if found is None else found.shown(form, column.endswith("±")))

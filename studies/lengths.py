@@ -34,10 +34,8 @@ from studies.core import Rows, in_turn, run
 LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
 DECODED = 8  # tokens, of which the median counts; one more before them warms up
 SMALL = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
-SIZES = {  # quick or not: geometry and slots, of which 2,048 are the source's capacity
-    False: ("GPT-2's geometry", {}, (24, 2048)),
-    True: ("a small geometry", SMALL, (4,)),
-}
+FULL = ("GPT-2's geometry", {}, (24, 2048))  # and slots, of which 2,048 are the source's capacity
+QUICK = ("a small geometry", SMALL, (4,))
 
 
 def filled(model: GPT, n: int, cache: KVCache) -> KVCache:
@@ -80,7 +78,7 @@ def measure(rows: Rows, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length, all in turn."""
     if not rows.due(["growing"], "tps", after=LENGTHS[-1]):
         return
-    what, geometry, slots = SIZES[quick]
+    what, geometry, slots = QUICK if quick else FULL
     geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED + 1}
     torch.manual_seed(0)
     plain = GPT(GPTConfig(**geometry)).eval()

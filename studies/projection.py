@@ -404,10 +404,10 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     and, as proposed, projected ones with the projector that has mapped them."""
     stored = [p for p in trial.stored("test") if p.family.startswith("test")]
     ours = trial.library(trial.ways["raw-1:16"], stored, threshold=tau, guard=True)
-    ours.save(folder / "ours", "pairs")
+    ours.save(folder / "ours")
     if "written" in trial.ways:
         projected = trial.library(trial.ways["written"], stored, threshold=tau)
-        projected.save(folder / "proposed", "pairs")
+        projected.save(folder / "proposed")
         stage_2 = trial.stage_2(PROPOSED, trial.as_written)
         stage_2.save(folder / "proposed" / "projector.safetensors")
 
@@ -431,7 +431,7 @@ def main(argv: list[str] | None = None) -> None:
         rows, turns = recorded("projection", args, different), 1 if args.quick else 7
         (model, name), tokenizer = model_of(args), load_tokenizer(args.model)
         few = 20 if args.quick else 0
-        kinds = args.kinds or [*POCKET][: 1 if args.quick else None]
+        kinds = args.kinds or (["quiz"] if args.quick else [*POCKET])
         if args.pairs:
             kinds = [Path(args.pairs).stem]
         if rows.reduced:

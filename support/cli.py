@@ -1,6 +1,7 @@
 """The command line that all scripts share: model, device, dtype, seed, and errors in one sentence."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -74,7 +75,7 @@ class CommandLine(argparse.ArgumentParser):
             default=0,
             type=whole_number(0, 2**32 - 1),
             metavar="N",
-            help="for random draws",
+            help="seed of random draws",
         )
 
     def add_generation_arguments(self, model: str = "--model", trace: bool = True) -> None:
@@ -93,7 +94,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument(
             "--temperature",
             default=0.0,
-            type=float,
+            type=temperature,
             metavar="X",
             help="0: always the likeliest token; higher: more random",
         )
@@ -162,7 +163,7 @@ class CommandLine(argparse.ArgumentParser):
         says where the context begins in a text that is read without a cache."""
         if args.trace_file is None:
             return None
-        command = f"{self.prog} {' '.join(sys.argv[1:])}"
+        command = f"{self.prog} {' '.join(sys.argv[1:])}".encode(errors="replace").decode()
         trace = Trace(command, tokenizer, model.config.n_ctx, args.trace_file, context_start)
         trace.begin(ids[0].tolist())
         trace.watch(model)
@@ -199,7 +200,9 @@ class CommandLine(argparse.ArgumentParser):
             args = self.parse_intermixed_args(words)
             if getattr(args, "random", None):
                 if args.model != self.get_default("model"):
-                    raise ValueError(f"--random {args.random} leaves no --model {args.model}")
+                    raise ValueError(
+                        f"give --random {args.random} or --model {args.model}, not both"
+                    )
                 self.set_defaults(**ARTICLE, model=f"random:{args.random}")
                 args = self.parse_intermixed_args(words)
             try:
@@ -237,7 +240,7 @@ class CommandLine(argparse.ArgumentParser):
         an action is given an option that it doesn't have."""
         for name, (owner, option) in self.owners.items():
             if args.what not in owner.split(", ") and getattr(args, name) is not None:
-                raise ValueError(f"{args.what} has no {option}: it is for {owner}")
+                raise ValueError(f"{args.what} has no {option}, only {owner}")
         if "device" in args:
             args.device = device_of(args.device)
             args.dtype = getattr(torch, args.dtype)
@@ -277,7 +280,7 @@ def device_of(name: str) -> str:
     found = str(torch.accelerator.current_accelerator(check_available=True))
     here = found if found in ("cuda", "mps") else "cpu"
     if name not in ("auto", "cpu", here):
-        raise ValueError(f"--device {name}: this PyTorch can use none; try --device cpu")
+        raise ValueError(f"--device {name}: PyTorch finds none; try --device cpu")
     return here if name == "auto" else name
 
 
@@ -336,6 +339,14 @@ def cache_class(text: str) -> type:
     if not isinstance(found, type):
         raise argparse.ArgumentTypeError(f"{text} has no class Cache")
     return found
+
+
+def temperature(text: str) -> float:
+    """Argument type: 0, or a finite number that one can divide by."""
+    value = float(text)
+    if value != 0 and not 1e-6 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0, or at least 1e-6 and finite, got {text}")
+    return value
 
 
 def utf8(text: str) -> str:

@@ -211,7 +211,9 @@ class Store:
         with self.transaction():
             self.sweep()
             path, at = self.match(ids[:n])
-            (last, *_), taken = path[-1] if path else ((0,), 0)
+            last, taken = 0, 0
+            if path:
+                (last, *_), taken = path[-1]
             excess = max(0, self.nbytes + (n - at) * self.token_bytes - self.capacity)
             end = max(at, n - math.ceil(excess / self.token_bytes))
             if at < end:

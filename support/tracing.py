@@ -47,9 +47,8 @@ class Trace:
         self.start = self.fed = 0
         self.reused: tuple[int, int] | None = None
         self.steps: list[dict[str, Any]] = []
-        self.teacher: set[int] = (
-            set()
-        )  # the tokens whose entries in the student's cache are a teacher's
+        # the tokens whose entries in the student's cache are a teacher's
+        self.teacher: set[int] = set()
         self.refreshes = 0
         self.watched: dict[int, Any] = {}  # by layer: what removes the hook
         # by layer: the last pass's attention and its arguments
@@ -110,13 +109,11 @@ class Trace:
         """Add to a step whose entries are whose."""
         n = step["n"]
         if restarted:
-            said, self.teacher = (
-                "The teacher's cache doesn't fit: the student reads the text.",
-                set(),
-            )
+            self.teacher = set()
+            said = "The teacher's cache doesn't fit: the student reads the text."
             if pair.fits:
-                said = "The teacher reads the text, and its cache is handed over."
                 self.teacher = {*range(step["start"], n)}
+                said = "The teacher reads the text, and its cache is handed over."
             step["events"].append(said)
         if len(pair.refreshes) > self.refreshes and pair.fits:
             count = pair.refreshes[-1].replaced

@@ -368,7 +368,7 @@ def same(a: Library, b: Library, tokenizer: object) -> bool:
 def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: Path) -> None:
     model, tokenizer = pocket
     library.guard = True
-    library.save(tmp_path, "pairs")
+    library.save(tmp_path)
     again = Library.load(model, tokenizer, tmp_path)
     assert same(library, again, tokenizer)
     assert again.guard and again.layout == library.layout
@@ -384,7 +384,7 @@ def test_a_damaged_library_is_an_error_and_never_a_wrong_start(
     library: Library, pocket: tuple, tmp_path: Path
 ) -> None:
     (model, tokenizer), rng, refused = pocket, random.Random(30), 0
-    library.save(tmp_path, "pairs")
+    library.save(tmp_path)
     for path in sorted(tmp_path.iterdir()) * 15:
         whole = path.read_bytes()
         content = bytearray(whole[: rng.choice([len(whole), rng.randrange(len(whole))])])
