@@ -19,7 +19,7 @@ def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
 def test_every_way_writes_the_same_and_nothing_is_due_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(article.SIZES, True, ("1x1x8", 4, 1))
+    monkeypatch.setattr(article, "QUICK", ("1x1x8", 4, 1))
     rows = Rows("article", tmp_path, reduced="reduced run")
     article.measure(rows, True)
     assert rows.figure("growing", "seconds").value > 0
