@@ -66,11 +66,11 @@ def check_losses(one: memory.Memory, ids: Tensor, logits: Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 
 
-SLOW = "bounding compression latency pretraining recall speculation".split()
+SLOW = "article bounding compression latency pretraining recall speculation".split()
 
 
 @pytest.mark.parametrize(
-    "study", ["article", "lengths", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
+    "study", ["lengths", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
 )
 def test_a_quick_run_has_figures_and_no_verdict(study: str, tmp_path: Path) -> None:
     ran = start(f"studies.{study} --quick --out '{tmp_path}'")
