@@ -164,7 +164,9 @@ def report() -> str:
 def test_no_room_grows_by_more_than_a_twentieth_unnoticed() -> None:
     print(report())
     for room, tokens in weights().items():
-        assert room in RECORDS, f"{room} has no record: add {tokens} to RECORDS in tests/test_house.py"
+        assert room in RECORDS, (
+            f"{room} has no record: add {tokens} to RECORDS in tests/test_house.py"
+        )
         assert tokens <= 1.05 * RECORDS[room], (
             f"{room} has {tokens:,} tokens, its record is {RECORDS[room]:,}: is there less to add? "
             "If not, write the new figure into RECORDS in the same commit, and why"
