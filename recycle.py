@@ -38,6 +38,7 @@ from support.prefix import common_prefix
 from support.printing import ends_of
 from support.store import Store
 from support.tables import table
+from support.timing import TimedText, time_text
 from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -170,27 +171,6 @@ NEAREST = ("source", "published")  # the ways that look for the nearest prompt
 RECYCLED = (*NEAREST, "longest")
 
 
-@dataclass
-class Run:
-    """One generation: its tokens, and the seconds to the first of them and to the last."""
-
-    ids: list[int]
-    ttft: float
-    total: float
-
-
-def timed(generation: Callable[[], Iterator[Tensor]], ends: Sequence[int] = ()) -> Run:
-    """Run a generation to its end, or to one of the tokens that end a text; int() waits for the device."""
-    ids, ttft, begun = [], 0.0, time.perf_counter()
-    for token in generation():
-        ids.append(int(token))
-        if len(ids) == 1:
-            ttft = time.perf_counter() - begun
-        if ids[-1] in ends:
-            break
-    return Run(ids, ttft, time.perf_counter() - begun)
-
-
 def prompt_files(model: str) -> list[Path]:
     """Return the prompts to store and those to test: the source's, for the pocket models their own."""
     own = "pocket_" if model.startswith("pocket") else ""
@@ -229,11 +209,11 @@ def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, di
     its likeness to the cold one."""
     reused = {way: len(answer(recycler, way, text, ending, 1)[0]) for way in WAYS}  # warms up, too
     record = recycler.nearest(text)
-    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+    runs: dict[str, list[TimedText]] = {way: [] for way in WAYS}
     order, ends = [*WAYS], ends_of(recycler.tokenizer)
     for _ in range(3):
         for way in order:
-            run = timed(lambda way=way: answer(recycler, way, text, ending, n)[1], ends)
+            run = time_text(lambda way=way: answer(recycler, way, text, ending, n)[1], ends)
             runs[way].append(run)
         order.append(order.pop(0))
     cold = runs["cold"][0].ids
@@ -245,8 +225,8 @@ def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, di
             "output": recycler.tokenizer.decode(ids),
             "reused_tokens": reused[way],
             "cache_similarity": record.similarity if record and way in NEAREST else "",
-            "first_token_s": statistics.median(run.ttft for run in own),
-            "latency_s": statistics.median(run.total for run in own),
+            "first_token_s": statistics.median(run.first_token_seconds for run in own),
+            "latency_s": statistics.median(run.total_seconds for run in own),
             "same_tokens": common_prefix(ids, cold),
             "identical": ids == cold,
         }

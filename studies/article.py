@@ -29,9 +29,9 @@ import gpt_bounded_cache
 import gpt_kv_cache
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import Numbers
-from recycle import Run, timed
-from studies.core import Rows, in_turn, run
+from studies.core import Rows, run
 from support.conditions import random_model
+from support.timing import TimedText, run_in_turns, time_text
 
 PROMPT = "Hello, I am"  # the article's
 LONGER = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each
@@ -61,13 +61,13 @@ def all_logits(model: gpt_baseline.GPT, ids: Tensor, n: int) -> Iterator[Tensor]
 @torch.no_grad()
 def written(
     way: str, model: torch.nn.Module, ids: Tensor, n: int, room: int, turn: int
-) -> tuple[Run, int, int]:
+) -> tuple[TimedText, int, int]:
     """Write n greedy tokens after ids (1, T); return them with their times, and the cache's bytes
     and tokens. room: tokens of the preallocated cache."""
     cache = gpt_bounded_cache.SlidingWindowCache(room) if way == "preallocated" else KVCache()
     generate = all_logits if way == "all-logits" else FILES[way].generate
     with_cache = {} if FILES[way] is gpt_baseline else {"cache": cache}
-    run = timed(lambda: generate(model, ids, n, **with_cache))
+    run = time_text(lambda: generate(model, ids, n, **with_cache))
     return run, cache.nbytes, len(cache)
 
 
@@ -80,7 +80,9 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
     room = ids.size(1) + n
     if after:
         ids, room = torch.randint(50257, (1, after)), models["growing"].config.n_ctx
-    found = in_turn({way: partial(written, way, models[way], ids, n, room) for way in ways}, turns)
+    found = run_in_turns(
+        {way: partial(written, way, models[way], ids, n, room) for way in ways}, turns
+    )
     rows.begin_with(
         f"{size}, random weights",
         models["growing"],
@@ -90,7 +92,10 @@ def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[s
     seconds = {}
     for way, several in found.items():
         runs = [run for run, _, _ in several]
-        seconds[way] = [run.total - run.ttft if after else run.total for run in runs]
+        seconds[way] = [
+            run.total_seconds - run.first_token_seconds if after else run.total_seconds
+            for run in runs
+        ]
     for way, several in found.items():
         run, nbytes, held = several[-1]
         if not after:

@@ -35,9 +35,10 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
 from studies.bounding import Memory
-from studies.core import Rows, in_turn, run
+from studies.core import Rows, run
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
+from support.timing import run_in_turns
 
 TEXTS, FACTS, TURNS = 12, 75, 5  # how many
 T, LONG, LIST = 512, 1024, 48  # tokens
@@ -123,7 +124,7 @@ def milliseconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
 def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the times, in turns, of those ways that lack them."""
     runs = {way: partial(milliseconds, model, way) for way in rows.due(CACHES, "ms", **at)}
-    for way, ms in in_turn(runs, turns).items():
+    for way, ms in run_in_turns(runs, turns).items():
         rows.add(way, at, ms=ms)
 
 

@@ -357,18 +357,6 @@ def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
     return Rows(study, args.out, getattr(args, "again", ""), different)
 
 
-def in_turn(runs: dict[Any, Callable[[int], Any]], turns: int) -> dict[Any, list]:
-    """Return what each run, given the turn, returns in each: all take turns, after one turn that
-    warms up and doesn't count, so that what disturbs the machine disturbs all of them."""
-    found = {name: [] for name in runs}
-    for turn in range(-1, turns):
-        for name, run in runs.items():
-            result = run(max(turn, 0))
-            if turn >= 0:
-                found[name].append(result)
-    return found
-
-
 # --- Claims -----------------------------------------------------------------------------------------
 
 

@@ -24,9 +24,10 @@ import torch
 
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
-from recycle import Store, read_all, timed
-from studies.core import Rows, StudyLine, in_turn, model_of, points_over, recorded, report
+from recycle import Store, read_all
+from studies.core import Rows, StudyLine, model_of, points_over, recorded, report
 from support.cli import GEOMETRIES
+from support.timing import run_in_turns, time_text
 
 SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
 LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
@@ -54,8 +55,8 @@ def times(
     begun = time.perf_counter()
     cache = store.get(ids) if store else model.new_cache()
     restored = time.perf_counter() - begun
-    run = timed(lambda: generate(model, prompt, n, cache=cache))
-    return restored, restored + run.ttft, restored + run.total
+    run = time_text(lambda: generate(model, prompt, n, cache=cache))
+    return restored, restored + run.first_token_seconds, restored + run.total_seconds
 
 
 def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: int) -> None:
@@ -84,7 +85,9 @@ def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: in
             if (m, share) == (whole, 90):
                 for way in ("cold", "warm-disk"):
                     runs[way] = partial(times, model, ids, DECODED, *places[way])
-            found = {way: np.transpose(several) for way, several in in_turn(runs, turns).items()}
+            found = {
+                way: np.transpose(several) for way, several in run_in_turns(runs, turns).items()
+            }
             _, cold, cold_last = found["cold"]
             if (m, share) == (whole, 90):
                 rows.add("warm-disk", at, saved_all=1 - found["warm-disk"][2] / cold_last)

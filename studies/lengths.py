@@ -29,7 +29,8 @@ from gpt_bounded_cache import (
     KVCache,
     SlidingWindowCache,
 )
-from studies.core import Rows, in_turn, run
+from studies.core import Rows, run
+from support.timing import run_in_turns
 
 LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
 DECODED = 8  # tokens, of which the median counts; one more before them warms up
@@ -96,7 +97,7 @@ def measure(rows: Rows, quick: bool) -> None:
         for name, (model, make) in caches.items():
             size[name] = make(model, n).nbytes
             runs[name] = partial(milliseconds, model, make, n)
-        found = in_turn(runs, TURNS)
+        found = run_in_turns(runs, TURNS)
         for name, several in found.items():
             tps, share = np.divide(1000, several), size[name] / size["growing"]
             rows.add(name, at, tps=tps, mb=[size[name] / 1e6], share=[share])

@@ -50,7 +50,7 @@ from projector import (
     read_all_queries,
 )
 from recycle import read_all
-from studies.core import LEAST, Rows, StudyLine, in_turn, model_of, recorded, report
+from studies.core import LEAST, Rows, StudyLine, model_of, recorded, report
 from studies.projection_ways import (
     OURS,
     POCKET,
@@ -65,6 +65,7 @@ from studies.projection_ways import (
     read_pairs,
 )
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
+from support.timing import run_in_turns
 
 GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
 BOTH_STAGES = ("written", "proposed", "proposed-true")
@@ -213,7 +214,7 @@ def in_turns(
     runs = {}
     for i, one in enumerate(asked):
         runs |= {(name, i): partial(clocked, start, one) for name, start in starts.items()}
-    found = in_turn(runs, turns)
+    found = run_in_turns(runs, turns)
     return {name: np.array([found[name, i] for i in range(len(asked))]) for name in starts}
 
 

@@ -31,12 +31,13 @@ from typing import NamedTuple
 import numpy as np
 
 from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
-from recycle import Recycler, Store, answer, prompt_files, read_prompts, timed
-from studies.core import HERE, Rows, StudyLine, in_turn, model_of, recorded, report
+from recycle import Recycler, Store, answer, prompt_files, read_prompts
+from studies.core import HERE, Rows, StudyLine, model_of, recorded, report
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.encoders import load_encoder
 from support.statistics import bootstrap
+from support.timing import run_in_turns, time_text
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # by recycle.py's names
 ENCODER, NEW = "all-MiniLM-L6-v2", 100  # of the recorded embeddings; tokens
@@ -83,8 +84,14 @@ class Trial:
         begun = time.perf_counter()
         cache, tokens = answer(self.recycler, WAYS[way], text, self.ending, self.n)
         reused, retrieved = len(cache), time.perf_counter() - begun
-        run = timed(lambda: tokens)
-        return Answer(run.ids, retrieved + run.ttft, retrieved + run.total, reused, len(cache))
+        run = time_text(lambda: tokens)
+        return Answer(
+            run.ids,
+            retrieved + run.first_token_seconds,
+            retrieved + run.total_seconds,
+            reused,
+            len(cache),
+        )
 
     def run(self, stored: Sequence[str], order: str, turns: int) -> Found:
         """Store the caches of some prompts and answer others. order: "interleaved", or the
@@ -96,7 +103,7 @@ class Trial:
         if found:
             return found | self.once("published", "recycled")
         runs = {(way, text): partial(self.answer, way, text) for text in self.tests for way in WAYS}
-        return in_turn(runs, turns)
+        return run_in_turns(runs, turns)
 
     def once(self, *ways: str) -> Found:
         return {(way, text): [self.answer(way, text)] for way in ways for text in self.tests}

@@ -44,11 +44,12 @@ from overfill import Entropy, Gate, MonteCarloDropout, Pair, Periodic, Policy, P
 from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
-from recycle import Run, read_prompts, timed
-from studies.core import Rows, Setting, StudyLine, in_turn, points_over, recorded, report, ways_of
+from recycle import read_prompts
+from studies.core import Rows, Setting, StudyLine, points_over, recorded, report, ways_of
 from support.chat import as_question
 from support.conditions import random_model
 from support.statistics import area_under_roc, kl
+from support.timing import TimedText, run_in_turns, time_text
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
@@ -261,17 +262,19 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     if not ways:
         return
 
-    def written(way: str, turn: int) -> tuple[Run, Pair | None]:
+    def written(way: str, turn: int) -> tuple[TimedText, Pair | None]:
         """Write one text, sampled, after the first prompts in turn."""
         ids = texts.prompts["test"][turn % prompts][None]
         tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
-        return timed(lambda: tokens), pair
+        return time_text(lambda: tokens), pair
 
-    found = in_turn({way: partial(written, way) for way in ("none", *ways)}, turns)
+    found = run_in_turns({way: partial(written, way) for way in ("none", *ways)}, turns)
     then = rows.figure("none", "tps", **at)
     spans = {}  # to the first token and to the last
     for way, several in found.items():
-        spans[way] = np.array([(run.ttft, run.total) for run, _ in several]).T
+        spans[way] = np.array(
+            [(run.first_token_seconds, run.total_seconds) for run, _ in several]
+        ).T
     first, total = spans["none"]
     steps = texts.n - 1
     if then:

@@ -20,10 +20,10 @@ import torch
 from overfill import Pair, load_pair
 from pocket import corpus
 from pocket.evaluation import nats_of
-from recycle import Run, timed
 from speculate import DRAFTS, Passes, speculate
-from studies.core import Rows, in_turn, run
+from studies.core import Rows, run
 from studies.refreshing import MODES, Texts, size_of
+from support.timing import TimedText, run_in_turns, time_text
 
 BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
 SIZES = (4, 8, 16)  # of drafts and bursts
@@ -38,7 +38,7 @@ WAYS = [
 class Written(NamedTuple):
     """A text's tokens and times, the teacher's mean nats, and its passes."""
 
-    run: Run
+    run: TimedText
     nats: float
     passes: Passes
 
@@ -54,7 +54,7 @@ def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
         tokens = speculate(pair, n, int(k), BY[kind], passes, **options)
     else:
         tokens, pair = texts.writing(way, ids, mode, turn)
-    took = timed(lambda: tokens)
+    took = time_text(lambda: tokens)
     if kind not in BY:
         passes.count = int(pair.passes) if pair else n - 1
     nats = nats_of(teacher, ids[0].tolist() + took.ids)[-n:]
@@ -69,7 +69,7 @@ def compare(texts: Texts, mode: str) -> None:
     if not due:
         return
     runs = {way: partial(write, texts, way, mode) for way in ("teacher", *due)}
-    found = in_turn(runs, len(texts.prompts["test"]))
+    found = run_in_turns(runs, len(texts.prompts["test"]))
     for way in due:
         several = found[way]
         same = [
@@ -80,7 +80,7 @@ def compare(texts: Texts, mode: str) -> None:
             at,
             perplexity=[x.nats for x in several],
             passes=[1000 * x.passes.count / texts.n for x in several],
-            tps=[texts.n / x.run.total for x in several],
+            tps=[texts.n / x.run.total_seconds for x in several],
             same=map(float, same),
         )
         drafted = sum(x.passes.drafted for x in several)

@@ -12,7 +12,6 @@ from studies.core import (
     Figure,
     Rows,
     claims,
-    in_turn,
     judged,
     page_of,
     points_over,
@@ -21,6 +20,7 @@ from studies.core import (
     table_of,
 )
 from support.tables import page
+from support.timing import run_in_turns
 
 PAPER = """
 title = "A paper"
@@ -183,7 +183,7 @@ def test_the_table_has_a_line_a_way_by_its_name(rows: Rows) -> None:
 def test_ways_take_turns_after_one_that_warms_up() -> None:
     calls: list[tuple[str, int]] = []
     runs = {name: lambda turn, name=name: calls.append((name, turn)) or len(calls) for name in "ab"}
-    assert in_turn(runs, 2) == {"a": [3, 5], "b": [4, 6]}
+    assert run_in_turns(runs, 2) == {"a": [3, 5], "b": [4, 6]}
     assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
 
 

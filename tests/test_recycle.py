@@ -23,6 +23,7 @@ from studies.core import Rows
 from support.encoders import load_encoder, token_encoder
 from support.files import read_csv
 from support.store import Store
+from support.timing import time_text
 from tests.helpers import N_CTX, Ran, refused, run
 from tests.test_store import found, put, texts, tiny_model
 from tests.test_weights import write_gpt2
@@ -397,8 +398,8 @@ def test_a_special_token_that_is_typed_is_text(pocket: GPT, capsys) -> None:
 
 
 def test_an_answer_ends_with_any_of_the_end_tokens() -> None:
-    run = module.timed(lambda: iter(torch.tensor([1, 2, 3, 4])), ends=(7, 3))
-    assert run.ids == [1, 2, 3] and 0 < run.ttft <= run.total
+    run = time_text(lambda: iter(torch.tensor([1, 2, 3, 4])), end_tokens=(7, 3))
+    assert run.ids == [1, 2, 3] and 0 < run.first_token_seconds <= run.total_seconds
 
 
 @pytest.mark.slow

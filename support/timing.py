@@ -1,0 +1,52 @@
+"""Timing: a call, a text, and several runs that take turns."""
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class TimedText(NamedTuple):
+    """The tokens of a generation, and the seconds to the first of them and to the last."""
+
+    ids: list[int]
+    first_token_seconds: float
+    total_seconds: float
+
+
+def time_call(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of a call, and what it returned. On a GPU the call has to wait for its result itself."""
+    started = time.perf_counter()
+    result = call()
+    return time.perf_counter() - started, result
+
+
+def time_text(
+    generation: Callable[[], Iterator[Tensor]], end_tokens: Sequence[int] = ()
+) -> TimedText:
+    """Run a generation to its end, or to one of the tokens that end a text; int() waits for the device."""
+    ids: list[int] = []
+    first_token_seconds = 0.0
+    started = time.perf_counter()
+    for token in generation():
+        ids.append(int(token))
+        if len(ids) == 1:
+            first_token_seconds = time.perf_counter() - started
+        if ids[-1] in end_tokens:
+            break
+    return TimedText(ids, first_token_seconds, time.perf_counter() - started)
+
+
+def run_in_turns(
+    runs: dict[Hashable, Callable[[int], Any]], turns: int
+) -> dict[Hashable, list[Any]]:
+    """Return what each run, given the turn, returns in each: all take turns, after one turn that
+    warms up and doesn't count, so that what disturbs the machine disturbs all of them."""
+    results = {name: [] for name in runs}
+    for turn in range(-1, turns):
+        for name, run in runs.items():
+            result = run(max(turn, 0))
+            if turn >= 0:
+                results[name].append(result)
+    return results
