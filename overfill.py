@@ -33,55 +33,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
-from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
+from load_gpt2_weights import NAMES, find_file
+from pair import Pair, load_pair, splice_last
 from support.cli import PROMPT, CommandLine, whole_number
 from support.files import check_fields, read_json
-from support.geometry import kv_heads, rotary
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
 from support.tracing import Trace
 
 # --- Two models, one text -------------------------------------------------------------------------
-
-
-def geometry(config: Any) -> dict[str, Any]:
-    """Return what keys and values, and the positions in them, depend on. Of heads those of keys and
-    values: more heads of queries may read them. Rotated keys serve only equal rotations."""
-    return {
-        "n_layer": config.n_layer,
-        "n_kv_head": kv_heads(config),
-        "head_dim": config.head_dim,
-        "n_ctx": config.n_ctx,
-        "rotary base and scaling": rotary(config) or "none",
-    }
-
-
-def misfit(teacher: nn.Module, student: nn.Module) -> str:
-    """Return how the geometry of the two differs, "" if one's cache serves the other."""
-    its, own = geometry(teacher.config), geometry(student.config)
-    differ = [f"{name} {its[name]} against {own[name]}" for name in its if its[name] != own[name]]
-    return ", ".join(differ)
-
-
-def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
-    """Replace in place the last counts (B,) tokens of each row of a cache by those of a source that
-    ends where it does.
-
-    Raises ValueError, and changes nothing, if the two don't end at the same position or one has too
-    few tokens.
-    """
-    n = int(counts.max())
-    if cache.next_pos != source.next_pos or not 0 <= n <= min(len(cache), len(source)):
-        raise ValueError(
-            f"can't replace {n} of {len(cache)} tokens up to position {cache.next_pos} by those of "
-            f"{len(source)} up to {source.next_pos}"
-        )
-    replaced = torch.arange(n, 0, -1, device=counts.device) <= counts[:, None]  # (B, n)
-    for old, new in zip(cache.layers, source.layers, strict=True):
-        old = old[..., len(cache) - n : len(cache), :]
-        new = new[..., len(source) - n : len(source), :]
-        old.copy_(torch.where(replaced[None, :, None, :, None], new, old))  # (2, B, H, n, D)
 
 
 @dataclass
@@ -94,12 +55,9 @@ class Refresh:
     seconds: float
 
 
-class Pair:
-    """A teacher and a student at work on the same texts.
-
-    The student's cache begins as the teacher's, of the prompt. Where their geometry differs the
-    student reads the prompt itself, and a refresh leaves its cache as it is.
-    """
+class RefreshedPair(Pair):
+    """A pair whose student writes, and whose teacher refreshes the student's cache; where their
+    geometry differs, a refresh leaves it as it is."""
 
     def __init__(
         self,
@@ -108,19 +66,7 @@ class Pair:
         ids: Tensor,
         new_cache: Callable[[], KVCache] = KVCache,
     ) -> None:
-        """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
-        its, own = teacher.config.vocab_size, student.config.vocab_size
-        if its != own:
-            raise ValueError(
-                f"teacher and student must share a vocabulary, but have {its:,} and {own:,} tokens"
-            )
-        self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
-        self.fits = not misfit(teacher, student)
-        self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
-        self.cached_from = 0  # index in ids of the first cached token
-        self.read = new_cache()  # what the teacher has read
-        self.cache = new_cache()  # what the student writes on
-        self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
+        super().__init__(teacher, student, ids, new_cache)
         # What the teacher has read at this token, and its logits.
         self.consulted: tuple[KVCache, Tensor] | None = None
         self.written = 0  # tokens after the prompt that the student has read
@@ -133,26 +79,10 @@ class Pair:
         self.refreshes: list[Refresh] = []
 
     def prefill(self) -> None:
-        """Let the teacher read the text, or what of it stays in the context, and hand its cache
-        over."""
-        self.cached_from = context_start(self.ids.size(1), self.n_ctx)
-        self.read, self.cache, self.consulted = self.new_cache(), self.new_cache(), None
-        logits = self.teacher(self.ids[:, self.cached_from :], self.read, last_only=True)
-        self.logits = logits[:, -1]
-        if self.fits:
-            self.hand_over(0)
-        else:
-            self.student(self.ids[:, self.cached_from :], self.cache, last_only=True)
+        super().prefill()
+        self.consulted = None
         self.since.zero_()
         self.unread.zero_()
-
-    def hand_over(self, first: int) -> None:
-        """Replace the student's entries, from this index in its cache on, by a copy of the
-        teacher's."""
-        self.cache.truncate(first)
-        for layer, kv in enumerate(self.read.layers):
-            self.cache.append(layer, *kv[..., first : len(self.read), :], self.read.pos[first:])
-        self.cache.commit(self.read.pos[first:])
 
     def step(self, token: Tensor, policy: Policy) -> None:
         """Let the student read the next token (B, 1), then refresh its cache if the policy says so;
@@ -204,11 +134,6 @@ class Pair:
         self.unread *= ~rows
         return self.consulted
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both caches."""
-        return self.read.nbytes + self.cache.nbytes
-
     def refresh(self, rows: Tensor, policy: Policy) -> None:
         """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by
         the teacher's."""
@@ -228,7 +153,7 @@ class Pair:
 
 @torch.no_grad()
 def generate_refreshed(
-    pair: Pair,
+    pair: RefreshedPair,
     max_new_tokens: int,
     policy: Policy | None = None,
     *,
@@ -254,7 +179,7 @@ def generate_refreshed(
 
 
 @torch.no_grad()
-def read_along(pair: Pair, new: Tensor, policy: Policy) -> Iterator[Tensor]:
+def read_along(pair: RefreshedPair, new: Tensor, policy: Policy) -> Iterator[Tensor]:
     """Let a pair read new tokens (B, N) after its prompts, as if it wrote them; yield the logits
     (B, V) after each."""
     pair.prefill()
@@ -276,7 +201,7 @@ class Policy:
     # approximation; or all that it has not read yet, on its own cache.
     reads_window = False
 
-    def due(self, pair: Pair) -> Tensor:
+    def due(self, pair: RefreshedPair) -> Tensor:
         """Return which rows (B,) to refresh now, after the student has read a token."""
         return torch.zeros_like(pair.since, dtype=torch.bool)
 
@@ -302,7 +227,7 @@ class Periodic(Policy):
             if value is not None and value < 1:
                 raise ValueError(f"every and window must be at least 1, got {value}")
 
-    def due(self, pair: Pair) -> Tensor:
+    def due(self, pair: RefreshedPair) -> Tensor:
         return pair.since >= self.every
 
 
@@ -320,13 +245,13 @@ class Gate(Policy):
         if math.isnan(self.threshold):
             raise ValueError("threshold must be a number, got nan")
 
-    def due(self, pair: Pair) -> Tensor:
+    def due(self, pair: RefreshedPair) -> Tensor:
         ready = pair.since >= self.cooldown
         if pair.written % self.every or not ready.any():
             return super().due(pair)
         return (self.signal(pair) > self.threshold) & ready
 
-    def signal(self, pair: Pair) -> Tensor:
+    def signal(self, pair: RefreshedPair) -> Tensor:
         """Return (B,) how much each row may need a refresh."""
         raise NotImplementedError
 
@@ -335,7 +260,7 @@ class Gate(Policy):
 class Entropy(Gate):
     """If the student is unsure of the next token: entropy in bits."""
 
-    def signal(self, pair: Pair) -> Tensor:
+    def signal(self, pair: RefreshedPair) -> Tensor:
         return entropy(pair.logits)
 
 
@@ -344,7 +269,7 @@ class ProbeKL(Gate):
     """If teacher and student disagree: every `every` tokens the teacher reads along, KL(teacher ||
     student) in nats."""
 
-    def signal(self, pair: Pair) -> Tensor:
+    def signal(self, pair: RefreshedPair) -> Tensor:
         everyone = torch.ones_like(pair.since, dtype=torch.bool)
         _, expected = pair.consult(everyone, self)
         return kl(expected, pair.logits)
@@ -357,7 +282,7 @@ class MonteCarloDropout(Gate):
     passes: int = 8
     rate: float = 0.1  # the dropout that the student was trained with
 
-    def signal(self, pair: Pair) -> Tensor:
+    def signal(self, pair: RefreshedPair) -> Tensor:
         last = pair.ids[:, -1:]
         return logit_variance(
             dropout_logits(pair.student, last, pair.cache, self.passes, self.rate)
@@ -509,30 +434,6 @@ def parse_policy(text: str) -> Policy:
         raise ValueError(f"the policy {text!r}: {error}") from error
 
 
-def load_pair(
-    teacher: str,
-    student: str,
-    so: str = "a refresh changes nothing",
-    **options: Any,
-) -> tuple[nn.Module, nn.Module, tiktoken.Encoding]:
-    """Return two models and their tokenizer, and print it if one's cache doesn't fit the other, and
-    so what. Raises ValueError if they don't have the same tokenizer."""
-    tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
-    mine, its = (x.decode_tokens_bytes(range(x.n_vocab)) for x in (tokenizer, other))
-    if mine != its:
-        raise ValueError(
-            f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
-            f"{other.n_vocab:,} tokens, some have one id and two texts"
-        )
-    models = [load_model(name, **options) for name in (teacher, student)]
-    if differs := misfit(*models):
-        print(
-            f"[the cache of {teacher} doesn't fit {student} ({differs}), which reads everything itself: "
-            f"{so}]"
-        )
-    return *models, tokenizer
-
-
 def dropout_of(name: str) -> float:
     """Return the dropout that a model was trained with, by its config.json; Hugging Face's default
     is 0.1 for a GPT-2, and 0 for a Llama. Raises ValueError if it is no number, or 0."""
@@ -546,7 +447,7 @@ def dropout_of(name: str) -> float:
 
 
 def write(
-    pair: Pair,
+    pair: RefreshedPair,
     tokenizer: tiktoken.Encoding,
     n: int,
     policy: Policy,
@@ -615,9 +516,9 @@ def demo(
     speed = tokens_per_second(generate(student, ids[:1], n))
     compare("student alone", student(text)[:, width:], "0", speed)
     for name, policy in {"OverFill": Policy(), **policies}.items():
-        pair = Pair(teacher, student, ids[:1])
+        pair = RefreshedPair(teacher, student, ids[:1])
         speed = tokens_per_second(generate_refreshed(pair, n, policy))
-        along = read_along(Pair(teacher, student, ids), new, policy)
+        along = read_along(RefreshedPair(teacher, student, ids), new, policy)
         logits = torch.stack(list(along), 1)
         compare(name, logits, f"{width} + {int(pair.teacher_tokens)}", speed)
     rows.sort()
@@ -673,7 +574,7 @@ def main(argv: list[str] | None = None) -> None:
         ids = torch.tensor(ids, device=args.device)
         policy, *_ = policies.values()
         write(
-            Pair(teacher, student, ids),
+            RefreshedPair(teacher, student, ids),
             tokenizer,
             args.max_new_tokens or 250,
             policy,

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, check_options, context_start, generate, sample
-from overfill import Pair, load_pair
+from pair import Pair, load_pair
 from support.printing import stream
 from support.tables import table
 

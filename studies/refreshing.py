@@ -40,7 +40,17 @@ import overfill
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from load_gpt2_weights import load_tokenizer
-from overfill import Entropy, Gate, MonteCarloDropout, Pair, Periodic, Policy, ProbeKL, parse_policy
+from overfill import (
+    Entropy,
+    Gate,
+    MonteCarloDropout,
+    Periodic,
+    Policy,
+    ProbeKL,
+    RefreshedPair,
+    parse_policy,
+)
+from pair import load_pair, misfit, splice_last
 from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
@@ -109,7 +119,7 @@ class Texts:
 
     def writing(
         self, way: str, ids: Tensor, mode: str, seed: int
-    ) -> tuple[Iterator[Tensor], Pair | None]:
+    ) -> tuple[Iterator[Tensor], RefreshedPair | None]:
         """Return what yields a way's n tokens after ids (B, T), and the pair at work, if any."""
         generator = torch.Generator(ids.device).manual_seed(seed)
         options = {"temperature": MODES[mode], "generator": generator}
@@ -118,7 +128,7 @@ class Texts:
             new_cache = partial(SlidingWindowCache, ids.size(1) + self.n)
         if way in self.models:
             return generate(self.models[way], ids, self.n, cache=new_cache(), **options), None
-        pair = Pair(**self.models, ids=ids, new_cache=new_cache)
+        pair = RefreshedPair(**self.models, ids=ids, new_cache=new_cache)
         if way in PUBLISHED:
             every = int(way.partition(":")[2])
             return refresh_as_published(pair, self.n, every, **options), pair
@@ -139,7 +149,7 @@ class Texts:
 
 @torch.no_grad()
 def refresh_as_published(
-    pair: Pair, n: int, every: int, temperature: float, generator: torch.Generator | None
+    pair: RefreshedPair, n: int, every: int, temperature: float, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
     """Yield n tokens (B, 1) as the source's code writes them. It feeds the prompt's last token a
     second time, and the teacher has read the newest token when the student has not, so that a
@@ -149,7 +159,7 @@ def refresh_as_published(
     for _ in range(n):
         if len(unread) == every:
             pair.teacher(torch.cat(unread, 1), pair.read, last_only=True)
-            overfill.splice_last(pair.cache, pair.read, torch.full_like(token[:, 0], every))
+            splice_last(pair.cache, pair.read, torch.full_like(token[:, 0], every))
             pair.counts = pair.counts + 1
             pair.passes = pair.passes + 1
             pair.teacher_tokens = pair.teacher_tokens + every
@@ -238,7 +248,7 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
     exact = torch.stack(truth.layers)[..., start:, :]  # (L, 2, B, H, N, D)
     for way in ways:
         room = partial(SlidingWindowCache, start + texts.n)
-        pair = Pair(**texts.models, ids=ids, new_cache=room)
+        pair = RefreshedPair(**texts.models, ids=ids, new_cache=room)
         errors, apart = [], []
         policy = texts.policy(way, "sampled")
         for t, logits in enumerate(overfill.read_along(pair, new, policy), 1):
@@ -262,7 +272,7 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     if not ways:
         return
 
-    def written(way: str, turn: int) -> tuple[TimedText, Pair | None]:
+    def written(way: str, turn: int) -> tuple[TimedText, RefreshedPair | None]:
         """Write one text, sampled, after the first prompts in turn."""
         ids = texts.prompts["test"][turn % prompts][None]
         tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
@@ -408,7 +418,7 @@ def announce(texts: Texts, ways: int, single: int) -> None:
     at once in each mode and way, and `single` of them one by one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
     many, length = ids.shape
-    pair = Pair(**texts.models, ids=ids[:1])
+    pair = RefreshedPair(**texts.models, ids=ids[:1])
     pair.prefill()
     nbytes = many * (length + texts.n) * pair.nbytes // length
     for model in texts.models.values():
@@ -435,15 +445,13 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
     tokenizer, path = load_tokenizer(args.model), args.prompts
     students = STUDENTS if args.student == OWN else {"segments": (args.student, USUAL)}
     for train, (name, ways) in students.items():
-        teacher, student, _ = overfill.load_pair(
-            args.model, name, device=args.device, dtype=args.dtype
-        )
+        teacher, student, _ = load_pair(args.model, name, device=args.device, dtype=args.dtype)
         room = min(teacher.config.n_ctx, student.config.n_ctx) - n
         prompts = prompts_of(tokenizer, path, count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
         at = {"trained": train}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
-        fits = not overfill.misfit(teacher, student)
+        fits = not misfit(teacher, student)
         if not fits:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
         many, length = prompts["test"].shape

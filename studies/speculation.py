@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from overfill import Pair, load_pair
+from pair import Pair, load_pair
 from pocket import corpus
 from pocket.evaluation import nats_of
 from speculate import DRAFTS, Passes, speculate

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache", "gpt_bounded_cache", "llama_kv_cache"]
-METHODS = ["recycle", "projector", "overfill", "speculate", "paged", "compress"]
+METHODS = ["recycle", "projector", "pair", "overfill", "speculate", "paged", "compress"]
 FLOORS = [
     ["support"],
     GPT_FILES,
@@ -47,7 +47,8 @@ RECORDS = {
     "chapters' tools": 8662,
     "projector.py": 5556,
     "load_gpt2_weights.py": 5322,
-    "overfill.py": 4078,
+    "overfill.py": 3395,
+    "pair.py": 829,
     "paged.py": 3623,
     "recycle.py": 3084,
     "compress.py": 2663,

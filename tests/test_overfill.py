@@ -18,18 +18,17 @@ from overfill import (
     Entropy,
     Gate,
     MonteCarloDropout,
-    Pair,
     Periodic,
     Policy,
     ProbeKL,
+    RefreshedPair,
     dropout_logits,
     generate_refreshed,
     logit_variance,
-    misfit,
     parse_policy,
-    splice_last,
     with_dropout,
 )
+from pair import misfit, splice_last
 from support.statistics import entropy, kl
 from tests import helpers
 from tests.helpers import N_CTX, ROOT, class_of, of_kind
@@ -76,8 +75,8 @@ def prompts(B: int = 1, T: int = 9) -> Tensor:
 
 def run(
     teacher: nn.Module, student: nn.Module, ids: Tensor, n: int, policy: Policy, **options: object
-) -> tuple[Tensor, Pair]:
-    pair = Pair(teacher, student, ids)
+) -> tuple[Tensor, RefreshedPair]:
+    pair = RefreshedPair(teacher, student, ids)
     return torch.cat(list(generate_refreshed(pair, n, policy, **options)), 1), pair
 
 
@@ -128,9 +127,11 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def refreshed(teacher: nn.Module, student: nn.Module, policy: Policy) -> tuple[Pair, KVCache]:
+def refreshed(
+    teacher: nn.Module, student: nn.Module, policy: Policy
+) -> tuple[RefreshedPair, KVCache]:
     """Return a pair after a refresh at the 8th token, and its cache a token before."""
-    pair, before = Pair(teacher, student, prompts(2)), KVCache()
+    pair, before = RefreshedPair(teacher, student, prompts(2)), KVCache()
     for _ in generate_refreshed(pair, 9, policy):
         if pair.written == 7:
             before = pair.cache.clone()
@@ -198,9 +199,9 @@ def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> No
 
 def test_pairs_and_options_that_can_not_be_are_refused(teacher, student) -> None:
     with pytest.raises(ValueError, match=r"share a vocabulary, but have 50 and 60"):
-        Pair(teacher, model_of(replace(teacher.config, vocab_size=60), 1), prompts())
+        RefreshedPair(teacher, model_of(replace(teacher.config, vocab_size=60), 1), prompts())
     with pytest.raises(ValueError, match="at least 0, got -1"):
-        next(generate_refreshed(Pair(teacher, student, prompts()), -1))
+        next(generate_refreshed(RefreshedPair(teacher, student, prompts()), -1))
 
 
 # --- Splicing -------------------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def test_a_probe_asks_the_teacher_at_most_so_often_and_a_refresh_then_costs_noth
 
 @torch.no_grad()
 def test_the_probe_is_the_divergence_of_the_same_step(teacher, student) -> None:
-    pair = Pair(teacher, student, prompts(3))
+    pair = RefreshedPair(teacher, student, prompts(3))
     probe = ProbeKL(math.inf)
     for _ in generate_refreshed(pair, 8):
         if pair.written:
@@ -304,7 +305,7 @@ def test_the_shorter_context_is_the_pairs(teacher, student) -> None:
 
 @torch.no_grad()
 def test_a_teacher_with_nothing_to_read_says_so_and_changes_nothing(teacher, student) -> None:
-    pair = Pair(teacher, student, prompts())
+    pair = RefreshedPair(teacher, student, prompts())
     pair.prefill()
     for ask in (ProbeKL(1.0).signal, lambda pair: pair.refresh(torch.tensor([True]), Periodic(1))):
         with pytest.raises(ValueError, match="0 new tokens after 9"):

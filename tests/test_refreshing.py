@@ -12,9 +12,9 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
 from overfill import (
-    Pair,
     Periodic,
     ProbeKL,
+    RefreshedPair,
     generate_refreshed,
 )
 from pocket.evaluation import nats_of
@@ -73,7 +73,7 @@ def test_firings_are_those_of_a_gate() -> None:
 def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
     for policy in (Periodic(5, window=2, reads_window=True), ProbeKL(2.0, every=4, cooldown=4)):
         plain, _ = run(teacher, student, prompts(3), 30, policy)
-        pair = Pair(teacher, student, prompts(3), lambda: SlidingWindowCache(39))
+        pair = RefreshedPair(teacher, student, prompts(3), lambda: SlidingWindowCache(39))
         assert torch.equal(torch.cat(list(generate_refreshed(pair, 30, policy)), 1), plain)
 
 
@@ -110,7 +110,7 @@ def test_gates_meet_their_budgets_where_nothing_refreshes(rows) -> None:
 
 def test_the_source_s_code_moves_every_entry_by_one_token(teacher) -> None:
     ids = prompts()
-    pair = Pair(teacher, teacher, ids)
+    pair = RefreshedPair(teacher, teacher, ids)
     same = torch.cat(list(refresh_as_published(pair, 20, 8, 0.0, None)), 1)
     assert {*pair.counts.tolist()} == {2} and {*pair.teacher_tokens.tolist()} == {16}
     plain = torch.cat(list(generate(teacher, ids, 20)), 1)

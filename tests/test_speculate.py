@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gpt_kv_cache
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate, sample
-from overfill import Pair
+from pair import Pair
 from pocket.evaluation import nats_of
 from speculate import (
     Drafter,

@@ -60,7 +60,7 @@ def traced(module: ModuleType, cache: Any, n_prompt: int, n: int, path: Path) ->
 def test_a_pair_shows_whose_entries_are_whose(window: int | None) -> None:
     torch.manual_seed(0)
     teacher, student = (gpt_kv_cache.GPT(CONFIG).eval() for _ in range(2))
-    pair = overfill.Pair(teacher, student, prompt(6))
+    pair = overfill.RefreshedPair(teacher, student, prompt(6))
     trace = begun(prompt(6)[0].tolist())
     for token in overfill.generate_refreshed(pair, 38, overfill.Periodic(8, window=window)):
         trace.step(int(token), pair)

@@ -16,7 +16,7 @@ import overfill
 from chapters.checking import assert_close, assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
-from overfill import Entropy, Pair, Periodic, generate_refreshed
+from overfill import Entropy, Periodic, RefreshedPair, generate_refreshed
 from studies.refreshing import firings, refresh_as_published
 
 GIVEN = ("gpt_kv_cache",)
@@ -216,7 +216,7 @@ def test_more_tokens_than_the_cache_holds_are_refused(impl: ModuleType, teacher:
 # --- 7.2 ------------------------------------------------------------------------------------------------------------
 
 
-class _Watched(Pair):
+class _Watched(RefreshedPair):
     """A pair that keeps which positions each refresh has changed."""
 
     changed: list[list[int]]
@@ -264,7 +264,7 @@ def test_the_teacher_reads_what_the_real_one_reads(
 ) -> None:
     for prompt, new, every in [(9, 25, 8), (9, 24, 8), (1, 30, 1), (12, 30, 7), (5, 4, 8)]:
         for keeps in (True, False):
-            pair = Pair(teacher, student, text(prompt))
+            pair = RefreshedPair(teacher, student, text(prompt))
             list(generate_refreshed(pair, new, Periodic(every)))
             real = int(pair.teacher_tokens)
             if not keeps:  # it reads prompt and text again at each refresh
@@ -337,10 +337,10 @@ def test_a_gate_fires_as_often_as_it_may(impl: ModuleType) -> None:
 @pytest.mark.ex7_3
 def test_the_real_gate_fires_there_too(impl: ModuleType, teacher: GPT, student: GPT) -> None:
     for threshold, cooldown in [(4.0, 3), (4.4, 2), (-1.0, 5)]:
-        pair, signals = Pair(teacher, student, text(9)), []
+        pair, signals = RefreshedPair(teacher, student, text(9)), []
 
         class Recording(Entropy):
-            def due(self, pair: Pair) -> Tensor:
+            def due(self, pair: RefreshedPair) -> Tensor:
                 signals.append(impl.entropy(pair.logits)[0])  # noqa: B023  of this round
                 return super().due(pair)
 
@@ -356,14 +356,14 @@ def published(
     teacher: GPT, student: GPT, ids: Tensor, n: int, every: int, new_cache: Callable[[], KVCache]
 ) -> Iterator[Tensor]:
     return refresh_as_published(
-        Pair(teacher, student, ids, new_cache), n, every, 0.0, torch.Generator()
+        RefreshedPair(teacher, student, ids, new_cache), n, every, 0.0, torch.Generator()
     )
 
 
 def ours(
     teacher: GPT, student: GPT, ids: Tensor, n: int, every: int, new_cache: Callable[[], KVCache]
 ) -> Iterator[Tensor]:
-    return generate_refreshed(Pair(teacher, student, ids, new_cache), n, Periodic(every))
+    return generate_refreshed(RefreshedPair(teacher, student, ids, new_cache), n, Periodic(every))
 
 
 @pytest.mark.ex7_4
@@ -401,7 +401,7 @@ def test_it_shows_who_wrote_what(impl: ModuleType) -> None:
         (3, 9, 1, None),
         (6, 9, 20, None),
     ]:
-        pair = Pair(impl.Tracer(1.0), impl.Tracer(2.0), torch.arange(prompt)[None])
+        pair = RefreshedPair(impl.Tracer(1.0), impl.Tracer(2.0), torch.arange(prompt)[None])
         list(generate_refreshed(pair, n, Periodic(every, window=window)))
         keys, values = pair.cache.layers[0][:, 0, 0, : len(pair.cache), 0].tolist()
         ends = range(prompt + every, prompt + n, every)
@@ -567,7 +567,7 @@ def test_a_gate_sees_the_students_logits_and_the_tokens_since(
         return float(torch.distributions.Categorical(logits=logits).entropy()) / math.log(2)
 
     for threshold, cooldown in [(4.0, 3), (4.4, 2)]:
-        pair = Pair(teacher, student, text(9))
+        pair = RefreshedPair(teacher, student, text(9))
         expected = [
             int(t) for t in generate_refreshed(pair, 40, Entropy(threshold, cooldown=cooldown))
         ]
@@ -594,7 +594,8 @@ def test_pocket_and_its_student(impl: ModuleType) -> None:
     )
     with torch.no_grad():
         expected = [
-            int(t) for t in generate_refreshed(Pair(teacher, student, ids), 40, Periodic(16))
+            int(t)
+            for t in generate_refreshed(RefreshedPair(teacher, student, ids), 40, Periodic(16))
         ]
         assert impl.generate(teacher, student, ids, 40, each(16)) == expected
 

@@ -1,0 +1,139 @@
+"""Two models at work on the same text: a teacher, which reads it, and a student, which continues from
+the teacher's KV cache.
+
+overfill.py lets the student write, and refreshes its cache; speculate.py lets it draft, and the
+teacher check the drafts. The teacher's cache serves a student with the same layers, heads and head
+size; any other student reads everything itself.
+
+Shapes: B texts, T tokens, S tokens in a cache, H heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tiktoken
+import torch
+from torch import Tensor, nn
+
+from gpt_kv_cache import KVCache, context_start
+from load_gpt2_weights import load_model, load_tokenizer
+from support.geometry import kv_heads, rotary
+
+
+def geometry(config: Any) -> dict[str, Any]:
+    """Return what keys and values, and the positions in them, depend on. Of heads those of keys and
+    values: more heads of queries may read them. Rotated keys serve only equal rotations."""
+    return {
+        "n_layer": config.n_layer,
+        "n_kv_head": kv_heads(config),
+        "head_dim": config.head_dim,
+        "n_ctx": config.n_ctx,
+        "rotary base and scaling": rotary(config) or "none",
+    }
+
+
+def misfit(teacher: nn.Module, student: nn.Module) -> str:
+    """Return how the geometry of the two differs, "" if one's cache serves the other."""
+    its, own = geometry(teacher.config), geometry(student.config)
+    differ = [f"{name} {its[name]} against {own[name]}" for name in its if its[name] != own[name]]
+    return ", ".join(differ)
+
+
+def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
+    """Replace in place the last counts (B,) tokens of each row of a cache by those of a source that
+    ends where it does.
+
+    Raises ValueError, and changes nothing, if the two don't end at the same position or one has too
+    few tokens.
+    """
+    n = int(counts.max())
+    if cache.next_pos != source.next_pos or not 0 <= n <= min(len(cache), len(source)):
+        raise ValueError(
+            f"can't replace {n} of {len(cache)} tokens up to position {cache.next_pos} by those of "
+            f"{len(source)} up to {source.next_pos}"
+        )
+    replaced = torch.arange(n, 0, -1, device=counts.device) <= counts[:, None]  # (B, n)
+    for old, new in zip(cache.layers, source.layers, strict=True):
+        old = old[..., len(cache) - n : len(cache), :]
+        new = new[..., len(source) - n : len(source), :]
+        old.copy_(torch.where(replaced[None, :, None, :, None], new, old))  # (2, B, H, n, D)
+
+
+class Pair:
+    """A teacher and a student at work on the same texts.
+
+    The student's cache begins as the teacher's, of the prompt. Where their geometry differs the
+    student reads the prompt itself.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        ids: Tensor,
+        new_cache: Callable[[], KVCache] = KVCache,
+    ) -> None:
+        """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
+        its, own = teacher.config.vocab_size, student.config.vocab_size
+        if its != own:
+            raise ValueError(
+                f"teacher and student must share a vocabulary, but have {its:,} and {own:,} tokens"
+            )
+        self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
+        self.fits = not misfit(teacher, student)
+        self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
+        self.cached_from = 0  # index in ids of the first cached token
+        self.read = new_cache()  # what the teacher has read
+        self.cache = new_cache()  # what the student writes on
+        self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
+
+    def prefill(self) -> None:
+        """Let the teacher read the text, or what of it stays in the context, and hand its cache
+        over."""
+        self.cached_from = context_start(self.ids.size(1), self.n_ctx)
+        self.read, self.cache = self.new_cache(), self.new_cache()
+        logits = self.teacher(self.ids[:, self.cached_from :], self.read, last_only=True)
+        self.logits = logits[:, -1]
+        if self.fits:
+            self.hand_over(0)
+        else:
+            self.student(self.ids[:, self.cached_from :], self.cache, last_only=True)
+
+    def hand_over(self, first: int) -> None:
+        """Replace the student's entries, from this index in its cache on, by a copy of the
+        teacher's."""
+        self.cache.truncate(first)
+        for layer, kv in enumerate(self.read.layers):
+            self.cache.append(layer, *kv[..., first : len(self.read), :], self.read.pos[first:])
+        self.cache.commit(self.read.pos[first:])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both caches."""
+        return self.read.nbytes + self.cache.nbytes
+
+
+def load_pair(
+    teacher: str,
+    student: str,
+    so: str = "a refresh changes nothing",
+    **options: Any,
+) -> tuple[nn.Module, nn.Module, tiktoken.Encoding]:
+    """Return two models and their tokenizer, and print it if one's cache doesn't fit the other, and
+    so what. Raises ValueError if they don't have the same tokenizer."""
+    tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
+    mine, its = (x.decode_tokens_bytes(range(x.n_vocab)) for x in (tokenizer, other))
+    if mine != its:
+        raise ValueError(
+            f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
+            f"{other.n_vocab:,} tokens, some have one id and two texts"
+        )
+    models = [load_model(name, **options) for name in (teacher, student)]
+    if differs := misfit(*models):
+        print(
+            f"[the cache of {teacher} doesn't fit {student} ({differs}), which reads everything itself: "
+            f"{so}]"
+        )
+    return *models, tokenizer
