@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, generate
 from llama_kv_cache import rotate, rotation
-from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer, read_weights
+from load_gpt2_weights import load_model, load_tokenizer, read_weights
 from pocket import corpus
 from recycle import read_all
 from support.cli import CommandLine, utf8, whole_number
@@ -55,6 +55,7 @@ from support.geometry import kv_heads, rotary
 from support.regression import cross_validate, ridge
 from support.statistics import kl
 from support.tables import table
+from support.tokenizers import END_OF_TEXT
 
 LOSS_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
 VALIDATED = 120  # prompts on which that is done

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, context_start, generate
-from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
+from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from support.cli import CommandLine, whole_number
 from support.encoders import load_encoder
 from support.files import read_csv, write_csv
@@ -39,6 +39,7 @@ from support.printing import ends_of
 from support.store import Store
 from support.tables import table
 from support.timing import TimedText, time_text
+from support.tokenizers import END_OF_TEXT
 from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"

@@ -28,10 +28,10 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 from gpt_kv_cache import KVCache
-from load_gpt2_weights import Numbers
 from studies.core import Rows, run
 from support.conditions import random_model
 from support.timing import TimedText, run_in_turns, time_text
+from support.tokenizers import Numbers
 
 PROMPT = "Hello, I am"  # the article's
 LONGER = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each

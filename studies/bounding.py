@@ -31,11 +31,12 @@ from torch import Tensor, nn
 
 import compress
 from gpt_bounded_cache import BCT, GPT, KVCache, SlidingWindowCache, context_start, generate
-from load_gpt2_weights import END_OF_TEXT, load_model, load_tokenizer
+from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
 from studies.core import Rows, Setting, run
 from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson
+from support.tokenizers import END_OF_TEXT
 
 SINKS = 4
 SLOTS = 37  # of a window with the bytes of pocket-bct's memory, one of them spare

@@ -17,7 +17,6 @@ from pathlib import Path
 from torch import nn
 
 from gpt_bounded_cache import GPT, BCTConfig, GPTConfig, SlidingWindowCache
-from load_gpt2_weights import read_tokenizer
 from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, size_of
 from pocket.tokenizer import TOKENIZER, VOCABULARY
@@ -26,6 +25,7 @@ from studies import bounding
 from studies.bounding import Memory
 from studies.core import Rows, run
 from studies.recall import WideBCT
+from support.tokenizers import read_tokenizer
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
 MEMORIES = {  # options of a BCTConfig

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from load_gpt2_weights import END_OF_TEXT, NAMES, load_model, load_tokenizer
+from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from projector import (
     Projector,
     cache_of,
@@ -66,6 +66,7 @@ from studies.projection_ways import (
 )
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
 from support.timing import run_in_turns
+from support.tokenizers import END_OF_TEXT
 
 GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
 BOTH_STAGES = ("written", "proposed", "proposed-true")

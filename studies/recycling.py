@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from load_gpt2_weights import END_OF_TEXT, NAMES, load_tokenizer
+from load_gpt2_weights import NAMES, load_tokenizer
 from recycle import Recycler, Store, answer, prompt_files, read_prompts
 from studies.core import HERE, Rows, StudyLine, model_of, recorded, report
 from support.cli import GEOMETRIES
@@ -38,6 +38,7 @@ from support.conditions import is_geometry
 from support.encoders import load_encoder
 from support.statistics import bootstrap
 from support.timing import run_in_turns, time_text
+from support.tokenizers import END_OF_TEXT
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # by recycle.py's names
 ENCODER, NEW = "all-MiniLM-L6-v2", 100  # of the recorded embeddings; tokens

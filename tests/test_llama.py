@@ -21,6 +21,7 @@ from load_gpt2_weights import load_model
 from support.chat import as_question
 from support.cli import PROMPT
 from support.printing import stream
+from support.tokenizers import LLAMA3_PATTERN
 from tests.helpers import LLAMA3, random_llama, refused, run, write_llama
 from tests.test_equivalence import assert_close, check_any_feeding
 from tests.test_kv_cache import ids_of
@@ -259,7 +260,7 @@ def real_form(kind: str, folder: Path) -> Any:
     tokenizer = Tokenizer(models.BPE(ignore_merges=not smol))
     first = pre_tokenizers.Digits(individual_digits=True)
     if not smol:
-        first = pre_tokenizers.Split(Regex(loader.LLAMA3_PATTERN), "isolated")
+        first = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=smol)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, level])
     tokenizer.decoder = decoders.ByteLevel()

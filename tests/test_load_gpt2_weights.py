@@ -34,6 +34,7 @@ from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, generate
 from support.cli import ARTICLE
 from support.files import read_json
+from support.tokenizers import GPT2_PATTERN, Numbers, byte_characters
 from tests.helpers import Ran, process, refused, run
 
 ROOT = Path(loader.__file__).parent
@@ -502,15 +503,13 @@ def test_gpt2_tokenizer(tmp_path: Path) -> None:
     folder = write(tmp_path, None, config_of(vocab_size=50257))
     for name in ("gpt2-xl", "microsoft/DialoGPT-small", folder):
         assert loader.load_tokenizer(name) is encoding
-    assert (
-        encoding._pat_str == loader.GPT2_PATTERN
-    )  # so that the pocket's text is cut as GPT-2's is
-    assert loader.Numbers().encode(ARTICLE["prompt"]) == encoding.encode(ARTICLE["prompt"])
+    assert encoding._pat_str == GPT2_PATTERN  # so that the pocket's text is cut as GPT-2's is
+    assert Numbers().encode(ARTICLE["prompt"]) == encoding.encode(ARTICLE["prompt"])
 
 
 def write_vocabulary(folder: Path, merges: str) -> str:
     """Write a model's folder with vocab.json, of the bytes, th and the, and merges.txt."""
-    tokens = [*loader.byte_characters(), "th", "the", "<|endoftext|>"]
+    tokens = [*byte_characters(), "th", "the", "<|endoftext|>"]
     write(folder, None, config_of(vocab_size=259))
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
