@@ -727,7 +727,7 @@ def main(argv: list[str] | None = None) -> None:
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.memory is None:  # RING
-            from studies.bounding import demo  # RING
+            from studies.bounding.study import demo  # RING
 
             return demo(args, ids)  # RING
         sinks = 4 if args.memory == "sinks" else 0  # RING

@@ -305,6 +305,7 @@ class StudyLine(CommandLine):
         """quick: the study's reduced form with --quick; model: the option that names the model, "" for none: the
         study has one thread then; again: whether single ways can be measured once more."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
+        self.prog = f"python3 -m studies.{name.split()[0]}"
         self.study = name
         if model:
             self.add_model_arguments(model)

@@ -15,8 +15,9 @@ from compress import read
 from llama_kv_cache import Llama
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from recycle import DATA
-from studies import projection, recycling
 from studies.core import StudyLine
+from studies.projection import study as projection
+from studies.recycling import study as recycling
 from support.files import read_json
 from support.tables import table
 
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("the three files write different texts, as the table above says")
         pairs = ["--pairs", f"{DATA / 'capitals.csv'}"]
         for study, model, more in (recycling, DIALOGUE, []), (projection, args.model, pairs):
-            name = study.__name__.partition(".")[2]
+            name = study.__name__.split(".")[1]
             print(f"\n=== {name}, on {model}\n", flush=True)
             study.main(["--model", model, "--out", f"{args.out / name}", *more, *common])
         print(f"Everything is in {args.out}.")

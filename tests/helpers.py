@@ -118,6 +118,8 @@ def process(*command: object, folder: Path = ROOT, **environment: str) -> Ran:
 def start(command: str) -> Ran:
     """Run a script in this process, given as on a command line: its module's name, and its words."""
     script, *words = shlex.split(command)
+    if (ROOT / script.replace(".", "/") / "study.py").exists():
+        script += ".study"
     return run(importlib.import_module(script).main, *words)
 
 

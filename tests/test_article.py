@@ -1,4 +1,4 @@
-"""studies/article.py: what is timed is compared token by token, and nothing is measured twice."""
+"""studies/article/study.py: what is timed is compared token by token, and nothing is measured twice."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from studies import article
+from studies.article import study as article
 from studies.core import Rows
 
 

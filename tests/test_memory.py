@@ -1,4 +1,4 @@
-"""studies/bounding.py measures what it says: BLEU, and losses of long texts."""
+"""studies/bounding/study.py measures what it says: BLEU, and losses of long texts."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from torch import Tensor
 import gpt_bounded_cache as bounded
 from gpt_bounded_cache import BoundedMemory, SlidingWindowCache
 from pocket import corpus
-from studies import bounding as memory
+from studies.bounding import study as memory
 from support.statistics import bootstrap
 from tests.helpers import start
 from tests.test_bounded_cache import SMALL, SMALL_BCT, banded, ids_of, model_of

@@ -1,4 +1,4 @@
-"""studies/pretraining.py: equal batches, the bytes of each memory, and a run that goes on."""
+"""studies/pretraining/study.py: equal batches, the bytes of each memory, and a run that goes on."""
 
 from pathlib import Path
 
@@ -8,9 +8,10 @@ import torch
 from gpt_bounded_cache import GPT, SlidingWindowCache
 from pocket.batches import Corpus, batch_at
 from pocket.training import read_state
-from studies import bounding, pretraining
+from studies.bounding import study as bounding
 from studies.core import Rows
-from studies.pretraining import MEMORIES, measure, recipe_of
+from studies.pretraining import study as pretraining
+from studies.pretraining.study import MEMORIES, measure, recipe_of
 
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "head_dim": 32}
 AT = {"built": "scratch"}

@@ -14,9 +14,10 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, cache_of
-from studies import projection, projection_segments
 from studies.core import Figure, Rows
-from studies.projection_ways import TRUE, Trial, Way, pocket_families, read_pairs
+from studies.projection import segments
+from studies.projection import study as projection
+from studies.projection.ways import TRUE, Trial, Way, pocket_families, read_pairs
 from support import encoders
 from support.encoders import PairEncoder
 from tests.helpers import ROOT, refused, start
@@ -67,7 +68,7 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
         grouped.append([*groups])
         return 1.0
 
-    for module in (projector, projection_segments, encoders):
+    for module in (projector, segments, encoders):
         monkeypatch.setattr(module, "cross_validate", recording)
     fresh = replace(TRUE, tail=2)
     trial.segment_map(fresh)

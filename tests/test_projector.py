@@ -29,7 +29,7 @@ from projector import (
     prefill,
     read_all_queries,
 )
-from studies.projection_segments import SegmentMap, measure_segments, summarize
+from studies.projection.segments import SegmentMap, measure_segments, summarize
 from support import statistics
 from support.encoders import PairEncoder
 from support.regression import PENALTIES, cross_validate, ridge

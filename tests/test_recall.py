@@ -1,4 +1,4 @@
-"""studies/recall.py and lengths.py: the task, the memory in both readings, a run that goes on, and verdicts."""
+"""studies/recall/study.py and lengths.py: the task, the memory in both readings, a run that goes on, and verdicts."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from gpt_bounded_cache import BCT, GPT, BCTConfig, BoundedMemory, GPTConfig
-from studies import lengths, recall
 from studies.core import Rows
-from studies.recall import QUICK, VALUES, WAYS, build, right, texts, trained
+from studies.lengths import study as lengths
+from studies.recall import study as recall
+from studies.recall.study import QUICK, VALUES, WAYS, build, right, texts, trained
 
 TINY = QUICK._replace(steps=3, answers=16)
 

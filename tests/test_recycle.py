@@ -18,8 +18,10 @@ import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import Record, Recycler, generate_as_published, read_all, recycle
-from studies import latency, recycling, replay
+from studies import replay
 from studies.core import Rows
+from studies.latency import study as latency
+from studies.recycling import study as recycling
 from support.encoders import load_encoder, token_encoder
 from support.files import read_csv
 from support.store import Store

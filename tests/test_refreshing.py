@@ -1,4 +1,4 @@
-"""studies/refreshing.py: gates meet their budgets, figures are those of the texts, and the recorded rows."""
+"""studies/refreshing/study.py: gates meet their budgets, figures are those of the texts, and the recorded rows."""
 
 import math
 from dataclasses import replace
@@ -18,9 +18,9 @@ from overfill import (
     generate_refreshed,
 )
 from pocket.evaluation import nats_of
-from studies import refreshing
 from studies.core import Rows
-from studies.refreshing import (
+from studies.refreshing import study as refreshing
+from studies.refreshing.study import (
     Texts,
     caches,
     firings,

@@ -11,6 +11,7 @@ from tests.helpers import Ran, process, read_pocket_config, refused, start
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
 STUDIES = [path for path in ROOT.glob("studies/*.py") if path.read_text().endswith("  main()\n")]
+STUDIES += [path.parent for path in ROOT.glob("studies/*/study.py")]
 SCRIPTS = [
     *(path.stem for path in ROOT.glob("*.py")),
     *(f"studies.{path.stem}" for path in STUDIES),

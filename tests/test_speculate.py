@@ -25,9 +25,9 @@ from speculate import (
     probabilities,
     speculate,
 )
-from studies import speculation as study
 from studies.core import Rows
-from studies.refreshing import Texts
+from studies.refreshing.study import Texts
+from studies.speculation import study
 from tests.helpers import of_kind, run
 from tests.test_overfill import CONFIG, NARROW, model_of, prompts
 

@@ -1,8 +1,8 @@
 """Where the scripts run: streams that are closed, full, or of few characters, and Ctrl-C at any time."""
 
-import importlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Ran, process, refused, run
+from tests.helpers import Ran, process, refused, start
 
 ROOT = Path(__file__).resolve().parent.parent
 # Every file with a command line of its own; those in packages are run as modules.
@@ -20,9 +20,10 @@ SCRIPTS = [
     path.relative_to(ROOT)
     for folder in FOLDERS
     for path in sorted(ROOT.glob(f"{folder}/*.py"))
-    if re.search(r"(Command|Study)Line\(|bounding\.run\(", text := path.read_text("utf-8"))
+    if re.search(r"(Command|Study)Line\(", text := path.read_text("utf-8"))
     and "    main()\n" in text
 ]
+SCRIPTS += [path.parent.relative_to(ROOT) for path in sorted(ROOT.glob("studies/*/study.py"))]
 STUDIES = [path.stem for path in SCRIPTS if path.parts[0] == "studies"]
 PACKAGES = [Path(name) for name in ("studies", "benchmarks", "chapters", "chapters/builder")]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -33,8 +34,8 @@ def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) 
     file = tmp_path / "file"
     file.write_text("")
     trace = [file] if name == "replay" else []
-    main = importlib.import_module(f"studies.{name}").main
-    refused(run(main, *trace, "--out", file), "argument --out: ")
+    words = ["--out", str(file), *map(str, trace)]
+    refused(start(f"studies.{name} {shlex.join(words)}"), "argument --out: ")
 
 
 @pytest.mark.slow

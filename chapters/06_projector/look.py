@@ -16,8 +16,8 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, Prefill, cache_of, own_queries, prefill
-from studies.projection_segments import measure_segments, summarize
-from studies.projection_ways import divergence
+from studies.projection.segments import measure_segments, summarize
+from studies.projection.ways import divergence
 from support.regression import ridge
 from support.tables import table
 

@@ -17,7 +17,7 @@ from chapters.checking import assert_close, assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Periodic, RefreshedPair, generate_refreshed
-from studies.refreshing import firings, refresh_as_published
+from studies.refreshing.study import firings, refresh_as_published
 
 GIVEN = ("gpt_kv_cache",)
 WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)

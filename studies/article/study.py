@@ -183,7 +183,3 @@ def measure(rows: Rows, quick: bool) -> None:
 
 
 main = partial(run, __doc__, "article", "20 tokens, at a small geometry", measure, again=False)
-
-
-if __name__ == "__main__":
-    main()

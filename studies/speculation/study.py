@@ -22,7 +22,7 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from speculate import DRAFTS, Passes, speculate
 from studies.core import Rows, run
-from studies.refreshing import MODES, Texts, size_of
+from studies.refreshing.study import MODES, Texts, size_of
 from support.timing import TimedText, run_in_turns, time_text
 
 BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
@@ -106,7 +106,3 @@ def measure(rows: Rows, quick: bool) -> None:
 
 
 main = partial(run, __doc__, "speculation", "four prompts and shorter texts", measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -244,7 +244,3 @@ def measure(rows: Rows, quick: bool) -> None:
 main = partial(
     run, __doc__, "recall", "four slots, eight pairs and few steps", measure, of="bounding"
 )
-
-
-if __name__ == "__main__":
-    main()

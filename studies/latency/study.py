@@ -130,7 +130,3 @@ def main(argv: list[str] | None = None) -> None:
         rows.begin_with(name, model, f"turns: {turns}")
         measure(rows, model, args.model, lengths, turns)
         report(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,10 +21,10 @@ from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, size_of
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
-from studies import bounding
-from studies.bounding import Memory
+from studies.bounding import study as bounding
+from studies.bounding.study import Memory
 from studies.core import Rows, run
-from studies.recall import WideBCT
+from studies.recall.study import WideBCT
 from support.tokenizers import read_tokenizer
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
@@ -92,7 +92,3 @@ def measure(rows: Rows, quick: bool) -> None:
 
 
 main = partial(run, __doc__, "pretraining", "two steps", measure, of="bounding")
-
-
-if __name__ == "__main__":
-    main()

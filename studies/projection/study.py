@@ -51,7 +51,7 @@ from projector import (
 )
 from recycle import read_all
 from studies.core import LEAST, Rows, StudyLine, model_of, recorded, report
-from studies.projection_ways import (
+from studies.projection.ways import (
     OURS,
     POCKET,
     PROPOSED,
@@ -453,7 +453,3 @@ def main(argv: list[str] | None = None) -> None:
             lengths(rows, turns)
             finish(rows)
         report(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -34,7 +34,7 @@ from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
-from studies.bounding import Memory
+from studies.bounding.study import Memory
 from studies.core import Rows, run
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
@@ -157,7 +157,3 @@ def measure(rows: Rows, quick: bool) -> None:
 
 
 main = partial(run, __doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -106,7 +106,3 @@ def measure(rows: Rows, quick: bool) -> None:
 
 
 main = partial(run, __doc__, "lengths", "a small geometry", measure, again=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -252,7 +252,3 @@ def measure(rows: Rows, quick: bool) -> None:
 
 
 main = partial(run, __doc__, "bounding", "fewer and shorter texts", measure)
-
-
-if __name__ == "__main__":
-    main()

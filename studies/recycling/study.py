@@ -238,7 +238,3 @@ def main(argv: list[str] | None = None) -> None:
             if rows.due(["cold"], "latency", **where):
                 add_rows(rows, trial, trial.run(texts, order, turns), where)
         report(rows)
-
-
-if __name__ == "__main__":
-    main()

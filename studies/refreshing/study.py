@@ -492,7 +492,3 @@ def main(argv: list[str] | None = None) -> None:
         if not others:
             sized(rows, args.quick)
         report(rows)
-
-
-if __name__ == "__main__":
-    main()

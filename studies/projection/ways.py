@@ -21,7 +21,7 @@ import projector
 from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus
 from projector import Compressor, Layout, Library, Prefill, Projector
-from studies.projection_segments import SegmentMap, Segments, measure_segments, summarize
+from studies.projection.segments import SegmentMap, Segments, measure_segments, summarize
 from support.encoders import PairEncoder
 from support.files import read_csv
 from support.geometry import kv_heads

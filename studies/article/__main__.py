@@ -1,0 +1,3 @@
+from studies.article.study import main
+
+main()

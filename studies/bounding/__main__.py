@@ -1,0 +1,3 @@
+from studies.bounding.study import main
+
+main()

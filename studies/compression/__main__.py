@@ -1,0 +1,3 @@
+from studies.compression.study import main
+
+main()

@@ -1,0 +1,3 @@
+from studies.latency.study import main
+
+main()

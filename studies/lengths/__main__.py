@@ -1,0 +1,3 @@
+from studies.lengths.study import main
+
+main()

@@ -1,0 +1,3 @@
+from studies.pretraining.study import main
+
+main()

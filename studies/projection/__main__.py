@@ -1,0 +1,3 @@
+from studies.projection.study import main
+
+main()

@@ -1,0 +1,3 @@
+from studies.recall.study import main
+
+main()

@@ -1,0 +1,3 @@
+from studies.recycling.study import main
+
+main()

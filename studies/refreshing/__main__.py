@@ -1,0 +1,3 @@
+from studies.refreshing.study import main
+
+main()

@@ -1,0 +1,3 @@
+from studies.speculation.study import main
+
+main()
