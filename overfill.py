@@ -68,41 +68,43 @@ class RefreshedPair(Pair):
     ) -> None:
         super().__init__(teacher, student, ids, new_cache)
         # What the teacher has read at this token, and its logits.
-        self.consulted: tuple[KVCache, Tensor] | None = None
+        self.newest_reading: tuple[KVCache, Tensor] | None = None
         self.written = 0  # tokens after the prompt that the student has read
         none = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
-        self.since = none.clone()  # tokens that the student has read since the last refresh
-        self.unread = none.clone()  # those that a teacher with this row alone would not have read
-        self.teacher_tokens = none.clone()  # tokens that such a teacher has read after the prompt
-        self.passes = none.clone()  # in so many passes
-        self.counts = none.clone()  # refreshes
+        self.tokens_since_refresh = none.clone()  # that the student has read
+        # Tokens that a teacher with this row alone would not have read yet, and those that it has
+        # read after the prompt, in so many passes.
+        self.teacher_unread = none.clone()
+        self.teacher_tokens = none.clone()
+        self.teacher_passes = none.clone()
+        self.refresh_count = none.clone()
         self.refreshes: list[Refresh] = []
 
     def prefill(self) -> None:
         super().prefill()
-        self.consulted = None
-        self.since.zero_()
-        self.unread.zero_()
+        self.newest_reading = None
+        self.tokens_since_refresh.zero_()
+        self.teacher_unread.zero_()
 
-    def step(self, token: Tensor, policy: Policy) -> None:
+    def read_token(self, token: Tensor, policy: Policy) -> None:
         """Let the student read the next token (B, 1), then refresh its cache if the policy says so;
         past the context the teacher starts again with the later half."""
         self.ids = torch.cat([self.ids, token], 1)
         self.written += 1
-        self.consulted = None
+        self.newest_reading = None
         if context_start(self.ids.size(1), self.n_ctx) > self.cached_from:
             self.prefill()
             self.teacher_tokens += len(self.read)
-            self.passes += 1
+            self.teacher_passes += 1
         else:
             self.logits = self.student(token, self.cache, last_only=True)[:, -1]
-            self.since += 1
-            self.unread += 1
+            self.tokens_since_refresh += 1
+            self.teacher_unread += 1
         rows = policy.due(self)
         if rows.any():  # both caches can cover all of the text, the newest token too
             self.refresh(rows, policy)
 
-    def consult(self, rows: Tensor, policy: Policy) -> tuple[KVCache, Tensor]:
+    def consult_teacher(self, rows: Tensor, policy: Policy) -> tuple[KVCache, Tensor]:
         """Let the teacher read, as the policy has it; return its cache and its logits (B, V) of the
         next token.
 
@@ -111,43 +113,43 @@ class RefreshedPair(Pair):
         Raises ValueError, and changes nothing, if the student has read nothing since the teacher
         handed its cache over.
         """
-        if self.consulted is not None:
-            return self.consulted
-        if not self.since.any():
+        if self.newest_reading is not None:
+            return self.newest_reading
+        if not self.tokens_since_refresh.any():
             raise ValueError(
                 f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read"
             )
         if policy.reads_window and self.fits:
-            n = min(policy.window, int(self.since.max()))
+            n = min(policy.window, int(self.tokens_since_refresh.max()))
             # What precedes the window stays as the student wrote it.
             before = [kv[..., : len(self.cache) - n, :] for kv in self.cache.layers]
             cache = KVCache(before, self.cache.pos[:-n])
-            counts = self.since.clamp(max=n)
+            counts = self.tokens_since_refresh.clamp(max=n)
         else:
             n = self.ids.size(1) - self.cached_from - len(self.read)
             cache = self.read
-            counts = self.unread
+            counts = self.teacher_unread
         logits = self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
-        self.consulted = cache, logits
+        self.newest_reading = cache, logits
         self.teacher_tokens += counts * rows
-        self.passes += rows
-        self.unread *= ~rows
-        return self.consulted
+        self.teacher_passes += rows
+        self.teacher_unread *= ~rows
+        return self.newest_reading
 
     def refresh(self, rows: Tensor, policy: Policy) -> None:
         """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by
         the teacher's."""
         begun, tokens_before = time.perf_counter(), int(self.teacher_tokens.sum())
-        counts = self.since * rows  # (B,)
+        counts = self.tokens_since_refresh * rows  # (B,)
         if policy.window is not None:
             counts = counts.clamp(max=policy.window)
         if self.fits:
-            source, _ = self.consult(rows, policy)
+            source, _ = self.consult_teacher(rows, policy)
             splice_last(self.cache, source, counts)
         tokens = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
         seconds = time.perf_counter() - begun
-        self.since *= ~rows
-        self.counts += rows
+        self.tokens_since_refresh *= ~rows
+        self.refresh_count += rows
         self.refreshes.append(Refresh(self.written, tokens, int(counts.max()), seconds))
 
 
@@ -173,7 +175,7 @@ def generate_refreshed(
         if token is None:
             pair.prefill()
         else:
-            pair.step(token, policy or Policy())
+            pair.read_token(token, policy or Policy())
         token = sample(pair.logits, temperature, top_k, generator)  # (B, 1)
         yield token
 
@@ -184,7 +186,7 @@ def read_along(pair: RefreshedPair, new: Tensor, policy: Policy) -> Iterator[Ten
     (B, V) after each."""
     pair.prefill()
     for token in new.split(1, 1):
-        pair.step(token, policy)
+        pair.read_token(token, policy)
         yield pair.logits
 
 
@@ -203,7 +205,7 @@ class Policy:
 
     def due(self, pair: RefreshedPair) -> Tensor:
         """Return which rows (B,) to refresh now, after the student has read a token."""
-        return torch.zeros_like(pair.since, dtype=torch.bool)
+        return torch.zeros_like(pair.tokens_since_refresh, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class Periodic(Policy):
                 raise ValueError(f"every and window must be at least 1, got {value}")
 
     def due(self, pair: RefreshedPair) -> Tensor:
-        return pair.since >= self.every
+        return pair.tokens_since_refresh >= self.every
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ class Gate(Policy):
             raise ValueError("threshold must be a number, got nan")
 
     def due(self, pair: RefreshedPair) -> Tensor:
-        ready = pair.since >= self.cooldown
+        ready = pair.tokens_since_refresh >= self.cooldown
         if pair.written % self.every or not ready.any():
             return super().due(pair)
         return (self.signal(pair) > self.threshold) & ready
@@ -270,8 +272,8 @@ class ProbeKL(Gate):
     student) in nats."""
 
     def signal(self, pair: RefreshedPair) -> Tensor:
-        everyone = torch.ones_like(pair.since, dtype=torch.bool)
-        _, expected = pair.consult(everyone, self)
+        everyone = torch.ones_like(pair.tokens_since_refresh, dtype=torch.bool)
+        _, expected = pair.consult_teacher(everyone, self)
         return kl(expected, pair.logits)
 
 

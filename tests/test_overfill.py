@@ -160,7 +160,7 @@ def test_reading_on_top_reads_the_window_over_the_students_own_entries(teacher, 
     for mine, its in zip(pair.cache.layers, mixed.layers, strict=True):
         close(mine, its)
     assert pair.teacher_tokens.tolist() == [3, 3] and [r.tokens for r in pair.refreshes] == [6]
-    assert pair.passes.tolist() == [1, 1]
+    assert pair.teacher_passes.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_reading_on_top_reads_the_window_over_the_students_own_entries(teacher, 
 def test_rows_of_a_batch_are_refreshed_each_on_its_own(teacher, student, gate: Gate) -> None:
     ids = prompts(6)
     together, pair = run(teacher, student, ids, 30, gate)
-    assert len({*pair.counts.tolist()}) > 1  # else nothing is shown
+    assert len({*pair.refresh_count.tolist()}) > 1  # else nothing is shown
     for i in range(len(ids)):
         alone, one = run(teacher, student, ids[i : i + 1], 30, gate)
         assert torch.equal(alone[0], together[i])
-        assert int(one.counts) == int(pair.counts[i])
+        assert int(one.refresh_count) == int(pair.refresh_count[i])
         assert int(one.teacher_tokens) == int(pair.teacher_tokens[i])
 
 
@@ -193,7 +193,7 @@ def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> No
         new, pair = run(teacher, other, ids, 25, policy)
         assert torch.equal(new, torch.cat([first, rest], 1)), policy
         if isinstance(policy, Periodic):
-            assert pair.counts.tolist() == [24 // policy.every] * 2
+            assert pair.refresh_count.tolist() == [24 // policy.every] * 2
             assert pair.teacher_tokens.tolist() == [0, 0]
 
 
@@ -311,7 +311,7 @@ def test_a_teacher_with_nothing_to_read_says_so_and_changes_nothing(teacher, stu
         with pytest.raises(ValueError, match="0 new tokens after 9"):
             ask(pair)
         assert len(pair.read) == len(pair.cache) == 9
-        assert pair.refreshes == [] and int(pair.counts) == 0
+        assert pair.refreshes == [] and int(pair.refresh_count) == 0
 
 
 BAD = {

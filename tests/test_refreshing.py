@@ -89,7 +89,7 @@ def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
     metrics = ("perplexity", "refreshes", "reads", "passes")
     perplexity, *counts = (rows.figure("periodic:4", name, **at).value for name in metrics)
     assert perplexity == pytest.approx(math.exp(nats), rel=1e-4)
-    assert counts == [4, 16, 200] and pair.counts.tolist() == [4] * 5
+    assert counts == [4, 16, 200] and pair.refresh_count.tolist() == [4] * 5
     assert rows.figure("teacher", "refreshes", **at) is None
     written = len(rows.rows)
     quality(texts, ["teacher", "periodic:4"], "greedy")
@@ -112,7 +112,7 @@ def test_the_source_s_code_moves_every_entry_by_one_token(teacher) -> None:
     ids = prompts()
     pair = RefreshedPair(teacher, teacher, ids)
     same = torch.cat(list(refresh_as_published(pair, 20, 8, 0.0, None)), 1)
-    assert {*pair.counts.tolist()} == {2} and {*pair.teacher_tokens.tolist()} == {16}
+    assert {*pair.refresh_count.tolist()} == {2} and {*pair.teacher_tokens.tolist()} == {16}
     plain = torch.cat(list(generate(teacher, ids, 20)), 1)
     assert not torch.equal(same, plain)  # with a teacher for a student it should make no difference
     cache = KVCache()

@@ -160,8 +160,8 @@ def refresh_as_published(
         if len(unread) == every:
             pair.teacher(torch.cat(unread, 1), pair.read, last_only=True)
             splice_last(pair.cache, pair.read, torch.full_like(token[:, 0], every))
-            pair.counts = pair.counts + 1
-            pair.passes = pair.passes + 1
+            pair.refresh_count = pair.refresh_count + 1
+            pair.teacher_passes = pair.teacher_passes + 1
             pair.teacher_tokens = pair.teacher_tokens + every
             unread = []
         logits = pair.student(token, pair.cache, last_only=True)[:, -1]
@@ -189,9 +189,9 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
             texts.rows.add(
                 way,
                 at,
-                refreshes=pair.counts.tolist(),
+                refreshes=pair.refresh_count.tolist(),
                 reads=pair.teacher_tokens.tolist(),
-                passes=(1000 / texts.n * pair.passes).tolist(),
+                passes=(1000 / texts.n * pair.teacher_passes).tolist(),
             )
 
 
@@ -298,7 +298,7 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
         rows.add(way, at, time=ended / total, tps=steps / (ended - begun))
         _, pair = several[0]
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
-            passes = 1000 / texts.n * int(pair.passes)
+            passes = 1000 / texts.n * int(pair.teacher_passes)
             rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 

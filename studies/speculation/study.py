@@ -56,7 +56,7 @@ def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
         tokens, pair = texts.writing(way, ids, mode, turn)
     took = time_text(lambda: tokens)
     if kind not in BY:
-        passes.count = int(pair.passes) if pair else n - 1
+        passes.count = int(pair.teacher_passes) if pair else n - 1
     nats = nats_of(teacher, ids[0].tolist() + took.ids)[-n:]
     return Written(took, float(nats.mean()), passes)
 
