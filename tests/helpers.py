@@ -129,12 +129,12 @@ def refused(ran: Ran, *words: str) -> None:
     assert all(word in ran.err for word in words), ran.err
 
 
-def in_halves(file: str, paths: list[Path], folder: Path) -> dict[str, Any]:
+def in_halves(file: str, names: list[str], folder: Path) -> dict[str, Any]:
     """Run a test file as a script in two processes, which have not computed yet and can fork, each
-    with half of the paths; return what they leave as JSON in the file that is their first word."""
+    with half of the names; return what both write with --json."""
     results = [folder / "0.json", folder / "1.json"]
     running = [
-        subprocess.Popen([sys.executable, file, str(result), *map(str, paths[i::2])], cwd=ROOT)
+        subprocess.Popen([sys.executable, file, *names[i::2], "--json", str(result)], cwd=ROOT)
         for i, result in enumerate(results)
     ]
     assert [process.wait(timeout=1200) for process in running] == [0, 0]

@@ -1,5 +1,6 @@
 """The suite kills every one-line bug of tests/mutants: a mutant that survives is a test that is missing."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -8,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, too
+from tests.planted import read_folder
+
 ROOT = Path(__file__).resolve().parent.parent
-PATCHES = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
+
+BUGS = read_folder(ROOT / "tests" / "mutants")
+MEANING = {1: "killed", 0: "survived"}
 SUITES = {
     "gpt_baseline": ["test_equivalence.py"],
     "gpt_kv_cache": ["test_kv_cache.py", "test_equivalence.py"],
@@ -45,45 +51,33 @@ ENOUGH = {
 }
 
 
-def mutated(patch: Path) -> tuple[str, str]:
-    """Return the name of the module that a patch changes, and its text after that. Raises ValueError if it is stale."""
-    lines = patch.read_text(encoding="utf-8").splitlines()
-    name = next(line for line in lines if line.startswith("--- ")).removeprefix("--- ").strip()
-    body = lines[next(i for i, line in enumerate(lines) if line.startswith("@@")) + 1 :]
-    old = "".join(f"{line[1:]}\n" for line in body if line[:1] in " -")
-    new = "".join(f"{line[1:]}\n" for line in body if line[:1] in " +")
-    text = (ROOT / name).read_text(encoding="utf-8")
-    if text.count(old) != 1:
-        raise ValueError(
-            f"{patch.name} doesn't fit {name}: what it replaces is there {text.count(old)} times"
-        )
-    return Path(name).stem, text.replace(old, new)
-
-
-def run_all(patches: list[Path]) -> dict[str, int]:
-    """Return pytest's exit status for each patch: a forked process tests a module of the patched text.
+def run_each(names: list[str]) -> dict[str, int]:
+    """Return pytest's exit status for each bug: a forked process tests a module of the changed text.
 
     Forked, since to import PyTorch takes longer than to kill a mutant.
     """
     statuses = {}
-    for patch in patches:
+    for name in names:
         pid = os.fork()
         if pid == 0:
-            module, text = mutated(patch)
+            module = BUGS[name].path.stem
+            text = BUGS[name].changed((ROOT / f"{module}.py").read_text("utf-8"))
             spec = importlib.util.spec_from_loader(module, loader=None)
             sys.modules[module] = importlib.util.module_from_spec(spec)
-            exec(compile(text, f"{patch.name}", "exec"), sys.modules[module].__dict__)
-            tests = [str(ROOT / "tests" / name) for name in SUITES[module]]
-            longest = max((name for name in ENOUGH if patch.stem.startswith(name)), key=len)
+            exec(compile(text, name, "exec"), sys.modules[module].__dict__)
+            tests = [str(ROOT / "tests" / file) for file in SUITES[module]]
+            longest = max((start for start in ENOUGH if name.startswith(start)), key=len)
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
             os._exit(pytest.main([*options, "-k", ENOUGH[longest], *tests]))
-        statuses[patch.stem] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        statuses[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return statuses
 
 
-def test_there_are_mutants_of_every_file() -> None:
-    modules = [mutated(patch)[0] for patch in PATCHES]
-    assert set(modules) == set(SUITES)
+def test_there_are_bugs_of_every_file_and_each_fits_it() -> None:
+    assert {bug.path.stem for bug in BUGS.values()} == set(SUITES)
+    for bug in BUGS.values():
+        text = (ROOT / f"{bug.path.stem}.py").read_text("utf-8")
+        assert bug.why and bug.changed(text) != text
 
 
 @pytest.mark.slow
@@ -91,16 +85,22 @@ def test_there_are_mutants_of_every_file() -> None:
 def test_the_suite_kills_every_mutant(tmp_path: Path) -> None:
     from tests.helpers import in_halves  # which imports what is mutated
 
-    statuses = in_halves(__file__, PATCHES, tmp_path)
+    statuses = in_halves(__file__, [*BUGS], tmp_path)
     # 0: it survives; others: its tests didn't run
     assert {name: status for name, status in statuses.items() if status != 1} == {}
-    assert len(statuses) == len(PATCHES)
+    assert len(statuses) == len(BUGS)
 
 
 if __name__ == "__main__":  # in a process of its own, which has not computed yet and can fork
-    sys.path.insert(0, str(ROOT))
+    parser = argparse.ArgumentParser(description="Test planted bugs, by their names.")
+    parser.add_argument("names", nargs="+", choices=BUGS, metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the statuses are written")
+    args = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
-    result, *paths = map(Path, sys.argv[1:])
-    result.write_text(json.dumps(run_all(paths)))
+    statuses = run_each(args.names)
+    for name, status in statuses.items():
+        print(f"{name}: {status} ({MEANING.get(status, 'its tests did not run')})")
+    if args.json:
+        args.json.write_text(json.dumps(statuses))

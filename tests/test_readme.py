@@ -12,6 +12,7 @@ import studies.pages
 from chapters.builder import pages
 from support.blocks import with_blocks
 from tests.helpers import process
+from tests.planted import read_folder
 from tests.test_diff import hunks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,4 +73,4 @@ def test_counts_are_right() -> None:
     base, kv, llama = ((ROOT / f"{name}.py").read_text(encoding="utf-8") for name in names)
     assert f"{len(hunks(base, kv))} hunks" in README
     assert f"{len(hunks(kv, llama))} hunks from `gpt_kv_cache.py`" in README
-    assert f"{len([*(ROOT / 'tests' / 'mutants').glob('*.patch')])} small bugs" in README
+    assert f"{len(read_folder(ROOT / 'tests' / 'mutants'))} small bugs" in README

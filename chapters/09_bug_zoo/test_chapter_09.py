@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -121,21 +122,14 @@ RIGHT_RINGS = {
 }
 
 
-def patch(name: str) -> Callable[[], ModuleType]:
-    return lambda: zoo.mutant(name)
-
-
-def patches(*names: str) -> dict[str, Callable[[], ModuleType]]:
-    """Mutants of tests/mutants, by what their patches say about them."""
-    return {
-        zoo.PATCHES[n].read_text(encoding="utf-8").partition("\n")[0].lstrip("# "): patch(n)
-        for n in names
-    }
+def planted(*names: str) -> dict[str, Callable[[], ModuleType]]:
+    """Mutants of tests/mutants, by what their entries say about them."""
+    return {zoo.BUGS[name].why: partial(zoo.mutant, name) for name in names}
 
 
 MASK = "mask = torch.cat([self.pos, pos]) <= pos[:, None]"
 HELD = "self.layers[layer][..., : len(self), :]"
-CHUNKS = patches(
+CHUNKS = planted(
     "kv_causal_with_cached_keys",
     "kv_mask_of_the_chunk_only",
     "kv_mask_sees_only_old",
@@ -202,7 +196,7 @@ def too_long(what: str) -> tuple[str, str]:
     return limits, f"            if cache is not None:\n                cache.{what}\n{limits}"
 
 
-STATES = patches(
+STATES = planted(
     "kv_failed_pass_stays",
     "kv_commits_too_early",
     "kv_clone_shares_memory",
@@ -388,9 +382,7 @@ def listed(pos: str) -> list[tuple[str, str]]:
 SEEN = "(k_pos > pos - self.window) | (k_pos < self.sinks)"
 # What check_ring isn't asked for: gradients, and NaN in a slot that is hidden.
 OTHERS = {"ring_keeps_the_graph", "ring_writes_in_place_in_training", "ring_reads_what_nobody_sees"}
-RINGS = patches(
-    *(name for name in zoo.PATCHES if name.startswith("ring") and name not in OTHERS)
-) | {
+RINGS = planted(*(name for name in zoo.BUGS if name.startswith("ring") and name not in OTHERS)) | {
     "The window is one token short, always.": lambda: changed(
         RING, (SEEN, SEEN.replace("pos - self.window", "pos - max(1, self.window - 1)"))
     ),
@@ -529,7 +521,7 @@ RINGS = patches(
         RING, ("        self.check(ring, kv)", "        self.check(ring, kv.to(ring.dtype))")
     ),
 }
-GENERATES = patches(
+GENERATES = planted(
     "kv_reads_everything_again", "kv_feeds_the_last_token_only", "kv_forgotten_reset"
 ) | {
     "Once the context has been full, every token reads all of it again.": lambda: changed(

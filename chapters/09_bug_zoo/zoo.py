@@ -27,10 +27,8 @@ from support.files import import_file
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-MUTANTS = import_file(ROOT / "tests" / "test_mutants.py")
-PATCHES = {
-    patch.stem: patch for patch in MUTANTS.PATCHES if patch.stem.startswith(("kv", "ring", "bct"))
-}
+PLANTED = import_file(ROOT / "tests" / "planted.py").read_folder(ROOT / "tests" / "mutants")
+BUGS = {name: bug for name, bug in PLANTED.items() if name.startswith(("kv", "ring", "bct"))}
 FAMILIES = {
     "masks": "kv_causal_with_cached_keys kv_mask_of_the_chunk_only kv_mask_sees_only_old kv_single_query_is_causal "
     "ring_causal_with_cached_keys",
@@ -48,7 +46,7 @@ FAMILIES = {
 LISTED = " ".join(FAMILIES.values()).split()
 for family, prefix in (("the ring", "ring"), ("BCT's sums", "bct"), ("others", "kv")):
     FAMILIES[family] = " ".join(
-        name for name in PATCHES if name.startswith(prefix) and name not in LISTED
+        name for name in BUGS if name.startswith(prefix) and name not in LISTED
     )
 # The beginning of the SHA-256 of a mutant's name: the solution of exercise 9.1 is not to be read here.
 SPECIMENS = {
@@ -70,15 +68,16 @@ def module_of(text: str) -> ModuleType:
 
 
 def mutant(name: str) -> ModuleType:
-    """Return the module that a patch of tests/mutants makes."""
-    return module_of(MUTANTS.mutated(PATCHES[name])[1])
+    """Return the module that a planted bug of tests/mutants makes."""
+    bug = BUGS[name]
+    return module_of(bug.changed((ROOT / f"{bug.path.stem}.py").read_text(encoding="utf-8")))
 
 
 def specimen(letter: str) -> ModuleType:
     """Return a gpt_kv_cache.py with the bug of that letter in exercise 9.1. Raises KeyError if there is none."""
     beginning = SPECIMENS[letter]
     return mutant(
-        next(x for x in PATCHES if hashlib.sha256(x.encode()).hexdigest().startswith(beginning))
+        next(x for x in BUGS if hashlib.sha256(x.encode()).hexdigest().startswith(beginning))
     )
 
 
@@ -135,7 +134,7 @@ def survey(impl: ModuleType) -> dict[str, list[bool]]:
         "ring": [impl.check_ring],
     }
     found = {}
-    for name in PATCHES:
+    for name in BUGS:
         try:
             text, logits = naive(mutant(name))
         except Exception:
@@ -161,7 +160,7 @@ def main() -> None:
         print(
             f"bugs  found by{'the same text?':>43}{'the same logits?':>18}{args.impl + '.py':>14}"
         )
-        for family, names in [*families.items(), ("all", list(PATCHES))]:
+        for family, names in [*families.items(), ("all", list(BUGS))]:
             if names:
                 counts = [sum(found[name][i] for name in names) for i in range(3)]
                 print(f"{len(names):4}  {family:37}{counts[0]:14}{counts[1]:18}{counts[2]:14}")
