@@ -198,7 +198,7 @@ def answer(
         cache = store.get(ids)
     elif way != "cold":
         cache = recycler.reuse(text, ending)
-    k, prompt = len(cache), torch.tensor([ids], device=store.device)
+    k, prompt = len(cache), torch.tensor([ids], device=store.model.wte.weight.device)
     if way == "published" and k:
         return cache, generate_as_published(store.model, prompt[:, k:], cache, n, stop)
     return cache, generate(store.model, prompt, n, stop_id=stop, cache=cache)
@@ -379,7 +379,7 @@ def chat(
         reused, reply, first = len(cache), [], 0.0
         if trace:
             trace.begin(ids, reused)
-        prompt = torch.tensor([ids], device=store.device)
+        prompt = torch.tensor([ids], device=store.model.wte.weight.device)
         for token in generate(
             model, prompt, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache
         ):

@@ -24,7 +24,7 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache
 from recycle import read_all
 from support.fingerprints import fingerprint
 from support.prefix import common_prefix
-from support.store import Store
+from support.store import Store, matched_tokens
 from tests.helpers import KINDS, Ran, class_of, of_kind, process
 
 TINY = GPTConfig(vocab_size=11, n_ctx=32, n_layer=2, n_head=2, n_embd=8, head_dim=3)
@@ -130,7 +130,7 @@ def test_the_longest_prefix_of_any_text_is_found_to_the_token(
         assert found(store, ids) == len(ids), "what was put is there"
         held.append(ids)
     prefixes = {tuple(ids[:n]) for ids in held for n in range(1, len(ids) + 1)}
-    numbers = store.db.execute("SELECT sum(length(ids)) FROM runs").fetchone()[0] // 4
+    numbers = store._index.execute("SELECT sum(length(ids)) FROM runs").fetchone()[0] // 4
     assert numbers == len(prefixes), "each prefix is held once"
     if on_disk:
         assert store.nbytes == taken(folder)
@@ -247,10 +247,14 @@ def test_the_least_recently_used_run_that_nothing_continues_goes_first(store: St
     left = [a, b, ab, c]
     for gone in (ab, a, c, b):
         other = another(store)  # the order of use outlives a process
-        with other.transaction():
-            other.evict(other.nbytes - 1)
+        with other._transaction():
+            other._evict_until(other.nbytes - 1)
         left.remove(gone)
-        assert [text for text in (a, b, ab, c) if store.match(text)[1] == len(text)] == left
+        assert [
+            text
+            for text in (a, b, ab, c)
+            if matched_tokens(store._matching_runs(text)) == len(text)
+        ] == left
     assert store.nbytes == 0
 
 
@@ -402,13 +406,13 @@ def test_an_index_that_cannot_be_written_is_waited_for_once_and_read(
     store: Store, words: str
 ) -> None:
     put(store, [1] * 10)
-    healthy, owner = store.db, another(store).db
+    healthy, owner = store._index, another(store)._index
     if words == "readonly":
         place = f"{(store.folder / 'index.db').as_uri()}?mode=ro"
-        store.db = sqlite3.connect(place, uri=True, isolation_level=None)
+        store._index = sqlite3.connect(place, uri=True, isolation_level=None)
     else:
         owner.execute("BEGIN IMMEDIATE")
-    store.db.execute("PRAGMA busy_timeout = 1000")
+    store._index.execute("PRAGMA busy_timeout = 1000")
     before, begun = contents(store.folder), time.perf_counter()
     with warned(1, words):
         for _ in range(5):
@@ -416,7 +420,7 @@ def test_an_index_that_cannot_be_written_is_waited_for_once_and_read(
             put(store, [2] * 10)
             store.clear()
     assert contents(store.folder) == before and time.perf_counter() - begun < 5
-    store.db = healthy
+    store._index = healthy
     if words == "locked":
         owner.execute("ROLLBACK")
     put(store, [2] * 10)
@@ -451,7 +455,9 @@ def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize("moment", ["checksum", "add", "use", "delete", "sweep"])
+@pytest.mark.parametrize(
+    "moment", ["_checksum", "_add_run", "_mark_used", "_delete_row", "_delete_orphan_files"]
+)
 def test_an_interrupted_put_leaves_a_store_that_works(
     tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, moment: str
 ) -> None:
@@ -477,11 +483,11 @@ def test_runs_whose_eviction_is_undone_are_all_there(store: Store) -> None:
     def no_commit(_: int, statement: str, *__: object) -> int:
         return sqlite3.SQLITE_DENY if statement == "COMMIT" else sqlite3.SQLITE_OK
 
-    store.db.set_authorizer(no_commit)
+    store._index.set_authorizer(no_commit)
     with warned(1, "not authorized"):
         put(store, [2] * 10)
         store.clear()
-    store.db.set_authorizer(None)
+    store._index.set_authorizer(None)
     assert found(store, [1] * 10) == 10
 
 
@@ -505,7 +511,7 @@ def sound(model: GPT, folder: Path) -> int:
     """Return how many tokens a store has of the workers' texts, without any warning; its index is sound."""
     with warned(0):
         store = Store(model, folder)
-        assert store.db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert store._index.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         return sum(found(store, ids) for ids in texts(3, 60, low=5))
 
 
