@@ -100,7 +100,7 @@ class RefreshedPair(Pair):
             self.logits = self.student(token, self.cache, last_only=True)[:, -1]
             self.tokens_since_refresh += 1
             self.teacher_unread += 1
-        rows = policy.due(self)
+        rows = policy.rows_to_refresh(self)
         if rows.any():  # both caches can cover all of the text, the newest token too
             self.refresh(rows, policy)
 
@@ -203,7 +203,7 @@ class Policy:
     # approximation; or all that it has not read yet, on its own cache.
     reads_window = False
 
-    def due(self, pair: RefreshedPair) -> Tensor:
+    def rows_to_refresh(self, pair: RefreshedPair) -> Tensor:
         """Return which rows (B,) to refresh now, after the student has read a token."""
         return torch.zeros_like(pair.tokens_since_refresh, dtype=torch.bool)
 
@@ -229,7 +229,7 @@ class Periodic(Policy):
             if value is not None and value < 1:
                 raise ValueError(f"every and window must be at least 1, got {value}")
 
-    def due(self, pair: RefreshedPair) -> Tensor:
+    def rows_to_refresh(self, pair: RefreshedPair) -> Tensor:
         return pair.tokens_since_refresh >= self.every
 
 
@@ -247,10 +247,10 @@ class Gate(Policy):
         if math.isnan(self.threshold):
             raise ValueError("threshold must be a number, got nan")
 
-    def due(self, pair: RefreshedPair) -> Tensor:
+    def rows_to_refresh(self, pair: RefreshedPair) -> Tensor:
         ready = pair.tokens_since_refresh >= self.cooldown
         if pair.written % self.every or not ready.any():
-            return super().due(pair)
+            return super().rows_to_refresh(pair)
         return (self.signal(pair) > self.threshold) & ready
 
     def signal(self, pair: RefreshedPair) -> Tensor:
@@ -363,55 +363,57 @@ class SideBySide:
 # --- Command line ---------------------------------------------------------------------------------
 
 
-class Form(NamedTuple):
+class PolicyKind(NamedTuple):
     """A kind of policy: what makes it of the values in its name, these with their types, what it
     does, and the ways of this kind that the study measures. A way is a policy's name, such as
     periodic:64, or that of a gate without its last value, the threshold: entropy~2.5 is the gate
     whose threshold makes it fire 2.5 times in 1,000 tokens."""
 
-    make: Callable[..., Policy]
-    values: dict[str, Callable[[str], float]]
-    about: str
-    ways: tuple[str, ...]
+    create: Callable[..., Policy]
+    parameters: dict[str, Callable[[str], float]]
+    description: str
+    studied: tuple[str, ...]
 
 
 # All policies. A new one is a class and a line here: the command line, the tests and the study go
 # over this table.
-COUNT = whole_number(1)
+TOKEN_COUNT = whole_number(1)
 POLICIES = {
-    "none": Form(Policy, {}, "never: OverFill as it is", ("none",)),
-    "periodic": Form(
+    "none": PolicyKind(Policy, {}, "never: OverFill as it is", ("none",)),
+    "periodic": PolicyKind(
         Periodic,
-        {"T": COUNT},
+        {"T": TOKEN_COUNT},
         "every T tokens",
         ("periodic:256", "periodic:128", "periodic:64", "periodic:32", "periodic:16"),
     ),
-    "windowed": Form(
+    "windowed": PolicyKind(
         lambda every, window: Periodic(every, window, reads_window=True),
-        {"T": COUNT, "W": COUNT},
+        {"T": TOKEN_COUNT, "W": TOKEN_COUNT},
         "every T, the last W of them",
         ("windowed:64:16",),
     ),
-    "windowed-listing": Form(
+    "windowed-listing": PolicyKind(
         Periodic,
-        {"T": COUNT, "W": COUNT},
+        {"T": TOKEN_COUNT, "W": TOKEN_COUNT},
         "the same, and the teacher reads all T",
         ("windowed-listing:64:16",),
     ),
-    "speculative": Form(Periodic, {"K": COUNT}, "after bursts of K tokens", ("speculative:8",)),
-    "entropy": Form(
+    "speculative": PolicyKind(
+        Periodic, {"K": TOKEN_COUNT}, "after bursts of K tokens", ("speculative:8",)
+    ),
+    "entropy": PolicyKind(
         Entropy,
         {"H": float},
         "if the student's next token has more than H bits",
         ("entropy~2.5", "entropy~7.8", "entropy~15.6"),
     ),
-    "probe": Form(
+    "probe": PolicyKind(
         lambda every, limit: ProbeKL(limit, every=every),
-        {"M": COUNT, "D": float},
+        {"M": TOKEN_COUNT, "D": float},
         "every M tokens, if it is D nats from the teacher's",
         ("probe:32~7.8",),
     ),
-    "dropout": Form(
+    "dropout": PolicyKind(
         lambda passes, limit: MonteCarloDropout(limit, passes=passes),
         {"N": whole_number(2, 1024), "U": float},
         "if the logits of N passes with dropout vary by U",
@@ -426,12 +428,14 @@ def parse_policy(text: str) -> Policy:
     name, *values = text.split(":")
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}: choose {', '.join(POLICIES)}")
-    form = POLICIES[name]
-    if len(values) != len(form.values):
-        raise ValueError(f"the policy {text!r} must have the form {':'.join([name, *form.values])}")
-    pairs = zip(form.values.values(), values, strict=True)
+    kind = POLICIES[name]
+    if len(values) != len(kind.parameters):
+        raise ValueError(
+            f"the policy {text!r} must have the form {':'.join([name, *kind.parameters])}"
+        )
+    pairs = zip(kind.parameters.values(), values, strict=True)
     try:
-        return form.make(*(convert(value) for convert, value in pairs))
+        return kind.create(*(convert(value) for convert, value in pairs))
     except (ArgumentTypeError, ValueError) as error:
         raise ValueError(f"the policy {text!r}: {error}") from error
 
@@ -552,7 +556,10 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
     )
-    forms = (f"{':'.join([name, *form.values])} ({form.about})" for name, form in POLICIES.items())
+    forms = (
+        f"{':'.join([name, *kind.parameters])} ({kind.description})"
+        for name, kind in POLICIES.items()
+    )
     cli.add_argument(
         "--policy",
         metavar="P",

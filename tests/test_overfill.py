@@ -37,8 +37,8 @@ CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
 # One policy of each kind: every 4 tokens, a window of 4, gates that always fire; and others.
 KINDS = {
-    name: form.make(*(-1.0 if kind is float else 4 for kind in form.values.values()))
-    for name, form in POLICIES.items()
+    name: kind.create(*(-1.0 if convert is float else 4 for convert in kind.parameters.values()))
+    for name, kind in POLICIES.items()
 }
 MORE = [
     Periodic(1),
@@ -409,7 +409,7 @@ def test_a_bare_run_compares_the_ways(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_writes_a_text_and_says_what_it_cost(name: str) -> None:
-    values = ["0.02" if kind is float else "8" for kind in POLICIES[name].values.values()]
+    values = ["0.02" if convert is float else "8" for convert in POLICIES[name].parameters.values()]
     words = ["write", "--policy", ":".join([name, *values]), "--max-new-tokens", 40]
     ran = helpers.run(overfill.main, *words, "--student", "pocket-student-dropout")
     assert ran.code == 0 and ran.err == "" and len(ran.out.split()) > 40

@@ -340,9 +340,9 @@ def test_the_real_gate_fires_there_too(impl: ModuleType, teacher: GPT, student: 
         pair, signals = RefreshedPair(teacher, student, text(9)), []
 
         class Recording(Entropy):
-            def due(self, pair: RefreshedPair) -> Tensor:
+            def rows_to_refresh(self, pair: RefreshedPair) -> Tensor:
                 signals.append(impl.entropy(pair.logits)[0])  # noqa: B023  of this round
-                return super().due(pair)
+                return super().rows_to_refresh(pair)
 
         list(generate_refreshed(pair, 40, Recording(threshold, cooldown=cooldown)))
         expected = [r.written for r in pair.refreshes]

@@ -65,9 +65,9 @@ MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
 FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
 USUAL = ["teacher", "student", *PUBLISHED]
-for name, form in overfill.POLICIES.items():
+for name, kind in overfill.POLICIES.items():
     if name != "dropout":
-        USUAL += form.ways
+        USUAL += kind.studied
 OWN = "pocket-student"
 STUDENTS = {  # by what they were trained on or with: their names, and the ways that are measured
     "segments": (OWN, USUAL),
