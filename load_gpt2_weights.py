@@ -23,14 +23,12 @@ from support.cli import CommandLine
 from support.conditions import conditions, random_model
 from support.files import check_fields, not_downloaded, read_json, regular, said
 from support.tokenizers import (
-    END_OF_TEXT,
     LLAMA3_FILE,
+    READERS,
+    TIKTOKEN_FILE,
     Numbers,
-    Tokenizer,
-    byte_level,
-    from_vocabulary,
+    end_tokens,
     gpt2_tokenizer,
-    llama3,
     read_tokenizer,
 )
 
@@ -123,7 +121,7 @@ SUPPORTED = {
     },
 }
 KINDS = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}  # the last is ours: a GPT-2 with more
-READERS = {
+SCRIPTS = {  # that read a kind
     "GPT-2": "gpt_kv_cache.py",
     "Llama": "llama_kv_cache.py",
     "BCT": "gpt_bounded_cache.py --memory bct",
@@ -219,7 +217,7 @@ def is_llama(config: Any) -> bool:
 
 
 def kind_of(config: Any) -> str:
-    """Return what a config, or the class of one, describes: one of READERS."""
+    """Return what a config, or the class of one, describes: one of SCRIPTS."""
     if hasattr(config, "rope_theta"):
         return "Llama"
     return "BCT" if hasattr(config, "slots") else "GPT-2"
@@ -287,7 +285,7 @@ def find_file(name_or_path: str, filename: str) -> Path:
         folder = HERE / "pocket" / POCKET[name_or_path]
     elif not folder.is_dir():
         raise ValueError(
-            f"unknown model {name_or_path!r}: choose {NAMES}; pocket-bct (only {READERS['BCT']})"
+            f"unknown model {name_or_path!r}: choose {NAMES}; pocket-bct (only {SCRIPTS['BCT']})"
         )
     if not (folder / filename).exists():
         raise FileNotFoundError(
@@ -340,7 +338,7 @@ def read_config(path: Path, config_class: type | None) -> Any:
     llama = kind == "Llama"
     config_class = config_class or class_of(llama).config_class
     if kind != kind_of(config_class):
-        raise ValueError(f"{path} describes a {kind}: {READERS[kind]} can read it")
+        raise ValueError(f"{path} describes a {kind}: {SCRIPTS[kind]} can read it")
     for key, supported in SUPPORTED["Llama" if llama else "GPT-2"].items():
         if key in config:
             check_choice(path, key, config[key], supported)
@@ -495,69 +493,61 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
-    """Return the tokenizer of a known name or of a folder: its tokenizer.tiktoken, tokenizer.json, Llama 3's
-    tokenizer.model, or vocab.json and merges.txt, else GPT-2's if the size fits. An untrained model's is GPT-2's, or
-    Numbers, with a warning, if that can't be loaded.
+    """Return the tokenizer of a known name or of a folder, GPT-2's if the folder has none and the size fits. An
+    untrained model's is GPT-2's, or Numbers, with a warning, if that can't be loaded.
 
     Raises ValueError or OSError, in one sentence, if there is none.
     """
     if name_or_path.startswith(RANDOM):
         try:
-            return load_tokenizer("gpt2")
+            return gpt2_tokenizer()
         except OSError as error:
             warnings.warn(f"tokens are shown as numbers: {error}", stacklevel=2)
             return Numbers()
     if name_or_path in PUBLIC and name_or_path not in LLAMAS:
         return gpt2_tokenizer()
     config_path = find_file(name_or_path, "config.json")
-    config, folder = read_json(config_path, vocab_size=int), config_path.parent
-    vocab_size = config["vocab_size"]
-    path = folder / "tokenizer.tiktoken"
-    if not path.exists() and folder.resolve().parent == HERE / "pocket":
-        path = HERE / "pocket" / "teacher" / path.name  # the models that come along share one
-    there = [file.name for file in folder.iterdir() if re.fullmatch(VOCABULARY, file.name)]
-    readers = {"tokenizer.json": byte_level, "vocab.json": from_vocabulary}
-    if config.get("model_type") == "llama":
-        readers[LLAMA3_FILE] = llama3
-    if path.exists():
-        tokenizer = read_tokenizer(path)
-        fits = tokenizer.n_vocab == vocab_size
-    elif there or LLAMA3_FILE in readers:
-        filename = next((name for name in readers if name in there), "tokenizer.json")
-        path = find_file(name_or_path, filename)
-        tokenizer = readers[filename](path)
-        tokenizer.ends = end_tokens(name_or_path, config, tokenizer, path)
-        fits = tokenizer.n_vocab <= vocab_size
-    elif vocab_size == 50257:
+    config = read_json(config_path, vocab_size=int)
+    path = find_tokenizer(name_or_path, config, config_path.parent)
+    if path is None:
         return gpt2_tokenizer()
-    else:
-        raise ValueError(
-            f"there is no {path.name} in {folder}, and GPT-2's has 50257 tokens, not {vocab_size}"
-        )
+    tokenizer = read_tokenizer(path)
+    vocab_size, n_vocab = config["vocab_size"], tokenizer.n_vocab
+    fits = n_vocab == vocab_size
+    if path.name != TIKTOKEN_FILE:
+        tokenizer.end_ids = end_tokens(tokenizer, path, config, read_generation(name_or_path, path))
+        fits = n_vocab <= vocab_size  # embeddings may have rows without a token
     if not fits:
-        raise ValueError(
-            f"{path} makes {tokenizer.n_vocab} tokens, but {config_path} says {vocab_size}"
-        )
+        raise ValueError(f"{path} makes {n_vocab} tokens, but {config_path} says {vocab_size}")
     return tokenizer
 
 
-def end_tokens(
-    name_or_path: str, config: dict[str, Any], tokenizer: Tokenizer, path: Path
-) -> tuple[int, ...]:
-    """Return the tokens that end a text, by generation_config.json or config.json. Raises ValueError if one is none of
-    the special tokens of the tokenizer, which was read from path."""
-    special, source = tokenizer._special_tokens, "config.json"
-    ends = config.get("eos_token_id", special.get(END_OF_TEXT))
-    if name_or_path in PUBLIC or path.with_name("generation_config.json").exists():
-        generation = read_json(find_file(name_or_path, "generation_config.json"))
-        if "eos_token_id" in generation:
-            ends, source = generation["eos_token_id"], "generation_config.json"
-    found = tuple(ends) if isinstance(ends, list) else (ends,)
-    if not found or any(end not in list(special.values()) for end in found):
-        raise ValueError(
-            f"{path.with_name(source)}: eos_token_id is {said(ends)}, which is no special token of {path}"
-        )
-    return found
+def find_tokenizer(name_or_path: str, config: dict[str, Any], folder: Path) -> Path | None:
+    """Return the tokenizer's file of a model with its config in a folder, after downloading it if need be; None: the
+    folder has none, and GPT-2's has as many tokens. Raises as find_file() does, ValueError if GPT-2's has not."""
+    filenames = {path.name for path in folder.iterdir()}
+    is_llama = config.get("model_type") == "llama"
+    if TIKTOKEN_FILE not in filenames and folder.resolve().parent == HERE / "pocket":
+        return HERE / "pocket" / "teacher" / TIKTOKEN_FILE  # the models that come along share one
+    for filename in READERS:
+        if filename in filenames and (is_llama or filename != LLAMA3_FILE):
+            return find_file(name_or_path, filename)
+    if is_llama or any(re.fullmatch(VOCABULARY, filename) for filename in filenames):
+        return find_file(name_or_path, "tokenizer.json")
+    if config["vocab_size"] == 50257:
+        return None
+    raise ValueError(
+        f"there is no {TIKTOKEN_FILE} in {folder}, and GPT-2's has 50257 tokens, not "
+        f"{config['vocab_size']}"
+    )
+
+
+def read_generation(name_or_path: str, tokenizer_path: Path) -> dict[str, Any]:
+    """Return what generation_config.json says, or {} if a folder has none."""
+    filename = "generation_config.json"
+    if name_or_path in PUBLIC or tokenizer_path.with_name(filename).exists():
+        return read_json(find_file(name_or_path, filename))
+    return {}
 
 
 def main(argv: list[str] | None = None) -> None:

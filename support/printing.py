@@ -58,7 +58,7 @@ def stream(
 
 def ends_of(tokenizer: tiktoken.Encoding) -> tuple[int, ...]:
     """Return the tokens that end a text, of which a Llama may have several."""
-    return getattr(tokenizer, "ends", (tokenizer.eot_token,))
+    return getattr(tokenizer, "end_ids", (tokenizer.eot_token,))
 
 
 def silent() -> AbstractContextManager:

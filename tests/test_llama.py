@@ -299,7 +299,7 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
     expected = real_form(kind, tmp_path)
     ours = loader.load_tokenizer(str(tmp_path))
     begin = [] if kind == "SmolLM2" else [expected.token_to_id("<|begin_of_text|>")]
-    assert [*ours.start] == begin and len(ours.ends) == 2
+    assert [*ours.start_ids] == begin and len(ours.end_ids) == 2
     lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
     for text in TEXTS + lines:
         ids = expected.encode(text).ids
@@ -347,7 +347,7 @@ def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
         assert ours.encode(text, allowed_special="all") == [128_000, *ids], text
         assert again.encode(text, allowed_special="all") == ids, text
         assert ours.decode(ids) == text
-    assert ours.n_vocab == 128_256 and ours.ends == (128_001, 128_009)
+    assert ours.n_vocab == 128_256 and ours.end_ids == (128_001, 128_009)
     for name, number in (("begin_of_text", 128_000), ("eot_id", 128_009), ("python_tag", 128_010)):
         assert ours._special_tokens[f"<|{name}|>"] == number  # as the model card has them
 
@@ -426,9 +426,9 @@ def test_ids_without_a_token_are_shown_as_numbers(tmp_path: Path) -> None:
 def test_a_text_ends_with_any_of_the_end_tokens(tmp_path: Path) -> None:
     real_form("SmolLM2", tmp_path)
     tokenizer = loader.load_tokenizer(str(tmp_path))
-    written = [torch.tensor([[i]]) for i in (300, 301, tokenizer.ends[1], 302)]
+    written = [torch.tensor([[i]]) for i in (300, 301, tokenizer.end_ids[1], 302)]
     ids, _ = stream(iter(written), tokenizer)
-    assert ids == [300, 301, tokenizer.ends[1]]
+    assert ids == [300, 301, tokenizer.end_ids[1]]
 
 
 # --- The script -------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def test_a_question_has_the_form_of_the_published_template(
 ) -> None:
     library = real_form(kind, tmp_path)
     ours = loader.load_tokenizer(str(tmp_path))
-    begin = "".join(library.id_to_token(i) for i in ours.start)
+    begin = "".join(library.id_to_token(i) for i in ours.start_ids)
     rendered = jinja2.Template(template).render
     for text in ("Why is the sky blue?", "{braces} {0}\n\nand a line"):
         messages = [{"role": "user", "content": text}]
