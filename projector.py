@@ -64,6 +64,9 @@ START_PENALTY = 1e-2  # of the ridge that begins it at the means of a prompt's p
 LEAST_SCALE = 1e-2  # of a feature, in units of the mean: what hardly varies isn't blown up
 
 
+# --- A prompt: how it is divided, its exact cache and its queries ---------------------------------
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a prompt is divided: tokens that m summary tokens stand for, then `tail` tokens that are
@@ -115,9 +118,6 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     )
 
 
-# --- Stage 1: a cache becomes m summary tokens ----------------------------------------------------
-
-
 def reposition(model: nn.Module, x: Tensor, by: Tensor) -> Tensor:
     """Move keys or queries x (..., S, D) by positions (S,): a Llama's, since a GPT-2's don't
     change."""
@@ -153,6 +153,62 @@ def read_all_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (..., S, D)."""
     weights = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1)  # (..., R, S)
     return weights @ v
+
+
+# --- Stage 1: a cache becomes m summary tokens ----------------------------------------------------
+
+
+def means_of_parts(kv: Tensor, m: int) -> Tensor:
+    """Return the mean keys and values (H, m, 2 D) of m nearly equal parts of a cache (2, H, any,
+    D)."""
+    parts = torch.cat([*kv], -1).tensor_split(m, dim=1)
+    return torch.stack([part.mean(1) for part in parts], 1)
+
+
+def fit_map(
+    x: Tensor, q: Tensor, out: Tensor, start: Tensor, penalty: float, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted by L-BFGS in float64 on N
+    prompts: features x (N, F), queries and outputs (N, R, D) each, from summary tokens (N, m, 2 D)
+    as a start. The loss passes a softmax, so that it has no closed form.
+
+    Only x C enters the error, and what C has beside the span of x costs a penalty for nothing:
+    the optimum is C = x^T A, with |C|^2 = tr(A^T x x^T A), and N rows of A are fitted instead of
+    F of C. The coordinates are those in which |C|^2 is a sum of squares: with the Gram matrix x
+    x^T = root root^T, x C is root B and |C|^2 is |B|^2. Both sums are in units of their means:
+    the error of |out|^2, the penalty of a prompt's |x|^2.
+    """
+    gram = x @ x.mT  # (N, N)
+    values, vectors = torch.linalg.eigh(gram)
+    kept = values > 1e-10 * values[-1]
+    values, vectors = values[kept], vectors[:, kept]  # (R,), (N, R)
+    unit = values.sum() / len(x)
+    root = vectors * (values / unit).sqrt()
+    constant = start.mean(0)
+    B = ridge(root, (start - constant).flatten(1), START_PENALTY).contiguous()
+    constant.requires_grad_()
+    B.requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [B, constant],
+        max_iter=steps,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-12,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        summaries = (root @ B).unflatten(1, constant.shape) + constant  # (N, m, 2 D)
+        got = read_all_queries(q, *summaries.chunk(2, -1))
+        error = (got - out).square().sum() / out.square().sum()
+        total = error + penalty * B.square().sum() / len(x)
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    A = vectors / (values * unit).sqrt() @ B.detach()  # (N, m * 2 D)
+    return x.mT @ A, constant.detach()
 
 
 class Compressor:
@@ -283,65 +339,12 @@ class Compressor:
         return cls(model, prompts, m, penalty, T)
 
 
-def means_of_parts(kv: Tensor, m: int) -> Tensor:
-    """Return the mean keys and values (H, m, 2 D) of m nearly equal parts of a cache (2, H, any,
-    D)."""
-    parts = torch.cat([*kv], -1).tensor_split(m, dim=1)
-    return torch.stack([part.mean(1) for part in parts], 1)
-
-
-def fit_map(
-    x: Tensor, q: Tensor, out: Tensor, start: Tensor, penalty: float, steps: int
-) -> tuple[Tensor, Tensor]:
-    """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted by L-BFGS in float64 on N
-    prompts: features x (N, F), queries and outputs (N, R, D) each, from summary tokens (N, m, 2 D)
-    as a start. The loss passes a softmax, so that it has no closed form.
-
-    Only x C enters the error, and what C has beside the span of x costs a penalty for nothing:
-    the optimum is C = x^T A, with |C|^2 = tr(A^T x x^T A), and N rows of A are fitted instead of
-    F of C. The coordinates are those in which |C|^2 is a sum of squares: with the Gram matrix x
-    x^T = root root^T, x C is root B and |C|^2 is |B|^2. Both sums are in units of their means:
-    the error of |out|^2, the penalty of a prompt's |x|^2.
-    """
-    gram = x @ x.mT  # (N, N)
-    values, vectors = torch.linalg.eigh(gram)
-    kept = values > 1e-10 * values[-1]
-    values, vectors = values[kept], vectors[:, kept]  # (R,), (N, R)
-    unit = values.sum() / len(x)
-    root = vectors * (values / unit).sqrt()
-    constant = start.mean(0)
-    B = ridge(root, (start - constant).flatten(1), START_PENALTY).contiguous()
-    constant.requires_grad_()
-    B.requires_grad_()
-    optimizer = torch.optim.LBFGS(
-        [B, constant],
-        max_iter=steps,
-        tolerance_grad=1e-9,
-        tolerance_change=1e-12,
-        history_size=10,
-        line_search_fn="strong_wolfe",
-    )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        summaries = (root @ B).unflatten(1, constant.shape) + constant  # (N, m, 2 D)
-        got = read_all_queries(q, *summaries.chunk(2, -1))
-        error = (got - out).square().sum() / out.square().sum()
-        total = error + penalty * B.square().sum() / len(x)
-        total.backward()
-        return total
-
-    optimizer.step(loss)
-    A = vectors / (values * unit).sqrt() @ B.detach()  # (N, m * 2 D)
-    return x.mT @ A, constant.detach()
+# --- Stage 2: summary tokens of one prompt become those of another --------------------------------
 
 
 def per_head(summaries: Tensor) -> Tensor:
     """Return summary tokens (N, L, 2, H, m, D) as a vector a head (L, H, N, F)."""
     return summaries.permute(1, 3, 0, 2, 4, 5).flatten(3)
-
-
-# --- Stage 2: summary tokens of one prompt become those of another --------------------------------
 
 
 class Projector:
@@ -398,6 +401,29 @@ class Projector:
 
 
 # --- A new prompt: retrieval, summary tokens as the cache, the exact cache in the background ------
+
+
+def cache_of(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
+    """Return a cache of summary tokens (L, 2, H, m, D) for text at next_pos."""
+    m, device = summary.size(-2), model.wte.weight.device
+    k, v = summary.to(device, model.wte.weight.dtype).unbind(1)
+    layers = torch.stack([reposition(model, k, torch.full((m,), next_pos, device=device)), v], 1)
+    pos = torch.arange(next_pos - m, next_pos, device=device)
+    return KVCache([layer[:, None] for layer in layers], pos)
+
+
+def inner_names(text: str) -> set[str]:
+    """Return the words of a text that have a capital though no sentence begins there, and its
+    numbers."""
+    return set(re.findall(r"(?<=[^.!?:\"\s] )[A-Z]\w+|\b\d+\b", text))
+
+
+def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
+    """Return a CRC-32 of all that a library holds."""
+    value = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = zlib.crc32(raw(tensors[name]), zlib.crc32(name.encode(), value))
+    return value
 
 
 class Library:
@@ -504,29 +530,6 @@ class Library:
         return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)
 
 
-def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
-    """Return a CRC-32 of all that a library holds."""
-    value = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-    for name in sorted(tensors):
-        value = zlib.crc32(raw(tensors[name]), zlib.crc32(name.encode(), value))
-    return value
-
-
-def cache_of(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
-    """Return a cache of summary tokens (L, 2, H, m, D) for text at next_pos."""
-    m, device = summary.size(-2), model.wte.weight.device
-    k, v = summary.to(device, model.wte.weight.dtype).unbind(1)
-    layers = torch.stack([reposition(model, k, torch.full((m,), next_pos, device=device)), v], 1)
-    pos = torch.arange(next_pos - m, next_pos, device=device)
-    return KVCache([layer[:, None] for layer in layers], pos)
-
-
-def inner_names(text: str) -> set[str]:
-    """Return the words of a text that have a capital though no sentence begins there, and its
-    numbers."""
-    return set(re.findall(r"(?<=[^.!?:\"\s] )[A-Z]\w+|\b\d+\b", text))
-
-
 def generate_warm(
     model: nn.Module, ids: Tensor, warm: KVCache, tail: int, max_new_tokens: int
 ) -> Iterator[Tensor]:
@@ -584,19 +587,19 @@ def template(texts: Sequence[str]) -> tuple[str, str]:
 
 
 @torch.no_grad()
+def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None) -> Tensor:
+    """Return the logits (V,) of the token after ids, which follow a cache, if any."""
+    fed = torch.tensor([ids], device=model.wte.weight.device)
+    return model(fed, cache if cache is not None else KVCache(), last_only=True)[0, -1]
+
+
+@torch.no_grad()
 def first_logits(library: Library, text: str, ids: list[int]) -> Tensor:
     """Return the logits (V,) of a text's first new token: from summary tokens and the tail if a
     stored prompt is similar enough, else by reading all."""
     warm = library.warm_start(text, ids)
     fed = ids if warm is None else ids[-library.layout.tail :]
     return logits_after(library.model, fed, warm)
-
-
-@torch.no_grad()
-def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None) -> Tensor:
-    """Return the logits (V,) of the token after ids, which follow a cache, if any."""
-    fed = torch.tensor([ids], device=model.wte.weight.device)
-    return model(fed, cache if cache is not None else KVCache(), last_only=True)[0, -1]
 
 
 def first_line(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding) -> str:
