@@ -94,10 +94,10 @@ class RefreshedPair(Pair):
         self.newest_reading = None
         if context_start(self.ids.size(1), self.n_ctx) > self.cached_from:
             self.prefill()
-            self.teacher_tokens += len(self.read)
+            self.teacher_tokens += len(self.teacher_cache)
             self.teacher_passes += 1
         else:
-            self.logits = self.student(token, self.cache, last_only=True)[:, -1]
+            self.logits = self.student(token, self.student_cache, last_only=True)[:, -1]
             self.tokens_since_refresh += 1
             self.teacher_unread += 1
         rows = policy.rows_to_refresh(self)
@@ -117,17 +117,17 @@ class RefreshedPair(Pair):
             return self.newest_reading
         if not self.tokens_since_refresh.any():
             raise ValueError(
-                f"there are 0 new tokens after {len(self.cache)}: the teacher needs at least 1 to read"
+                f"there are 0 new tokens after {len(self.student_cache)}: the teacher needs at least 1 to read"
             )
-        if policy.reads_window and self.fits:
+        if policy.reads_window and self.same_geometry:
             n = min(policy.window, int(self.tokens_since_refresh.max()))
             # What precedes the window stays as the student wrote it.
-            before = [kv[..., : len(self.cache) - n, :] for kv in self.cache.layers]
-            cache = KVCache(before, self.cache.pos[:-n])
+            before = [kv[..., : len(self.student_cache) - n, :] for kv in self.student_cache.layers]
+            cache = KVCache(before, self.student_cache.pos[:-n])
             counts = self.tokens_since_refresh.clamp(max=n)
         else:
-            n = self.ids.size(1) - self.cached_from - len(self.read)
-            cache = self.read
+            n = self.ids.size(1) - self.cached_from - len(self.teacher_cache)
+            cache = self.teacher_cache
             counts = self.teacher_unread
         logits = self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
         self.newest_reading = cache, logits
@@ -143,9 +143,9 @@ class RefreshedPair(Pair):
         counts = self.tokens_since_refresh * rows  # (B,)
         if policy.window is not None:
             counts = counts.clamp(max=policy.window)
-        if self.fits:
+        if self.same_geometry:
             source, _ = self.consult_teacher(rows, policy)
-            splice_last(self.cache, source, counts)
+            splice_last(self.student_cache, source, counts)
         tokens = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
         seconds = time.perf_counter() - begun
         self.tokens_since_refresh *= ~rows
@@ -287,7 +287,7 @@ class MonteCarloDropout(Gate):
     def signal(self, pair: RefreshedPair) -> Tensor:
         last = pair.ids[:, -1:]
         return logit_variance(
-            dropout_logits(pair.student, last, pair.cache, self.passes, self.rate)
+            dropout_logits(pair.student, last, pair.student_cache, self.passes, self.rate)
         )
 
 

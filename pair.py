@@ -34,7 +34,7 @@ def geometry(config: Any) -> dict[str, Any]:
     }
 
 
-def misfit(teacher: nn.Module, student: nn.Module) -> str:
+def geometry_difference(teacher: nn.Module, student: nn.Module) -> str:
     """Return how the geometry of the two differs, "" if one's cache serves the other."""
     its, own = geometry(teacher.config), geometry(student.config)
     differ = [f"{name} {its[name]} against {own[name]}" for name in its if its[name] != own[name]]
@@ -82,37 +82,39 @@ class Pair:
                 f"teacher and student must share a vocabulary, but have {its:,} and {own:,} tokens"
             )
         self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
-        self.fits = not misfit(teacher, student)
+        self.same_geometry = not geometry_difference(teacher, student)
         self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
         self.cached_from = 0  # index in ids of the first cached token
-        self.read = new_cache()  # what the teacher has read
-        self.cache = new_cache()  # what the student writes on
+        self.teacher_cache = new_cache()  # what the teacher has read
+        self.student_cache = new_cache()  # what the student writes on
         self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
 
     def prefill(self) -> None:
         """Let the teacher read the text, or what of it stays in the context, and hand its cache
         over."""
         self.cached_from = context_start(self.ids.size(1), self.n_ctx)
-        self.read, self.cache = self.new_cache(), self.new_cache()
-        logits = self.teacher(self.ids[:, self.cached_from :], self.read, last_only=True)
+        self.teacher_cache, self.student_cache = self.new_cache(), self.new_cache()
+        logits = self.teacher(self.ids[:, self.cached_from :], self.teacher_cache, last_only=True)
         self.logits = logits[:, -1]
-        if self.fits:
-            self.hand_over(0)
+        if self.same_geometry:
+            self.copy_teacher_cache(0)
         else:
-            self.student(self.ids[:, self.cached_from :], self.cache, last_only=True)
+            self.student(self.ids[:, self.cached_from :], self.student_cache, last_only=True)
 
-    def hand_over(self, first: int) -> None:
+    def copy_teacher_cache(self, first: int) -> None:
         """Replace the student's entries, from this index in its cache on, by a copy of the
         teacher's."""
-        self.cache.truncate(first)
-        for layer, kv in enumerate(self.read.layers):
-            self.cache.append(layer, *kv[..., first : len(self.read), :], self.read.pos[first:])
-        self.cache.commit(self.read.pos[first:])
+        self.student_cache.truncate(first)
+        for layer, kv in enumerate(self.teacher_cache.layers):
+            self.student_cache.append(
+                layer, *kv[..., first : len(self.teacher_cache), :], self.teacher_cache.pos[first:]
+            )
+        self.student_cache.commit(self.teacher_cache.pos[first:])
 
     @property
     def nbytes(self) -> int:
         """Bytes of both caches."""
-        return self.read.nbytes + self.cache.nbytes
+        return self.teacher_cache.nbytes + self.student_cache.nbytes
 
 
 def load_pair(
@@ -131,7 +133,7 @@ def load_pair(
             f"{other.n_vocab:,} tokens, some have one id and two texts"
         )
     models = [load_model(name, **options) for name in (teacher, student)]
-    if differs := misfit(*models):
+    if differs := geometry_difference(*models):
         print(
             f"[the cache of {teacher} doesn't fit {student} ({differs}), which reads everything itself: "
             f"{so}]"

@@ -39,10 +39,10 @@ Drafter = Callable[[Pair, int, Choose], tuple[Tensor, Tensor]]
 
 def by_student(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
     """Let the student write k tokens; return them (1, k) and the distributions (k, V) that they were drawn from."""
-    unread = pair.ids[:, pair.cached_from + len(pair.cache) :]
+    unread = pair.ids[:, pair.cached_from + len(pair.student_cache) :]
     tokens, drawn_from = [pair.ids[:, :0]], [torch.empty(0, pair.student.config.vocab_size)]
     for _ in range(k):
-        token, q = choose(pair.student(unread, pair.cache, last_only=True)[:, -1])
+        token, q = choose(pair.student(unread, pair.student_cache, last_only=True)[:, -1])
         unread = token.to(pair.ids.device)
         tokens.append(unread)
         drawn_from.append(q)
@@ -150,14 +150,14 @@ def speculate(
     written, passes = 0, passes or Passes()
     while written < max_new_tokens:
         n = pair.ids.size(1)
-        if not len(pair.read) or context_start(n, pair.n_ctx) > pair.cached_from:
+        if not len(pair.teacher_cache) or context_start(n, pair.n_ctx) > pair.cached_from:
             pair.prefill()
             new = sample(pair.logits, temperature, top_k, generator)  # (1, 1)
         else:
-            shared, room = len(pair.read), pair.cached_from + pair.n_ctx - n
+            shared, room = len(pair.teacher_cache), pair.cached_from + pair.n_ctx - n
             drafted, q = draft(pair, min(k, max_new_tokens - written - 1, room), choose)
             unread = torch.cat([pair.ids[:, pair.cached_from + shared :], drafted], 1)
-            logits = pair.teacher(unread, pair.read)[0]  # (drafted + 1, V)
+            logits = pair.teacher(unread, pair.teacher_cache)[0]  # (drafted + 1, V)
             p = probabilities(logits, temperature, top_k)
             agreed, token = agree(p, q, drafted[0].cpu(), generator)
             token = token[None].to(pair.ids.device)
@@ -165,11 +165,11 @@ def speculate(
             if stop_id in (said := new[0].tolist()):  # what follows it was never written
                 new = new[:, : said.index(stop_id) + 1]
                 agreed = new.size(1) - 1
-            pair.read.truncate(n + agreed - pair.cached_from)
-            if pair.fits:
-                pair.hand_over(shared)
+            pair.teacher_cache.truncate(n + agreed - pair.cached_from)
+            if pair.same_geometry:
+                pair.copy_teacher_cache(shared)
             else:
-                pair.cache.truncate(min(len(pair.cache), len(pair.read)))
+                pair.student_cache.truncate(min(len(pair.student_cache), len(pair.teacher_cache)))
             passes.count += 1
             passes.drafted += drafted.size(1)
             passes.agreed += agreed

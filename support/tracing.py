@@ -79,7 +79,7 @@ class Trace:
         """Record that a token was written, with the cache, or the pair of models, as it is now."""
         n = len(self.ids)
         pair = cache if hasattr(cache, "teacher") else None
-        held = cache.cache if pair else cache
+        held = cache.student_cache if pair else cache
         start = self.context_start(n, self.n_ctx) if held is None else n - held.next_pos
         fed = (start if held is None or start != self.start else self.fed), n
         step: dict[str, Any] = {"n": n, "start": start, "fed": fed, "bytes": 0}
@@ -111,11 +111,11 @@ class Trace:
         if restarted:
             self.teacher = set()
             said = "The teacher's cache doesn't fit: the student reads the text."
-            if pair.fits:
+            if pair.same_geometry:
                 self.teacher = {*range(step["start"], n)}
                 said = "The teacher reads the text, and its cache is handed over."
             step["events"].append(said)
-        if len(pair.refreshes) > self.refreshes and pair.fits:
+        if len(pair.refreshes) > self.refreshes and pair.same_geometry:
             count = pair.refreshes[-1].replaced
             self.teacher |= {*range(n - count, n)}
             step["replaced"] = [n - count, n]

@@ -28,7 +28,7 @@ from overfill import (
     parse_policy,
     with_dropout,
 )
-from pair import misfit, splice_last
+from pair import geometry_difference, splice_last
 from support.statistics import entropy, kl
 from tests import helpers
 from tests.helpers import N_CTX, ROOT, class_of, of_kind
@@ -134,7 +134,7 @@ def refreshed(
     pair, before = RefreshedPair(teacher, student, prompts(2)), KVCache()
     for _ in generate_refreshed(pair, 9, policy):
         if pair.written == 7:
-            before = pair.cache.clone()
+            before = pair.student_cache.clone()
     return pair, before
 
 
@@ -144,7 +144,7 @@ def test_a_refresh_replaces_the_last_entries_and_no_others(teacher, student, win
     pair, before = refreshed(teacher, student, Periodic(8, window=window))
     read, kept = KVCache(), 9 + 8 - window
     teacher(pair.ids, read)
-    for mine, old, its in zip(pair.cache.layers, before.layers, read.layers, strict=True):
+    for mine, old, its in zip(pair.student_cache.layers, before.layers, read.layers, strict=True):
         assert torch.equal(mine[..., :kept, :], old[..., :kept, :])
         close(mine[..., kept:, :], its[..., kept:, :])
         of_student = mine[..., 9:kept, :]
@@ -157,7 +157,7 @@ def test_reading_on_top_reads_the_window_over_the_students_own_entries(teacher, 
     pair, mixed = refreshed(teacher, student, parse_policy("windowed:8:3"))
     mixed.truncate(9 + 8 - 3)
     teacher(pair.ids[:, -3:], mixed)
-    for mine, its in zip(pair.cache.layers, mixed.layers, strict=True):
+    for mine, its in zip(pair.student_cache.layers, mixed.layers, strict=True):
         close(mine, its)
     assert pair.teacher_tokens.tolist() == [3, 3] and [r.tokens for r in pair.refreshes] == [6]
     assert pair.teacher_passes.tolist() == [1, 1]
@@ -185,7 +185,7 @@ def test_rows_of_a_batch_are_refreshed_each_on_its_own(teacher, student, gate: G
 def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> None:
     other = model_of(replace(teacher.config, n_layer=2, head_dim=8), 3)
     why = "n_layer 3 against 2, head_dim 16 against 8"
-    assert misfit(teacher, other) == why
+    assert geometry_difference(teacher, other) == why
     ids = prompts(2)
     first, _ = run(teacher, other, ids, 1, Policy())
     rest = torch.cat(list(generate(other, torch.cat([ids, first], 1), 24)), 1)
@@ -293,13 +293,13 @@ def test_what_a_teacher_reads_when_the_context_is_full_counts(teacher, student) 
     # 9 + 35 tokens of 40: one slide, at the 41st, after which 21 are read again
     for policy, read in ((Policy(), 21), (Periodic(3), 30 + 21 + 3)):
         _, pair = run(teacher, student, prompts(2), 36, policy)
-        assert pair.cached_from == 20 and len(pair.cache) == 24
+        assert pair.cached_from == 20 and len(pair.student_cache) == 24
         assert pair.teacher_tokens.tolist() == [read, read]
 
 
 def test_the_shorter_context_is_the_pairs(teacher, student) -> None:
     short = model_of(replace(student.config, n_ctx=24), 1)
-    assert misfit(teacher, short) == "n_ctx 40 against 24"
+    assert geometry_difference(teacher, short) == "n_ctx 40 against 24"
     assert run(teacher, short, prompts(), 40, Periodic(4))[1].n_ctx == 24
 
 
@@ -310,7 +310,7 @@ def test_a_teacher_with_nothing_to_read_says_so_and_changes_nothing(teacher, stu
     for ask in (ProbeKL(1.0).signal, lambda pair: pair.refresh(torch.tensor([True]), Periodic(1))):
         with pytest.raises(ValueError, match="0 new tokens after 9"):
             ask(pair)
-        assert len(pair.read) == len(pair.cache) == 9
+        assert len(pair.teacher_cache) == len(pair.student_cache) == 9
         assert pair.refreshes == [] and int(pair.refresh_count) == 0
 
 

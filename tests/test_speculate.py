@@ -51,20 +51,25 @@ def test_a_verified_draft_is_the_teachers_own_text(teacher, student, n_prompt: i
         pair = Pair(teacher, drafts, ids)
         assert torch.equal(torch.cat(list(speculate(pair, 45, k, draft)), 1), expected)
         assert torch.equal(pair.ids[:, n_prompt:], expected)
-        assert all(map(torch.equal, pair.read.layers, pair.cache.layers)), "not the teacher's"
+        assert all(map(torch.equal, pair.teacher_cache.layers, pair.student_cache.layers)), (
+            "not the teacher's"
+        )
 
 
 def test_a_student_of_another_geometry_drafts_from_its_own_cache(teacher) -> None:
     other = model_of(replace(teacher.config, n_layer=2, head_dim=8), 5)
     pair = Pair(teacher, other, prompts())
-    assert list(speculate(pair, 50, 4)) == list(generate(teacher, prompts(), 50)) and not pair.fits
+    assert (
+        list(speculate(pair, 50, 4)) == list(generate(teacher, prompts(), 50))
+        and not pair.same_geometry
+    )
 
 
 def test_a_teacher_that_drafts_for_itself_agrees_with_all_of_it(teacher) -> None:
     pair, passes = Pair(teacher, teacher, prompts()), Passes()
     list(speculate(pair, 1 + 6 * 4, 5, passes=passes))  # the first token is the prefill's
     assert passes == Passes(count=4, drafted=20, agreed=20)
-    assert all(map(torch.equal, pair.read.layers, pair.cache.layers))
+    assert all(map(torch.equal, pair.teacher_cache.layers, pair.student_cache.layers))
 
 
 @pytest.mark.parametrize("at", range(8))
@@ -72,7 +77,9 @@ def test_a_stop_token_in_a_draft_ends_text_and_caches(teacher, at: int) -> None:
     plain = [int(token) for token in generate(teacher, prompts(T=9), 8)]
     pair, n = Pair(teacher, teacher, prompts(T=9)), plain.index(plain[at]) + 1
     assert [int(token) for token in speculate(pair, 8, 5, stop_id=plain[at])] == plain[:n]
-    assert pair.ids.size(1) == 9 + n > max(len(pair.read), len(pair.cache)), "not yet written"
+    assert pair.ids.size(1) == 9 + n > max(len(pair.teacher_cache), len(pair.student_cache)), (
+        "not yet written"
+    )
     assert n == 8 or [int(token) for token in speculate(pair, 8 - n, 5)] == plain[n:]
 
 

@@ -67,7 +67,13 @@ def test_a_pair_shows_whose_entries_are_whose(window: int | None) -> None:
     step, reading = trace.steps[-1], KVCache()
     # the first layer's entries depend on the token and its position only
     teacher(torch.tensor([trace.ids[step["start"] : step["n"]]]), reading)
-    same = pair.cache.layers[0].isclose(reading.layers[0], atol=1e-5).all(-1).all(2)[:, 0].all(0)
+    same = (
+        pair.student_cache.layers[0]
+        .isclose(reading.layers[0], atol=1e-5)
+        .all(-1)
+        .all(2)[:, 0]
+        .all(0)
+    )
     expected = [step["start"] + int(i) for i in same.nonzero()]
     assert step["teacher"] == expected
     replaced = [step["replaced"] for step in trace.steps if "replaced" in step]

@@ -222,9 +222,9 @@ class _Watched(RefreshedPair):
     changed: list[list[int]]
 
     def refresh(self, rows: Tensor, policy: overfill.Policy) -> None:
-        before = entries(self.cache).clone()
+        before = entries(self.student_cache).clone()
         super().refresh(rows, policy)
-        off = (entries(self.cache) != before).any(-1).flatten(0, 3).any(0)  # (S,)
+        off = (entries(self.student_cache) != before).any(-1).flatten(0, 3).any(0)  # (S,)
         self.changed = [*getattr(self, "changed", []), off.nonzero().flatten().tolist()]
 
 
@@ -403,7 +403,7 @@ def test_it_shows_who_wrote_what(impl: ModuleType) -> None:
     ]:
         pair = RefreshedPair(impl.Tracer(1.0), impl.Tracer(2.0), torch.arange(prompt)[None])
         list(generate_refreshed(pair, n, Periodic(every, window=window)))
-        keys, values = pair.cache.layers[0][:, 0, 0, : len(pair.cache), 0].tolist()
+        keys, values = pair.student_cache.layers[0][:, 0, 0, : len(pair.student_cache), 0].tolist()
         ends = range(prompt + every, prompt + n, every)
         spliced = {*range(prompt)} | {
             s for end in ends for s in range(end - min(every, window or every), end)

@@ -50,7 +50,7 @@ from overfill import (
     RefreshedPair,
     parse_policy,
 )
-from pair import load_pair, misfit, splice_last
+from pair import geometry_difference, load_pair, splice_last
 from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
@@ -158,13 +158,13 @@ def refresh_as_published(
     token, unread = pair.ids[:, -1:], []
     for _ in range(n):
         if len(unread) == every:
-            pair.teacher(torch.cat(unread, 1), pair.read, last_only=True)
-            splice_last(pair.cache, pair.read, torch.full_like(token[:, 0], every))
+            pair.teacher(torch.cat(unread, 1), pair.teacher_cache, last_only=True)
+            splice_last(pair.student_cache, pair.teacher_cache, torch.full_like(token[:, 0], every))
             pair.refresh_count = pair.refresh_count + 1
             pair.teacher_passes = pair.teacher_passes + 1
             pair.teacher_tokens = pair.teacher_tokens + every
             unread = []
-        logits = pair.student(token, pair.cache, last_only=True)[:, -1]
+        logits = pair.student(token, pair.student_cache, last_only=True)[:, -1]
         token = sample(logits, temperature, None, generator)
         unread.append(token)
         yield token
@@ -253,7 +253,9 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
         policy = texts.policy(way, "sampled")
         for t, logits in enumerate(overfill.read_along(pair, new, policy), 1):
             apart.append(float(kl(expected[:, t - 1], logits).mean()))
-            mine = torch.stack(pair.cache.layers)[..., start : start + t, :]  # (L, 2, B, H, t, D)
+            mine = torch.stack(pair.student_cache.layers)[
+                ..., start : start + t, :
+            ]  # (L, 2, B, H, t, D)
             its = exact[..., :t, :]
             off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
             errors.append(float((off / norm).sqrt().mean()))
@@ -451,7 +453,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
         at = {"trained": train}
         texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
-        fits = not misfit(teacher, student)
+        fits = not geometry_difference(teacher, student)
         if not fits:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
         many, length = prompts["test"].shape
