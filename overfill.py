@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file
 from pair import Pair, load_pair, splice_last
-from support.cli import PROMPT, CommandLine, whole_number
+from support.cli import CommandLine, whole_number
 from support.files import check_fields, read_json
 from support.printing import stream
 from support.statistics import entropy, kl
@@ -547,28 +547,31 @@ The full study, in two and a half hours (--quick: in a minute): python3 -m studi
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
-    cli.add_actions(
-        demo="compare ways to write 160 tokens",
-        write=f"continue {PROMPT!r} or another prompt in one way, by 250 tokens, always the likeliest",
-    )
-    cli.add_generation_arguments("--teacher")
-    cli.set_defaults(prompt=None, max_new_tokens=None, temperature=None)
-    cli.add_argument(
-        "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
-    )
+    comparison = cli.add_action("demo", "compare ways to write", default=True)
+    one_way = cli.add_action("write", "continue a prompt in one way")
+    comparison.add_model_arguments("--teacher")
+    comparison.add_length_argument(160)
+    one_way.add_generation_arguments("--teacher")
     forms = (
         f"{':'.join([name, *kind.parameters])} ({kind.description})"
         for name, kind in POLICIES.items()
     )
-    cli.add_argument(
+    when = f"one of {'; '.join(forms)}; gates wait {Gate.cooldown} tokens after a refresh"
+    comparison.add_argument(
         "--policy",
+        default="periodic:64 periodic:16",
         metavar="P",
-        help=f"when to refresh, one of {'; '.join(forms)}; gates wait "
-        f"{Gate.cooldown} tokens after a refresh; default: periodic:64, in the demo 16 too",
+        help=f"when to refresh, by policies with spaces between them, each {when}",
     )
-    cli.only("write", "--prompt", "--temperature", "--top-k", "--trace")
+    one_way.add_argument(
+        "--policy", default="periodic:64", metavar="P", help=f"when to refresh, {when}"
+    )
+    for action in (comparison, one_way):
+        action.add_argument(
+            "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
+        )
     with cli.parse(argv) as args:
-        names = [args.policy] if args.policy else ["periodic:64", "periodic:16"]
+        names = args.policy.split() if args.action == "demo" else [args.policy]
         policies = {f"OverFill, {name}": parse_policy(name) for name in names}
         teacher, student, tokenizer = load_pair(
             args.model, args.student, device=args.device, dtype=args.dtype
@@ -576,19 +579,18 @@ def main(argv: list[str] | None = None) -> None:
         for name, policy in policies.items():
             if isinstance(policy, MonteCarloDropout):
                 policies[name] = replace(policy, rate=dropout_of(args.student))
-        if args.what == "demo":
-            n = args.max_new_tokens or 160
-            return demo(teacher, student, tokenizer, policies, n, args.seed)
-        ids = [tokenizer.encode(args.prompt or PROMPT, allowed_special="all")]
+        if args.action == "demo":
+            return demo(teacher, student, tokenizer, policies, args.max_new_tokens, args.seed)
+        ids = [tokenizer.encode(args.prompt, allowed_special="all")]
         ids = torch.tensor(ids, device=args.device)
         policy, *_ = policies.values()
         write(
             RefreshedPair(teacher, student, ids),
             tokenizer,
-            args.max_new_tokens or 250,
+            args.max_new_tokens,
             policy,
             top_k=args.top_k,
-            temperature=args.temperature or 0.0,
+            temperature=args.temperature,
             generator=torch.Generator(args.device).manual_seed(args.seed),
             trace=cli.trace(args, tokenizer, student, ids),
         )

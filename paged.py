@@ -411,70 +411,62 @@ def serve(
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from studies import paging
-    from support.cli import CommandLine, temperature, whole_number
+    from support.cli import CommandLine, whole_number
     from support.files import read_text
     from support.printing import ends_of
 
     count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
-    cli.add_actions(run="what blocks save", serve="continue each line of FILE")
-    cli.add_argument(
-        "file", nargs="?", metavar="FILE", help="serve: a text file, one prompt per line"
+    comparison = cli.add_action("run", "what blocks save", default=True)
+    service = cli.add_action("serve", "continue each line of FILE")
+    service.add_argument("file", metavar="FILE", help="a text file, one prompt per line")
+    for action in (comparison, service):
+        action.add_model_arguments()
+        action.add_argument("--size", default=16, **count, help="tokens per block")
+        action.add_argument("--chunk", default=64, **count, help="tokens of a prompt read per pass")
+    comparison.add_length_argument(
+        40, "tokens to write after every fourth prompt, fewer after the others"
     )
-    cli.add_model_arguments()
-    cli.add_argument(
-        "--max-new-tokens",
-        default=40,
-        **count,
-        help="tokens to write; run: after every fourth prompt, fewer after the others",
-    )
-    cli.add_argument(
+    comparison.add_argument(
         "--blocks",
         **count,
-        help="blocks for all texts together; default: run half of "
-        "what they would use, serve enough for all",
+        help="blocks for all texts together; default: half of what they would use",
     )
-    cli.add_argument("--size", default=16, **count, help="tokens per block")
-    cli.add_argument("--chunk", default=64, **count, help="tokens of a prompt read per pass")
-    cli.add_argument("--samples", **count, help="continue each line so many times; default: once")
-    cli.add_argument(
-        "--temperature",
-        type=temperature,
-        metavar="X",
-        help="0 for the likeliest tokens, the default; higher is more random",
+    comparison.add_trace_argument()
+    service.add_length_argument(40)
+    service.add_argument(
+        "--blocks", **count, help="blocks for all texts together; default: enough for all"
     )
-    cli.add_argument("--top-k", **count, help="sample from the N likeliest tokens only")
-    cli.add_trace_argument()
-    cli.only("run", "--trace")
-    cli.only("serve", "--samples", "--temperature", "--top-k")
+    service.add_argument("--samples", default=1, **count, help="continue each line so many times")
+    service.add_sampling_arguments()
     with cli.parse(argv) as args:
-        if (args.what == "serve") != (args.file is not None):
-            raise ValueError("serve needs a FILE, and run takes none: see --help")
-        if args.file:
+        if args.action == "serve":
             lines = [line for line in read_text(Path(args.file)).splitlines() if line.strip()]
             if not lines:
                 raise ValueError(f"{args.file} has no line to continue")
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
-        if args.what == "run":
+        if args.action == "run":
             return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, args.trace_file)
         prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
-        samples = args.samples or 1
+        samples = args.samples
         needs = [math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts]
-        enough = sum(sorted(needs * min(samples, MOST))[-MOST:])
+        blocks = args.blocks
+        if blocks is None:  # enough for all
+            blocks = sum(sorted(needs * min(samples, MOST))[-MOST:])
         written: dict[int, list[int]] = {}
         ends = ends_of(tokenizer)
         for i, token in serve(
             model,
             prompts,
             n,
-            blocks=args.blocks or enough,
+            blocks=blocks,
             size=size,
             chunk=args.chunk,
             samples=samples,
             seed=args.seed,
             stop_id=ends,
-            temperature=args.temperature or 0.0,
+            temperature=args.temperature,
             top_k=args.top_k,
         ):
             text = written.setdefault(i, [])

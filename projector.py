@@ -47,7 +47,7 @@ from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer, read_weights
 from pocket import corpus
 from recycle import read_all
-from support.cli import CommandLine, utf8, whole_number
+from support.cli import CommandLine, utf8
 from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw
@@ -711,32 +711,21 @@ def main(argv: list[str] | None = None) -> None:
         'python3 %(prog)s ask "Name the river that Hexley stands on."',
         "pocket; with --library FOLDER the model that the study was of",
     )
-    cli.add_actions(
-        demo="the falsification test in 20 seconds", ask="answer QUESTION in three ways"
+    test = cli.add_action("demo", "the falsification test in 20 seconds", default=True)
+    ask = cli.add_action("ask", "answer QUESTION in three ways")
+    for action in (test, ask):
+        action.add_model_arguments()
+    test.set_defaults(library=None)
+    ask.add_argument(
+        "question", type=utf8, metavar="QUESTION", help="put in the place of a stored prompt's"
     )
-    cli.add_argument(
-        "question",
-        nargs="?",
-        type=utf8,
-        metavar="QUESTION",
-        help="put in the place of a stored prompt's",
-    )
-    cli.add_model_arguments()
-    cli.add_argument(
-        "--max-new-tokens",
-        type=whole_number(1),
-        metavar="N",
-        help="tokens to write; default: 32",
-    )
-    cli.add_argument(
+    ask.add_length_argument(32)
+    ask.add_argument(
         "--library",
         metavar="FOLDER",
         help="prompts stored by a study; default: the quiz questions that come along",
     )
-    cli.only("ask", "--max-new-tokens", "--library")
     with cli.parse(argv) as args:
-        if (args.what == "ask") != (args.question is not None):
-            raise ValueError("ask needs a QUESTION, and nothing else takes one")
         if args.library is None and args.model != "pocket":
             raise ValueError(
                 f"the stored questions are pocket's: for {args.model}, store others by "
@@ -745,11 +734,12 @@ def main(argv: list[str] | None = None) -> None:
             )
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        libraries = load_libraries(model, tokenizer, Path(args.library or LIBRARIES))
-        if args.what == "demo":
+        library = LIBRARIES if args.library is None else Path(args.library)
+        libraries = load_libraries(model, tokenizer, library)
+        if args.action == "demo":
             demo(libraries, tokenizer)
         else:
-            answer(libraries, tokenizer, args.question, args.max_new_tokens or 32)
+            answer(libraries, tokenizer, args.question, args.max_new_tokens)
 
 
 if __name__ == "__main__":

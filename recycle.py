@@ -409,40 +409,41 @@ def chat(
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s chat", NAMES)
-    cli.add_actions(run="the paper's protocol beside ours, in seconds", chat="a conversation")
-    cli.add_model_arguments()
-    cli.add_argument(
-        "--max-new-tokens", type=whole_number(1), default=40, metavar="N", help="tokens to write"
-    )
-    cli.add_argument(
+    run = cli.add_action("run", "the paper's protocol beside ours, in seconds", default=True)
+    talk = cli.add_action("chat", "a conversation")
+    for action in (run, talk):
+        action.add_model_arguments()
+        action.add_length_argument(40)
+    run.add_argument(
         "--encoder",
+        default="tokens",
         metavar="NAME",
         help="embeddings for the nearest prompt: tokens, the model's own, or a model of "
-        "sentence-transformers, such as all-MiniLM-L6-v2; default: tokens",
+        "sentence-transformers, such as all-MiniLM-L6-v2",
     )
-    cli.add_argument(
+    talk.add_argument(
         "--store",
+        default="results/recycle/store",
         metavar="FOLDER",
-        help="where caches are kept; default: results/recycle/store",
+        help="where caches are kept",
     )
-    cli.add_argument(
+    talk.add_argument(
         "--capacity",
+        default=10**9,
         type=whole_number(1, 2**63 - 1),
         metavar="BYTES",
-        help="store size limit; default: 10**9",
+        help="store size limit",
     )
-    cli.add_trace_argument()
-    cli.only("chat", "--store", "--capacity", "--trace")
-    cli.only("run", "--encoder")
+    talk.add_trace_argument()
     with cli.parse(argv) as args:
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        if args.what == "run":
-            encoder = load_encoder(args.encoder or "tokens", model, tokenizer)
+        if args.action == "run":
+            encoder = load_encoder(args.encoder, model, tokenizer)
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
                 recycler = Recycler(Store(model, folder), tokenizer, encoder)
                 return demo(recycler, args.model, args.max_new_tokens, Path("results/recycle"))
-        store = Store(model, args.store or "results/recycle/store", args.capacity or 10**9)
+        store = Store(model, args.store, args.capacity)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
         dialogue = "DialoGPT" in args.model
         chat(store, tokenizer, typed(sys.stdin), args.max_new_tokens, dialogue, trace)

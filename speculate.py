@@ -240,21 +240,25 @@ def demo(
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES
     from pocket import corpus
-    from support.cli import PROMPT, CommandLine, whole_number
+    from support.cli import CommandLine, whole_number
     from support.conditions import random_model
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
-    cli.add_actions(demo="drafts of several lengths, compared", write="continue a prompt")
-    cli.add_generation_arguments("--teacher", trace=False)
-    cli.set_defaults(prompt=None, max_new_tokens=None, temperature=None)
-    cli.add_argument(
-        "--student", default="pocket-student", metavar="NAME", help="the model that drafts"
+    comparison = cli.add_action("demo", "drafts of several lengths, compared", default=True)
+    one_way = cli.add_action("write", "continue a prompt")
+    comparison.add_model_arguments("--teacher")
+    comparison.add_length_argument(64)
+    one_way.add_generation_arguments("--teacher", trace=False)
+    for action in (comparison, one_way):
+        action.add_argument(
+            "--student", default="pocket-student", metavar="NAME", help="the model that drafts"
+        )
+    one_way.add_argument(
+        "--draft", default=8, type=whole_number(1), metavar="K", help="tokens of a draft"
     )
-    cli.add_argument(
-        "--draft", type=whole_number(1), metavar="K", help="tokens of a draft; default: 8"
+    one_way.add_argument(
+        "--by", default="student", choices=[*DRAFTS], help="where drafts come from"
     )
-    cli.add_argument("--by", choices=[*DRAFTS], help="where drafts come from; default: student")
-    cli.only("write", "--prompt", "--draft", "--by", "--top-k", "--temperature")
     with cli.parse(argv) as args:
         teacher, student, tokenizer = load_pair(
             args.model,
@@ -263,20 +267,19 @@ def main(argv: list[str] | None = None) -> None:
             device=args.device,
             dtype=args.dtype,
         )
-        if args.what == "write":
-            prompt = args.prompt or PROMPT
-            ids = [tokenizer.encode(prompt, allowed_special="all")]
+        if args.action == "write":
+            ids = [tokenizer.encode(args.prompt, allowed_special="all")]
             pair = Pair(teacher, student, torch.tensor(ids, device=args.device))
             passes = Passes()
-            print(f"\n{prompt}", end="", flush=True)
+            print(f"\n{args.prompt}", end="", flush=True)
             tokens = speculate(
                 pair,
-                args.max_new_tokens or 250,
-                args.draft or 8,
-                DRAFTS[args.by or "student"],
+                args.max_new_tokens,
+                args.draft,
+                DRAFTS[args.by],
                 passes,
                 top_k=args.top_k,
-                temperature=args.temperature or 0.0,
+                temperature=args.temperature,
                 stop_id=tokenizer.eot_token,
                 generator=torch.Generator(args.device).manual_seed(args.seed),
             )
@@ -285,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
                 f"{passes.agreed} of {passes.drafted} drafted tokens stayed]"
             )
-        n = args.max_new_tokens or 64
+        n = args.max_new_tokens
         if n < 2:
             raise ValueError(f"the demo compares at least 2 tokens, got {n}")
         lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))

@@ -41,69 +41,73 @@ from pocket.training import train
 from support.cli import CommandLine, whole_number, writable_folder
 
 HERE = Path(__file__).resolve().parent
+DEFAULTS = ("pocket", None, None)  # of --init, --text and --steps
 
 
 def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
     """Return the recipe of what is to be trained."""
-    if args.what == "teacher":
+    if args.action == "teacher":
         return recipes.TEACHER
-    if args.what == "llama":
+    if args.action == "llama":
         return recipes.LLAMA
-    init = args.init or "pocket"
-    config = load_model(init, model_class=GPT).config
-    if args.what == "student":
-        return recipes.pruning(init, config, args.steps, args.kind or recipes.KINDS[0], args.text)
+    config = load_model(args.init, model_class=GPT).config
+    if args.action == "student":
+        return recipes.pruning(args.init, config, args.steps, args.kind, args.text)
     memory = recipes.PAPER if args.rule == "sum" else recipes.MEMORY
-    return recipes.distillation(init, config, args.steps, args.text, **memory)
+    return recipes.distillation(args.init, config, args.steps, args.text, **memory)
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    cli.add_argument(
-        "what",
-        choices=("tokenizer", "teacher", "llama", "bct", "student", "ablation"),
-        help="what to train",
-    )
-    cli.add_argument(
-        "--out",
-        type=writable_folder,
-        metavar="FOLDER",
-        help="for the result, and in run/ for the run's state; default: in pocket, and runs/",
-    )
-    cli.add_argument("--init", metavar="NAME", help="the model to change; default: pocket")
-    cli.add_argument(
-        "--text",
-        metavar="FILE",
-        help="UTF-8 text, <|endoftext|> between texts; default: the corpus",
-    )
-    cli.add_argument(
-        "--steps",
-        type=whole_number(1),
-        metavar="N",
-        help="of training; default: as many as pocket's took",
-    )
-    cli.add_argument(
+    cli.add_action("tokenizer", "the tokenizer, of the corpus")
+    cli.add_action("teacher", "the model itself, from the corpus")
+    cli.add_action("llama", "a Llama of the same size, from the corpus")
+    bct = cli.add_action("bct", "a model with BCT's bounded memory")
+    student = cli.add_action("student", "a narrower model that decodes on the teacher's cache")
+    cli.add_action("ablation", "which parts of BCT do what, by short runs of each")
+    for action in cli.actions.values():
+        action.add_argument(
+            "--out",
+            type=writable_folder,
+            metavar="FOLDER",
+            help="for the result, and in run/ for the run's state; default: in pocket, and runs/",
+        )
+    for action in (bct, student):
+        action.add_argument("--init", default="pocket", metavar="NAME", help="the model to change")
+        action.add_argument(
+            "--text",
+            metavar="FILE",
+            help="UTF-8 text, <|endoftext|> between texts; default: the corpus",
+        )
+        action.add_argument(
+            "--steps",
+            type=whole_number(1),
+            metavar="N",
+            help="of training; default: as many as pocket's took",
+        )
+    student.add_argument(
         "--kind",
+        default=recipes.KINDS[0],
         choices=recipes.KINDS,
         help="what it reads in training: segments as between refreshes; alone, its own cache; prompt, the "
-        f"teacher's of a prompt; dropout, segments with dropout; default: {recipes.KINDS[0]}",
+        "teacher's of a prompt; dropout, segments with dropout",
     )
-    cli.add_argument(
+    bct.add_argument(
         "--rule",
+        default="mean",
         choices=("mean", "sum"),
-        help="how a slot reads its writes: mean, ours, with gates; sum, the paper's own; default: mean",
+        help="how a slot reads its writes: mean, ours, with gates; sum, the paper's own",
     )
-    cli.only("bct, student", "--init", "--text", "--steps")
-    cli.only("student", "--kind")
-    cli.only("bct", "--rule")
     with cli.parse(argv) as args:
-        if (args.init or args.text or args.steps) and args.out is None:
+        changes = args.action in ("bct", "student")
+        if changes and not args.out and (args.init, args.text, args.steps) != DEFAULTS:
             raise ValueError(
                 "--out FOLDER is needed: only the defaults may replace pocket's models"
             )
-        if args.what == "tokenizer":
-            train_tokenizer((args.out or TOKENIZER.parent) / TOKENIZER.name)
-        elif args.what == "ablation":
+        if args.action == "tokenizer":
+            folder = TOKENIZER.parent if args.out is None else args.out
+            train_tokenizer(folder / TOKENIZER.name)
+        elif args.action == "ablation":
             out, run = folders(args.out, "bct")
             ablation(run, out / "ablation.json")
         else:

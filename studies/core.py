@@ -321,7 +321,7 @@ class StudyLine(CommandLine):
             help="where results go",
         )
 
-    def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
+    def prepare(self, args: argparse.Namespace) -> None:
         """Set the threads of a study without a model, too, and say how long a full run takes."""
         if "threads" not in args:
             torch.set_num_threads(1)
@@ -334,7 +334,7 @@ class StudyLine(CommandLine):
                 "recorded; --quick takes at most one.\n",
                 flush=True,
             )
-        return super().resolved(args)
+        super().prepare(args)
 
 
 def model_of(args: argparse.Namespace) -> tuple[nn.Module, str]:

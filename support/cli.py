@@ -38,15 +38,48 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 class CommandLine(argparse.ArgumentParser):
     """The common part of all command lines: model, device, dtype, seed, and errors in one sentence."""
 
-    def __init__(self, doc: str | None, example: str, models: str = "") -> None:
-        """doc: its first line describes the script; models: the names that --model takes."""
+    def __init__(
+        self, doc: str | None, example: str = "", models: str = "", **options: Any
+    ) -> None:
+        """doc: its first paragraph describes the script; models: the names that --model takes."""
+        self.argument_names: set[str] = set()
         super().__init__(
             description=" ".join((doc or "").partition("\n\n")[0].split()),
-            epilog=f"example: {example}",
+            epilog=example and f"example: {example}",
             formatter_class=HelpFormatter,
+            **options,
         )
         self.models = models
-        self.owners = {}  # by the name of an argument: the only actions that have it, and its option
+        self.actions: dict[str, CommandLine] = {}
+        self.default_action = ""
+        self.decided_late: dict[str, None] = {}  # arguments whose default depends on --random
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Add an argument as argparse does, and remember its names."""
+        self.argument_names.update(names)
+        return super().add_argument(*names, **options)
+
+    def add_action(self, name: str, about: str, default: bool = False) -> "CommandLine":
+        """Add one thing that the script does (args.action is its name), and return the command line that takes its
+        options. default: a command line that names no action means this one."""
+        if not self.actions:
+            self.subparsers = self.add_subparsers(
+                title="actions",
+                description=f"options of an action: {self.prog} ACTION --help",
+                dest="action",
+                metavar="ACTION",
+                required=True,
+                parser_class=CommandLine,
+            )
+        if default:
+            self.default_action = name
+        self.actions[name] = self.subparsers.add_parser(
+            name,
+            help=f"{about} (the default)" if default else about,
+            doc=about,
+            models=self.models,
+        )
+        return self.actions[name]
 
     def add_model_arguments(self, model: str = "--model") -> None:
         """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
@@ -78,19 +111,14 @@ class CommandLine(argparse.ArgumentParser):
             help="seed of random draws",
         )
 
-    def add_generation_arguments(self, model: str = "--model", trace: bool = True) -> None:
-        """Add the common options of scripts that write text; model: the option that names the model."""
-        self.add_model_arguments(model)
+    def add_length_argument(self, default: int = 250, about: str = "tokens to write") -> None:
+        """Add --max-new-tokens."""
         self.add_argument(
-            "--prompt", default=PROMPT, type=utf8, metavar="TEXT", help="text to continue"
+            "--max-new-tokens", default=default, type=whole_number(1), metavar="N", help=about
         )
-        self.add_argument(
-            "--max-new-tokens",
-            default=250,
-            type=whole_number(1),
-            metavar="N",
-            help="tokens to write",
-        )
+
+    def add_sampling_arguments(self) -> None:
+        """Add --temperature and --top-k."""
         self.add_argument(
             "--temperature",
             default=0.0,
@@ -104,6 +132,15 @@ class CommandLine(argparse.ArgumentParser):
             metavar="N",
             help="sample from the N likeliest tokens only",
         )
+
+    def add_generation_arguments(self, model: str = "--model", trace: bool = True) -> None:
+        """Add the common options of scripts that write text; model: the option that names the model."""
+        self.add_model_arguments(model)
+        self.add_argument(
+            "--prompt", default=PROMPT, type=utf8, metavar="TEXT", help="text to continue"
+        )
+        self.add_length_argument()
+        self.add_sampling_arguments()
         if trace:
             self.add_trace_argument()
 
@@ -117,6 +154,7 @@ class CommandLine(argparse.ArgumentParser):
             help=f"an untrained GPT-2, {GEOMETRIES}; by default it writes "
             f"{ARTICLE['max_new_tokens']} tokens after {ARTICLE['prompt']!r}, as in the KV cache article",
         )
+        self.decided_late = dict.fromkeys(ARTICLE)
 
     def add_chat_argument(self) -> None:
         """Add --chat (args.chat): the prompt is a question, which ask() writes in the model's own form."""
@@ -169,20 +207,6 @@ class CommandLine(argparse.ArgumentParser):
         trace.watch(model)
         return trace
 
-    def add_actions(self, **actions: str) -> None:
-        """Add what is done (args.what): actions by name, with their help; by default the first."""
-        helps = "; ".join(f"{name}: {about}" for name, about in actions.items())
-        first = next(iter(actions))
-        self.add_argument("what", nargs="?", default=first, choices=actions, help=helps)
-
-    def only(self, owner: str, *options: str) -> None:
-        """Let only an action, or several with commas between them, have these options, which must be there and have no
-        default."""
-        for option in options:
-            argument = self._option_string_actions[option]
-            argument.help = f"{owner}: {argument.help}"
-            self.owners[argument.dest] = owner, option
-
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
         """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in
@@ -195,31 +219,42 @@ class CommandLine(argparse.ArgumentParser):
             for before, word in pairwise([self.prog, *words]):
                 if not word or re.fullmatch("--[^=]+=", word):
                     raise ValueError(f"the word after {word or before} is empty")
-            if {"-h", "--help"} & {*words}:
-                self.parse_args(words)  # the help of intermixed ones would hide defaults
-            args = self.parse_intermixed_args(words)
-            if getattr(args, "random", None):
-                if args.model != self.get_default("model"):
-                    raise ValueError(
-                        f"give --random {args.random} or --model {args.model}, not both"
-                    )
-                self.set_defaults(**ARTICLE, model=f"random:{args.random}")
-                args = self.parse_intermixed_args(words)
+            args = self.parsed(words)
             try:
                 with warnings.catch_warnings():  # which puts showwarning back
-                    warnings.showwarning = self.warn
-                    yield self.resolved(args)
+                    warnings.showwarning = self.print_warning
+                    self.prepare(args)
+                    yield args
             finally:
-                flush()
+                flush_output()
         except BaseException as error:
-            self.end(error)
+            self.exit_after(error)
             raise
 
-    def warn(self, message: Warning | str, *_: Any) -> None:
-        """Print a warning as a sentence, without the line of code that it comes from."""
-        print(f"{self.prog}: {cut(str(message))}", file=sys.stderr)
+    def parsed(self, words: list[str]) -> argparse.Namespace:
+        """Return what the words of a command line say. Raises ValueError if one of them isn't known."""
+        names_action = bool(words) and (words[0] in ("-h", "--help") or words[0][0] != "-")
+        if self.default_action and not names_action:
+            words = [self.default_action, *words]
+        args, unknown = self.parse_known_args(words, argparse.Namespace(**self.decided_late))
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            owners = []
+            for name, action in self.actions.items():
+                if any(known.startswith(option) for known in action.argument_names):
+                    owners.append(name)
+            if owners:
+                raise ValueError(f"{args.action} has no {option}, only {', '.join(owners)}")
+            if option in self.actions:
+                raise ValueError(f"{option} comes first: see {self.prog} {option} --help")
+            raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
+        return args
 
-    def end(self, error: BaseException) -> None:
+    def print_warning(self, message: Warning | str, *_: Any) -> None:
+        """Print a warning as a sentence, without the line of code that it comes from."""
+        print(f"{self.prog}: {shortened(str(message))}", file=sys.stderr)
+
+    def exit_after(self, error: BaseException) -> None:
         """End with one sentence and exit status 2 after an error that a bad input or a full disk
         makes, with 130 after Ctrl-C; return after a mistake of ours."""
         if isinstance(error, BrokenPipeError):  # `| head` has seen enough
@@ -235,31 +270,44 @@ class CommandLine(argparse.ArgumentParser):
         if isinstance(error, NotImplementedError) and str(error).startswith("exercise "):
             self.error(f"{error} isn't written yet")
 
-    def resolved(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Return the arguments with device and dtype as PyTorch's, and set its threads and seed. Raises ValueError if
-        an action is given an option that it doesn't have."""
-        for name, (owner, option) in self.owners.items():
-            if args.what not in owner.split(", ") and getattr(args, name) is not None:
-                raise ValueError(f"{args.what} has no {option}, only {owner}")
+    def prepare(self, args: argparse.Namespace) -> None:
+        """Make device and dtype PyTorch's own, and set its threads and seed. Raises ValueError if two arguments
+        contradict each other."""
+        if "random" in args:
+            self.choose_text(args)
         if "device" in args:
             args.device = device_of(args.device)
             args.dtype = getattr(torch, args.dtype)
-            default = 1 if args.model.startswith("pocket") else torch.get_num_threads()
-            torch.set_num_threads(args.threads or default)
+            threads = args.threads
+            if threads is None:
+                threads = 1 if args.model.startswith("pocket") else torch.get_num_threads()
+            torch.set_num_threads(threads)
             torch.manual_seed(args.seed)
-        return args
+
+    def choose_text(self, args: argparse.Namespace) -> None:
+        """Fill in the prompt and the length that weren't given: the article's for an untrained model, the usual ones
+        for others. Raises ValueError if --random and --model are both given."""
+        defaults = {name: self.get_default(name) for name in ARTICLE}
+        if args.random:
+            if args.model != self.get_default("model"):
+                raise ValueError(f"give --random {args.random} or --model {args.model}, not both")
+            args.model = f"random:{args.random}"
+            defaults = ARTICLE
+        for name, default in defaults.items():
+            if getattr(args, name) is None:
+                setattr(args, name, default)
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence, and end with status 2."""
-        self.exit(2, f"{self.prog}: {cut(message)}\n")
+        self.exit(2, f"{self.prog}: {shortened(message)}\n")
 
 
-def cut(message: str) -> str:
+def shortened(message: str) -> str:
     """Return a message in which words of more than 200 characters, which somebody gave, end after 50."""
     return re.sub(r"(\S{50})\S{150,}", r"\1 ...", message)
 
 
-def flush() -> None:
+def flush_output() -> None:
     """Write what is left in the buffer of the standard output. Raises OSError if it can't be written."""
     try:
         sys.stdout.flush()

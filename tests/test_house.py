@@ -42,7 +42,7 @@ RECORDS = {
     "studies": 34862,
     "pocket": 17578,
     "lectures": 14837,
-    "support": 12996,
+    "support": 13709,
     "benchmarks": 10751,
     "chapters' tools": 8662,
     "projector.py": 5556,

@@ -473,7 +473,7 @@ def test_a_question_is_answered_three_times() -> None:
 
 
 BAD = {  # a command, and what its sentence must hold
-    "ask": "ask needs a QUESTION",
+    "ask": "required: QUESTION",
     "ask x --library README.md": "README.md",
     "--model gpt2": "--pairs FILE",
 }

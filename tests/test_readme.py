@@ -51,6 +51,9 @@ def test_commands_of_pages_exist() -> None:
         commands = r"python3 (-m (?:studies|benchmarks|chapters\.[a-z])(?:\.?\w+)*|(?!tests)[\w/]+\.py)([^|;&\n`#<]*)"
         for script, rest in re.findall(commands, text.replace("\\\n", " ")):
             known = help_of(script)
+            if first := re.search(r"\n +ACTION\n +(\w+)", known):
+                named = re.match(r" ([a-z]+)", rest)
+                known = help_of(f"{script} {(named or first)[1]}")
             for option in re.findall(r"(?<=\s)--[a-z-]+", rest):
                 assert option in known, f"{path}: {script}{rest}"
 

@@ -13,7 +13,7 @@ GPT_FILES = ["gpt_baseline", "gpt_kv_cache"]
 STUDIES = [path for path in ROOT.glob("studies/*.py") if path.read_text().endswith("  main()\n")]
 STUDIES += [path.parent for path in ROOT.glob("studies/*/study.py")]
 SCRIPTS = [
-    *(path.stem for path in ROOT.glob("*.py")),
+    *(path.stem for path in ROOT.glob("*.py") if path.read_text().endswith("  main()\n")),
     *(f"studies.{path.stem}" for path in STUDIES),
     "pocket.train",
     "benchmarks.__main__",
@@ -143,8 +143,8 @@ BAD = {  # a command, and what its sentence must hold
     "recycle chat --capacity 0": "--capacity at least 1 '0'",
     "recycle chat --encoder tokens": "chat has no --encoder",
     f"recycle --max-new-tokens {CONFIG['n_ctx'] - 12}": f"{CONFIG['n_ctx'] - 12} {CONFIG['n_ctx']}",
-    "paged serve": "needs a FILE",
-    "paged run x.txt": "run takes none",
+    "paged serve": "required: FILE",
+    "paged run x.txt": "unrecognized x.txt",
     "paged serve nowhere.txt": "nowhere.txt",
     "paged --blocks 3": "blocks there are 3",
     "paged --max-new-tokens 5000": "5000 more context of",

@@ -57,11 +57,11 @@ BEGIN = """import runpy, sys
 from pathlib import Path
 from support.cli import CommandLine
 begun, kind, *sys.argv = sys.argv[1:]
-resolved = CommandLine.resolved
+prepare = CommandLine.prepare
 def begin(self, args):
     Path(begun).touch()
-    return resolved(self, args)
-CommandLine.resolved = begin
+    return prepare(self, args)
+CommandLine.prepare = begin
 getattr(runpy, f"run_{kind}")(sys.argv[0], run_name="__main__")
 """
 NEEDS = {  # what a script works on for a while; --help: it may be done by then
