@@ -7,9 +7,9 @@ from pathlib import Path
 from benchmarks import batches, scale
 from benchmarks.report import BASE, ablation_table, decoding, draw, speed
 from benchmarks.words import Figures, words
-from support.blocks import write_blocks
+from support.blocks import filled
 from support.cli import CommandLine
-from support.files import read_json
+from support.files import read_json, write_text
 from support.tables import table
 
 HERE = Path(__file__).resolve().parent
@@ -75,28 +75,29 @@ def demo() -> str:
     return f"```text\n$ python3 gpt_kv_cache.py --compare\n{run.stdout.rstrip()}\n```"
 
 
-PAGES = {  # by block, what makes its text
-    ROOT / "README.md": {"demo": demo},
-    HERE / "README.md": {
-        "conditions": lambda: words("both", both().values()),
-        "processors": processors,
-        "difference": difference,
-        "standing": standing,
-        "requests": lambda: batches.summary(newest("*/requests.json")["counts"], markdown=True),
-        "llama": lambda: beside(newest("*/llama.json")),
-    },
-    HERE / "scale.md": {
-        "scale": lambda: scale.predictions(newest("*-1-thread/summary.json"), markdown=True),
-        "fleet": lambda: table(*scale.fleet()[:2], markdown=True),
-    },
+NAMES = {  # that the pages' templates may call
+    "conditions": lambda: words("both", both().values()),
+    "demo": demo,
+    "difference": difference,
+    "figure": None,  # by studies/pages.py, as the next two
+    "format": None,
+    "verdict": None,
+    "fleet": lambda: table(*scale.fleet()[:2], markdown=True),
+    "llama": lambda: beside(newest("*/llama.json")),
+    "processors": processors,
+    "requests": lambda: batches.summary(newest("*/requests.json")["counts"], markdown=True),
+    "scale": lambda: scale.predictions(newest("*-1-thread/summary.json"), markdown=True),
+    "standing": standing,
 }
+PAGES = (ROOT / "README.md", HERE / "README.md", HERE / "scale.md")
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 -m benchmarks.pages --figures")
     cli.add_argument("--figures", action="store_true", help="draw the figures of all results too")
     with cli.parse(argv) as args:
-        write_blocks(PAGES)
+        for page in PAGES:
+            write_text(page, filled(page, NAMES))
         for path in (HERE / "results").glob("*/summary.json") if args.figures else ():
             draw(read_json(path), path.parent)
 

@@ -32,6 +32,7 @@ from torch import nn
 from tqdm import tqdm
 
 from load_gpt2_weights import NAMES, load_model
+from support.blocks import rendered
 from support.cli import CommandLine, writable_folder
 from support.conditions import conditions, is_geometry
 from support.figures import COLORS
@@ -56,7 +57,8 @@ LABELS = ("title", "xlabel", "ylabel", "xscale")  # of a figure
 WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
 RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
-SHOWN = re.compile(r"\{(?:(\w+): )?([^ {}]+)(?: / ([^ {}]+))?( ±)?\}")
+FIGURE = re.compile(r"(?:(\w+): )?(\S+)(?: / (\S+))?( ±)?")
+SHORT = re.compile(r"\{([^{}%]+)\}(?!\})")  # for {{ figure("...") }}
 REWORDED = {  # of recorded conditions, as a page has them
     "Intel(R) Xeon(R) Processor": "Intel Xeon",
     "read by 1 at once": "read one token at a time",
@@ -260,22 +262,27 @@ class Rows:
         unusual = [f"{key} {value}" for key, value in at.items() if usual.get(key) != value]
         return ", ".join([self.paper.get("names", {}).get(way, way), *unusual])
 
-    def shown(self, text: str, at: Setting) -> str:
-        """Return a text whose {[metric: ]way}, {way ±} (with the interval) and {way / other way}
-        are replaced by figures, "-" if there is none."""
+    def figure_text(self, asked: str, at: Setting) -> str:
+        """Return the figure that "[metric: ]way", "way ±" (with its interval) or "way / other way"
+        asks for; "-" if there is none. Raises ValueError if it asks for something else."""
+        match = FIGURE.fullmatch(asked)
+        if match is None:
+            raise ValueError(f"{asked} is no figure, as in [metric: ]way[@key=value][ / way][ ±]")
+        metric, way, other, interval = match.groups()
+        metric = metric or self.paper["metric"]
+        reduction, form = self.kind(metric)
+        if other is None:
+            figure = self.figure(way, metric, **at)
+        else:
+            figure = self.against(metric, way, other, at)
+            form = "+.1%" if reduction in RELATIVE else f"+{form}"
+        return "-" if figure is None else figure.shown(form, bool(other or interval))
 
-        def replace(match: re.Match[str]) -> str:
-            metric, one, other, interval = match.groups()
-            metric = metric or self.paper["metric"]
-            how, form = self.kind(metric)
-            if other is None:
-                found = self.figure(one, metric, **at)
-            else:
-                found = self.against(metric, one, other, at)
-                form = "+.1%" if how in RELATIVE else f"+{form}"
-            return "-" if found is None else found.shown(form, bool(other or interval))
-
-        return SHOWN.sub(replace, text)
+    def text(self, template: str, at: Setting) -> str:
+        """Return the text of a template in a setting, in which {way} is short for
+        {{ figure("way") }}."""
+        whole = SHORT.sub(r"{{ figure('\1') }}", template)
+        return rendered(whole, {"figure": partial(self.figure_text, at=at)})
 
 
 def line_of(way: str, at: Setting, metric: str, found: Figure, n: int) -> Row:
@@ -400,10 +407,10 @@ def everywhere(rows: Rows, text: str, places: list[Setting], part: str | None) -
     def each(match: re.Match[str]) -> str:
         found: dict[str, list[str]] = {}
         for place in places:
-            found.setdefault(rows.shown(match[1], place), []).append(f"{place[part]}")
+            found.setdefault(rows.text(match[1], place), []).append(f"{place[part]}")
         return "; ".join(f"{', '.join(x)} {text}" for text, x in found.items() if text.strip("-, "))
 
-    return rows.shown(re.sub("«(.*?)»", each, text), places[0])
+    return rows.text(re.sub("«(.*?)»", each, text), places[0])
 
 
 def verdict_of(rows: Rows, claim: dict[str, Any], places: list[Setting]) -> str:

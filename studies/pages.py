@@ -2,21 +2,21 @@
 pocket/README.md from the recorded results: `python3 -m studies.pages`."""
 
 import itertools
-import re
+import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from studies import replay as replaying
 from studies.claims import SOURCES, claims_on, glance
 from studies.core import ANSWERS, Rows, claim_tables, claims, draw, table_of
-from support.blocks import write_blocks
+from support.blocks import filled
 from support.cli import CommandLine
-from support.files import read_csv, read_json, write_text
+from support.files import read_csv, read_json, read_text, write_text
 from support.tables import Table, page
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 GOALS = (  # of the pocket model's training: a share is at least so large, nats are at most
     ("recall of early facts, in unseen wordings", "recall_share", 0.8),
     ("closed book: facts of its world, in unseen wordings", "closed_book_share", 0.995),
@@ -29,37 +29,36 @@ GOALS = (  # of the pocket model's training: a share is at least so large, nats 
     ("perplexity", "perplexity", 2.8),
     ("the same from position 512 on, over that of positions 256 to 511", "later", 1.01),
 )
-# In README.md: a study and a template of its figures, or "the words" that a claim begins with.
-MARK = re.compile(r"(<!--= (\w+) (.*?) -->).*?(<!--/-->)")
 
 
-def with_marks(text: str) -> str:
-    """Return README.md's text with what each of its marks asks for: figures, or a verdict."""
-    return MARK.sub(lambda mark: mark[1] + marked(mark[2], mark[3]) + mark[4], text)
+rows = cache(Rows)  # of a study
 
 
-def marked(study: str, asked: str) -> str:
-    """Return what a mark asks for; of "requests", how many times as fast so many texts are written
-    at once."""
-    if study == "requests":
-        record = read_json(sorted(ROOT.glob("benchmarks/results/*/requests.json"))[-1])
-        return f"{record['counts'][asked]['rows']['paged.py']['times_as_fast']:.1f}"
-    if not asked.startswith('"'):
-        return Rows(study).shown(asked, {})
-    words = asked.strip('"')
-    verdict = next(c["verdict"] for c in claims(Rows(study)) if c["quote"].startswith(words))
+def figure(study: str, asked: str, **at: str | int) -> str:
+    """Return a study's figure that "[metric: ]way[ / way][ ±]" asks for, in a setting."""
+    return rows(study).figure_text(asked, at)
+
+
+def verdict(study: str, words: str) -> str:
+    """Return the verdict, as in a sentence, on the claim that begins with these words."""
+    verdict = next(c["verdict"] for c in claims(rows(study)) if c["quote"].startswith(words))
     return ANSWERS.get(verdict, verdict).lower()
+
+
+def record(file: str) -> Any:
+    """Return the content of a JSON file, the last by name of those that a name with wildcards fits."""
+    return json.loads(read_text(sorted(ROOT.glob(file))[-1]))
+
+
+def benchmark(name: str) -> Any:
+    """Return the newest record of a benchmark, such as "summary", of one thread."""
+    return record(f"benchmarks/results/*-1-thread/{name}.json")
 
 
 def claims_of(source: str, section: str = "") -> str:
     """Return the tables of a source's claims, or of those in a section, beside our findings."""
-    found = [claim for claim in claims_on(source) if claim["section"].startswith(section)]
-    return page(claim_tables(found), markdown=True)
-
-
-def bct_results() -> str:
-    """The claims of BCT's section of results, for the chapter on it."""
-    return claims_of("BCT", "4.3")
+    chosen = [claim for claim in claims_on(source) if claim["section"].startswith(section)]
+    return page(claim_tables(chosen), markdown=True)
 
 
 def generations() -> str:
@@ -97,27 +96,34 @@ def replay() -> str:
     return page([Table(header, rows), note], markdown=True)
 
 
-def row_table(name: str) -> str:
-    """The table of a study's rows."""
-    return page(table_of(Rows(name)), markdown=True)
+def table(study: str) -> str:
+    """Return the table of a study's rows."""
+    return page(table_of(rows(study)), markdown=True)
 
 
-PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "pocket" / "README.md": {"generations": generations},
-    ROOT / "studies" / "README.md": {
-        "glance": lambda: page([glance()], markdown=True),
-        **{f"claims: {source}": partial(claims_of, source) for source in SOURCES},
-        **{study: partial(row_table, study) for study in itertools.chain(*SOURCES.values())},
-    },
+NAMES: dict[str, Callable[..., object] | None] = {  # that the pages' templates may call
+    "benchmark": benchmark,
+    "claims": claims_of,
+    "demo": None,  # by benchmarks/pages.py
+    "figure": figure,
+    "format": format,
+    "generations": generations,
+    "glance": lambda: page([glance()], markdown=True),
+    "record": record,
+    "replay": replay,
+    "rows": rows,
+    "table": table,
+    "verdict": verdict,
 }
+PAGES = (ROOT / "README.md", ROOT / "studies" / "README.md", ROOT / "pocket" / "README.md")
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 -m studies.pages --figures")
     cli.add_argument("--figures", action="store_true", help="draw the figures too")
     with cli.parse(argv) as args:
-        write_blocks(PAGES)
-        write_text(README, with_marks(README.read_text("utf-8")))
+        for path in PAGES:
+            write_text(path, filled(path, NAMES))
         if not args.figures:
             return
         for path in (ROOT / "studies" / "recycling").glob("replay_*.csv"):

@@ -1,25 +1,57 @@
-"""Blocks of a Markdown page that are made from recorded results: <!-- name --> ... <!-- /name -->."""
+"""Templates, all in Jinja; and the blocks and numbers of a Markdown page that templates make from recorded results.
 
+A mark is a comment that begins with {{ or {% and holds a template, such as <!-- {{ table("lengths") }} -->. Between it
+and <!-- end --> stands what the template makes: lines, if the mark has a line of its own, or words within a line.
+"""
+
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from support.files import write_text
+from jinja2 import FileSystemLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
 
+from support.files import read_text
 
-def with_blocks(text: str, blocks: dict[str, str]) -> str:
-    """Return the text with the content of its blocks replaced. Raises ValueError if one is not there exactly once."""
-    for name, content in blocks.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        whole = f"{begin}{content}\n{end}".replace("\\", r"\\")
-        text, n = re.subn(f"{begin}.*?{end}", whole, text, flags=re.DOTALL)
-        if n != 1:
-            raise ValueError(f"a page must hold one block {name}, it holds {n}")
-    return text
+ROOT = Path(__file__).resolve().parent.parent
+MARK = re.compile(r"<!-- (\{[{%].*?) -->(\n?)(.*?)(<!-- end -->|\Z)", re.DOTALL)
 
 
-def write_blocks(pages: dict[Path, dict[str, Callable[[], str]]]) -> None:
-    """Rewrite the blocks of each page."""
-    for page, blocks in pages.items():
-        made = {name: block() for name, block in blocks.items()}
-        write_text(page, with_blocks(page.read_text("utf-8"), made))
+def environment(folder: Path, names: Mapping[str, Any] | None = None) -> SandboxedEnvironment:
+    """Return what renders the templates in a folder, which may use these names; an unknown name is an error."""
+    made = SandboxedEnvironment(
+        loader=FileSystemLoader(folder),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    made.globals |= names or {}
+    return made
+
+
+def rendered(template: str, names: Mapping[str, Any]) -> str:
+    """Return what a template makes of names."""
+    return environment(ROOT, names).from_string(template).render()
+
+
+def filled(page: Path, names: Mapping[str, Callable[..., object] | None]) -> str:
+    """Return a page with all that stands between marks made anew. names: the functions that templates may call; None
+    for one whose marks stay as they are. Raises ValueError, which names page and mark, if a template fails."""
+
+    def fill(mark: re.Match[str]) -> str:
+        template, line_end, content, end = mark.groups()
+        function = re.match(r"\W*(\w+)", template)[1]
+        if names.get(function, fill) is None:
+            return mark[0]
+        try:
+            if not end or "<!-- {" in content:
+                raise ValueError("there is no <!-- end --> after it")
+            made = rendered(template, names).strip("\n")
+        except Exception as error:
+            where = f"{os.path.relpath(page, ROOT)}: <!-- {template} -->"
+            raise ValueError(f"{where}: {error!r}") from error
+        return f"<!-- {template} -->{line_end}{made}{line_end}{end}"
+
+    return MARK.sub(fill, read_text(page))

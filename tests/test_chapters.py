@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import shlex
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -20,6 +19,7 @@ from chapters.builder import blocks, pages, side_by_side
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
+from support.blocks import MARK, rendered
 from support.files import import_file
 from tests.helpers import ROOT, process, recorded, refused
 
@@ -68,9 +68,9 @@ def test_chapters_are_up_to_date() -> None:
 def test_excerpts_are_those_of_the_files(folder: Path) -> None:
     """Code and differences, with the numbers of their lines: `python3 -m chapters.builder` mends them."""
     makers = {"code": blocks.code, "diff": blocks.diff}
-    for kind, words, shown in blocks.BLOCK.findall((folder / "README.md").read_text()):
-        if kind in makers:
-            assert shown == makers[kind](*shlex.split(words)) + "\n", words
+    for template, _, content, _ in MARK.findall((folder / "README.md").read_text()):
+        if re.match(r"\{\{ (code|diff)\(", template):
+            assert content == rendered(template, makers) + "\n", template
 
 
 @pytest.mark.slow
@@ -204,10 +204,12 @@ def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("mark", "culprit"),
     [
-        ("code gpt_baseline.py Nothing", "Nothing"),
-        ("diff gpt_baseline.py gpt_kv_cache.py 11", "11"),
-        ("output python3 nowhere.py", "can't open file"),
-        ("picture nothing", "nothing"),
+        ('code("gpt_baseline.py", "Nothing")', "Nothing"),
+        ('diff("gpt_baseline.py", "gpt_kv_cache.py", 11)', "11"),
+        ('output("python3 nowhere.py")', "can't open file"),
+        ('picture("nothing")', "nothing"),
+        ('pictures("mask")', "pictures"),
+        ('format(rows("latency").path, ".1f") }} -->\n<!-- {{ picture("work")', "no <!-- end -->"),
     ],
 )
 def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
@@ -215,7 +217,7 @@ def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
 
     class Readme(type(readme)):
         def read_text(self, *_: object, **__: object) -> str:
-            return f"# 2. Chapter\n\n<!-- {mark} -->\n<!-- end -->\n"
+            return f"# 2. Chapter\n\n<!-- {{{{ {mark} }}}} -->\n<!-- end -->\n"
 
     with pytest.raises(ValueError, match="chapters/02_kv_cache/README.md: .*" + re.escape(culprit)):
         blocks.text_of(Readme(readme))

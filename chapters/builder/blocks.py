@@ -1,26 +1,21 @@
-"""What stands between the marks of a chapter's README.md.
+"""What the marks of a chapter's README.md may call, support/blocks.py says how marks read:
 
-A mark is a comment, which a rendered page doesn't show. A mark on a line of its own opens a block, which ends at
-<!-- end -->:
+  code(file, name, first, last)    the source of a class, function or method; or its lines from the one that contains
+                                   `first` to the next that contains `last` (or that line alone)
+  diff(old, new, number, last)     a hunk (or those up to `last`) of the difference between two files
+  output(command, *words)          what a command prints, run in the project's folder; python3 stands for this Python
+  picture(name)                    PICTURES[name] of the chapter's pictures.py, an SVG file and its alternative text
 
-  code FILE NAME [FROM] [TO]   the source of a class, function or method; or its lines from the first that contains FROM
-                               to the next that contains TO (or to that line alone)
-  diff OLD NEW N [LAST]        hunk N (to LAST) of the difference between two files
-  output COMMAND               what a command prints, run in the project's folder; python3 stands for this Python
-  table NAME                   a table of studies/pages.py
-  picture NAME                 PICTURES[NAME] of the chapter's pictures.py, an SVG file and its alternative text
+and what studies/pages.py gives: figure("study", "way"), benchmark("summary"), record("file.json"), claims, replay, ...
 
-and within a line <!--= FILE EXPRESSION -->...<!--/--> holds what a Python expression makes of a JSON file, `r`: a
-number, words, or the lines of a table. FILE may have wildcards: the last that matches. Of a study's rows.jsonl, `r` is
-its Rows. A chapter's words on a hunk, the paragraph after it, are also those in
-the margin of the page that shows both files side by side; where a hunk isn't shown, <!-- about OLD NEW N [LAST] -->
-stands before them. Words in <!-- margin: ... --> after such a mark are for the margin only.
+A chapter's words on a hunk, the paragraph after it, are also those in the margin of the page that shows both files side
+by side; where a hunk isn't shown, <!-- about(old, new, number, last) --> stands before them. Words in
+<!-- margin: ... --> after such a mark are for the margin only.
 """
 
 import ast
 import difflib
 import html
-import json
 import os
 import re
 import shlex
@@ -32,14 +27,11 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+from support.blocks import filled
 from support.files import import_file, read_text
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
-BLOCK = re.compile(
-    r"^<!-- (code|diff|output|table|picture) (.*?) -->\n(.*?)^<!-- end -->$", re.M | re.S
-)
-NUMBER = re.compile(r"<!--= (\S+) (.*?) -->(.*?)<!--/-->", re.S)
 
 
 def folders(numbers: list[int]) -> list[Path]:
@@ -108,10 +100,10 @@ def place(file: str, first: int, count: int) -> str:
     return f"[{file}](../../{file}#L{first}), {where}"
 
 
-def diff(old: str, new: str, number: str | int, last: str | int = "") -> str:
+def diff(old: str, new: str, number: int, last: int = 0) -> str:
     """Return hunks as a block of what goes and what comes."""
     found, lines = hunks(old, new), []
-    chosen = [found[i] for i in range(int(number) - 1, int(last or number))]
+    chosen = [found[i] for i in range(number - 1, last or number)]
     for i, end, j, new_end in chosen:
         lines += ["..."] if lines else []
         lines += [f"-{line}" for line in read(old).splitlines()[i:end]]
@@ -143,18 +135,11 @@ def run(command: str) -> str:
     return result.stdout
 
 
-def output(*words: str) -> str:
-    """Return a command and what it prints."""
-    command = shlex.join(words)
+def output(command: str, *words: str) -> str:
+    """Return a command, perhaps with more words, which no shell splits, and what it prints."""
+    command = shlex.join([*shlex.split(command), *words])
     printed = "\n".join(line.rstrip() for line in run(command).strip("\n").splitlines())
     return f"```text\n$ {command}\n{printed}\n```"
-
-
-def table(name: str) -> str:
-    """Return a table that is made of recorded results."""
-    from studies import pages
-
-    return getattr(pages, name)()
 
 
 def pictures(chapter: Path) -> dict[str, Callable[[], str]]:
@@ -174,33 +159,10 @@ def title_of(text: str) -> str:
     return text.partition("\n")[0].removeprefix("# ")
 
 
-def record(file: str) -> Any:
-    """Return a file of results as an expression's r: the content of a JSON file, or the rows of a study."""
-    if not file.endswith("rows.jsonl"):
-        return json.loads(read(file))
-    from studies.core import Rows
-
-    return Rows(Path(file).parent.name)
-
-
 def text_of(readme: Path) -> str:
-    """Return a chapter's README.md as it should be. Raises ValueError, which names the mark, if one fits nothing."""
-    makers = {"code": code, "diff": diff, "output": output, "table": table}
+    """Return a chapter's README.md as it should be. Raises ValueError, which names the mark, if one fails."""
+    from studies import pages
+
+    makers = {"code": code, "diff": diff, "output": output}
     makers["picture"] = partial(picture, readme.parent)
-
-    def block(kind: str, words: str, _: str) -> str:
-        return f"<!-- {kind} {words} -->\n{makers[kind](*shlex.split(words))}\n<!-- end -->"
-
-    def number(file: str, expression: str, _: str) -> str:
-        value = eval(expression, {"r": record(file)})  # the chapter's own
-        return f"<!--= {file} {expression} -->{value}<!--/-->"
-
-    def filled(make: Callable[..., str], match: re.Match[str]) -> str:
-        try:
-            return make(*match.groups())
-        except Exception as error:
-            mark = match[0].partition("-->")[0]
-            raise ValueError(f"{readme.relative_to(ROOT)}: {mark}-->: {error!r}") from error
-
-    text = BLOCK.sub(partial(filled, block), read_text(readme))
-    return NUMBER.sub(partial(filled, number), text)
+    return filled(readme, pages.NAMES | makers)

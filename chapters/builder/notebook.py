@@ -24,6 +24,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from chapters.builder.blocks import CHAPTERS, ROOT, first_line, source, title_of
+from chapters.builder.pages import COMMENT
 from support.files import read_text
 
 FILE = CHAPTERS / "two_hours.ipynb"
@@ -33,7 +34,8 @@ PART = re.compile(
     re.M | re.S,
 )
 PIECE = re.compile(
-    r"^<!-- (code|diff|output) ([^\n]*) -->\n.*?^<!-- end -->$|^```(bash)\n((?:python3 [^\n]*\n)+)```$",
+    r"^<!-- \{\{ (code|diff|output)\(([^\n]*)\) \}\} -->\n.*?^<!-- end -->$|"
+    r"^```(bash)\n((?:python3 [^\n]*\n)+)```$",
     re.M | re.S,
 )
 START = """import os, sys
@@ -75,7 +77,7 @@ class Notebook:
             path = posixpath.normpath((folder.relative_to(CHAPTERS) / target).as_posix())
             return f"{words}({path})"
 
-        text = re.sub(r"\n{3,}", "\n\n", re.sub(r"<!--.*?-->", "", text, flags=re.S)).strip()
+        text = re.sub(r"\n{3,}", "\n\n", COMMENT.sub("", text)).strip()
         text = re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text)
         if text and self.cells and self.cells[-1]["cell_type"] == "markdown":
             last = self.cells.pop()  # which goes on
@@ -101,20 +103,24 @@ class Notebook:
         end = 0
         for match in PIECE.finditer(text):
             self.markdown(text[end : match.start()], folder)
-            end, (kind, words, shell, commands) = match.end(), match.groups()
-            if kind in ("code", "diff"):
-                literals = [x if x.isdigit() else json.dumps(x) for x in shlex.split(words)]
-                self.code(f"{kind}({', '.join(literals)})")
-            for line in commands.splitlines() if shell else [words] if kind == "output" else []:
-                _, *rest = shlex.split(line, comments=bool(shell))
-                if rest[0] == "-c":  # a statement a line
-                    self.code(rest[1].replace("; ", "\n"))
-                    continue
-                command = re.sub(
-                    r"chapters/(\w+/exercise\.py)", r"results/two_hours/\1", shlex.join(rest)
-                )
-                self.code(f"run({json.dumps(command)})", recorded=bool(shell))
+            end, (function, arguments, shell, commands) = match.end(), match.groups()
+            if shell:
+                for command in commands.splitlines():
+                    self.run(shlex.split(command, comments=True)[1:], recorded=True)
+            elif function == "output":
+                command, *words = ast.literal_eval(f"[{arguments}]")
+                self.run([*shlex.split(command), *words][1:])
+            else:
+                self.code(f"{function}({arguments})")
         self.markdown(text[end:], folder)
+
+    def run(self, words: list[str], recorded: bool = False) -> None:
+        """Add a cell that runs Python with the words of a command line."""
+        if words[0] == "-c":  # a statement a line
+            self.code(words[1].replace("; ", "\n"))
+            return
+        command = re.sub(r"chapters/(\w+/exercise\.py)", r"results/two_hours/\1", shlex.join(words))
+        self.code(f"run({json.dumps(command)})", recorded)
 
     def exercise(self, number: str, names: list[str], solution: Path, stub: str) -> None:
         """Add the definitions that an exercise asks for, which join `names` unless they are there, and their test."""

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True
-)
+from support.blocks import environment
+
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+TEMPLATES = environment(Path(__file__).parent)
 MARK = re.compile(r'<span class="c1">(# (?:NEW|RING|BCT|ROPE|GQA|RMS|SWIGLU|LLAMA)\b)')
 PLAIN = re.compile(r'<span class="(?:[opw]|n[bden]?|vm)">(.*?)</span>')  # names, operators, spaces
 KINDS = {
@@ -66,7 +66,7 @@ def slug(heading: Token) -> str:
 def page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
     """Return a README.md as a page, with links to other pages, each with its words, above and below. Comments, and with
     them the builder's marks, are left out."""
-    tokens = MARKDOWN.parse(re.sub(r"<!--.*?-->", "", text, flags=re.S))
+    tokens = MARKDOWN.parse(COMMENT.sub("", text))
     seen = Counter()
     for token, following in pairwise(tokens):
         if token.type == "heading_open":

@@ -9,8 +9,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from chapters.builder.blocks import CHAPTERS, NUMBER, hunks, read
-from chapters.builder.pages import MARKDOWN, TEMPLATES, coloured
+from chapters.builder.blocks import CHAPTERS, hunks, read
+from chapters.builder.pages import COMMENT, MARKDOWN, TEMPLATES, coloured
 
 PAIRS = (
     ("gpt_baseline.py", "gpt_kv_cache.py"),
@@ -20,7 +20,8 @@ PAIRS = (
 NEAR, FEW = 3, 6  # equal lines beside a hunk that stay in sight; so many are all shown
 ALIKE = 0.5  # lines are versions of each other from here on
 WORDS = re.compile(
-    r"^<!-- (about|diff) (\S+\.py) (\S+\.py) (\d+)(?: (\d+))? -->\n(.*?)(?=\n\n)", re.M | re.S
+    r'^<!-- (?:about|\{\{ diff)\("(\S+)", "(\S+)", (\d+)(?:, (\d+))?\)(?: \}\})? -->\n(.*?)(?=\n\n)',
+    re.M | re.S,
 )
 HUNK = re.compile(r"^```diff\n.*?^<!-- end -->\n\n", re.M | re.S)  # between a mark and its words
 LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
@@ -32,11 +33,11 @@ def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str
     for path, text in chapters.items():
         folder = path.parent.name
         link = f'<a href="../{folder}/index.html">chapter {int(folder[:2])}</a>'
-        for _, old, new, first, last, said in WORDS.findall(HUNK.sub("", text)):
+        for old, new, first, last, said in WORDS.findall(HUNK.sub("", text)):
             said = re.sub(r"<!-- margin: (.*) -->", r"\1", said, flags=re.S)
             if said.startswith(("#", "<!--", "|", "```", "- ")):
                 continue  # not words on the hunk
-            said = LINK.sub(r"\1", NUMBER.sub(r"\3", said))  # links by their words
+            said = LINK.sub(r"\1", COMMENT.sub("", said))  # links by their words
             said = MARKDOWN.renderInline(" ".join(said.split()))
             which = f"hunks {first} to {last}: " if last else ""
             found[old, new].setdefault(int(first), []).append(f"{which}{said} ({link})")
