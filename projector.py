@@ -58,10 +58,10 @@ from support.tables import table
 from support.tokenizers import END_OF_TEXT
 
 LOSS_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
-VALIDATED = 120  # prompts on which that is done
+VALIDATION_PROMPTS = 120  # prompts on which that is done
 STEPS = 200  # of L-BFGS, for each head
 START_PENALTY = 1e-2  # of the ridge that begins it at the means of a prompt's parts
-LEAST_SCALE = 1e-2  # of a feature, in units of the mean: what hardly varies isn't blown up
+MIN_SCALE = 1e-2  # of a feature, in units of the mean: what hardly varies isn't blown up
 
 
 # --- A prompt: how it is divided, its exact cache and its queries ---------------------------------
@@ -98,11 +98,11 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     # Of each layer's attention the first one, the queries (1, H, T, D); then of ln_f (1, 1, C).
     inputs: list[Tensor] = []
 
-    def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs.append(args[0])
+    def record_input(_: nn.Module, module_args: tuple[Tensor, ...]) -> None:
+        inputs.append(module_args[0])
 
     modules = [*(block.attn for block in model.h), model.ln_f]
-    hooks = [module.register_forward_pre_hook(record) for module in modules]
+    hooks = [module.register_forward_pre_hook(record_input) for module in modules]
     try:
         cache = read_all(model, ids)
     finally:
@@ -118,15 +118,15 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     )
 
 
-def reposition(model: nn.Module, x: Tensor, by: Tensor) -> Tensor:
+def shift_positions(model: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
     """Move keys or queries x (..., S, D) by positions (S,): a Llama's, since a GPT-2's don't
     change."""
     if not rotary(model.config):
         return x
-    return rotate(x, rotation(by, model.config))
+    return rotate(x, rotation(offsets, model.config))
 
 
-def own_queries(model: nn.Module, exact: Prefill, tail: int = 1) -> Tensor:
+def tail_queries(model: nn.Module, exact: Prefill, tail: int = 1) -> Tensor:
     """Return the queries (L, H, R, D) of a prompt's last tokens that read each head of keys,
     relative to the first of these tokens: R is the tail, in a Llama times the query heads that
     share a head of keys. Raises ValueError if fewer were recorded."""
@@ -135,20 +135,20 @@ def own_queries(model: nn.Module, exact: Prefill, tail: int = 1) -> Tensor:
             f"a tail of {tail} tokens needs as many queries, but {exact.q.size(-2)} are recorded"
         )
     q = exact.q[:, :, -tail:]
-    q = reposition(model, q, torch.full((tail,), tail - len(exact.ids)))
-    heads = kv_heads(model.config)
-    return q.unflatten(1, (heads, -1)).transpose(2, 3).flatten(2, 3)  # by token, then by head
+    q = shift_positions(model, q, torch.full((tail,), tail - len(exact.ids)))
+    n_heads = kv_heads(model.config)
+    return q.unflatten(1, (n_heads, -1)).transpose(2, 3).flatten(2, 3)  # by token, then by head
 
 
-def before_last(model: nn.Module, exact: Prefill) -> Tensor:
+def cache_before_last(model: nn.Module, exact: Prefill) -> Tensor:
     """Return the exact cache (L, 2, H, T - 1, D) of all tokens but the last, with keys relative to
     that one."""
     k, v = exact.kv[..., :-1, :].unbind(1)
     back = torch.full((k.size(-2),), 1 - len(exact.ids))
-    return torch.stack([reposition(model, k, back), v], 1)
+    return torch.stack([shift_positions(model, k, back), v], 1)
 
 
-def read_all_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return attention's outputs (..., R, D) for R queries (..., R, D), each over all keys and values
     (..., S, D)."""
     weights = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1)  # (..., R, S)
@@ -158,14 +158,14 @@ def read_all_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # --- Stage 1: a cache becomes m summary tokens ----------------------------------------------------
 
 
-def means_of_parts(kv: Tensor, m: int) -> Tensor:
+def segment_means(kv: Tensor, m: int) -> Tensor:
     """Return the mean keys and values (H, m, 2 D) of m nearly equal parts of a cache (2, H, any,
     D)."""
     parts = torch.cat([*kv], -1).tensor_split(m, dim=1)
     return torch.stack([part.mean(1) for part in parts], 1)
 
 
-def fit_map(
+def fit_head_map(
     x: Tensor, q: Tensor, out: Tensor, start: Tensor, penalty: float, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted by L-BFGS in float64 on N
@@ -200,7 +200,7 @@ def fit_map(
     def loss() -> Tensor:
         optimizer.zero_grad()
         summaries = (root @ B).unflatten(1, constant.shape) + constant  # (N, m, 2 D)
-        got = read_all_queries(q, *summaries.chunk(2, -1))
+        got = attention_output(q, *summaries.chunk(2, -1))
         error = (got - out).square().sum() / out.square().sum()
         total = error + penalty * B.square().sum() / len(x)
         total.backward()
@@ -242,7 +242,7 @@ class Compressor:
                 f"{m} summary tokens can't stand for {shortest} tokens before the last"
             )
         caches = self.caches(prompts)
-        q = torch.stack([own_queries(model, exact) for exact in prompts], 2)  # (L, H, N, R, D)
+        q = torch.stack([tail_queries(model, exact) for exact in prompts], 2)  # (L, H, N, R, D)
         layers = []
         for layer in tqdm(range(len(model.h)), desc=f"stage 1, penalty {penalty:g}", leave=False):
             layers.append(self.fit_layer(caches, layer, q[layer].double(), m, steps))
@@ -258,18 +258,18 @@ class Compressor:
         """Return mean and scale (H, T, 2 D) of a layer's features, and the maps (H, F, m * 2 D) and
         constants (H, m, 2 D) of its heads, by caches of N prompts and queries (H, N, R, D)."""
         kv = [cache[layer].double() for cache in caches]  # (2, H, any, D) each
-        out = torch.stack([read_all_queries(q[:, i], *one) for i, one in enumerate(kv)], 1)
-        start = torch.stack([means_of_parts(one, m) for one in kv], 1)  # (H, N, m, 2 D)
+        out = torch.stack([attention_output(q[:, i], *one) for i, one in enumerate(kv)], 1)
+        start = torch.stack([segment_means(one, m) for one in kv], 1)  # (H, N, m, 2 D)
         x, shown = self.padded(caches, layer)
         count = shown.sum(0).clamp(min=1)  # (T, 1)
         mean = x.sum(1) / count
         x = (x - mean[:, None]) * shown  # (H, N, T, 2 D)
         scale = x.square().sum(1).div(count).sqrt()
-        scale = scale.clamp(min=float(LEAST_SCALE * scale.mean()))
+        scale = scale.clamp(min=float(MIN_SCALE * scale.mean()))
         x = (x / scale[:, None]).flatten(2)  # (H, N, F)
         weights, constants = [], []
         for head in zip(x, q, out, start, strict=True):
-            weight, constant = fit_map(*head, self.penalty, steps)
+            weight, constant = fit_head_map(*head, self.penalty, steps)
             weights.append(weight)
             constants.append(constant)
         return mean, scale, torch.stack(weights), torch.stack(constants)
@@ -281,7 +281,7 @@ class Compressor:
             raise ValueError(
                 f"a prompt has {longest} tokens before its last, the map's longest {self.T}"
             )
-        return [before_last(self.model, exact) for exact in prompts]
+        return [cache_before_last(self.model, exact) for exact in prompts]
 
     def padded(self, caches: Sequence[Tensor], layer: int) -> tuple[Tensor, Tensor]:
         """Return [K || V] (H, N, T, 2 D) of one layer in float64, with zeros on the left where a
@@ -312,10 +312,10 @@ class Compressor:
         """Return the loss on prompts: the sum over layers and heads of the mean squared error of
         what the last query reads, over the mean square of what it should."""
         summaries = self(prompts)
-        q = torch.stack([own_queries(self.model, exact) for exact in prompts])  # (N, L, H, R, D)
+        q = torch.stack([tail_queries(self.model, exact) for exact in prompts])  # (N, L, H, R, D)
         pairs = zip(q, self.caches(prompts), strict=True)
-        out = torch.stack([read_all_queries(one, *kv.unbind(1)) for one, kv in pairs])
-        got = read_all_queries(q, *summaries.unbind(2))
+        out = torch.stack([attention_output(one, *kv.unbind(1)) for one, kv in pairs])
+        got = attention_output(q, *summaries.unbind(2))
         wrong = (got - out).square().mean((0, -2, -1))  # (L, H)
         return float((wrong / out.square().mean((0, -2, -1))).sum())
 
@@ -335,14 +335,14 @@ class Compressor:
             fitted = cls(model, [prompts[i] for i in train], m, penalty, T)
             return fitted.error([prompts[i] for i in test]) * len(test)
 
-        penalty = cross_validate(error, families[:VALIDATED], LOSS_PENALTIES)
+        penalty = cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
         return cls(model, prompts, m, penalty, T)
 
 
 # --- Stage 2: summary tokens of one prompt become those of another --------------------------------
 
 
-def per_head(summaries: Tensor) -> Tensor:
+def vectors_by_head(summaries: Tensor) -> Tensor:
     """Return summary tokens (N, L, 2, H, m, D) as a vector a head (L, H, N, F)."""
     return summaries.permute(1, 3, 0, 2, 4, 5).flatten(3)
 
@@ -356,8 +356,8 @@ class Projector:
     def __init__(self, sources: Tensor, targets: Tensor, penalty: float) -> None:
         """sources, targets: summary tokens (N, L, 2, H, m, D) of N pairs of similar prompts."""
         self.penalty = penalty
-        x = per_head(sources.double())  # (L, H, N, F)
-        y = per_head(targets.double())
+        x = vectors_by_head(sources.double())  # (L, H, N, F)
+        y = vectors_by_head(targets.double())
         mean, scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         offset = y.mean(-2, keepdim=True)
         x, y = (x - mean) / scale, y - offset
@@ -370,7 +370,7 @@ class Projector:
         """Return the projected summary tokens (N, L, 2, H, m, D) of summary tokens of that
         shape."""
         N, L, _, H, m, D = summaries.shape
-        y = (per_head(summaries) - self.mean) / self.scale @ self.weight + self.offset
+        y = (vectors_by_head(summaries) - self.mean) / self.scale @ self.weight + self.offset
         return y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
 
     @classmethod
@@ -403,16 +403,18 @@ class Projector:
 # --- A new prompt: retrieval, summary tokens as the cache, the exact cache in the background ------
 
 
-def cache_of(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
+def cache_of_summary(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
     """Return a cache of summary tokens (L, 2, H, m, D) for text at next_pos."""
     m, device = summary.size(-2), model.wte.weight.device
     k, v = summary.to(device, model.wte.weight.dtype).unbind(1)
-    layers = torch.stack([reposition(model, k, torch.full((m,), next_pos, device=device)), v], 1)
+    layers = torch.stack(
+        [shift_positions(model, k, torch.full((m,), next_pos, device=device)), v], 1
+    )
     pos = torch.arange(next_pos - m, next_pos, device=device)
     return KVCache([layer[:, None] for layer in layers], pos)
 
 
-def inner_names(text: str) -> set[str]:
+def names_within_sentences(text: str) -> set[str]:
     """Return the words of a text that have a capital though no sentence begins there, and its
     numbers."""
     return set(re.findall(r"(?<=[^.!?:\"\s] )[A-Z]\w+|\b\d+\b", text))
@@ -443,40 +445,42 @@ class Library:
         summaries: Tensor,
         *,
         threshold: float = -1.0,
-        guard: bool = False,
-        skip: int = 0,
+        match_names: bool = False,
+        shared_chars: int = 0,
     ) -> None:
         """summaries (N, L, 2, H, m, D) of the N texts, mapped by the projector or not; threshold:
-        tau, the least similarity, which the study's choose_tau picks; guard: names have to agree,
-        too; skip: the number of characters that all texts begin with, which don't count for
-        similarity."""
+        tau, the least similarity, which the study's choose_tau picks; match_names: names have to
+        agree, too; shared_chars: the number of characters that all texts begin with, which don't
+        count for similarity."""
         if len(texts) != len(summaries):
             raise ValueError(f"{len(texts)} texts, {len(summaries)} summaries: no match")
         self.model, self.layout, self.encoder, self.texts = model, layout, encoder, list(texts)
         self.summaries, self.threshold = summaries, threshold
-        self.guard, self.skip = guard, skip
-        texts = [text[skip:] for text in self.texts]
+        self.match_names, self.shared_chars = match_names, shared_chars
+        texts = [text[shared_chars:] for text in self.texts]
         self.embeddings = encoder(texts) if texts else np.zeros((0, 1))
-        self.names = {name for text in self.texts for name in inner_names(text)}
-        self.counts = Counter(name for text in self.texts for name in self.names_in(text))
+        self.known_names = {name for text in self.texts for name in names_within_sentences(text)}
+        self.name_counts = Counter(name for text in self.texts for name in self.names_of(text))
 
-    def names_in(self, text: str) -> set[str]:
+    def names_of(self, text: str) -> set[str]:
         """Return the names and numbers of a text; a name known from inside a sentence is one at its
         beginning, too."""
-        return inner_names(text) | (set(re.findall(r"[A-Z]\w+", text)) & self.names)
+        return names_within_sentences(text) | (
+            set(re.findall(r"[A-Z]\w+", text)) & self.known_names
+        )
 
-    def find(self, text: str) -> tuple[int, float]:
+    def nearest(self, text: str) -> tuple[int, float]:
         """Return the index of the most similar stored text and the similarity, (-1, -1) if there is
-        none; with the guard, only of those that share more than half of the text's rare names (or
+        none; with match_names, only of those that share more than half of the text's rare names (or
         have none to share)."""
         if not self.texts:
             return -1, -1.0
-        similarity = self.embeddings @ self.encoder([text[self.skip :]])[0]
+        similarity = self.embeddings @ self.encoder([text[self.shared_chars :]])[0]
         often = max(1, 0.05 * len(self.texts))
-        rare = {name for name in self.names_in(text) if self.counts[name] <= often}
+        rare = {name for name in self.names_of(text) if self.name_counts[name] <= often}
         for i in np.argsort(-similarity, kind="stable")[:20]:
-            shared = rare & self.names_in(self.texts[i])
-            if not self.guard or not rare or 2 * len(shared) > len(rare):
+            shared = rare & self.names_of(self.texts[i])
+            if not self.match_names or not rare or 2 * len(shared) > len(rare):
                 return int(i), float(similarity[i])
         return -1, -1.0
 
@@ -484,10 +488,10 @@ class Library:
         """Return a cache in place of all but the last `tail` tokens of ids, which are those of
         text, or None."""
         layout = self.layout
-        found, similarity = self.find(text)
+        found, similarity = self.nearest(text)
         if found < 0 or similarity < self.threshold or len(ids) - layout.tail < layout.m:
             return None
-        return cache_of(self.model, self.summaries[found], layout.tail_position(len(ids)))
+        return cache_of_summary(self.model, self.summaries[found], layout.tail_position(len(ids)))
 
     def save(self, folder: Path) -> None:
         """Write library.safetensors and library.json to a folder."""
@@ -500,8 +504,8 @@ class Library:
             "fingerprint": fingerprint(self.model),
             "layout": asdict(self.layout),
             "threshold": self.threshold,
-            "guard": self.guard,
-            "skip": self.skip,
+            "guard": self.match_names,
+            "skip": self.shared_chars,
             "tokens": list(self.encoder.column),
             "texts": self.texts,
         }
@@ -525,9 +529,16 @@ class Library:
             )
         mean, weight = tensors["encoder.mean"], tensors["encoder.weight"]
         encoder = PairEncoder(tokenizer, about["tokens"], mean, weight)
-        settings = {name: about[name] for name in ("threshold", "guard", "skip")}
-        layout = Layout(**about["layout"])
-        return cls(model, layout, encoder, about["texts"], tensors["summaries"], **settings)
+        return cls(
+            model,
+            Layout(**about["layout"]),
+            encoder,
+            about["texts"],
+            tensors["summaries"],
+            threshold=about["threshold"],
+            match_names=about["guard"],
+            shared_chars=about["skip"],
+        )
 
 
 def generate_warm(
@@ -545,14 +556,14 @@ def generate_warm(
     # The zeros are cached: the model never reads them.
     stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, T - tail :]], 1)
     first = next(generate(model, stand_in, 1, cache=warm))
-    with ThreadPoolExecutor(1, initializer=lower_priority) as pool:
+    with ThreadPoolExecutor(1, initializer=lower_thread_priority) as pool:
         future = pool.submit(read_all, model, ids[0].tolist())
         yield first
         exact = future.result()
     yield from generate(model, torch.cat([ids, first], 1), max_new_tokens - 1, cache=exact)
 
 
-def lower_priority() -> None:
+def lower_thread_priority() -> None:
     """Let this thread wait for others where the system has priorities of threads."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -561,7 +572,7 @@ def lower_priority() -> None:
 # --- One question, and a demo ---------------------------------------------------------------------
 
 # Made by python3 -m studies.projection --kinds quiz.
-LIBRARIES = Path(__file__).resolve().parent / "data" / "quiz_library"
+QUIZ_LIBRARY = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
 GOOD_KL = 0.05  # nats, the proposal's threshold
 shared_beginning = os.path.commonprefix  # of texts or lists, element by element
@@ -577,7 +588,7 @@ def load_libraries(
     return {way: Library.load(model, tokenizer, folder / way) for way in ways}
 
 
-def template(texts: Sequence[str]) -> tuple[str, str]:
+def shared_template(texts: Sequence[str]) -> tuple[str, str]:
     """Return the beginning that all texts share, to the end of a word, and the whole lines of their
     shared end."""
     head = shared_beginning([*texts])
@@ -612,18 +623,18 @@ def first_line(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding) -> str:
     return text.replace(END_OF_TEXT, "").strip()
 
 
-def answer(
+def answer_question(
     libraries: dict[str, Library], tokenizer: tiktoken.Encoding, line: str, max_new_tokens: int
 ) -> None:
     """Answer one line, put where stored prompts differ from one another, as proposed, by our
     summary tokens, and exactly; print the times to the first token, its KL and the answers."""
     first = next(iter(libraries.values()))
     model = first.model
-    head, end = template(first.texts)
+    head, end = shared_template(first.texts)
     text = f"{head}{line.strip()}{end}"
     ids = tokenizer.encode(text, allowed_special="all")
     exact = logits_after(model, ids)  # and a process's first pass is slow
-    found, similarity = first.find(text)
+    found, similarity = first.nearest(text)
     nearest = first.texts[found] if found >= 0 else "none"
     print(f"The most similar stored prompt: {nearest.removeprefix(head).removesuffix(end)}")
     print(f"Its similarity is {similarity:.2f}; tau is {first.threshold:.2f}.\n")
@@ -661,7 +672,7 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
         texts = {question.prompt for question in family}
         if texts & stored:
             asked += sorted(texts - stored)
-    similar = [text for text in asked if proposal.find(text)[1] >= proposal.threshold]
+    similar = [text for text in asked if proposal.nearest(text)[1] >= proposal.threshold]
     prompts = [(text, tokenizer.encode(text)) for text in similar]
     neighbours = [tokenizer.encode(text) for text in proposal.texts]
     shared = shared_beginning(neighbours)
@@ -675,7 +686,7 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
         ),
         "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
         "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
-        "control: the neighbour's logits": lambda text, _: of_neighbours[proposal.find(text)[0]],
+        "control: the neighbour's logits": lambda text, _: of_neighbours[proposal.nearest(text)[0]],
     }
     rows = []
     for name, first_token in ways.items():
@@ -734,12 +745,12 @@ def main(argv: list[str] | None = None) -> None:
             )
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        library = LIBRARIES if args.library is None else Path(args.library)
+        library = QUIZ_LIBRARY if args.library is None else Path(args.library)
         libraries = load_libraries(model, tokenizer, library)
         if args.action == "demo":
             demo(libraries, tokenizer)
         else:
-            answer(libraries, tokenizer, args.question, args.max_new_tokens)
+            answer_question(libraries, tokenizer, args.question, args.max_new_tokens)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import projector
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from projector import Layout, cache_of
+from projector import Layout, cache_of_summary
 from studies.core import Figure, Rows
 from studies.projection import segments
 from studies.projection import study as projection
@@ -137,7 +137,7 @@ def test_learned_summary_tokens_are_better_than_their_start(trial: Trial) -> Non
 def test_a_figure_is_what_it_says(trial: Trial) -> None:
     (prompt, source), way = trial.related("test")[0], trial.ways["raw-8:4"]
     found = projection.worth(trial, way, prompt, source)
-    cache = cache_of(trial.model, trial.own(source, way.layout), len(prompt.ids) - 4)
+    cache = cache_of_summary(trial.model, trial.own(source, way.layout), len(prompt.ids) - 4)
     with torch.no_grad():
         logits = trial.model(torch.tensor([prompt.ids[-4:]]), cache)[0, -1]
     p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
@@ -168,7 +168,7 @@ def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.Monk
         return v.sum(-2, keepdim=True)
 
     assert projection.curvature() > 0.01
-    monkeypatch.setattr(projection, "read_all_queries", linear)
+    monkeypatch.setattr(projection, "attention_output", linear)
     assert projection.curvature() < 1e-4
 
 

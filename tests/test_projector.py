@@ -22,12 +22,12 @@ from projector import (
     Layout,
     Library,
     Projector,
-    cache_of,
-    fit_map,
+    attention_output,
+    cache_of_summary,
+    fit_head_map,
     generate_warm,
-    own_queries,
     prefill,
-    read_all_queries,
+    tail_queries,
 )
 from studies.projection.segments import SegmentMap, measure_segments, summarize
 from support import statistics
@@ -54,7 +54,7 @@ def after_summary(
     model: nn.Module, exact: module.Prefill, summary: Tensor, layout: Layout
 ) -> Tensor:
     """Logits (V,) of the first token, from summary tokens in place of a prompt."""
-    cache = cache_of(model, summary, layout.tail_position(len(exact.ids)))
+    cache = cache_of_summary(model, summary, layout.tail_position(len(exact.ids)))
     return model(torch.tensor([exact.ids[-layout.tail :]]), cache, last_only=True)[0, -1]
 
 
@@ -114,7 +114,7 @@ def test_identity_of_one_query_read_from_its_own_summary_tokens(model: nn.Module
     """The degenerate optimum: with one query, summary tokens store its attention output. Several
     queries that share a head of keys need as many summary tokens."""
     exact = prefill(model, prompt(40))
-    layout = Layout(max(m, own_queries(model, exact).size(2)))
+    layout = Layout(max(m, tail_queries(model, exact).size(2)))
     segments = measure_segments(model, exact, layout)
     stored = summarize(segments, penalty=1e-9)
     close(after_summary(model, exact, stored, layout), exact.logits, 1e-3)
@@ -126,7 +126,7 @@ def test_a_prefill_keeps_the_last_output_and_the_queries_of_a_tail(model: nn.Mod
     exact = prefill(model, prompt(20), tail=6)
     close(model.head(exact.hidden[None, None])[0, 0], exact.logits)
     with pytest.raises(ValueError, match=r"7 .* 6"):
-        own_queries(model, exact, 7)
+        tail_queries(model, exact, 7)
 
 
 def test_by_the_rule_of_the_proposal_turned_summary_tokens_directly_precede_the_tail() -> None:
@@ -149,7 +149,7 @@ def test_by_the_rule_of_the_proposal_turned_summary_tokens_directly_precede_the_
 def test_a_bank_of_no_weight_changes_nothing() -> None:
     model, layout = MODELS["learned"], Layout(3, tail=2)
     exact = prefill(model, prompt(50))
-    others = own_queries(model, prefill(model, prompt(60, seed=1)), 40)
+    others = tail_queries(model, prefill(model, prompt(60, seed=1)), 40)
     alone = summarize(measure_segments(model, exact, layout))
     with_bank = measure_segments(model, exact, layout, others)
     close(summarize(with_bank, bank=0.0), alone)
@@ -167,7 +167,7 @@ def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts(
     q, out = (torch.stack([getattr(s, name) for s in prompts]) for name in ("q", "out"))
 
     def errors(summaries: Tensor) -> Tensor:  # of each query that reads a head
-        got = read_all_queries(q, *summaries.unbind(2))
+        got = attention_output(q, *summaries.unbind(2))
         return (got - out).square().mean((0, 1, 2, 4))
 
     assert (errors(mapped) < 0.05 * errors(pooled)).all()
@@ -186,13 +186,13 @@ def test_the_map_in_the_span_is_an_optimum_of_all_dense_maps() -> None:
     start = draw(N, m, 2 * D)
 
     def loss_of(weight: Tensor, constant: Tensor) -> Tensor:
-        """The source's loss, of a dense map (F, m * 2 D), in the units of fit_map()."""
+        """The source's loss, of a dense map (F, m * 2 D), in the units of fit_head_map()."""
         k, v = ((x @ weight).unflatten(1, constant.shape) + constant).chunk(2, -1)
         got = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
         error = (got - out).square().sum() / out.square().sum()
         return error + 0.1 * x.square().sum() / len(x) ** 2 * weight.square().sum()
 
-    weight, constant = fit_map(x, q, out, start, penalty=0.1, steps=2000)
+    weight, constant = fit_head_map(x, q, out, start, penalty=0.1, steps=2000)
     found = [weight.requires_grad_(), constant.requires_grad_()]
     gradients = torch.autograd.grad(loss_of(*found), found)  # also outside of the span
     assert all(gradient.abs().max() < 1e-6 for gradient in gradients)
@@ -211,10 +211,10 @@ def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(compressed: tupl
     summaries = compressor(prompts)
     assert summaries.shape == (12, 3, 2, 2, 3, 8) and compressor.T == 23
     assert compressor.weight.shape == (3, 2, 23 * 16, 3 * 16)
-    queries = own_queries(compressor.model, prompts[0]).size(2)
+    queries = tail_queries(compressor.model, prompts[0]).size(2)
     assert compressor.error(prompts) < 0.01 * 6 * queries**2  # of 6 heads; two share three tokens
     for exact, summary in zip(prompts, summaries, strict=True):
-        got = read_all_queries(own_queries(compressor.model, exact), *summary.unbind(1))
+        got = attention_output(tail_queries(compressor.model, exact), *summary.unbind(1))
         k, v = exact.kv[..., :-1, :].unbind(1)
         raw = exact.q[:, :, -1].unflatten(1, (2, -1)) @ k.mT / math.sqrt(8)
         close(got, raw.softmax(-1) @ v, 0.2)
@@ -269,7 +269,7 @@ def warm_cache(model: nn.Module, ids: list[int], layout: Layout, seed: int = 5) 
     """A cache of the summary tokens of quite another prompt: tokens emitted from it are wrong."""
     other = prefill(model, prompt(len(ids) + 2, seed))
     summaries = summarize(measure_segments(model, other, layout))
-    return cache_of(model, summaries, layout.tail_position(len(ids)))
+    return cache_of_summary(model, summaries, layout.tail_position(len(ids)))
 
 
 def warm(model: nn.Module, ids: list[int], n: int, layout: Layout) -> Iterator[Tensor]:
@@ -338,7 +338,7 @@ def started(library: Library, text: str, tokenizer: object) -> KVCache | None:
 def test_a_start_is_of_the_most_similar_prompt_or_cold(library: Library, pocket: tuple) -> None:
     model, tokenizer = pocket
     asked = ASKED.format("Ospen")
-    found, similarity = library.find(asked)
+    found, similarity = library.nearest(asked)
     assert TOWNS[found] == "Ospen" and 0.3 < similarity <= 1.0001
     cache = started(library, asked, tokenizer)
     assert len(cache) == 2 and cache.next_pos == len(tokenizer.encode(asked)) - 3
@@ -347,16 +347,18 @@ def test_a_start_is_of_the_most_similar_prompt_or_cold(library: Library, pocket:
     assert started(library, asked, tokenizer) is None
     assert library.warm_start("", []) is None
     empty = Library(model, Layout(1), library.encoder, [], torch.empty(0))
-    assert empty.find(asked) == (-1, -1.0) and started(empty, asked, tokenizer) is None
+    assert empty.nearest(asked) == (-1, -1.0) and started(empty, asked, tokenizer) is None
     with pytest.raises(ValueError, match="2 texts, 6 summaries"):
         Library(model, Layout(2, 3), library.encoder, TEXTS[:2], library.summaries)
 
 
-def test_the_guard_wants_the_same_names(library: Library, pocket: tuple) -> None:
-    library.guard = True
-    assert TOWNS[library.find(ASKED.format("Hexley"))[0]] == "Hexley"
-    assert library.find(ASKED.format("Nettlebridge")) == (-1, -1.0)
-    assert library.find("which river is it?")[0] >= 0  # no name, nothing to guard
+def test_with_match_names_a_stored_prompt_has_the_same_names(
+    library: Library, pocket: tuple
+) -> None:
+    library.match_names = True
+    assert TOWNS[library.nearest(ASKED.format("Hexley"))[0]] == "Hexley"
+    assert library.nearest(ASKED.format("Nettlebridge")) == (-1, -1.0)
+    assert library.nearest("which river is it?")[0] >= 0  # no name, nothing to guard
 
 
 def same(a: Library, b: Library, tokenizer: object) -> bool:
@@ -367,11 +369,11 @@ def same(a: Library, b: Library, tokenizer: object) -> bool:
 
 def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: Path) -> None:
     model, tokenizer = pocket
-    library.guard = True
+    library.match_names = True
     library.save(tmp_path)
     again = Library.load(model, tokenizer, tmp_path)
     assert same(library, again, tokenizer)
-    assert again.guard and again.layout == library.layout
+    assert again.match_names and again.layout == library.layout
     assert (again.threshold, again.texts) == (library.threshold, TEXTS)
     half = load_model("pocket", model_class=GPT, dtype=torch.float16)
     with pytest.raises(ValueError, match="another model"):
@@ -410,8 +412,8 @@ def test_what_all_texts_begin_with_says_nothing(pocket: tuple) -> None:
         seen.extend(texts)
         return np.ones((len(texts), 1))
 
-    library = Library(model, Layout(1), encoder, TEXTS, torch.zeros(6, 1), skip=10)
-    library.find(TEXTS[0])
+    library = Library(model, Layout(1), encoder, TEXTS, torch.zeros(6, 1), shared_chars=10)
+    library.nearest(TEXTS[0])
     assert seen == [*(text[10:] for text in TEXTS), TEXTS[0][10:]]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from projector import Layout, Prefill, cache_of, own_queries, prefill
+from projector import Layout, Prefill, cache_of_summary, prefill, tail_queries
 from studies.projection.segments import measure_segments, summarize
 from studies.projection.ways import divergence
 from support.regression import ridge
@@ -32,7 +32,7 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
 
     def bank(layout: Layout) -> Tensor:
         return torch.cat(
-            [own_queries(model, other, layout.tail) for other in others], 2
+            [tail_queries(model, other, layout.tail) for other in others], 2
         )  # (L, H, OTHERS, D)
 
     families = corpus.quiz_families("test")
@@ -55,7 +55,7 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
             source, row = exact(question), []
             for layout, queries in layouts.items():
                 kv = summarize(measure_segments(model, source, layout, queries))  # (L, 2, H, m, D)
-                warm = cache_of(model, kv, layout.tail_position(len(asked.ids)))
+                warm = cache_of_summary(model, kv, layout.tail_position(len(asked.ids)))
                 row.append(
                     divergence(asked.logits, model(torch.tensor([asked.ids[-1:]]), warm)[0, -1])
                 )

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from gpt_kv_cache import GPT
-from projector import Layout, Prefill, own_queries, per_head, read_all_queries, reposition
+from projector import (
+    Layout,
+    Prefill,
+    attention_output,
+    shift_positions,
+    tail_queries,
+    vectors_by_head,
+)
 from support.regression import cross_validate, ridge, solve
 
 
@@ -46,20 +53,20 @@ def measure_segments(
     model: GPT, exact: Prefill, layout: Layout, bank: Tensor | None = None
 ) -> Segments:
     """Return the segments of a prompt, for its own queries and a bank (L, H, any, D) of other prompts', such as
-    own_queries() returns. Raises ValueError if the prompt is too short."""
+    tail_queries() returns. Raises ValueError if the prompt is too short."""
     segments = segments_of(layout, len(exact.ids))
     n = len(exact.ids) - layout.tail
     at = torch.arange(n)
     k, v = exact.kv[:, :, :, :n].unbind(1)  # (L, H, n, D)
-    own = own_queries(model, exact, layout.tail)
+    own = tail_queries(model, exact, layout.tail)
     q = own if bank is None else torch.cat([own, bank], 2)  # (L, H, R, D)
-    before = reposition(model, k, at * 0 - n)  # keys relative to the first token fed
+    before = shift_positions(model, k, at * 0 - n)  # keys relative to the first token fed
     scores = q @ before.mT / math.sqrt(k.size(-1))  # (L, H, R, n)
     mass = torch.stack([scores[..., part].logsumexp(-1) for part in segments], -1)
     seen_at = at - n
     if not layout.true_positions:  # the segments follow one another, and the tail follows them
         seen_at = torch.cat([at[part] * 0 + i - layout.m for i, part in enumerate(segments)])
-    kv = torch.stack([reposition(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
+    kv = torch.stack([shift_positions(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
     pooled = torch.stack([kv[..., part, :].mean(-2) for part in segments], -2)
     return Segments(pooled, q, mass, scores.softmax(-1) @ v, own.size(2))
 
@@ -101,7 +108,7 @@ class SegmentMap:
         out = torch.cat([s.out for s in prompts], 2).double()
         q = q / math.sqrt(q.size(-1))
         R = prompts[0].own
-        x = per_head(pooled)  # (L, H, N, F)
+        x = vectors_by_head(pooled)  # (L, H, N, F)
         self.penalty = penalty
         self.mean, self.scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         x = self.features(x).repeat_interleave(R, 2)  # (L, H, N R, 1 + F)
@@ -125,7 +132,7 @@ class SegmentMap:
     def __call__(self, prompts: Sequence[Segments]) -> Tensor:
         """Return the summary tokens (N, L, 2, H, m, D) of N prompts."""
         pooled = torch.stack([s.pooled for s in prompts])
-        x = self.features(per_head(pooled.double())).float()  # (L, H, N, 1 + F)
+        x = self.features(vectors_by_head(pooled.double())).float()  # (L, H, N, 1 + F)
         added = [torch.einsum("lhjdf,lhnf->nlhjd", w, x) for w in (self.a, self.b)]
         return pooled + torch.stack(added, 2)
 
@@ -144,5 +151,5 @@ class SegmentMap:
 def readout_error(segments: Segments, summary: Tensor) -> float:
     """Return the mean squared error of attention's output for all queries: for the last token's, the proposal's loss
     of stage 1."""
-    got = read_all_queries(segments.q, *summary.unbind(1))
+    got = attention_output(segments.q, *summary.unbind(1))
     return float((got - segments.out).square().mean())

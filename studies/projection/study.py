@@ -43,11 +43,11 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from projector import (
     Projector,
-    cache_of,
+    attention_output,
+    cache_of_summary,
     first_logits,
     generate_warm,
     logits_after,
-    read_all_queries,
 )
 from recycle import read_all
 from studies.core import LEAST, Rows, StudyLine, model_of, recorded, report
@@ -232,7 +232,7 @@ def start_of(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
 
     def start(prompt: Prompt) -> Tensor:
         if way.logits:
-            return way.logits(stored[library.find(prompt.text)[0]])
+            return way.logits(stored[library.nearest(prompt.text)[0]])
         return first_logits(library, prompt.text, prompt.ids)
 
     return start if way else known
@@ -299,7 +299,7 @@ def lengths(rows: Rows, turns: int) -> None:
 
         def warm(ids: list[int], mapped: bool) -> Tensor:
             summary = stage_2(stored[:1])[0] if mapped else stored[0]
-            return logits_after(model, ids[-1:], cache_of(model, summary, len(ids) - 1))
+            return logits_after(model, ids[-1:], cache_of_summary(model, summary, len(ids) - 1))
 
         starts = {
             "cold": partial(logits_after, model),
@@ -328,7 +328,7 @@ def curvature() -> float:
     losses = []
     for i in range(4):
         k, v = (x @ (C + i * step)).unflatten(1, (3, 8)).chunk(2, -1)  # (16, 3, 4) each
-        got = read_all_queries(q[:, None], k, v)[:, 0]
+        got = attention_output(q[:, None], k, v)[:, 0]
         losses.append((got - out).square().mean())
     third = losses[3] - 3 * losses[2] + 3 * losses[1] - losses[0]
     return float(abs(third) / losses[0])
@@ -405,7 +405,7 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     """Write what `projector.py ask` needs of the test split's stored prompts: our summary tokens
     and, as proposed, projected ones with the projector that has mapped them."""
     stored = [p for p in trial.stored("test") if p.family.startswith("test")]
-    ours = trial.library(trial.ways["raw-1:16"], stored, threshold=tau, guard=True)
+    ours = trial.library(trial.ways["raw-1:16"], stored, threshold=tau, match_names=True)
     ours.save(folder / "ours")
     if "written" in trial.ways:
         projected = trial.library(trial.ways["written"], stored, threshold=tau)

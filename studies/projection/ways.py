@@ -158,10 +158,10 @@ class Trial:
         self.shortest = min(map(len, every))
         same = min(len(projector.shared_beginning(every)), self.shortest - LEAST)
         self.shared = every[0][:same] if same >= 8 else []  # a word or two are not worth storing
-        self.skip = len(tokenizer.decode(self.shared))  # characters
+        self.shared_chars = len(tokenizer.decode(self.shared))  # characters
         lengths = [len(p.answer.split()) for p in self.train if p.answer]
         self.long = bool(lengths) and statistics.median(lengths) > 8  # answers
-        texts = [p.text[self.skip :] for p in self.train]
+        texts = [p.text[self.shared_chars :] for p in self.train]
         self.encoder = PairEncoder.fit(tokenizer, texts, [p.family for p in self.train])
         rng = Random(seed + 1)
         pairs = [(a, b) for f in self.prompts["train"] for a in f for b in f if a is not b]
@@ -230,7 +230,7 @@ class Trial:
             stored = [p for p in stored if way.covers(p)]
             summaries = torch.stack([way.summary(p, way.layout) for p in stored])
         texts, layout = [p.text for p in stored], way.layout or PROPOSED
-        options["skip"] = self.skip
+        options["shared_chars"] = self.shared_chars
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
 
     def retrieve(self, split: str, relatives: bool = True) -> list[Query]:
@@ -238,7 +238,7 @@ class Trial:
         stored, found = self.stored(split, relatives), []
         library = self.library(Way(), stored)
         for prompt, relative in self.queries(split):
-            at, similarity = library.find(prompt.text)
+            at, similarity = library.nearest(prompt.text)
             found.append(Query(prompt, stored[at], similarity, relative if relatives else None))
         return found
 
@@ -247,7 +247,7 @@ class Trial:
     def bank(self, tail: int) -> Tensor:
         """Return queries of training prompts (L, H, N, D) for summarize()."""
         few = [p for p in self.bankers if len(p.ids) >= tail][: max(4, QUERIES // tail)]
-        return torch.cat([projector.own_queries(self.model, p.exact, tail) for p in few], 2)
+        return torch.cat([projector.tail_queries(self.model, p.exact, tail) for p in few], 2)
 
     def own(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens fitted on one prompt."""
@@ -325,7 +325,7 @@ class Trial:
         rng = torch.Generator().manual_seed(0)
         for _ in range(steps):
             some = torch.randperm(len(last), generator=rng)[:BATCH]
-            cache = projector.cache_of(self.model, summary, PROPOSED.m)
+            cache = projector.cache_of_summary(self.model, summary, PROPOSED.m)
             layers = [layer.expand(-1, len(some), -1, -1, -1) for layer in cache.layers]
             logits = self.model(last[some], KVCache(layers, cache.pos), last_only=True)[:, 0]
             (summary.grad,) = torch.autograd.grad(kl(cold[some], logits).mean(), [summary])
@@ -362,12 +362,12 @@ class Trial:
 
     def exact(self, prompt: Prompt, _: Layout) -> Tensor:
         """Return the complete exact cache in the place of summary tokens."""
-        return projector.before_last(self.model, prompt.exact)
+        return projector.cache_before_last(self.model, prompt.exact)
 
     def cache(self, way: Way, source: Prompt, prompt: Prompt) -> KVCache:
         """Return what stands for all of a prompt but its tail."""
         position = way.layout.tail_position(len(prompt.ids))
-        return projector.cache_of(self.model, way.summary(source, way.layout), position)
+        return projector.cache_of_summary(self.model, way.summary(source, way.layout), position)
 
     @torch.no_grad()
     def first_logits(self, way: Way, source: Prompt, prompt: Prompt) -> Tensor:
