@@ -99,178 +99,9 @@ PUBLIC = {
 }
 GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in ("pocket-bct", *LLAMAS)]
 NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; or a folder"
-# What config.json may say about the things that our models have only one way of doing.
-SUPPORTED = {
-    "GPT-2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "layer_norm_epsilon": (1e-5,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "tie_word_embeddings": (True,),
-        "quantization_config": (None,),
-    },
-    "Llama": {
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "pretraining_tp": (1,),
-        "partial_rotary_factor": (1.0,),
-        "sliding_window": (None,),
-        "quantization_config": (None,),
-    },
-}
-KINDS = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}  # the last is ours: a GPT-2 with more
-SCRIPTS = {  # that read a kind
-    "GPT-2": "gpt_kv_cache.py",
-    "Llama": "llama_kv_cache.py",
-    "BCT": "gpt_bounded_cache.py --memory bct",
-}
-LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's
-    "tie_word_embeddings": "tied",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "n_ctx",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "num_key_value_heads": "n_kv_head",
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "norm_eps",
-}
-LLAMA_DEFAULTS = {  # those of transformers
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "layer_types": [],
-}
-LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
-    "factor": float,
-    "low_freq_factor": float,
-    "high_freq_factor": float,
-    "original_max_position_embeddings": int,
-}
-LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out, in)
-    "wte": ("embed_tokens",),
-    "ln_1": ("input_layernorm",),
-    "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.c_proj": ("self_attn.o_proj",),
-    "ln_2": ("post_attention_layernorm",),
-    "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.c_proj": ("mlp.down_proj",),
-    "ln_f": ("norm",),
-    "lm_head": ("lm_head",),
-}
 
 
-def load_model(
-    name_or_path: str,
-    *,
-    model_class: type[nn.Module] | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> nn.Module:
-    """Return the model of a known name or of a folder in Hugging Face format, in eval mode.
-    "random:124M" is an untrained GPT-2 of this size.
-
-    model_class: what it is loaded as; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as config.json says. The
-    class may have no buffers. Every tensor must have its parameter, of the same shape, and every parameter its tensors:
-    a Llama's q, k and v are joined, and gate and up. Memory: about one copy of the weights, since files are mapped and
-    copied tensor by tensor. Every number must be finite, in the file and in dtype.
-    Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
-    """
-    if name_or_path.startswith(RANDOM):
-        model_class = model_class or class_of(llama=False)
-        if model_class.config_class().vocab_size != 50257:
-            raise ValueError(f"{name_or_path} is a GPT-2, not a {model_class.__name__}")
-        return random_model(model_class, name_or_path.removeprefix(RANDOM)).to(device, dtype)
-    config_path = find_file(name_or_path, "config.json")
-    config = read_config(config_path, getattr(model_class, "config_class", None))
-    model_class = model_class or class_of(is_llama(config))
-    tensors = read_tensors(name_or_path)
-    if getattr(config, "tied", True):
-        drop_head(tensors, name_or_path)
-    check_sizes(config, tensors, config_path)
-    with torch.device("meta"):  # shapes and strides without memory
-        model = model_class(config)
-    check_tensors(tensors, model, name_or_path)
-    model = model.to(dtype).to_empty(device=device)  # keeps the strides: wte stays column-first
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            for public, part in parts_of(name, parameter, config).items():
-                tensor = tensors.pop(public)  # one that isn't mapped is freed at once
-                part.copy_(tensor)
-                check_finite(public, part, tensor, name_or_path)
-    return model.eval()
-
-
-def class_of(llama: bool) -> type[nn.Module]:
-    """Return the model of gpt_kv_cache.py, or of llama_kv_cache.py."""
-    import gpt_kv_cache
-    import llama_kv_cache
-
-    return llama_kv_cache.Llama if llama else gpt_kv_cache.GPT
-
-
-def is_llama(config: Any) -> bool:
-    """Return whether a config, or the class of one, is a Llama's."""
-    return kind_of(config) == "Llama"
-
-
-def kind_of(config: Any) -> str:
-    """Return what a config, or the class of one, describes: one of SCRIPTS."""
-    if hasattr(config, "rope_theta"):
-        return "Llama"
-    return "BCT" if hasattr(config, "slots") else "GPT-2"
-
-
-def parts_of(name: str, parameter: Tensor, config: Any) -> dict[str, Tensor]:
-    """Return a parameter as public files hold it, by tensors' names: views of it. A Llama's matrices, here (in, out),
-    are (out, in) there, those that are joined here one by one."""
-    if not is_llama(config):
-        return {name: parameter}
-    *layer, part = re.fullmatch(r"(?:h\.(\d+)\.)?(.*)\.weight", name).groups()
-    before = f"layers.{layer[0]}." if layer[0] else ""
-    names = [f"{before}{public}.weight" for public in LLAMA_TENSORS[part]]
-    matrix = parameter.t() if ".c_" in name else parameter
-    sizes = [len(matrix) // len(names)] * len(names)
-    if part == "attn.c_attn":
-        kv = config.n_kv_head * config.head_dim
-        sizes = [len(matrix) - 2 * kv, kv, kv]
-    return dict(zip(names, matrix.split(sizes), strict=True))
-
-
-def check_tensors(tensors: dict[str, Tensor], model: nn.Module, where: str) -> None:
-    """Raise ValueError if tensors are missing, unexpected, or not of the shapes and types that a model needs."""
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        for public, part in parts_of(name, parameter, model.config).items():
-            shapes[public] = tuple(part.shape)
-    wrong = [f"{name} is missing" for name in shapes if name not in tensors]
-    wrong += [f"{name} is unexpected" for name in tensors if name not in shapes]
-    for name, tensor in tensors.items():
-        if name in shapes and tensor.shape != shapes[name]:
-            wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
-        elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            wrong.append(f"{name} holds {tensor.dtype}, not floats of 16 bits or more")
-    if wrong:
-        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(
-            f"the weights of {where} don't fit its config.json: {'; '.join(wrong[:8])}{more}"
-        )
-
-
-def check_finite(name: str, parameter: Tensor, tensor: Tensor, model: str) -> None:
-    """Raise ValueError if a parameter has NaN or infinity among its numbers, from the file's tensor or from the cast to
-    the parameter's dtype."""
-    if all(math.isfinite(x) for x in parameter.aminmax()):
-        return
-    largest, most = tensor.abs().max(), torch.finfo(parameter.dtype).max
-    if not math.isfinite(largest):
-        raise ValueError(f"{name} of {model} holds numbers that aren't finite (NaN or infinity)")
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    raise ValueError(
-        f"{name} of {model} holds {largest:g}, and {dtype} at most {most:g}: choose another --dtype"
-    )
+# --- From names to files --------------------------------------------------------------------------
 
 
 def find_file(name_or_path: str, filename: str) -> Path:
@@ -322,6 +153,122 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
     except Exception as error:
         raise not_downloaded(f"{filename} of {repo}", error) from error
     raise OSError(why)
+
+
+def find_weights(name_or_path: str) -> list[Path]:
+    """Return the files that hold a model's weights: one, or those that an index lists."""
+    if name_or_path in PUBLIC:
+        path = find_file(name_or_path, PUBLIC[name_or_path].weights)
+    else:
+        folder = find_file(name_or_path, "config.json").parent
+        there = [folder / filename for filename in WEIGHTS if (folder / filename).exists()]
+        if not there:
+            raise FileNotFoundError(
+                f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin"
+            )
+        path = there[0]
+    if path.suffix != ".json":
+        return [path]
+    shards = sorted({*map(str, read_json(path, weight_map=dict)["weight_map"].values())})
+    for shard in shards:
+        if not re.fullmatch(r"[^/\\\0]+\.(safetensors|bin)", shard):
+            raise ValueError(f"{path} lists {said(shard)}, not a file of weights beside it")
+    return [find_file(name_or_path, shard) for shard in shards]
+
+
+def find_tokenizer(name_or_path: str, config: dict[str, Any], folder: Path) -> Path | None:
+    """Return the tokenizer's file of a model with its config in a folder, after downloading it if need be; None: the
+    folder has none, and GPT-2's has as many tokens. Raises as find_file() does, ValueError if GPT-2's has not."""
+    filenames = {path.name for path in folder.iterdir()}
+    is_llama = config.get("model_type") == "llama"
+    if TIKTOKEN_FILE not in filenames and folder.resolve().parent == HERE / "pocket":
+        return HERE / "pocket" / "teacher" / TIKTOKEN_FILE  # the models that come along share one
+    for filename in READERS:
+        if filename in filenames and (is_llama or filename != LLAMA3_FILE):
+            return find_file(name_or_path, filename)
+    if is_llama or any(re.fullmatch(VOCABULARY, filename) for filename in filenames):
+        return find_file(name_or_path, "tokenizer.json")
+    if config["vocab_size"] == 50257:
+        return None
+    raise ValueError(
+        f"there is no {TIKTOKEN_FILE} in {folder}, and GPT-2's has 50257 tokens, not "
+        f"{config['vocab_size']}"
+    )
+
+
+# --- From config.json to a config -----------------------------------------------------------------
+
+
+# What config.json may say about the things that our models have only one way of doing.
+SUPPORTED = {
+    "GPT-2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "layer_norm_epsilon": (1e-5,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+        "quantization_config": (None,),
+    },
+    "Llama": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "pretraining_tp": (1,),
+        "partial_rotary_factor": (1.0,),
+        "sliding_window": (None,),
+        "quantization_config": (None,),
+    },
+}
+KINDS = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}  # the last is ours: a GPT-2 with more
+SCRIPTS = {  # that read a kind
+    "GPT-2": "gpt_kv_cache.py",
+    "Llama": "llama_kv_cache.py",
+    "BCT": "gpt_bounded_cache.py --memory bct",
+}
+LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's
+    "tie_word_embeddings": "tied",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "n_ctx",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_kv_head",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+}
+LLAMA_DEFAULTS = {  # those of transformers
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "layer_types": [],
+}
+LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
+    "factor": float,
+    "low_freq_factor": float,
+    "high_freq_factor": float,
+    "original_max_position_embeddings": int,
+}
+
+
+def class_of(llama: bool) -> type[nn.Module]:
+    """Return the model of gpt_kv_cache.py, or of llama_kv_cache.py."""
+    import gpt_kv_cache
+    import llama_kv_cache
+
+    return llama_kv_cache.Llama if llama else gpt_kv_cache.GPT
+
+
+def is_llama(config: Any) -> bool:
+    """Return whether a config, or the class of one, is a Llama's."""
+    return kind_of(config) == "Llama"
+
+
+def kind_of(config: Any) -> str:
+    """Return what a config, or the class of one, describes: one of SCRIPTS."""
+    if hasattr(config, "rope_theta"):
+        return "Llama"
+    return "BCT" if hasattr(config, "slots") else "GPT-2"
 
 
 def read_config(path: Path, config_class: type | None) -> Any:
@@ -402,18 +349,7 @@ def rotary_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": tuple(scaling)}
 
 
-def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
-    """Raise ValueError if a size in a config, read from path, is beyond those of the tensors: before a model of it is
-    made, which could take all memory or never end."""
-    longest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
-    for name, size in vars(config).items():
-        most, of = longest, "longest side of any tensor"
-        if name == "n_layer":
-            most, of = len(tensors), "number of tensors"
-        if name == "n_ctx" and is_llama(config):
-            continue  # no table ends there
-        if type(size) is int and size > most:
-            raise ValueError(f"{path}: {name} is {size}, but the {of} in the weights is {most}")
+# --- From files to tensors ------------------------------------------------------------------------
 
 
 def read_tensors(name_or_path: str) -> dict[str, Tensor]:
@@ -431,38 +367,6 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
             if not name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
                 tensors[name] = tensor
     return tensors
-
-
-def drop_head(tensors: dict[str, Tensor], model: str) -> None:
-    """Drop the head's matrix of a model that shares it with its embeddings. Raises ValueError if the two differ."""
-    head = tensors.pop("lm_head.weight", None)
-    name = "wte.weight" if "wte.weight" in tensors else "embed_tokens.weight"
-    table = tensors.get(name, head)
-    if head is not None and (head.dtype != table.dtype or not torch.equal(head, table)):
-        raise ValueError(
-            f"lm_head.weight of {model} differs from {name}, but this model shares the two"
-        )
-
-
-def find_weights(name_or_path: str) -> list[Path]:
-    """Return the files that hold a model's weights: one, or those that an index lists."""
-    if name_or_path in PUBLIC:
-        path = find_file(name_or_path, PUBLIC[name_or_path].weights)
-    else:
-        folder = find_file(name_or_path, "config.json").parent
-        there = [folder / filename for filename in WEIGHTS if (folder / filename).exists()]
-        if not there:
-            raise FileNotFoundError(
-                f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin"
-            )
-        path = there[0]
-    if path.suffix != ".json":
-        return [path]
-    shards = sorted({*map(str, read_json(path, weight_map=dict)["weight_map"].values())})
-    for shard in shards:
-        if not re.fullmatch(r"[^/\\\0]+\.(safetensors|bin)", shard):
-            raise ValueError(f"{path} lists {said(shard)}, not a file of weights beside it")
-    return [find_file(name_or_path, shard) for shard in shards]
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -490,6 +394,141 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if not plain or x.nbytes > x.untyped_storage().nbytes():
             raise ValueError(f"{path}: {name} is sparse, nested, expanded or without numbers")
     return tensors
+
+
+# --- From tensors to a model ----------------------------------------------------------------------
+
+
+LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out, in)
+    "wte": ("embed_tokens",),
+    "ln_1": ("input_layernorm",),
+    "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.c_proj": ("self_attn.o_proj",),
+    "ln_2": ("post_attention_layernorm",),
+    "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.c_proj": ("mlp.down_proj",),
+    "ln_f": ("norm",),
+    "lm_head": ("lm_head",),
+}
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    model_class: type[nn.Module] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Return the model of a known name or of a folder in Hugging Face format, in eval mode.
+    "random:124M" is an untrained GPT-2 of this size.
+
+    model_class: what it is loaded as; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as config.json says. The
+    class may have no buffers. Every tensor must have its parameter, of the same shape, and every parameter its tensors:
+    a Llama's q, k and v are joined, and gate and up. Memory: about one copy of the weights, since files are mapped and
+    copied tensor by tensor. Every number must be finite, in the file and in dtype.
+    Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
+    """
+    if name_or_path.startswith(RANDOM):
+        model_class = model_class or class_of(llama=False)
+        if model_class.config_class().vocab_size != 50257:
+            raise ValueError(f"{name_or_path} is a GPT-2, not a {model_class.__name__}")
+        return random_model(model_class, name_or_path.removeprefix(RANDOM)).to(device, dtype)
+    config_path = find_file(name_or_path, "config.json")
+    config = read_config(config_path, getattr(model_class, "config_class", None))
+    model_class = model_class or class_of(is_llama(config))
+    tensors = read_tensors(name_or_path)
+    if getattr(config, "tied", True):
+        drop_head(tensors, name_or_path)
+    check_sizes(config, tensors, config_path)
+    with torch.device("meta"):  # shapes and strides without memory
+        model = model_class(config)
+    check_tensors(tensors, model, name_or_path)
+    model = model.to(dtype).to_empty(device=device)  # keeps the strides: wte stays column-first
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for public, part in parts_of(name, parameter, config).items():
+                tensor = tensors.pop(public)  # one that isn't mapped is freed at once
+                part.copy_(tensor)
+                check_finite(public, part, tensor, name_or_path)
+    return model.eval()
+
+
+def drop_head(tensors: dict[str, Tensor], model: str) -> None:
+    """Drop the head's matrix of a model that shares it with its embeddings. Raises ValueError if the two differ."""
+    head = tensors.pop("lm_head.weight", None)
+    name = "wte.weight" if "wte.weight" in tensors else "embed_tokens.weight"
+    table = tensors.get(name, head)
+    if head is not None and (head.dtype != table.dtype or not torch.equal(head, table)):
+        raise ValueError(
+            f"lm_head.weight of {model} differs from {name}, but this model shares the two"
+        )
+
+
+def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise ValueError if a size in a config, read from path, is beyond those of the tensors: before a model of it is
+    made, which could take all memory or never end."""
+    longest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
+    for name, size in vars(config).items():
+        most, of = longest, "longest side of any tensor"
+        if name == "n_layer":
+            most, of = len(tensors), "number of tensors"
+        if name == "n_ctx" and is_llama(config):
+            continue  # no table ends there
+        if type(size) is int and size > most:
+            raise ValueError(f"{path}: {name} is {size}, but the {of} in the weights is {most}")
+
+
+def check_tensors(tensors: dict[str, Tensor], model: nn.Module, where: str) -> None:
+    """Raise ValueError if tensors are missing, unexpected, or not of the shapes and types that a model needs."""
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        for public, part in parts_of(name, parameter, model.config).items():
+            shapes[public] = tuple(part.shape)
+    wrong = [f"{name} is missing" for name in shapes if name not in tensors]
+    wrong += [f"{name} is unexpected" for name in tensors if name not in shapes]
+    for name, tensor in tensors.items():
+        if name in shapes and tensor.shape != shapes[name]:
+            wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
+        elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            wrong.append(f"{name} holds {tensor.dtype}, not floats of 16 bits or more")
+    if wrong:
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError(
+            f"the weights of {where} don't fit its config.json: {'; '.join(wrong[:8])}{more}"
+        )
+
+
+def parts_of(name: str, parameter: Tensor, config: Any) -> dict[str, Tensor]:
+    """Return a parameter as public files hold it, by tensors' names: views of it. A Llama's matrices, here (in, out),
+    are (out, in) there, those that are joined here one by one."""
+    if not is_llama(config):
+        return {name: parameter}
+    *layer, part = re.fullmatch(r"(?:h\.(\d+)\.)?(.*)\.weight", name).groups()
+    before = f"layers.{layer[0]}." if layer[0] else ""
+    names = [f"{before}{public}.weight" for public in LLAMA_TENSORS[part]]
+    matrix = parameter.t() if ".c_" in name else parameter
+    sizes = [len(matrix) // len(names)] * len(names)
+    if part == "attn.c_attn":
+        kv = config.n_kv_head * config.head_dim
+        sizes = [len(matrix) - 2 * kv, kv, kv]
+    return dict(zip(names, matrix.split(sizes), strict=True))
+
+
+def check_finite(name: str, parameter: Tensor, tensor: Tensor, model: str) -> None:
+    """Raise ValueError if a parameter has NaN or infinity among its numbers, from the file's tensor or from the cast to
+    the parameter's dtype."""
+    if all(math.isfinite(x) for x in parameter.aminmax()):
+        return
+    largest, most = tensor.abs().max(), torch.finfo(parameter.dtype).max
+    if not math.isfinite(largest):
+        raise ValueError(f"{name} of {model} holds numbers that aren't finite (NaN or infinity)")
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    raise ValueError(
+        f"{name} of {model} holds {largest:g}, and {dtype} at most {most:g}: choose another --dtype"
+    )
+
+
+# --- Tokenizers -----------------------------------------------------------------------------------
 
 
 def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
@@ -522,32 +561,15 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     return tokenizer
 
 
-def find_tokenizer(name_or_path: str, config: dict[str, Any], folder: Path) -> Path | None:
-    """Return the tokenizer's file of a model with its config in a folder, after downloading it if need be; None: the
-    folder has none, and GPT-2's has as many tokens. Raises as find_file() does, ValueError if GPT-2's has not."""
-    filenames = {path.name for path in folder.iterdir()}
-    is_llama = config.get("model_type") == "llama"
-    if TIKTOKEN_FILE not in filenames and folder.resolve().parent == HERE / "pocket":
-        return HERE / "pocket" / "teacher" / TIKTOKEN_FILE  # the models that come along share one
-    for filename in READERS:
-        if filename in filenames and (is_llama or filename != LLAMA3_FILE):
-            return find_file(name_or_path, filename)
-    if is_llama or any(re.fullmatch(VOCABULARY, filename) for filename in filenames):
-        return find_file(name_or_path, "tokenizer.json")
-    if config["vocab_size"] == 50257:
-        return None
-    raise ValueError(
-        f"there is no {TIKTOKEN_FILE} in {folder}, and GPT-2's has 50257 tokens, not "
-        f"{config['vocab_size']}"
-    )
-
-
 def read_generation(name_or_path: str, tokenizer_path: Path) -> dict[str, Any]:
     """Return what generation_config.json says, or {} if a folder has none."""
     filename = "generation_config.json"
     if name_or_path in PUBLIC or tokenizer_path.with_name(filename).exists():
         return read_json(find_file(name_or_path, filename))
     return {}
+
+
+# --- The script -----------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> None:
