@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,156 +32,173 @@ from support.geometry import kv_heads
 from support.prefix import common_prefix
 
 FAR = 1 << 40  # a position after every query's
-MOST = 16  # texts that are written at once, by default
+MAX_RUNNING = 16  # texts that are written at once, by default
 
 
 @dataclass(eq=False)
 class Text:
-    """Tokens and the block table of a text. Its token start + t is in slot t % b of block
-    table[t // b], for the n_read tokens that have been read; `end` is its length when complete."""
+    """Tokens of a text, and the blocks that hold their keys and values. Of the tokens from context_start on, the
+    first n_read have been read: number t of them is in slot t % b of block block_table[t // b]."""
 
     number: int  # texts are numbered as they arrive
     ids: list[int]
-    end: int
+    max_length: int  # with that many tokens the text is complete
     stop_ids: tuple[int | None, ...] = ()
     temperature: float = 0.0
     top_k: int | None = None
     generator: torch.Generator | None = None  # its own: its draws don't depend on other texts
-    start: int = 0  # what is before it has been forgotten: the context was full
+    context_start: int = 0  # what is before it has been forgotten: the context was full
     n_read: int = 0
-    table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
 
     @property
-    def unread(self) -> int:
+    def n_unread(self) -> int:
         """Tokens that have to be fed before the next one can be written."""
-        return len(self.ids) - self.start - self.n_read
+        return len(self.ids) - self.context_start - self.n_read
+
+
+class PrefixEntry(NamedTuple):
+    """Where a block is found: its tokens, among the blocks that follow the same block."""
+
+    siblings: dict[tuple[int, ...], int]
+    tokens: tuple[int, ...]
 
 
 class PagedCache:
     """Keys and values of any number of texts, in N blocks of b tokens that are allocated once.
 
-    count[block] says how many tables list a block; at 0 it is free. A full block can be found:
-    children[parent] maps its tokens to it. The parent is the block before it, or -1, and stands for
-    all tokens before. A free block can be found too, until it is handed out: the oldest goes first.
+    ref_count[block] is the number of tables that list a block; at 0 it is free. children[parent] maps the tokens of
+    each full block that follows the block `parent` to it: so a text finds blocks that begin as it does. The parent
+    stands for all tokens before it; -1 is a text's beginning. A free block can still be found until it is allocated
+    again: the one that was freed first is allocated first.
     """
 
-    def __init__(self, model: nn.Module, blocks: int, size: int = 16) -> None:
-        if blocks < 1 or size < 1:
-            raise ValueError(f"{blocks} blocks of {size} tokens: must be at least 1 of 1")
-        c, weight = model.config, model.wte.weight
-        self.blocks, self.size = blocks, size
-        shape = (c.n_layer, 2, kv_heads(c), blocks, size, c.head_dim)
+    def __init__(self, model: nn.Module, n_blocks: int, block_size: int = 16) -> None:
+        if n_blocks < 1 or block_size < 1:
+            raise ValueError(f"{n_blocks} blocks of {block_size} tokens: must be at least 1 of 1")
+        config, weight = model.config, model.wte.weight
+        self.n_blocks, self.block_size = n_blocks, block_size
+        shape = (config.n_layer, 2, kv_heads(config), n_blocks, block_size, config.head_dim)
         try:
             self.pool = weight.new_zeros(shape)
         except RuntimeError as error:
             nbytes = math.prod(shape) * weight.element_size()
             raise ValueError(
-                f"{blocks} blocks of {size} tokens take {nbytes:,} bytes, more than can be had"
+                f"{n_blocks} blocks of {block_size} tokens take {nbytes:,} bytes, more than can be had"
             ) from error
-        self.count = [0] * blocks
-        self.free = OrderedDict.fromkeys(range(blocks))
-        self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(blocks + 1)]
-        # Where a block can be found: the children it is among, and its tokens there.
-        self.listed: list[tuple[dict, tuple[int, ...]] | None] = [None] * blocks
-        self.scratch = self.pool.new_empty(0)  # of gather(): new memory in every layer is slow
+        self.ref_count = [0] * n_blocks
+        self.free_blocks = OrderedDict.fromkeys(range(n_blocks))  # in the order of allocation
+        self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(n_blocks + 1)]
+        self.prefix_entries: list[PrefixEntry | None] = [None] * n_blocks
+        self.gather_buffer = self.pool.new_empty(0)  # new memory in every layer is slow
 
-    def take(self, block: int | None = None) -> int:
-        """List a block in one table more, and return it; without a block, a free one."""
-        if block is None:
-            block = next(iter(self.free))
-            self.forget(block)
-        self.free.pop(block, None)
-        self.count[block] += 1
+    def allocate(self) -> int:
+        """Take the next free block for a table, and return it."""
+        block = next(iter(self.free_blocks))
+        self.evict(block)
+        self.add_reference(block)
         return block
 
-    def release(self, block: int) -> None:
-        """List a block in one table less."""
-        self.count[block] -= 1
-        if not self.count[block]:
-            self.free[block] = None
-            if not self.listed[block]:  # useless to others: the next one to be handed out
-                self.free.move_to_end(block, last=False)
+    def add_reference(self, block: int) -> None:
+        """Count one more table that lists a block."""
+        self.free_blocks.pop(block, None)
+        self.ref_count[block] += 1
 
-    def forget(self, block: int) -> None:
-        """Let nobody find a block, and those after it: it is about to hold other tokens."""
-        lost = [block] if self.listed[block] else []
-        while lost:
-            block = lost.pop(0)
-            known, tokens = self.listed[block]
-            del known[tokens]
-            # A text owns a block only with all before it: those after a free one are free.
-            lost += self.children[block].values()
-            self.listed[block] = None
-            if block in self.free:
-                self.free.move_to_end(block, last=False)
+    def remove_reference(self, block: int) -> None:
+        """Count one table less. A block that no table lists is free."""
+        self.ref_count[block] -= 1
+        if self.ref_count[block] == 0:
+            self.free_blocks[block] = None
+            if not self.prefix_entries[block]:  # useless to others: allocated next
+                self.free_blocks.move_to_end(block, last=False)
 
-    def share(self, text: Text) -> None:
+    def evict(self, block: int) -> None:
+        """Make a block, and those that follow it, impossible to find: it is about to hold other tokens."""
+        evicted = [block] if self.prefix_entries[block] else []
+        while evicted:
+            block = evicted.pop(0)
+            siblings, tokens = self.prefix_entries[block]
+            del siblings[tokens]
+            # A text lists a block only with all before it: those that follow a free one are free.
+            evicted += self.children[block].values()
+            self.prefix_entries[block] = None
+            if block in self.free_blocks:
+                self.free_blocks.move_to_end(block, last=False)
+
+    def reuse_prefix(self, text: Text) -> None:
         """Give a text without blocks those that begin with its tokens, the last of them perhaps in
         part. A token stays unread: only a pass gives logits."""
-        while text.n_read % self.size == 0:
-            ids = tuple(text.ids[text.start + text.n_read : -1][: self.size])
-            known = self.children[text.table[-1] if text.table else -1]
-            best = max(known, key=lambda tokens: common_prefix(tokens, ids), default=())
-            if not (shared := common_prefix(best, ids)):
+        while text.n_read % self.block_size == 0:
+            ids = tuple(text.ids[text.context_start + text.n_read : -1][: self.block_size])
+            children = self.children[text.block_table[-1] if text.block_table else -1]
+            best = max(children, key=lambda tokens: common_prefix(tokens, ids), default=())
+            n_shared = common_prefix(best, ids)
+            if n_shared == 0:
                 return
-            text.table.append(self.take(known[best]))
-            text.n_read += shared
+            self.add_reference(children[best])
+            text.block_table.append(children[best])
+            text.n_read += n_shared
 
-    def missing(self, text: Text, n: int) -> tuple[int, bool]:
-        """Return how many blocks a text lacks for n tokens more, and if its last one is shared."""
-        index, used = divmod(text.n_read, self.size)
-        shared = used > 0 and self.count[text.table[index]] > 1
-        return max(0, math.ceil((text.n_read + n) / self.size) - len(text.table)), shared
+    def blocks_needed(self, text: Text, n: int) -> tuple[int, bool]:
+        """Return how many blocks a text lacks for n tokens more, and whether its last one, to which they would be
+        written, is shared."""
+        index, n_used = divmod(text.n_read, self.block_size)
+        is_shared = n_used > 0 and self.ref_count[text.block_table[index]] > 1
+        n_blocks = math.ceil((text.n_read + n) / self.block_size)
+        return max(0, n_blocks - len(text.block_table)), is_shared
 
-    def room(self, text: Text, n: int, spare: int = 0) -> bool:
-        """Make room for n tokens more, in blocks that are the text's own. Return False, and change
-        nothing, if fewer than `spare` blocks would be left."""
-        more, shared = self.missing(text, n)
-        if more + shared + spare > len(self.free):
+    def allocate_slots(self, text: Text, n: int, n_reserved: int = 0) -> bool:
+        """Give a text the blocks for n tokens more, and a copy of its last one if that is shared. Return False, and
+        change nothing, if fewer than n_reserved blocks would stay free."""
+        n_new, is_shared = self.blocks_needed(text, n)
+        if n_new + is_shared + n_reserved > len(self.free_blocks):
             return False
-        index, used = divmod(text.n_read, self.size)
-        if shared:  # copy on write
-            old, text.table[index] = text.table[index], self.take()
-            self.pool[..., text.table[index], :used, :] = self.pool[..., old, :used, :]
-            self.release(old)
-        elif used:
-            self.forget(text.table[index])
-        text.table += [self.take() for _ in range(more)]
+        index, n_used = divmod(text.n_read, self.block_size)
+        if is_shared:  # copy on write
+            shared, copy = text.block_table[index], self.allocate()
+            self.pool[..., copy, :n_used, :] = self.pool[..., shared, :n_used, :]
+            text.block_table[index] = copy
+            self.remove_reference(shared)
+        elif n_used:
+            self.evict(text.block_table[index])
+        text.block_table += [self.allocate() for _ in range(n_new)]
         return True
 
     def truncate(self, text: Text, n: int) -> None:
         """Keep the first n tokens that were read. Raises ValueError if there are fewer."""
         if not 0 <= n <= text.n_read:
             raise ValueError(f"can't keep {n} tokens of {text.n_read}")
-        keep = math.ceil(n / self.size)
-        for block in reversed(text.table[keep:]):  # a text's end is of no use without its beginning
-            self.release(block)
-        del text.table[keep:]
+        n_kept = math.ceil(n / self.block_size)
+        for block in reversed(text.block_table[n_kept:]):  # an end is useless without its beginning
+            self.remove_reference(block)
+        del text.block_table[n_kept:]
         text.n_read = n
 
-    def drop(self, text: Text) -> None:
-        """Give all blocks of a text back; its full ones can be found until they are handed out."""
+    def free(self, text: Text) -> None:
+        """Take all blocks of a text back; its full ones can be found until they are allocated again."""
         self.truncate(text, 0)
 
     def gather(self, layer: int, blocks: Tensor) -> Tensor:
         """Return a layer's keys and values (2, H, S, D) of some blocks, until the next call."""
-        out = self.scratch.resize_(0)  # which keeps its memory
+        out = self.gather_buffer.resize_(0)  # which keeps its memory
         return torch.index_select(self.pool[layer], 2, blocks, out=out).flatten(2, 3)
 
-    def grow(self, text: Text, n: int) -> None:
-        """Count n tokens more of a text as read. A block that is full now can be found, or gives
-        way to one that holds the same tokens after the same tokens."""
-        first, text.n_read = text.n_read // self.size, text.n_read + n
-        for index in range(first, text.n_read // self.size):
-            at, block = text.start + index * self.size, text.table[index]
-            tokens = tuple(text.ids[at : at + self.size])
-            known = self.children[text.table[index - 1] if index else -1]
-            found = known.setdefault(tokens, block)
-            if found == block:
-                self.listed[block] = known, tokens
+    def commit(self, text: Text, n: int) -> None:
+        """Count n tokens more of a text as read. A block that is full now can be found; if there is one that holds
+        the same tokens after the same tokens, that one takes its place."""
+        first_block = text.n_read // self.block_size
+        text.n_read += n
+        for index in range(first_block, text.n_read // self.block_size):
+            start, block = text.context_start + index * self.block_size, text.block_table[index]
+            tokens = tuple(text.ids[start : start + self.block_size])
+            siblings = self.children[text.block_table[index - 1] if index else -1]
+            equal_block = siblings.setdefault(tokens, block)
+            if equal_block == block:
+                self.prefix_entries[block] = PrefixEntry(siblings, tokens)
             else:
-                text.table[index] = self.take(found)
-                self.release(block)
+                self.add_reference(equal_block)
+                text.block_table[index] = equal_block
+                self.remove_reference(block)
 
 
 class Batch:
@@ -192,31 +209,31 @@ class Batch:
     """
 
     def __init__(self, cache: PagedCache, texts: Sequence[Text], counts: Sequence[int]) -> None:
-        """counts[i] tokens of texts[i] will be fed. Raises ValueError if a text lacks room."""
+        """counts[i] tokens of texts[i] will be fed. Raises ValueError if a text lacks blocks for them."""
+        for text, n in zip(texts, counts, strict=True):
+            check_slots(cache, text, n)
         self.cache, self.texts, self.counts, self.layers = cache, texts, counts, cache.pool
-        device, size, fed, tables = cache.pool.device, cache.size, [], []
-        for i, (text, n) in enumerate(zip(texts, counts, strict=True)):
-            more, shared = cache.missing(text, n)
-            if more or shared:
-                own = f"{len(text.table)} blocks of {size} of its own: call room() first"
-                raise ValueError(f"{n} tokens after {text.n_read} don't fit in {own}")
-            fed += [(i, t) for t in range(text.n_read, text.n_read + n)]
-            tables.append(text.table[: math.ceil((text.n_read + n) / size)])
-        ids = [[texts[i].ids[texts[i].start + t] for i, t in fed]]  # (1, T)
-        slots = [tables[i][t // size] * size + t % size for i, t in fed]  # one for each token
+        device, size = cache.pool.device, cache.block_size
+        # Of each token that is fed: which text it is of, and its position there.
+        rows, positions = [], []
+        for row, (text, n) in enumerate(zip(texts, counts, strict=True)):
+            rows += [row] * n
+            positions += range(text.n_read, text.n_read + n)
+        fed = [*zip(rows, positions, strict=True)]
+        ids = [texts[row].ids[texts[row].context_start + t] for row, t in fed]
+        slots = [texts[row].block_table[t // size] * size + t % size for row, t in fed]
+        tables = [
+            text.block_table[: math.ceil((text.n_read + n) / size)]
+            for text, n in zip(texts, counts, strict=True)
+        ]
         blocks = sorted({block for table in tables for block in table})  # each is gathered once
-        begins = torch.full((len(texts), cache.blocks), FAR)  # where a text has each block
-        for i, table in enumerate(tables):
-            begins[i, table] = torch.arange(len(table)) * size
-        k_pos = (begins[:, blocks, None] + torch.arange(size)).flatten(1)  # (texts, S)
-        rows, pos = torch.tensor(fed).T  # of each token, which text it is of and its position there
-        mask = k_pos[rows] <= pos[:, None]  # (T, S)
-        next_pos = pos - torch.arange(len(fed))  # the model adds 0, 1, ..., T - 1
-        self.ids = torch.tensor(ids).to(device)
-        self.slots = torch.tensor(slots).to(device)
+        pos = torch.tensor(positions)
+        mask = slot_positions(tables, blocks, cache)[rows] <= pos[:, None]  # (T, S)
+        self.ids = torch.tensor([ids]).to(device)  # (1, T)
+        self.slots = torch.tensor(slots).to(device)  # (T,)
         self.blocks = torch.tensor(blocks).to(device)
         self.mask = mask.to(device)
-        self.next_pos = next_pos.to(device)
+        self.next_pos = (pos - torch.arange(len(pos))).to(device)  # the model adds 0, 1, ..., T - 1
 
     def __len__(self) -> int:
         return max(text.n_read for text in self.texts)
@@ -237,7 +254,26 @@ class Batch:
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read."""
         for text, n in zip(self.texts, self.counts, strict=True):
-            self.cache.grow(text, n)
+            self.cache.commit(text, n)
+
+
+def check_slots(cache: PagedCache, text: Text, n: int) -> None:
+    """Raise ValueError if n tokens more don't fit into blocks that are the text's own."""
+    n_new, is_shared = cache.blocks_needed(text, n)
+    if n_new or is_shared:
+        own = f"{len(text.block_table)} blocks of {cache.block_size} of its own"
+        raise ValueError(
+            f"{n} tokens after {text.n_read} don't fit in {own}: allocate_slots() first"
+        )
+
+
+def slot_positions(tables: list[list[int]], blocks: list[int], cache: PagedCache) -> Tensor:
+    """Return which position each slot of some blocks has in each text (texts, S): FAR in a text whose table doesn't
+    list the block."""
+    begins = torch.full((len(tables), cache.n_blocks), FAR)  # where a block begins in a text
+    for row, table in enumerate(tables):
+        begins[row, table] = torch.arange(len(table)) * cache.block_size
+    return (begins[:, blocks, None] + torch.arange(cache.block_size)).flatten(1)
 
 
 class Server:
@@ -245,16 +281,24 @@ class Server:
     of the one text that is being read, or over the last token of all that are being written."""
 
     def __init__(
-        self, model: nn.Module, cache: PagedCache, chunk: int = 64, most: int = MOST
+        self,
+        model: nn.Module,
+        cache: PagedCache,
+        chunk_size: int = 64,
+        max_running: int = MAX_RUNNING,
     ) -> None:
-        """chunk: tokens of a prompt in a pass at most; most: texts that are written at once. Masked
-        or not, all their tokens meet in attention, whose cost is the square of their number."""
-        if chunk < 1 or most < 1:
-            raise ValueError(f"chunk {chunk} and most {most} must be at least 1")
-        self.model, self.cache, self.chunk, self.most = model, cache, chunk, most
+        """chunk_size: the most tokens of a prompt in a pass; max_running: the most texts that are written at once.
+        Masked or not, all their tokens meet in attention, whose cost is the square of their number."""
+        if chunk_size < 1 or max_running < 1:
+            raise ValueError(
+                f"chunk_size {chunk_size} and max_running {max_running} must be at least 1"
+            )
+        self.model, self.cache = model, cache
+        self.chunk_size, self.max_running = chunk_size, max_running
         self.texts: list[Text] = []  # that aren't complete, in order of arrival
-        self.arrived = self.put_back = 0  # texts, and how often one had to give its blocks back
-        self.has_read = False  # in the last step: reading and writing take turns
+        self.n_arrived = 0  # texts
+        self.n_preempted = 0  # times that a text had to give its blocks back
+        self.prefilled_last = False  # whether the last step was one of reading: they take turns
 
     @property
     def busy(self) -> bool:
@@ -264,22 +308,22 @@ class Server:
     @property
     def waiting(self) -> list[Text]:
         """The texts without blocks."""
-        return [text for text in self.texts if not text.table]
+        return [text for text in self.texts if not text.block_table]
 
     @property
     def running(self) -> list[Text]:
         """The texts with blocks."""
-        return [text for text in self.texts if text.table]
+        return [text for text in self.texts if text.block_table]
 
     @property
-    def reading(self) -> Text | None:
+    def prefilling(self) -> Text | None:
         """The text that is being read: no other one is before its last token is left."""
-        return next((text for text in self.running if text.unread > 1), None)
+        return next((text for text in self.running if text.n_unread > 1), None)
 
     @property
-    def writing(self) -> list[Text]:
+    def decoding(self) -> list[Text]:
         """The texts that are being written, with one unread token each."""
-        return [text for text in self.running if text.unread == 1]
+        return [text for text in self.running if text.n_unread == 1]
 
     def check(
         self,
@@ -291,14 +335,14 @@ class Server:
         """Raise ValueError if a prompt is empty, has a token that the model doesn't know, or needs
         more blocks than there are, even alone; or if an option is out of range."""
         check_options(torch.tensor([ids]), max_new_tokens, temperature, top_k)
-        vocabulary, size = self.model.config.vocab_size, self.cache.size
+        vocabulary, size = self.model.config.vocab_size, self.cache.block_size
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ValueError(f"tokens {min(ids)} to {max(ids)}: the model has {vocabulary}, from 0")
-        need = math.ceil(min(len(ids) + max_new_tokens - 1, self.model.context) / size)
-        if need > self.cache.blocks:
+        n_blocks = math.ceil(min(len(ids) + max_new_tokens - 1, self.model.context) / size)
+        if n_blocks > self.cache.n_blocks:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {need} blocks of "
-                f"{size}, there are {self.cache.blocks}"
+                f"a prompt of {len(ids)} tokens and {max_new_tokens} more need {n_blocks} blocks of "
+                f"{size}, there are {self.cache.n_blocks}"
             )
 
     def add(
@@ -314,7 +358,7 @@ class Server:
         self.check(ids, max_new_tokens, temperature, top_k)
         generator = torch.Generator(self.cache.pool.device).manual_seed(seed)
         text = Text(
-            self.arrived,
+            self.n_arrived,
             [*ids],
             len(ids) + max_new_tokens,
             stop_id if isinstance(stop_id, tuple) else (stop_id,),
@@ -323,7 +367,7 @@ class Server:
             generator,
             context_start(len(ids), self.model.context),
         )
-        self.arrived += 1
+        self.n_arrived += 1
         if max_new_tokens:
             self.texts.append(text)
         return text.number
@@ -331,52 +375,57 @@ class Server:
     @torch.no_grad()
     def step(self) -> list[tuple[int, int]]:
         """Admit what fits, run one pass, and return the texts that it wrote to and the tokens."""
-        while self.waiting and not self.reading and len(self.running) < self.most:
+        while self.waiting and not self.prefilling and len(self.running) < self.max_running:
             if not self.admit():
                 break
-        if self.has_read and self.writing:
-            self.has_read = False
+        if self.prefilled_last and self.decoding:
+            self.prefilled_last = False
         else:
-            self.has_read = self.reading is not None
-        texts = [self.reading] if self.has_read else self.make_room()
+            self.prefilled_last = self.prefilling is not None
+        texts = [self.prefilling] if self.prefilled_last else self.allocate_for_decoding()
         if not texts:
             return []
-        counts = [min(text.unread, self.chunk) for text in texts]  # 1 for those that are written
+        counts = [min(text.n_unread, self.chunk_size) for text in texts]  # 1 when decoding
         batch = Batch(self.cache, texts, counts)
-        logits = self.model(batch.ids, batch, last_only=self.has_read)[0]  # (texts, V)
+        logits = self.model(batch.ids, batch, last_only=self.prefilled_last)[0]  # (texts, V)
         rows = zip(texts, logits[:, None], strict=True)
-        return [self.write(text, row) for text, row in rows if not text.unread]
+        return [self.write_token(text, row) for text, row in rows if not text.n_unread]
 
     def admit(self) -> bool:
         """Give the first waiting text the blocks that its tokens need, if one is left for each that
         is running; else return False."""
-        text, spare = self.waiting[0], len(self.running)
-        self.cache.share(text)
-        if not self.cache.room(text, text.unread, spare):
-            self.cache.drop(text)
-        return bool(text.table)
+        text = self.waiting[0]
+        self.cache.reuse_prefix(text)
+        if self.cache.allocate_slots(text, text.n_unread, n_reserved=len(self.running)):
+            return True
+        self.cache.free(text)
+        return False
 
-    def make_room(self) -> list[Text]:
+    def allocate_for_decoding(self) -> list[Text]:
         """Make room for a token of each text that is being written, the oldest first; return them.
-        If no block is free, the youngest of all gives its blocks back: it will be read again, with
-        what it has written. That is never the oldest, which fits alone: some text always gets on."""
-        for text in self.writing:
-            while text.table and not self.cache.room(text, 1):
-                self.cache.drop(self.running[-1])
-                self.put_back += 1
-        return self.writing
+        If no block is free, the youngest of all is preempted. That is never the oldest, which fits alone: some text
+        always gets on."""
+        for text in self.decoding:
+            while text.block_table and not self.cache.allocate_slots(text, 1):
+                self.preempt()
+        return self.decoding
 
-    def write(self, text: Text, logits: Tensor) -> tuple[int, int]:
+    def preempt(self) -> None:
+        """Take the youngest text's blocks back: it will be read again later, with what it has written."""
+        self.cache.free(self.running[-1])
+        self.n_preempted += 1
+
+    def write_token(self, text: Text, logits: Tensor) -> tuple[int, int]:
         """Add a token to a text that has been read, by its logits (1, V); continue or retire it."""
         token = int(sample(logits, text.temperature, text.top_k, text.generator))
         text.ids.append(token)
         start = context_start(len(text.ids), self.model.context)
-        if token in text.stop_ids or len(text.ids) == text.end:
-            self.cache.drop(text)
+        if token in text.stop_ids or len(text.ids) == text.max_length:
+            self.cache.free(text)
             self.texts.remove(text)
-        elif start > text.start:  # as generate() does: positions are baked into K, so read again
-            self.cache.drop(text)
-            text.start = start
+        elif start > text.context_start:
+            self.cache.free(text)  # as generate() does: positions are baked into K, so read again
+            text.context_start = start
         return text.number, token
 
 
@@ -385,9 +434,9 @@ def serve(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    blocks: int,
-    size: int = 16,
-    chunk: int = 64,
+    n_blocks: int,
+    block_size: int = 16,
+    chunk_size: int = 64,
     samples: int = 1,
     seed: int = 0,
     **options: Any,
@@ -397,12 +446,12 @@ def serve(
     rounding does to a tie. Samples of one prompt share the blocks that hold it.
     options: stop_id (one or several), temperature and top_k, of all texts.
     Raises ValueError, at the first token, if a prompt can't be served, as Server.check() does."""
-    server = Server(model, PagedCache(model, blocks, size), chunk)
+    server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
     for ids in prompts:
         server.check(ids, max_new_tokens)
     for i in range(samples * len(prompts)):
         server.add(prompts[i // samples], max_new_tokens, seed=seed + i, **options)
-        while len(server.texts) >= 2 * server.most:  # the others need not wait in memory
+        while len(server.texts) >= 2 * server.max_running:  # the others need not wait in memory
             yield from server.step()
     while server.busy:
         yield from server.step()
@@ -453,16 +502,16 @@ def main(argv: list[str] | None = None) -> None:
         needs = [math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts]
         blocks = args.blocks
         if blocks is None:  # enough for all
-            blocks = sum(sorted(needs * min(samples, MOST))[-MOST:])
+            blocks = sum(sorted(needs * min(samples, MAX_RUNNING))[-MAX_RUNNING:])
         written: dict[int, list[int]] = {}
         ends = ends_of(tokenizer)
         for i, token in serve(
             model,
             prompts,
             n,
-            blocks=blocks,
-            size=size,
-            chunk=args.chunk,
+            n_blocks=blocks,
+            block_size=size,
+            chunk_size=args.chunk,
             samples=samples,
             seed=args.seed,
             stop_id=ends,

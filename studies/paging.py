@@ -108,20 +108,20 @@ class Record:
                 "complete": held.difference(now, waiting),
                 "put back": held.intersection(waiting),
             }
-            owners = [[] for _ in range(cache.blocks)]
-            filled = [0] * cache.blocks
+            owners = [[] for _ in range(cache.n_blocks)]
+            filled = [0] * cache.n_blocks
             for text in server.running:
-                for i, block in enumerate(text.table):
+                for i, block in enumerate(text.block_table):
                     owners[block].append(text.number)
                     filled[block] = max(
-                        filled[block], min(cache.size, text.n_read - i * cache.size)
+                        filled[block], min(cache.block_size, text.n_read - i * cache.block_size)
                     )
             step = {
                 "owners": owners,
                 "filled": filled,
-                "found": [bool(found) for found in cache.listed],
+                "found": [bool(found) for found in cache.prefix_entries],
                 "written": written,
-                "reading": server.reading.number if server.reading else None,
+                "reading": server.prefilling.number if server.prefilling else None,
                 "waiting": waiting,
                 "events": {what: sorted(who) for what, who in events.items() if who},
             }
@@ -129,14 +129,14 @@ class Record:
             held = now
         fullest = max(self.steps, key=lambda step: sum(map(bool, step["owners"])))
         self.used = sum(map(bool, fullest["owners"]))
-        self.wasted = self.used * cache.size - sum(fullest["filled"])
+        self.wasted = self.used * cache.block_size - sum(fullest["filled"])
         self.shared = max(sum(len(who) > 1 for who in step["owners"]) for step in self.steps)
 
     def picture(self) -> str:
         """Return a line for some of the steps: a letter for the text that owns a block, or how many
         do."""
         every = -(-len(self.steps) // ROWS)
-        lines = [f"{'step':>6}  {'block 0 ...':{self.server.cache.blocks}}"]
+        lines = [f"{'step':>6}  {'block 0 ...':{self.server.cache.n_blocks}}"]
         for first in range(0, len(self.steps), every):
             steps = self.steps[first : first + every]
             last, words = steps[-1], []
@@ -155,7 +155,7 @@ class Record:
             words = [(number, tokenizer.decode([token])) for number, token in step["written"]]
             steps.append(step | {"written": words})
         data = {
-            "size": self.server.cache.size,
+            "size": self.server.cache.block_size,
             "prompts": [*map(tokenizer.decode, prompts)],
             "steps": steps,
         }
@@ -225,7 +225,7 @@ def demo(
         budget = blocks or max(*each, record.used // 2)  # of the last row
         token = record.server.cache.pool[..., 0, 0, :].nbytes
         served = record.texts, record.used * size * token, record.wasted * token
-        add(name, seconds, served, record.used, record.shared, record.server.put_back)
+        add(name, seconds, served, record.used, record.shared, record.server.n_preempted)
     print(f"""\
 Twelve prompts of {min(lengths)} to {longest} tokens, half with a common header, and {min(limits)} to {n} greedy
 tokens after each; blocks of {size} tokens, prompts read in chunks of {chunk}.

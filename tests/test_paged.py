@@ -47,16 +47,19 @@ def alone(
 
 def check_counts(cache: PagedCache, texts: list[Text]) -> None:
     """Every count is that of the tables, what isn't counted is free, and what can be found is as long as a block."""
-    listed = [block for text in texts for block in text.table]
-    assert cache.count == [listed.count(block) for block in range(cache.blocks)]
-    assert {*cache.free} == {*range(cache.blocks)} - {*listed}
-    for block, found in enumerate(cache.listed):
-        assert found is None or (len(found[1]) == cache.size and found[0][found[1]] == block)
-    found = [cache.blocks]
-    for parent in found:
-        found += cache.children[parent].values()
-        assert len(found) == len({*found}), "a block is found in two places"
-    assert {*found[1:]} == {block for block, at in enumerate(cache.listed) if at}
+    listed = [block for text in texts for block in text.block_table]
+    assert cache.ref_count == [listed.count(block) for block in range(cache.n_blocks)]
+    assert {*cache.free_blocks} == {*range(cache.n_blocks)} - {*listed}
+    with_entry = set()
+    for block, entry in enumerate(cache.prefix_entries):
+        if entry is not None:
+            with_entry.add(block)
+            assert len(entry.tokens) == cache.block_size and entry.siblings[entry.tokens] == block
+    reachable = [*cache.children[-1].values()]
+    for parent in reachable:
+        reachable += cache.children[parent].values()
+        assert len(reachable) == len({*reachable}), "a block is found in two places"
+    assert {*reachable} == with_entry
 
 
 def read(
@@ -64,7 +67,7 @@ def read(
 ) -> tuple[Tensor, ...]:
     """Return the logits (n, V) of the next n tokens of each text, for as many counts or one for all."""
     counts = counts if len(counts) == len(texts) else counts * len(texts)
-    assert all(cache.room(text, n) for text, n in zip(texts, counts, strict=True))
+    assert all(cache.allocate_slots(text, n) for text, n in zip(texts, counts, strict=True))
     batch = Batch(cache, texts, counts)
     return model(batch.ids, batch)[0].split(counts)
 
@@ -79,8 +82,10 @@ def new(ids: list[int], number: int = 0) -> Text:
 
 def fork(cache: PagedCache, text: Text, number: int) -> Text:
     """Another text with the same tokens, in the same blocks."""
-    table = [cache.take(block) for block in text.table[: -(-text.n_read // cache.size)]]
-    return replace(text, number=number, ids=[*text.ids], table=table)
+    table = text.block_table[: -(-text.n_read // cache.block_size)]
+    for block in table:
+        cache.add_reference(block)
+    return replace(text, number=number, ids=[*text.ids], block_table=table)
 
 
 def change_the_rest(text: Text, rng: random.Random) -> None:
@@ -105,13 +110,13 @@ def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
         if action == "new" or not texts:
             head = rng.choice(heads)[: rng.randint(0, 23)]
             text = new([*head, *(rng.randrange(50) for _ in range(24 - len(head)))], number)
-            cache.share(text)
+            cache.reuse_prefix(text)
             texts.append(text)
         elif action in ("read", "fail"):
             chosen, counts = [], []
             for text in rng.sample(texts, rng.randint(1, len(texts))):
                 n = min(rng.choice([1, 1, rng.randint(1, 9)]), 24 - text.n_read)
-                if n and cache.room(text, n):
+                if n and cache.allocate_slots(text, n):
                     chosen.append(text)
                     counts.append(n)
             if chosen and action == "read":
@@ -131,7 +136,7 @@ def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
             texts.append(fork(cache, rng.choice(texts), number))
             change_the_rest(texts[-1], rng)
         else:
-            cache.drop(texts.pop(rng.randrange(len(texts))))
+            cache.free(texts.pop(rng.randrange(len(texts))))
         check_counts(cache, texts)
 
 
@@ -150,7 +155,7 @@ def test_half_precision_is_that_of_the_model(model: nn.Module, dtype: torch.dtyp
 def shared(cache: PagedCache, ids: list[int]) -> Text:
     """A new text, with what the cache finds of it."""
     text = new(ids)
-    cache.share(text)
+    cache.reuse_prefix(text)
     return text
 
 
@@ -159,32 +164,36 @@ def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(
 ) -> None:
     cache, a = PagedCache(model, 8, 4), new(tokens(11, 1))
     read(model, cache, [a], 11)
-    table = [*a.table]
-    cache.drop(a)
-    assert len(cache.free) == 8
+    table = [*a.block_table]
+    cache.free(a)
+    assert len(cache.free_blocks) == 8
     b = shared(cache, [*a.ids[:10], 7])
-    assert b.table == table[:2] and b.n_read == 8, "the third block wasn't full: it can't be found"
-    cache.drop(b)
+    assert b.block_table == table[:2] and b.n_read == 8, (
+        "the third block wasn't full: it can't be found"
+    )
+    cache.free(b)
     c = shared(cache, a.ids[:8])
-    assert c.n_read == 7 and c.table == table[:2], "a token stays unread, to compute logits from"
+    assert c.n_read == 7 and c.block_table == table[:2], (
+        "a token stays unread, to compute logits from"
+    )
     assert shared(cache, [*a.ids[:6], *tokens(6, 2)]).n_read == 6, "a block is shared in part"
     for ids in ([a.ids[0] ^ 1, *a.ids[1:]], a.ids[4:]):  # the second block's, at the beginning
-        assert shared(cache, ids).table == []
+        assert shared(cache, ids).block_table == []
 
 
 def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: nn.Module) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
     read(model, cache, [a], 12)
-    cache.drop(a)
+    cache.free(a)
     b = new(tokens(4, 2))
     read(model, cache, [b], 4)
-    cache.drop(b)
+    cache.free(b)
     c = shared(cache, a.ids)
     assert c.n_read == 8, "the end of a text is handed out before its beginning"
-    cache.drop(c)
+    cache.free(c)
     d = new(tokens(12, 3))
     read(model, cache, [d], 12)
-    assert shared(cache, a.ids).table == []
+    assert shared(cache, a.ids).block_table == []
 
 
 def test_nothing_of_another_text_is_seen_not_even_nan(model: nn.Module) -> None:
@@ -203,7 +212,7 @@ def test_nothing_of_another_text_is_seen_not_even_nan(model: nn.Module) -> None:
             hook.remove()
         assert bad.isnan().all()
         assert_close(good, model(torch.tensor([b.ids[: b.n_read]]))[0, -1:], torch.float32)
-    cache.drop(a)
+    cache.free(a)
     (got,) = read(model, cache, [b], 7)  # in blocks that were a's
     assert_close(got, model(torch.tensor([b.ids[:11]]))[0, -7:], torch.float32)
 
@@ -215,11 +224,11 @@ def test_room_that_is_not_there_changes_nothing(model: nn.Module, forked: bool) 
     texts = [a, fork(cache, a, 1)] if forked else [a]
 
     def state() -> tuple:
-        tables = [[*text.table] for text in texts]
-        return tables, [*cache.count], [*cache.free], cache.pool.tolist(), a.n_read
+        tables = [[*text.block_table] for text in texts]
+        return tables, [*cache.ref_count], [*cache.free_blocks], cache.pool.tolist(), a.n_read
 
     before, n = state(), 1 if forked else 3
-    assert not cache.room(texts[-1], n) and not cache.room(a, 3, spare=1)
+    assert not cache.allocate_slots(texts[-1], n) and not cache.allocate_slots(a, 3, n_reserved=1)
     with pytest.raises(ValueError, match=f"{n} tokens after 10 .* blocks of 4"):
         Batch(cache, texts, [n] * len(texts))
     with pytest.raises(ValueError, match="11 tokens of 10"):
@@ -275,9 +284,9 @@ def test_without_a_free_block_the_youngest_is_read_again_later(model: nn.Module)
             written[number].append(token)
             if len(written[number]) == 15:
                 complete.append(number)
-        assert oldest.table or oldest.number in complete, "the oldest is never put back"
+        assert oldest.block_table or oldest.number in complete, "the oldest is never preempted"
         assert all(a.number < b.number for a, b in pairwise(server.waiting))
-    assert server.put_back > 0 and complete == sorted(complete)
+    assert server.n_preempted > 0 and complete == sorted(complete)
     assert written == [alone(model, ids, 15) for ids in prompts]
 
 
@@ -290,7 +299,7 @@ def fed(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: nn.Module, fed: list) -> None:
-    server = Server(model, PagedCache(model, 40, 4), chunk=5)
+    server = Server(model, PagedCache(model, 40, 4), chunk_size=5)
     server.add([1], 12)
     server.add(tokens(20, 1), 1)
     for _ in range(8):
@@ -300,7 +309,7 @@ def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: nn.Module, fed: l
 
 def test_a_common_header_is_read_once(model: nn.Module, fed: list) -> None:
     header = tokens(13, 1)
-    list(serve(model, [[*header, i, i] for i in range(4)], 1, blocks=30, size=4))
+    list(serve(model, [[*header, i, i] for i in range(4)], 1, n_blocks=30, block_size=4))
     # 12 tokens in three blocks; the 13th is in one that isn't full
     assert [math.prod(shape) for shape in fed] == [15, 3, 3, 3]
 
@@ -310,7 +319,7 @@ def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
 ) -> None:
     prompts = [tokens(9, 1), tokens(4, 2)]
     found: list[list[int]] = [[] for _ in range(6)]
-    options = {"blocks": 30, "size": 4, "temperature": 1.5, "top_k": 20}
+    options = {"n_blocks": 30, "block_size": 4, "temperature": 1.5, "top_k": 20}
     for number, token in serve(model, prompts, 8, samples=3, seed=40, **options):
         found[number].append(token)
     # of a prompt the other samples read the last token only
@@ -320,7 +329,7 @@ def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
 
 
 def test_samples_without_end_take_no_memory(model: nn.Module) -> None:
-    written = serve(model, [[1]], 2, blocks=8, size=4, samples=10**12)
+    written = serve(model, [[1]], 2, n_blocks=8, block_size=4, samples=10**12)
     assert 25 < max(next(written)[0] for _ in range(60)) < 40
 
 
@@ -339,16 +348,16 @@ def test_what_can_never_be_served_is_refused_at_once(model: nn.Module, said: str
     server.add([1, 2], 3)
     with pytest.raises(ValueError, match=said):
         server.add(ids, limit)
-    assert server.arrived == 1 and len(server.waiting) == 1
+    assert server.n_arrived == 1 and len(server.waiting) == 1
     with pytest.raises(ValueError, match=said):
-        next(serve(model, [[1, 2], ids], limit, blocks=5, size=4))
+        next(serve(model, [[1, 2], ids], limit, n_blocks=5, block_size=4))
 
 
 def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: nn.Module) -> None:
     for blocks, size in ((0, 4), (4, 0)):
         with pytest.raises(ValueError, match=f"{blocks} blocks of {size}"):
             PagedCache(model, blocks, size)
-    with pytest.raises(ValueError, match="chunk 0 and most 5"):
+    with pytest.raises(ValueError, match="chunk_size 0 and max_running 5"):
         Server(model, PagedCache(model, 1, 1), 0, 5)
     with pytest.raises(ValueError, match="2000000000 blocks of 16 tokens take"):
         PagedCache(model, 2 * 10**9, 16)
