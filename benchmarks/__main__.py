@@ -142,7 +142,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     on = about(args, folder)
     llama = "rope_theta" in on["geometry"]
     known = LLAMAS if llama else CONTENDERS
-    base, wanted = base_of(known), args.only or known
+    base, wanted = base_of(known), known if args.only is None else args.only
     for name in wanted:
         if name not in known:
             raise ValueError(
@@ -183,7 +183,8 @@ def serve(args: argparse.Namespace, folder: Path) -> None:
     of requests."""
     path = args.out / "requests.json"
     kept = read_json(path, counts=dict)["counts"] if path.exists() else {}
-    on, counts = about(args, folder), sorted({*(args.requests or batches.COUNTS)})
+    on = about(args, folder)
+    counts = sorted({*args.requests}) if args.requests else [*batches.COUNTS]
     found = batches.measure(
         args.turns, args.threads, Where(folder, args.on), on["geometry"], counts
     )

@@ -433,7 +433,9 @@ def main(argv: list[str] | None = None) -> None:
         rows, turns = recorded("projection", args, different), 1 if args.quick else 7
         (model, name), tokenizer = model_of(args), load_tokenizer(args.model)
         few = 20 if args.quick else 0
-        kinds = args.kinds or (["quiz"] if args.quick else [*POCKET])
+        kinds = args.kinds
+        if kinds is None:
+            kinds = ["quiz"] if args.quick else [*POCKET]
         if args.pairs:
             kinds = [Path(args.pairs).stem]
         if rows.reduced:

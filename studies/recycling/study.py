@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
             model,
             f"{c.n_layer} layers of width {c.n_embd:,}",
             f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}",
-            f"embeddings by {Path(args.encoder or ENCODER).name}",
+            f"embeddings by {Path(ENCODER if args.encoder is None else args.encoder).name}",
         )
         settings = [  # the source's first: nothing may be warm
             ("source", "own", stored),

@@ -485,7 +485,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
     cli.add_chat_argument()
     with cli.parse(argv) as args:
-        others = args.prompts or (args.model, args.student) != ("pocket", OWN)
+        others = args.prompts is not None or (args.model, args.student) != ("pocket", OWN)
         if not args.prompts and (args.chat or args.model != "pocket"):
             needs = "--chat" if args.chat else args.model
             raise ValueError(f"{needs} needs prompts of your own: give it --prompts FILE")
