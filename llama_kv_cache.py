@@ -393,7 +393,7 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(args.model, model_class=Llama, device=args.device,  # LLAMA
                            dtype=args.dtype)  # LLAMA
         tokenizer = load_tokenizer(args.model)
-        cli.ask(args, tokenizer)  # LLAMA
+        cli.wrap_question(args, tokenizer)  # LLAMA
         prompt = tokenizer.encode(args.prompt, allowed_special="all")
         ids = torch.tensor([prompt], device=args.device)  # (1, T)
         if len(prompt) > model.context:

@@ -31,8 +31,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = not (action.default in (None, False, "") or isinstance(action.default, type))
-        return super()._get_help_string(action) if told else action.help
+        default = action.default
+        if default in (None, False, "") or isinstance(default, type):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -157,14 +159,14 @@ class CommandLine(argparse.ArgumentParser):
         self.decided_late = dict.fromkeys(ARTICLE)
 
     def add_chat_argument(self) -> None:
-        """Add --chat (args.chat): the prompt is a question, which ask() writes in the model's own form."""
+        """Add --chat (args.chat): the prompt is a question, which wrap_question() writes in the model's own form."""
         self.add_argument(
             "--chat",
             action="store_true",
             help="the prompt is a question to an Instruct model: wrap it in Llama 3's headers or ChatML",
         )
 
-    def ask(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> None:
+    def wrap_question(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> None:
         """With --chat, put the prompt into the form that the model expects. Raises ValueError if it has none."""
         if args.chat:
             args.prompt = as_question(args.prompt, tokenizer)
@@ -303,7 +305,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def shortened(message: str) -> str:
-    """Return a message in which words of more than 200 characters, which somebody gave, end after 50."""
+    """Return a message whose words of 200 characters and more, which come from the command line, end after 50."""
     return re.sub(r"(\S{50})\S{150,}", r"\1 ...", message)
 
 
@@ -325,11 +327,12 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 def device_of(name: str) -> str:
     """Return the device that --device names: "auto" is the first that there is. Raises ValueError if it isn't there."""
-    found = str(torch.accelerator.current_accelerator(check_available=True))
-    here = found if found in ("cuda", "mps") else "cpu"
-    if name not in ("auto", "cpu", here):
+    fastest = str(torch.accelerator.current_accelerator(check_available=True))
+    if fastest not in ("cuda", "mps"):
+        fastest = "cpu"
+    if name not in ("auto", "cpu", fastest):
         raise ValueError(f"--device {name}: PyTorch finds none; try --device cpu")
-    return here if name == "auto" else name
+    return fastest if name == "auto" else name
 
 
 def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
@@ -359,9 +362,9 @@ def geometry(text: str) -> str:
 def writable_folder(text: str | Path) -> Path:
     """Argument type: a folder that can be written to, or a place where one can be made."""
     path = Path(text)
-    place = next(above for above in (path, *path.absolute().parents) if above.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{place} is not a folder that can be written to")
+    existing = next(above for above in (path, *path.absolute().parents) if above.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{existing} is not a folder that can be written to")
     return path
 
 
@@ -381,12 +384,12 @@ def cache_class(text: str) -> type:
     if path.suffix != ".py":
         raise argparse.ArgumentTypeError(f"{text} is no Python file")
     try:
-        found = getattr(import_file(path), "Cache", None)
+        cache = getattr(import_file(path), "Cache", None)
     except SyntaxError as error:
         raise argparse.ArgumentTypeError(f"{text}, line {error.lineno}: {error.msg}") from error
-    if not isinstance(found, type):
+    if not isinstance(cache, type):
         raise argparse.ArgumentTypeError(f"{text} has no class Cache")
-    return found
+    return cache
 
 
 def temperature(text: str) -> float:
