@@ -25,7 +25,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tiktoken
 import torch
@@ -47,12 +47,19 @@ from support.tracing import Trace
 
 @dataclass
 class Refresh:
-    """One refresh: after how many written tokens, the teacher's tokens, and the time."""
+    """One refresh: after how many written tokens, what it read and replaced, and the time."""
 
     written: int
-    tokens: int  # that the teacher read, in all rows; 0 if it had already
-    replaced: int  # tokens whose entries it replaced, in the row with the most
+    tokens_read: int  # by the teacher, in all rows; 0 if it had read them already
+    tokens_replaced: int  # in the student's cache, in the row with the most
     seconds: float
+
+
+class Reading(NamedTuple):
+    """What the teacher has read up to a token: its cache, and its logits (B, V) of the next token."""
+
+    cache: KVCache
+    logits: Tensor
 
 
 class RefreshedPair(Pair):
@@ -67,8 +74,7 @@ class RefreshedPair(Pair):
         new_cache: Callable[[], KVCache] = KVCache,
     ) -> None:
         super().__init__(teacher, student, ids, new_cache)
-        # What the teacher has read at this token, and its logits.
-        self.newest_reading: tuple[KVCache, Tensor] | None = None
+        self.newest_reading: Reading | None = None  # the teacher's, of the newest token
         self.written = 0  # tokens after the prompt that the student has read
         none = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
         self.tokens_since_refresh = none.clone()  # that the student has read
@@ -104,9 +110,8 @@ class RefreshedPair(Pair):
         if rows.any():  # both caches can cover all of the text, the newest token too
             self.refresh(rows, policy)
 
-    def consult_teacher(self, rows: Tensor, policy: Policy) -> tuple[KVCache, Tensor]:
-        """Let the teacher read, as the policy has it; return its cache and its logits (B, V) of the
-        next token.
+    def consult_teacher(self, rows: Tensor, policy: Policy) -> Reading:
+        """Let the teacher read, as the policy has it; return what it has read.
 
         rows (B,): for which it counts. All rows are read, so that they stay equally long; what a
         row would cost alone is in teacher_tokens. A second call at the same token returns the same.
@@ -120,37 +125,40 @@ class RefreshedPair(Pair):
                 f"there are 0 new tokens after {len(self.student_cache)}: the teacher needs at least 1 to read"
             )
         if policy.reads_window and self.same_geometry:
-            n = min(policy.window, int(self.tokens_since_refresh.max()))
-            # What precedes the window stays as the student wrote it.
-            before = [kv[..., : len(self.student_cache) - n, :] for kv in self.student_cache.layers]
-            cache = KVCache(before, self.student_cache.pos[:-n])
-            counts = self.tokens_since_refresh.clamp(max=n)
+            tokens_read = self.tokens_since_refresh.clamp(max=policy.window)  # (B,)
+            cache = self.student_cache_before(int(tokens_read.max()))
         else:
-            n = self.ids.size(1) - self.cached_from - len(self.teacher_cache)
+            tokens_read = self.teacher_unread
             cache = self.teacher_cache
-            counts = self.teacher_unread
-        logits = self.teacher(self.ids[:, -n:], cache, last_only=True)[:, -1]
-        self.newest_reading = cache, logits
-        self.teacher_tokens += counts * rows
+        unread = self.ids[:, self.cached_from + len(cache) :]
+        logits = self.teacher(unread, cache, last_only=True)[:, -1]
+        self.newest_reading = Reading(cache, logits)
+        self.teacher_tokens += tokens_read * rows
         self.teacher_passes += rows
         self.teacher_unread *= ~rows
         return self.newest_reading
 
+    def student_cache_before(self, count: int) -> KVCache:
+        """Return a cache of all but the last tokens, as the student wrote them; it shares memory."""
+        end = len(self.student_cache) - count
+        layers = [kv[..., :end, :] for kv in self.student_cache.layers]
+        return KVCache(layers, self.student_cache.pos[:end])
+
     def refresh(self, rows: Tensor, policy: Policy) -> None:
         """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by
         the teacher's."""
-        begun, tokens_before = time.perf_counter(), int(self.teacher_tokens.sum())
+        started = time.perf_counter()
+        tokens_before = int(self.teacher_tokens.sum())
         counts = self.tokens_since_refresh * rows  # (B,)
         if policy.window is not None:
             counts = counts.clamp(max=policy.window)
         if self.same_geometry:
-            source, _ = self.consult_teacher(rows, policy)
-            splice_last(self.student_cache, source, counts)
-        tokens = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
-        seconds = time.perf_counter() - begun
+            splice_last(self.student_cache, self.consult_teacher(rows, policy).cache, counts)
+        tokens_read = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
+        seconds = time.perf_counter() - started
         self.tokens_since_refresh *= ~rows
         self.refresh_count += rows
-        self.refreshes.append(Refresh(self.written, tokens, int(counts.max()), seconds))
+        self.refreshes.append(Refresh(self.written, tokens_read, int(counts.max()), seconds))
 
 
 @torch.no_grad()
@@ -272,9 +280,8 @@ class ProbeKL(Gate):
     student) in nats."""
 
     def signal(self, pair: RefreshedPair) -> Tensor:
-        everyone = torch.ones_like(pair.tokens_since_refresh, dtype=torch.bool)
-        _, expected = pair.consult_teacher(everyone, self)
-        return kl(expected, pair.logits)
+        all_rows = torch.ones_like(pair.tokens_since_refresh, dtype=torch.bool)
+        return kl(pair.consult_teacher(all_rows, self).logits, pair.logits)
 
 
 @dataclass(frozen=True)
@@ -285,10 +292,11 @@ class MonteCarloDropout(Gate):
     rate: float = 0.1  # the dropout that the student was trained with
 
     def signal(self, pair: RefreshedPair) -> Tensor:
-        last = pair.ids[:, -1:]
-        return logit_variance(
-            dropout_logits(pair.student, last, pair.student_cache, self.passes, self.rate)
+        last_token = pair.ids[:, -1:]
+        logits = dropout_logits(
+            pair.student, last_token, pair.student_cache, self.passes, self.rate
         )
+        return logit_variance(logits)
 
 
 def logit_variance(logits: Tensor) -> Tensor:
@@ -307,7 +315,7 @@ def set_dropout(model: nn.Module, rate: float) -> None:
 
 
 @contextmanager
-def with_dropout(model: nn.Module, rate: float) -> Iterator[None]:
+def active_dropout(model: nn.Module, rate: float) -> Iterator[None]:
     """Let dropout act in a model at this rate, and then no more."""
     set_dropout(model, rate)
     model.train()
@@ -329,7 +337,7 @@ def dropout_logits(
     the last. So they cost what reading N tokens does, and the cache stays as it is. Source: section
     "Monte Carlo Dropout".
     """
-    with with_dropout(model, rate):
+    with active_dropout(model, rate):
         return model(token.expand(-1, passes), SideBySide(cache, passes))
 
 
@@ -338,21 +346,21 @@ class SideBySide:
     token of a cache: each sees the tokens before and itself. It keeps nothing."""
 
     def __init__(self, cache: KVCache, passes: int) -> None:
-        self.n = len(cache) - 1
+        self.length = len(cache) - 1
         self.layers = cache.layers
-        each = torch.arange(passes, device=cache.pos.device)
-        self.next_pos = cache.pos[-1] - each  # the model adds 0, 1, ..., N - 1
-        before = torch.ones(passes, self.n, dtype=torch.bool, device=each.device)
-        self.mask = torch.cat([before, each == each[:, None]], 1)  # (N, n + N)
+        query = torch.arange(passes, device=cache.pos.device)
+        self.next_pos = cache.pos[-1] - query  # the model adds 0, 1, ..., N - 1
+        before = torch.ones(passes, self.length, dtype=torch.bool, device=query.device)
+        self.mask = torch.cat([before, query == query[:, None]], 1)  # (N, n + N)
 
     def __len__(self) -> int:
-        return self.n
+        return self.length
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens' keys and values before the N new ones (B, H, n + N, D), and the mask."""
-        held = self.layers[layer][..., : self.n, :]  # (2, B, H, n, D)
+        held = self.layers[layer][..., : self.length, :]  # (2, B, H, n, D)
         k, v = torch.cat([held, torch.stack([k, v])], 3)
         return k, v, self.mask
 
@@ -440,7 +448,7 @@ def parse_policy(text: str) -> Policy:
         raise ValueError(f"the policy {text!r}: {error}") from error
 
 
-def dropout_of(name: str) -> float:
+def trained_dropout(name: str) -> float:
     """Return the dropout that a model was trained with, by its config.json; Hugging Face's default
     is 0.1 for a GPT-2, and 0 for a Llama. Raises ValueError if it is no number, or 0."""
     path = find_file(name, "config.json")
@@ -452,24 +460,22 @@ def dropout_of(name: str) -> float:
     return float(rate)
 
 
-def write(
+def print_continuation(
     pair: RefreshedPair,
+    tokens: Iterator[Tensor],
     tokenizer: tiktoken.Encoding,
-    n: int,
-    policy: Policy,
     trace: Trace | None = None,
-    **options: Any,
 ) -> None:
-    """Print a prompt, its continuation, the places of the refreshes, and their cost."""
+    """Print a pair's prompt, the tokens that it writes, the places of the refreshes, and their cost."""
     print(tokenizer.decode(pair.ids[0].tolist()), end="", flush=True)
-    stream(generate_refreshed(pair, n, policy, **options), tokenizer, pair, trace)
-    shown = [str(refresh.written) for refresh in pair.refreshes]
-    if len(shown) > 12:
-        shown[8:-3] = ["..."]
-    ms = 1e3 * sum(refresh.seconds for refresh in pair.refreshes)
+    stream(tokens, tokenizer, pair, trace)
+    places = [str(refresh.written) for refresh in pair.refreshes]
+    if len(places) > 12:
+        places[8:-3] = ["..."]
+    splice_ms = 1e3 * sum(refresh.seconds for refresh in pair.refreshes)
     print(
-        f"[refreshed after tokens: {', '.join(shown) or 'none'}, spliced in {ms:.1f} ms; the teacher read "
-        f"{int(pair.teacher_tokens)} tokens after the prompt]"
+        f"[refreshed after tokens: {', '.join(places) or 'none'}, spliced in {splice_ms:.1f} ms; "
+        f"the teacher read {int(pair.teacher_tokens)} tokens after the prompt]"
     )
 
 
@@ -578,22 +584,22 @@ def main(argv: list[str] | None = None) -> None:
         )
         for name, policy in policies.items():
             if isinstance(policy, MonteCarloDropout):
-                policies[name] = replace(policy, rate=dropout_of(args.student))
+                policies[name] = replace(policy, rate=trained_dropout(args.student))
         if args.action == "demo":
             return demo(teacher, student, tokenizer, policies, args.max_new_tokens, args.seed)
         ids = [tokenizer.encode(args.prompt, allowed_special="all")]
         ids = torch.tensor(ids, device=args.device)
         policy, *_ = policies.values()
-        write(
-            RefreshedPair(teacher, student, ids),
-            tokenizer,
+        pair = RefreshedPair(teacher, student, ids)
+        tokens = generate_refreshed(
+            pair,
             args.max_new_tokens,
             policy,
-            top_k=args.top_k,
             temperature=args.temperature,
+            top_k=args.top_k,
             generator=torch.Generator(args.device).manual_seed(args.seed),
-            trace=cli.trace(args, tokenizer, student, ids),
         )
+        print_continuation(pair, tokens, tokenizer, cli.trace(args, tokenizer, student, ids))
 
 
 if __name__ == "__main__":

@@ -116,11 +116,11 @@ class Trace:
                 said = "The teacher reads the text, and its cache is handed over."
             step["events"].append(said)
         if len(pair.refreshes) > self.refreshes and pair.same_geometry:
-            count = pair.refreshes[-1].replaced
+            count = pair.refreshes[-1].tokens_replaced
             self.teacher |= {*range(n - count, n)}
             step["replaced"] = [n - count, n]
             step["events"].append(
-                f"Refresh: the teacher has read {pair.refreshes[-1].tokens} tokens, and its entries "
+                f"Refresh: the teacher has read {pair.refreshes[-1].tokens_read} tokens, and its entries "
                 f"replace the student's last {count}."
             )
         self.refreshes = len(pair.refreshes)

@@ -22,11 +22,11 @@ from overfill import (
     Policy,
     ProbeKL,
     RefreshedPair,
+    active_dropout,
     dropout_logits,
     generate_refreshed,
     logit_variance,
     parse_policy,
-    with_dropout,
 )
 from pair import geometry_difference, splice_last
 from support.statistics import entropy, kl
@@ -159,7 +159,7 @@ def test_reading_on_top_reads_the_window_over_the_students_own_entries(teacher, 
     teacher(pair.ids[:, -3:], mixed)
     for mine, its in zip(pair.student_cache.layers, mixed.layers, strict=True):
         close(mine, its)
-    assert pair.teacher_tokens.tolist() == [3, 3] and [r.tokens for r in pair.refreshes] == [6]
+    assert pair.teacher_tokens.tolist() == [3, 3] and [r.tokens_read for r in pair.refreshes] == [6]
     assert pair.teacher_passes.tolist() == [1, 1]
 
 
@@ -256,7 +256,7 @@ def test_a_probe_asks_the_teacher_at_most_so_often_and_a_refresh_then_costs_noth
 ) -> None:
     _, pair = run(teacher, student, prompts(), 30, policy)
     assert pair.teacher_tokens.tolist() == [read]
-    assert [r.tokens for r in pair.refreshes] == refreshed
+    assert [r.tokens_read for r in pair.refreshes] == refreshed
 
 
 @torch.no_grad()
@@ -281,7 +281,7 @@ def test_dropout_passes_are_those_of_the_model_in_training(student) -> None:
     shorter = cache.clone()
     shorter.truncate(8)
     torch.manual_seed(5)
-    with with_dropout(student, 0.2):
+    with active_dropout(student, 0.2):
         close(one, student(last, shorter))
     many = dropout_logits(student, last, cache, 8, 0.2)
     assert many.shape == (2, 8, 50) and (logit_variance(many) > 1e-3).all()

@@ -312,7 +312,7 @@ def read_times(texts: Texts, found: dict[str, list]) -> None:
         if isinstance(policy, Periodic) and not policy.reads_window:
             for _, pair in several:
                 for refresh in pair.refreshes:
-                    reads.setdefault(refresh.tokens, []).append(1e3 * refresh.seconds)
+                    reads.setdefault(refresh.tokens_read, []).append(1e3 * refresh.seconds)
     for k, ms in sorted(reads.items()):
         texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
 
