@@ -40,6 +40,7 @@ from support.files import check_fields, read_json
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
+from support.timing import time_call
 from support.tracing import Trace
 
 # --- Two models, one text -------------------------------------------------------------------------
@@ -189,11 +190,11 @@ def generate_refreshed(
 
 
 @torch.no_grad()
-def read_along(pair: RefreshedPair, new: Tensor, policy: Policy) -> Iterator[Tensor]:
-    """Let a pair read new tokens (B, N) after its prompts, as if it wrote them; yield the logits
+def read_along(pair: RefreshedPair, continuation: Tensor, policy: Policy) -> Iterator[Tensor]:
+    """Let a pair read a continuation (B, N) of its prompts, as if it wrote it; yield the logits
     (B, V) after each."""
     pair.prefill()
-    for token in new.split(1, 1):
+    for token in continuation.split(1, 1):
         pair.read_token(token, policy)
         yield pair.logits
 
@@ -372,14 +373,15 @@ class SideBySide:
 
 
 class PolicyKind(NamedTuple):
-    """A kind of policy: what makes it of the values in its name, these with their types, what it
-    does, and the ways of this kind that the study measures. A way is a policy's name, such as
-    periodic:64, or that of a gate without its last value, the threshold: entropy~2.5 is the gate
-    whose threshold makes it fire 2.5 times in 1,000 tokens."""
+    """A kind of policy, with the names of those that the study measures.
 
-    create: Callable[..., Policy]
-    parameters: dict[str, Callable[[str], float]]
-    description: str
+    A policy is named by its kind and its values, such as periodic:64. A gate can be named by how
+    often it fires instead of by its threshold: entropy~2.5 fires 2.5 times in 1,000 tokens.
+    """
+
+    create: Callable[..., Policy]  # from the values in the name
+    parameters: dict[str, Callable[[str], float]]  # by the letters that stand for them in --help
+    description: str  # when it refreshes
     studied: tuple[str, ...]
 
 
@@ -416,13 +418,13 @@ POLICIES = {
         ("entropy~2.5", "entropy~7.8", "entropy~15.6"),
     ),
     "probe": PolicyKind(
-        lambda every, limit: ProbeKL(limit, every=every),
+        lambda every, threshold: ProbeKL(threshold, every=every),
         {"M": TOKEN_COUNT, "D": float},
         "every M tokens, if it is D nats from the teacher's",
         ("probe:32~7.8",),
     ),
     "dropout": PolicyKind(
-        lambda passes, limit: MonteCarloDropout(limit, passes=passes),
+        lambda passes, threshold: MonteCarloDropout(threshold, passes=passes),
         {"N": whole_number(2, 1024), "U": float},
         "if the logits of N passes with dropout vary by U",
         ("dropout:8~7.8",),
@@ -441,9 +443,9 @@ def parse_policy(text: str) -> Policy:
         raise ValueError(
             f"the policy {text!r} must have the form {':'.join([name, *kind.parameters])}"
         )
-    pairs = zip(kind.parameters.values(), values, strict=True)
+    conversions = zip(kind.parameters.values(), values, strict=True)
     try:
-        return kind.create(*(convert(value) for convert, value in pairs))
+        return kind.create(*(convert(value) for convert, value in conversions))
     except (ArgumentTypeError, ValueError) as error:
         raise ValueError(f"the policy {text!r}: {error}") from error
 
@@ -481,8 +483,8 @@ def print_continuation(
 
 def tokens_per_second(tokens: Iterator[Tensor]) -> float:
     """Let tokens be written, and return how many were in a second."""
-    begun = time.perf_counter()
-    return len([*tokens]) / (time.perf_counter() - begun)
+    seconds, written = time_call(lambda: list(tokens))
+    return len(written) / seconds
 
 
 @torch.no_grad()
@@ -491,7 +493,7 @@ def demo(
     student: nn.Module,
     tokenizer: tiktoken.Encoding,
     policies: dict[str, Policy],
-    n: int,
+    new_tokens: int,
     seed: int,
 ) -> None:
     """Print how far the predictions of the student, and of pairs of both, are from the teacher's on
@@ -503,44 +505,46 @@ def demo(
     from pocket import corpus  # which is all that this file needs of pocket
 
     prompts = corpus.beginnings(tokenizer, "test", 6, 384)
-    width, room = len(prompts[0]), min(teacher.config.n_ctx, student.config.n_ctx)
-    if not 2 <= n <= room - width:
+    prompt_length = len(prompts[0])
+    n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
+    if not 2 <= new_tokens <= n_ctx - prompt_length:
         raise ValueError(
-            f"the demo compares at least 2 tokens after a prompt of {width}, up to the end of a "
-            f"context of {room}, got {n}"
+            f"the demo compares at least 2 tokens after a prompt of {prompt_length}, up to the end "
+            f"of a context of {n_ctx}, got {new_tokens}"
         )
     ids = torch.tensor(prompts, device=teacher.wte.weight.device)
     generator = torch.Generator(ids.device).manual_seed(seed)
-    sampled = generate(teacher, ids, n, temperature=1.0, generator=generator)
-    new = torch.cat(list(sampled), 1)  # (B, n)
-    text = torch.cat([ids, new], 1)
-    exact = teacher(text)[:, width:]  # (B, n, V)
-    rows = []
+    sampled = generate(teacher, ids, new_tokens, temperature=1.0, generator=generator)
+    continuation = torch.cat(list(sampled), 1)  # (B, N)
+    text = torch.cat([ids, continuation], 1)
+    expected = teacher(text)[:, prompt_length:]  # (B, N, V)
+    rows = []  # each with the divergence that it is sorted by
 
-    def compare(name: str, logits: Tensor, reads: str, speed: float) -> None:
-        apart = float(kl(exact, logits).mean())
-        nats = F.cross_entropy(logits[:, :-1].flatten(0, 1), new[:, 1:].flatten())
-        cells = [name, f"{apart:z.3f}", f"{nats.exp():.2f}", reads, f"{speed:.0f}"]
-        rows.append((apart, cells))
+    def add_row(name: str, logits: Tensor, teacher_reads: str, speed: float) -> None:
+        divergence = float(kl(expected, logits).mean())
+        targets = continuation[:, 1:].flatten()
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        figures = [f"{divergence:z.3f}", f"{loss.exp():.2f}", teacher_reads, f"{speed:.0f}"]
+        rows.append((divergence, [name, *figures]))
 
-    speed = tokens_per_second(generate(teacher, ids[:1], n))
-    compare("teacher", exact, f"{width} + {n - 1}", speed)
-    speed = tokens_per_second(generate(student, ids[:1], n))
-    compare("student alone", student(text)[:, width:], "0", speed)
+    speed = tokens_per_second(generate(teacher, ids[:1], new_tokens))
+    add_row("teacher", expected, f"{prompt_length} + {new_tokens - 1}", speed)
+    speed = tokens_per_second(generate(student, ids[:1], new_tokens))
+    add_row("student alone", student(text)[:, prompt_length:], "0", speed)
     for name, policy in {"OverFill": Policy(), **policies}.items():
         pair = RefreshedPair(teacher, student, ids[:1])
-        speed = tokens_per_second(generate_refreshed(pair, n, policy))
-        along = read_along(RefreshedPair(teacher, student, ids), new, policy)
-        logits = torch.stack(list(along), 1)
-        compare(name, logits, f"{width} + {int(pair.teacher_tokens)}", speed)
+        speed = tokens_per_second(generate_refreshed(pair, new_tokens, policy))
+        all_texts = RefreshedPair(teacher, student, ids)
+        logits = torch.stack(list(read_along(all_texts, continuation, policy)), 1)
+        add_row(name, logits, f"{prompt_length} + {int(pair.teacher_tokens)}", speed)
     rows.sort()
     header = ["", "KL to teacher", "perplexity", "teacher reads", "tokens/s"]
     print(f"""\
-{len(ids)} prompts of {width} tokens
+{len(ids)} prompts of {prompt_length} tokens
 
-{table(header, [cells for _, cells in rows])}
+{table(header, [row for _, row in rows])}
 
-KL to teacher:  in nats, mean over texts of {n} tokens that the teacher has sampled
+KL to teacher:  in nats, mean over texts of {new_tokens} tokens that the teacher has sampled
 perplexity:     of the same texts, by each way's predictions
 teacher reads:  tokens of the prompt + tokens of the text
 tokens/s:       greedy, after the first prompt, prefill included

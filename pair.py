@@ -36,9 +36,12 @@ def geometry(config: Any) -> dict[str, Any]:
 
 def geometry_difference(teacher: nn.Module, student: nn.Module) -> str:
     """Return how the geometry of the two differs, "" if one's cache serves the other."""
-    its, own = geometry(teacher.config), geometry(student.config)
-    differ = [f"{name} {its[name]} against {own[name]}" for name in its if its[name] != own[name]]
-    return ", ".join(differ)
+    needed, given = geometry(teacher.config), geometry(student.config)
+    differences = []
+    for name in needed:
+        if needed[name] != given[name]:
+            differences.append(f"{name} {needed[name]} against {given[name]}")
+    return ", ".join(differences)
 
 
 def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
@@ -76,10 +79,11 @@ class Pair:
         new_cache: Callable[[], KVCache] = KVCache,
     ) -> None:
         """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
-        its, own = teacher.config.vocab_size, student.config.vocab_size
-        if its != own:
+        teacher_vocab, student_vocab = teacher.config.vocab_size, student.config.vocab_size
+        if teacher_vocab != student_vocab:
             raise ValueError(
-                f"teacher and student must share a vocabulary, but have {its:,} and {own:,} tokens"
+                f"teacher and student must share a vocabulary, but have {teacher_vocab:,} and "
+                f"{student_vocab:,} tokens"
             )
         self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
         self.same_geometry = not geometry_difference(teacher, student)
@@ -105,11 +109,11 @@ class Pair:
         """Replace the student's entries, from this index in its cache on, by a copy of the
         teacher's."""
         self.student_cache.truncate(first)
+        pos = self.teacher_cache.pos[first:]
         for layer, kv in enumerate(self.teacher_cache.layers):
-            self.student_cache.append(
-                layer, *kv[..., first : len(self.teacher_cache), :], self.teacher_cache.pos[first:]
-            )
-        self.student_cache.commit(self.teacher_cache.pos[first:])
+            k, v = kv[..., first : len(self.teacher_cache), :]
+            self.student_cache.append(layer, k, v, pos)
+        self.student_cache.commit(pos)
 
     @property
     def nbytes(self) -> int:
@@ -120,22 +124,22 @@ class Pair:
 def load_pair(
     teacher: str,
     student: str,
-    so: str = "a refresh changes nothing",
+    consequence: str = "a refresh changes nothing",
     **options: Any,
 ) -> tuple[nn.Module, nn.Module, tiktoken.Encoding]:
-    """Return two models and their tokenizer, and print it if one's cache doesn't fit the other, and
-    so what. Raises ValueError if they don't have the same tokenizer."""
-    tokenizer, other = load_tokenizer(teacher), load_tokenizer(student)
-    mine, its = (x.decode_tokens_bytes(range(x.n_vocab)) for x in (tokenizer, other))
-    if mine != its:
+    """Return two models and their tokenizer, and print it if the teacher's cache doesn't fit the
+    student, with the consequence. Raises ValueError if they don't have the same tokenizer."""
+    tokenizer, student_tokenizer = load_tokenizer(teacher), load_tokenizer(student)
+    tokens = tokenizer.decode_tokens_bytes(range(tokenizer.n_vocab))
+    if tokens != student_tokenizer.decode_tokens_bytes(range(student_tokenizer.n_vocab)):
         raise ValueError(
             f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
-            f"{other.n_vocab:,} tokens, some have one id and two texts"
+            f"{student_tokenizer.n_vocab:,} tokens, some have one id and two texts"
         )
     models = [load_model(name, **options) for name in (teacher, student)]
-    if differs := geometry_difference(*models):
+    if difference := geometry_difference(*models):
         print(
-            f"[the cache of {teacher} doesn't fit {student} ({differs}), which reads everything itself: "
-            f"{so}]"
+            f"[the cache of {teacher} doesn't fit {student} ({difference}), which reads everything itself: "
+            f"{consequence}]"
         )
     return *models, tokenizer

@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
         teacher, student, tokenizer = load_pair(
             args.model,
             args.student,
-            so="the text is the teacher's all the same",
+            consequence="the text is the teacher's all the same",
             device=args.device,
             dtype=args.dtype,
         )
