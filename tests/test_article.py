@@ -12,7 +12,7 @@ from studies.core import Rows
 
 
 def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
-    right, *wrong = article.window_check().values()
+    right, *wrong = article.wrong_shares_of_two_lines().values()
     assert right == 0 and len(wrong) == 3 and min(wrong) > 0.5
 
 
@@ -38,6 +38,6 @@ def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
     monkeypatch.setattr(article.gpt_kv_cache, "generate", others)
     rows = Rows("article", tmp_path)
-    article.times(rows, [*article.FILES], "1x1x8", 3, 1, {})
+    article.measure_times(rows, [*article.MODULES], "1x1x8", 3, 1, {})
     assert rows.figure("growing", "same").value < 1
     assert rows.figure("preallocated", "same").value == 1

@@ -38,12 +38,14 @@ def test_what_is_lost_is_compared_text_by_text() -> None:
     draws = np.random.default_rng(0)
     tokens = np.full(200, 100.0)
     base = np.stack([100 + 10 * draws.standard_normal(200), tokens], 1)
-    _, *same = bootstrap(np.stack([base + np.array([10, 0]), base], 1), memory.above)
+    _, *same = bootstrap(np.stack([base + np.array([10, 0]), base], 1), memory.perplexity_rise)
     assert same == pytest.approx([math.exp(0.1) - 1] * 2)  # paired: no text differs from others
     counts = np.stack([memory.bleu_counts(text, text) for text in SENTENCES])
     none = np.stack([memory.bleu_counts("x", text) for text in SENTENCES])
-    assert bootstrap(np.stack([none, counts], 1), memory.lost) == pytest.approx((100, 100, 100))
-    assert bootstrap(np.stack([counts, counts], 1), memory.lost) == (0, 0, 0)
+    assert bootstrap(np.stack([none, counts], 1), memory.bleu_loss) == pytest.approx(
+        (100, 100, 100)
+    )
+    assert bootstrap(np.stack([counts, counts], 1), memory.bleu_loss) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(24, 0), (5, 0), (4, 2)])

@@ -10,19 +10,27 @@ from gpt_bounded_cache import BCT, GPT, BCTConfig, BoundedMemory, GPTConfig
 from studies.core import Rows
 from studies.lengths import study as lengths
 from studies.recall import study as recall
-from studies.recall.study import QUICK, VALUES, WAYS, build, right, texts, trained
+from studies.recall.study import (
+    QUICK,
+    VALUES,
+    WAYS,
+    build_model,
+    draw_texts,
+    recall_of,
+    train_model,
+)
 
 TINY = QUICK._replace(steps=3, answers=16)
 
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "POSITIONS", 128)
+    monkeypatch.setattr(recall, "POSITIONS_PER_STEP", 128)
     monkeypatch.setattr(recall, "QUICK", TINY)
 
 
 def test_keys_are_distinct_and_the_answers_follow_their_keys() -> None:
-    ids, answers = texts(9, 5, 4, torch.Generator().manual_seed(0))
+    ids, answers = draw_texts(9, 5, 4, torch.Generator().manual_seed(0))
     assert ids.shape == (4, 14) and answers.shape == (4, 5)
     for row, values in zip(ids.tolist(), answers.tolist(), strict=True):
         held = dict(divmod(i, VALUES + 1) for i in row[:9])
@@ -34,7 +42,7 @@ def test_keys_are_distinct_and_the_answers_follow_their_keys() -> None:
 
 
 def bytes_of(way: str, slots: int, positions: int) -> int:
-    return right(build(way, slots, 0, positions), positions // 2, 1)[1]
+    return recall_of(build_model(way, slots, 0, positions), positions // 2, 1)[1]
 
 
 def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
@@ -48,7 +56,7 @@ def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
 
 def test_a_reading_through_mk_is_its_formula() -> None:
     """The memory of one layer, token by token, against MV = MV' + wwᵀ wv written out, from zero."""
-    memory = build("sum-mk", 3, 0, 16).h[0].memory
+    memory = build_model("sum-mk", 3, 0, 16).h[0].memory
     x = torch.randn(1, 6, 64)
     q, k, v = torch.randn(3, 1, 2, 6, 32)
     with torch.no_grad():
@@ -66,8 +74,8 @@ def test_a_reading_through_mk_is_its_formula() -> None:
 @pytest.mark.parametrize("way", ["full", *WAYS])
 def test_training_teaches_to_look_up(way: str) -> None:
     size = TINY._replace(pairs=(2,), steps=80)
-    before = right(build(way, 4, 0, 4), 2, 512)[0]
-    assert right(trained(way, 4, 0, size), 2, 512)[0] > before + 0.1
+    before = recall_of(build_model(way, 4, 0, 4), 2, 512)[0]
+    assert recall_of(train_model(way, 4, 0, size), 2, 512)[0] > before + 0.1
 
 
 def test_an_interrupted_study_goes_on_to_the_same_rows(
@@ -81,9 +89,9 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
         ways.append(way)
         if len(ways) == 3:
             raise KeyboardInterrupt
-        return trained(way, *args)
+        return train_model(way, *args)
 
-    monkeypatch.setattr(recall, "trained", fails_third)
+    monkeypatch.setattr(recall, "train_model", fails_third)
     with pytest.raises(KeyboardInterrupt):
         recall.measure(Rows("bounding", parts), True)
     recall.measure(Rows("bounding", parts), True)
@@ -98,16 +106,20 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
 
 
 def test_filled_caches_have_the_bytes_and_the_position_of_read_ones() -> None:
-    geometry = lengths.SMALL | {"n_ctx": 64}
+    geometry = lengths.SMALL_GEOMETRY | {"n_ctx": 64}
     plain, bct = GPT(GPTConfig(**geometry)), BCT(BCTConfig(**geometry, slots=4))
-    ways = [(plain, lengths.grown), (plain, lengths.preallocated), (bct, lengths.written)]
+    ways = [
+        (plain, lengths.growing_cache),
+        (plain, lengths.preallocated_cache),
+        (bct, lengths.bct_memory),
+    ]
     ids = torch.zeros(1, 20, dtype=torch.long)
     for model, filled in ways:
         cache = filled(model, 20)
         assert len(cache) == cache.next_pos == 20
-        if filled is not lengths.preallocated:
+        if filled is not lengths.preallocated_cache:
             read = model.new_cache()
             model(ids, read)
             assert read.nbytes == cache.nbytes
-        assert lengths.milliseconds(model, filled, 20, 0) > 0
+        assert lengths.milliseconds_per_token(model, filled, 20, 0) > 0
         assert model(ids[:, :1], cache).isfinite().all()

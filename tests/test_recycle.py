@@ -299,7 +299,7 @@ def test_latency_measures_every_cell(tmp_path: Path) -> None:
     rows = Rows("latency", tmp_path, reduced="trial")
     for _ in range(2):  # what is measured isn't measured again
         latency.measure(rows, tiny_model(), "124M", [16, 32], 1)
-    for way, m, share in product(("memory", "warm-disk"), (16, 32), latency.SHARES):
+    for way, m, share in product(("memory", "warm-disk"), (16, 32), latency.STORED_PERCENTS):
         restore, first = (rows.figure(way, x, m=m, share=share) for x in ("restore", "first"))
         assert 0 < restore.value < first.value
     assert rows.find("memory", "cost")["n"] == 7

@@ -19,6 +19,7 @@ Source: Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratc
 
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,76 +35,88 @@ from support.timing import TimedText, run_in_turns, time_text
 from support.tokenizers import Numbers
 
 PROMPT = "Hello, I am"  # the article's
-LONGER = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each
-FILES = {
+LONGER_PROMPTS = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each
+MODULES = {
     "all-logits": gpt_baseline,
     "no-cache": gpt_baseline,
     "growing": gpt_kv_cache,
     "preallocated": gpt_bounded_cache,
 }
-SMALL, WINDOW, TEXT = "4x4x64", 8, 40  # geometry, window and tokens that the two lines are tried on
-FULL, QUICK = ("124M", 200, 3), (SMALL, 20, 1)  # geometry, tokens, turns
-WRONG = 1e-3  # a position is wrong if a logit is off by more than this share of the largest
+# What the two lines are tried on.
+SMALL_GEOMETRY = "4x4x64"
+WINDOW = 8
+TEXT_LENGTH = 40
+FULL, QUICK = ("124M", 200, 3), (SMALL_GEOMETRY, 20, 1)  # geometry, tokens, turns
+MAX_LOGIT_ERROR = 1e-3  # as a share of the largest logit; a position beyond it is wrong
 
 
 # --- Time -------------------------------------------------------------------------------------------
 
 
-def all_logits(model: gpt_baseline.GPT, ids: Tensor, n: int) -> Iterator[Tensor]:
-    """Yield n greedy tokens without a cache, the output head applied to every position as in the
+def generate_with_all_logits(
+    model: gpt_baseline.GPT, ids: Tensor, new_tokens: int
+) -> Iterator[Tensor]:
+    """Yield greedy tokens without a cache, the output head applied to every position as in the
     article's code."""
-    for _ in range(n):
+    for _ in range(new_tokens):
         token = model(ids)[:, -1].argmax(dim=-1, keepdim=True)
         yield token
         ids = torch.cat([ids, token], dim=1)
 
 
+class Written(NamedTuple):
+    """A text with its times, and what its cache held at the end."""
+
+    text: TimedText
+    nbytes: int
+    cached_tokens: int
+
+
 @torch.no_grad()
-def written(
-    way: str, model: torch.nn.Module, ids: Tensor, n: int, room: int, turn: int
-) -> tuple[TimedText, int, int]:
-    """Write n greedy tokens after ids (1, T); return them with their times, and the cache's bytes
-    and tokens. room: tokens of the preallocated cache."""
-    cache = gpt_bounded_cache.SlidingWindowCache(room) if way == "preallocated" else KVCache()
-    generate = all_logits if way == "all-logits" else FILES[way].generate
-    with_cache = {} if FILES[way] is gpt_baseline else {"cache": cache}
-    run = time_text(lambda: generate(model, ids, n, **with_cache))
-    return run, cache.nbytes, len(cache)
+def write_timed(
+    way: str, model: torch.nn.Module, ids: Tensor, new_tokens: int, capacity: int, turn: int
+) -> Written:
+    """Write greedy tokens after ids (1, T). capacity: tokens of the preallocated cache."""
+    cache = gpt_bounded_cache.SlidingWindowCache(capacity) if way == "preallocated" else KVCache()
+    generate = generate_with_all_logits if way == "all-logits" else MODULES[way].generate
+    cache_option = {} if MODULES[way] is gpt_baseline else {"cache": cache}
+    text = time_text(lambda: generate(model, ids, new_tokens, **cache_option))
+    return Written(text, cache.nbytes, len(cache))
 
 
-def times(rows: Rows, ways: list[str], size: str, n: int, turns: int, at: dict[str, int]) -> None:
-    """Append the figures of n tokens after the article's prompt, or after the random tokens that
-    the setting says."""
-    after = at.get("after")
-    models = {way: random_model(FILES[way].GPT, size) for way in ways}  # with equal weights
+def measure_times(
+    rows: Rows, ways: list[str], geometry: str, new_tokens: int, turns: int, at: dict[str, int]
+) -> None:
+    """Append the figures of new tokens after the article's prompt, or after as many random tokens
+    as the setting says."""
+    prompt_length = at.get("after")
+    models = {way: random_model(MODULES[way].GPT, geometry) for way in ways}  # with equal weights
     ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
-    room = ids.size(1) + n
-    if after:
-        ids, room = torch.randint(50257, (1, after)), models["growing"].config.n_ctx
-    found = run_in_turns(
-        {way: partial(written, way, models[way], ids, n, room) for way in ways}, turns
-    )
+    capacity = ids.size(1) + new_tokens
+    if prompt_length:
+        ids = torch.randint(50257, (1, prompt_length))
+        capacity = models["growing"].config.n_ctx
+    runs = {way: partial(write_timed, way, models[way], ids, new_tokens, capacity) for way in ways}
+    written = run_in_turns(runs, turns)
     rows.begin_with(
-        f"{size}, random weights",
+        f"{geometry}, random weights",
         models["growing"],
-        f"{n} tokens after {'longer prompts' if after else repr(PROMPT)}, turns: {turns}",
+        f"{new_tokens} tokens after {'longer prompts' if prompt_length else repr(PROMPT)}, turns: {turns}",
     )
-    *_, (plain, _, _) = found["no-cache"]
     seconds = {}
-    for way, several in found.items():
-        runs = [run for run, _, _ in several]
-        seconds[way] = [
-            run.total_seconds - run.first_token_seconds if after else run.total_seconds
-            for run in runs
-        ]
-    for way, several in found.items():
-        run, nbytes, held = several[-1]
-        if not after:
+    for way, turns_of_way in written.items():
+        seconds[way] = np.array([turn.text.total_seconds for turn in turns_of_way])
+        if prompt_length:
+            seconds[way] -= [turn.text.first_token_seconds for turn in turns_of_way]
+    uncached = written["no-cache"][-1].text
+    for way, turns_of_way in written.items():
+        last = turns_of_way[-1]
+        if not prompt_length:
             rows.add(way, at, seconds=seconds[way])
-        ratios, same = np.divide(seconds[way], seconds["growing"]), np.equal(run.ids, plain.ids)
-        rows.add(way, at, time=ratios, same=[same.mean()])
-        if held:
-            rows.add(way, at, bytes=[nbytes], each=[nbytes / held])
+        same = np.equal(last.text.ids, uncached.ids)
+        rows.add(way, at, time=seconds[way] / seconds["growing"], same=[same.mean()])
+        if last.cached_tokens:
+            rows.add(way, at, bytes=[last.nbytes], each=[last.nbytes / last.cached_tokens])
 
 
 # --- The window of two lines ------------------------------------------------------------------------
@@ -114,9 +127,9 @@ class TwoLines(KVCache):
     what it holds is cut before attention reads it. counted: positions go on as by its current_pos;
     else they are its cache's length."""
 
-    def __init__(self, window: int, counted: bool) -> None:
+    def __init__(self, window: int, counts_positions: bool) -> None:
         super().__init__()
-        self.window, self.counted = window, counted
+        self.window, self.counts_positions = window, counts_positions
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
@@ -132,34 +145,35 @@ class TwoLines(KVCache):
 
     @property
     def next_pos(self) -> int:
-        return super().next_pos if self.counted else len(self)
+        return super().next_pos if self.counts_positions else len(self)
 
 
 @torch.no_grad()
-def window_check() -> dict[str, float]:
+def wrong_shares_of_two_lines() -> dict[str, float]:
     """Return, for four ways of feeding one text, the share of positions whose logits differ from
     attention to the last WINDOW tokens; of a chunk its last position counts, which writes the next
     token."""
-    model = random_model(gpt_bounded_cache.GPT, SMALL)
+    model = random_model(gpt_bounded_cache.GPT, SMALL_GEOMETRY)
     for parameter in model.parameters():
         parameter.mul_(3)  # else the logits of an untrained model hardly depend on what it reads
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, TEXT), generator=generator)
+    ids = torch.randint(model.config.vocab_size, (1, TEXT_LENGTH), generator=generator)
     expected = model(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
     feedings = {
-        "token-by-token": [1] * TEXT,
-        "by-length": [1] * TEXT,  # positions by the cache's length
-        "prompt": [3 * WINDOW] + [1] * (TEXT - 3 * WINDOW),
-        "chunks": [5] * (TEXT // 5),
+        "token-by-token": [1] * TEXT_LENGTH,
+        "by-length": [1] * TEXT_LENGTH,  # positions by the cache's length
+        "prompt": [3 * WINDOW] + [1] * (TEXT_LENGTH - 3 * WINDOW),
+        "chunks": [5] * (TEXT_LENGTH // 5),
     }
-    found = {}
+    wrong_shares = {}
     for name, lengths in feedings.items():
         cache, chunks = TwoLines(WINDOW, name != "by-length"), ids.split(lengths, dim=1)
-        got = torch.cat([model(chunk, cache, last_only=True)[0] for chunk in chunks])
-        want = expected[torch.tensor(lengths).cumsum(0) - 1]
-        close = (got - want).abs().amax(-1) <= WRONG * want.abs().max()  # a NaN isn't
-        found[name] = 1 - float(close.float().mean())
-    return found
+        logits = torch.cat([model(chunk, cache, last_only=True)[0] for chunk in chunks])
+        expected_logits = expected[torch.tensor(lengths).cumsum(0) - 1]
+        errors = (logits - expected_logits).abs().amax(-1)
+        right = errors <= MAX_LOGIT_ERROR * expected_logits.abs().max()  # a NaN isn't
+        wrong_shares[name] = 1 - float(right.float().mean())
+    return wrong_shares
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -167,19 +181,19 @@ def window_check() -> dict[str, float]:
 
 def measure(rows: Rows, quick: bool) -> None:
     """Measure what the rows lack."""
-    size, n, turns = QUICK if quick else FULL
+    geometry, new_tokens, turns = QUICK if quick else FULL
     if rows.due(["chunks"], "wrong"):
         rows.begin(
-            f"{SMALL} (layers, heads, width), random weights",
-            f"a window of {WINDOW}, a text of {TEXT} tokens",
+            f"{SMALL_GEOMETRY} (layers, heads, width), random weights",
+            f"a window of {WINDOW}, a text of {TEXT_LENGTH} tokens",
         )
-        for way, wrong in window_check().items():
-            rows.add(way, {}, wrong=[wrong])
-    for after in (0, *LONGER):
-        at = {"after": after} if after else {}
-        ways = [way for way in FILES if way != "all-logits" or not after]
+        for way, wrong_share in wrong_shares_of_two_lines().items():
+            rows.add(way, {}, wrong=[wrong_share])
+    for prompt_length in (0, *LONGER_PROMPTS):
+        at = {"after": prompt_length} if prompt_length else {}
+        ways = [way for way in MODULES if way != "all-logits" or not prompt_length]
         if rows.due(ways, "time", **at):
-            times(rows, ways, size, 16 if after else n, turns, at)
+            measure_times(rows, ways, geometry, 16 if prompt_length else new_tokens, turns, at)
 
 
 main = partial(run, __doc__, "article", "20 tokens, at a small geometry", measure, again=False)

@@ -57,46 +57,47 @@ QUICK = Size(documents=8, facts=8, explanations=4, long_texts=2, contexts=2)
 
 @dataclass
 class Memory:
-    """One memory: a label, a model, what makes a cache for a text of n tokens, and how many tokens
-    are read at once."""
+    """A model and the kind of cache that it reads with. make_cache: given a text's tokens;
+    chunk_length: of how many tokens a pass is."""
 
     label: str
     model: nn.Module
-    make: Callable[[int], KVCache]
-    piece: int = 10_000
+    make_cache: Callable[[int], KVCache]
+    chunk_length: int = 10_000
 
     def __post_init__(self) -> None:
         self.config, self.wte = self.model.config, self.model.wte
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
-        return compress.read(self.model, self.make(ids.size(1)), ids, self.piece)[0]
+        return compress.read(self.model, self.make_cache(ids.size(1)), ids, self.chunk_length)[0]
 
     @torch.no_grad()
-    def nbytes(self, n: int) -> int:
-        """Return the bytes of a text's cache after n tokens."""
-        cache = self.make(n)
-        compress.read(self.model, cache, torch.zeros(1, n, dtype=torch.long), self.piece)
+    def nbytes(self, length: int) -> int:
+        """Return the bytes of a text's cache after so many tokens."""
+        cache = self.make_cache(length)
+        ids = torch.zeros(1, length, dtype=torch.long)
+        compress.read(self.model, cache, ids, self.chunk_length)
         return cache.nbytes
 
-    def write(self, ids: Tensor, n: int, **options: Any) -> Tensor:
-        """Return n tokens (B, n) after ids (B, T)."""
-        new = generate(self.model, ids, n, cache=self.make(n), **options)
-        return torch.cat([*new], dim=1)
+    def write(self, ids: Tensor, new_tokens: int, **options: Any) -> Tensor:
+        """Return the new tokens (B, new_tokens) after ids (B, T)."""
+        tokens = generate(self.model, ids, new_tokens, cache=self.make_cache(new_tokens), **options)
+        return torch.cat([*tokens], dim=1)
 
 
-def memories_of(name: str, n: int = SLOTS, **options: Any) -> dict[str, Memory]:
-    """Return the memories that a GPT can have: full, window and sinks of n slots, and for pocket
-    ours. Raises ValueError if n is too small or too large."""
+def memories_of(name: str, slots: int = SLOTS, **options: Any) -> dict[str, Memory]:
+    """Return the memories that a GPT can have: full, window and sinks of so many slots, and for
+    pocket ours. Raises ValueError if these are too few or too many."""
     model = load_model(name, model_class=GPT, **options)
     n_ctx = model.config.n_ctx
-    if not SINKS + 1 < n <= n_ctx + 1:
-        raise ValueError(f"--slots {n}: at least {SINKS + 2}, at most {n_ctx + 1}")
-    window, memories = n - 1 - SINKS, {}
+    if not SINKS + 1 < slots <= n_ctx + 1:
+        raise ValueError(f"--slots {slots}: at least {SINKS + 2}, at most {n_ctx + 1}")
+    window_with_sinks, memories = slots - 1 - SINKS, {}
     for way, label, *ring in (
         ("full", f"full, {n_ctx} tokens", n_ctx),
-        ("window", f"window of {n - 1}", n - 1),
-        ("sinks", f"{SINKS} sinks + window of {window}", window, SINKS),
+        ("window", f"window of {slots - 1}", slots - 1),
+        ("sinks", f"{SINKS} sinks + window of {window_with_sinks}", window_with_sinks, SINKS),
     ):
         memories[way] = Memory(label, model, lambda _, ring=ring: SlidingWindowCache(*ring))
     if name == "pocket":
@@ -123,7 +124,7 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
     new = exact.write(ids, args.max_new_tokens, **options)
     text = torch.cat([ids, new], dim=1)[:, -exact.config.n_ctx :]
     print(tokenizer.decode(text[0].tolist()))
-    ways = [(memory.label, memory.model, memory.make) for memory in memories.values()]
+    ways = [(memory.label, memory.model, memory.make_cache) for memory in memories.values()]
     print(f"\nThe same {text.size(1)} tokens, read one by one:\n{compress.demo(ways, text)}\n")
     print(
         "Full attention is exact; the others approximate it, by forgetting. KL is of the second half.\n"
@@ -138,35 +139,37 @@ def demo(args: argparse.Namespace, ids: Tensor) -> None:
 def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
     """Return the nats (B, T - 1) of all tokens of ids (B, T) but the first, read as generate()
     reads: any length."""
-    model, cache, context = memory.model, memory.make(ids.size(1)), memory.model.context
-    losses, start, read = [], 0, 0  # start: where the context begins; a BCT's has no end
-    while read < ids.size(1) - 1:
-        if read - start == context:  # full: forget its oldest half, read the rest again
-            start = context_start(read + 1, context)
+    model, cache = memory.model, memory.make_cache(ids.size(1))
+    context = model.context  # a BCT's has no end
+    losses = []
+    context_begin = read_tokens = 0
+    while read_tokens < ids.size(1) - 1:
+        if read_tokens - context_begin == context:  # forget the oldest half, read the rest again
+            context_begin = context_start(read_tokens + 1, context)
             cache.truncate(0)
-            model(ids[:, start:read], cache, last_only=True)
-        end = min(read + chunk, ids.size(1) - 1, start + context)
-        logits = model(ids[:, read:end], cache).float().transpose(1, 2)  # (B, V, T)
-        losses.append(F.cross_entropy(logits, ids[:, read + 1 : end + 1], reduction="none"))
-        read = end
+            model(ids[:, context_begin:read_tokens], cache, last_only=True)
+        end = min(read_tokens + chunk, ids.size(1) - 1, context_begin + context)
+        logits = model(ids[:, read_tokens:end], cache).float().transpose(1, 2)  # (B, V, T)
+        losses.append(F.cross_entropy(logits, ids[:, read_tokens + 1 : end + 1], reduction="none"))
+        read_tokens = end
     return torch.cat(losses, dim=1)
 
 
-def above(nats: np.ndarray) -> np.ndarray:
+def perplexity_rise(nats_and_tokens: np.ndarray) -> np.ndarray:
     """Return by which share the first perplexity is above the second (...,) of nats and tokens
     (..., texts, 2, 2)."""
-    return perplexity(nats[..., 0, :]) / perplexity(nats[..., 1, :]) - 1
+    return perplexity(nats_and_tokens[..., 0, :]) / perplexity(nats_and_tokens[..., 1, :]) - 1
 
 
-def lost(grams: np.ndarray) -> np.ndarray:
+def bleu_loss(counts: np.ndarray) -> np.ndarray:
     """Return by how many points the first BLEU is below the second (...,) of counts
     (..., texts, 2, 10)."""
-    return bleu(grams[..., 1, :]) - bleu(grams[..., 0, :])
+    return bleu(counts[..., 1, :]) - bleu(counts[..., 0, :])
 
 
-def quality(
+def measure_quality(
     rows: Rows,
-    at: Setting,
+    setting: Setting,
     memories: dict[str, Memory],
     due: Collection[str],
     tokenizer: Any,
@@ -175,61 +178,61 @@ def quality(
     """Append what those memories that are due remember of held-out texts; the first is full
     attention, with which the others are compared."""
     documents = corpus.documents("test", size.documents)
-    tokens = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
-    explain = corpus.explain_questions("test", size.explanations)
-    recall = corpus.recall_questions("test", size.facts)
-    full = None
+    token_ids = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
+    explanation_questions = corpus.explain_questions("test", size.explanations)
+    recall_questions = corpus.recall_questions("test", size.facts)
+    full_figures = None
     for way in dict.fromkeys([next(iter(memories)), *due]):
         memory = memories[way]
-        losses = [nats_of(memory, text) for text in tokens]
-        nats = np.array([[float(x.double().sum()), len(x)] for x in losses])
-        grams = []
-        for question in explain:
+        losses = [nats_of(memory, text) for text in token_ids]
+        nats_and_tokens = np.array([[float(nats.double().sum()), len(nats)] for nats in losses])
+        counts = []
+        for question in explanation_questions:
             ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-            new = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
-            text = tokenizer.decode(new).removesuffix(END_OF_TEXT).strip()
-            grams.append(bleu_counts(text, question.answer))
-        grams = np.array(grams)
-        full = full or (nats, grams)
+            new_ids = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
+            text = tokenizer.decode(new_ids).removesuffix(END_OF_TEXT).strip()
+            counts.append(bleu_counts(text, question.answer))
+        counts = np.array(counts)
+        full_figures = full_figures or (nats_and_tokens, counts)
         if way not in due:
             continue
-        right = round(answers(memory, tokenizer, recall)[1] * size.facts)
-        rows.add(way, at, bytes=[memory.nbytes(memory.config.n_ctx)])
+        right_count = round(answers(memory, tokenizer, recall_questions)[1] * size.facts)
+        rows.add(way, setting, bytes=[memory.nbytes(memory.config.n_ctx)])
         rows.add_figures(
             way,
-            at,
+            setting,
             size.documents,
-            perplexity=bootstrap(nats, perplexity),
-            above=bootstrap(np.stack([nats, full[0]], 1), above),
+            perplexity=bootstrap(nats_and_tokens, perplexity),
+            above=bootstrap(np.stack([nats_and_tokens, full_figures[0]], 1), perplexity_rise),
         )
         rows.add_figures(
             way,
-            at,
+            setting,
             size.explanations,
-            bleu=bootstrap(grams, bleu),
-            lost=bootstrap(np.stack([grams, full[1]], 1), lost),
+            bleu=bootstrap(counts, bleu),
+            lost=bootstrap(np.stack([counts, full_figures[1]], 1), bleu_loss),
         )
-        rows.add_figures(way, at, size.facts, facts=wilson(right, size.facts))
+        rows.add_figures(way, setting, size.facts, facts=wilson(right_count, size.facts))
 
 
-def long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Size) -> None:
+def measure_long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Size) -> None:
     """Append the perplexity of texts that are longer than the context, whole and by distance from
     their beginning."""
     n_ctx = next(iter(memories.values())).config.n_ctx
-    width, texts = size.contexts * n_ctx + 1, []
-    for row in range(size.long_texts):
-        text, of_its_own = [], count(1000 * row)  # documents
-        while len(text) < width:
-            document = corpus.document("test", next(of_its_own), seed=1)
+    text_length, texts = size.contexts * n_ctx + 1, []
+    for text_number in range(size.long_texts):
+        text, document_numbers = [], count(1000 * text_number)
+        while len(text) < text_length:
+            document = corpus.document("test", next(document_numbers), seed=1)
             text += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
-        texts.append(text[:width])
-    ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, width, n_ctx)]
+        texts.append(text[:text_length])
+    interval_ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, text_length, n_ctx)]
     for way, memory in memories.items():
-        nats = stream_losses(memory, torch.tensor(texts)).mean(0)
-        rows.add_figures(way, {}, len(texts), long=[nats.mean().exp().item()])
-        for a, b in pairwise(ends):
-            found = nats[a:b].mean().exp().item()
-            rows.add_figures(way, {"tokens": b}, len(texts), long=[found])
+        mean_nats = stream_losses(memory, torch.tensor(texts)).mean(0)
+        rows.add_figures(way, {}, len(texts), long=[mean_nats.mean().exp().item()])
+        for start, end in pairwise(interval_ends):
+            interval_perplexity = mean_nats[start:end].mean().exp().item()
+            rows.add_figures(way, {"tokens": end}, len(texts), long=[interval_perplexity])
 
 
 def measure(rows: Rows, quick: bool) -> None:
@@ -247,8 +250,8 @@ def measure(rows: Rows, quick: bool) -> None:
         "full attention is pocket as it is, where that fine-tuning would begin at a loss of 0",
         f"{size.documents} held-out documents, {size.explanations} explanations",
     )
-    quality(rows, {}, memories, due, tokenizer, size)
-    long_texts(rows, {way: memories[way] for way in due}, tokenizer, size)
+    measure_quality(rows, {}, memories, due, tokenizer, size)
+    measure_long_texts(rows, {way: memories[way] for way in due}, tokenizer, size)
 
 
 main = partial(run, __doc__, "bounding", "fewer and shorter texts", measure)

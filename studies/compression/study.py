@@ -40,11 +40,11 @@ from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
 from support.timing import run_in_turns
 
-TEXTS, FACTS, TURNS = 12, 75, 5  # how many
-T, LONG, LIST = 512, 1024, 48  # tokens
+TEXT_COUNT, FACT_COUNT, TURNS = 12, 75, 5  # how many
+LENGTH, LONG_LENGTH, LIST_LENGTH = 512, 1024, 48  # tokens
 
 
-class Swapped(compress.QuantizedCache):
+class SwappedAxesCache(compress.QuantizedCache):
     """The same bits the other way round: keys per token, values per channel."""
 
     def append(
@@ -54,57 +54,65 @@ class Swapped(compress.QuantizedCache):
         return k, v, mask
 
 
-def skipping(n: int) -> KVCache:
-    """Return a cache that keeps half of n tokens from the third layer on."""
-    cache = compress.evicting(n, 2)
+def small_norms_from_layer_three(length: int) -> KVCache:
+    """Return a cache that keeps half of a text's tokens from the third layer on."""
+    cache = compress.evicting(length, 2)
     cache.skip = 2
     return cache
 
 
-# What makes a cache for n tokens: all of compress.py, and what only this study compares.
+# What makes a cache for so many tokens: all of compress.py, and what only this study compares.
 CACHES = {way: kind.new for way, kind in compress.CACHES.items()}
-CACHES |= {"swapped:2": lambda n: Swapped(2), "norm:skip": skipping}
+CACHES |= {
+    "swapped:2": lambda length: SwappedAxesCache(2),
+    "norm:skip": small_norms_from_layer_three,
+}
 
 
 # --- Quality ----------------------------------------------------------------------------------------
 
 
-def nats(logits: Tensor, ids: Tensor) -> Tensor:
+def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the loss (B, T - 1) of the predictions (B, T, V) of ids (B, T)."""
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
 @torch.no_grad()
-def quality(
-    rows: Rows, at: dict[str, str], readers: dict[str, Memory], exact: Memory, few: int
+def measure_quality(
+    rows: Rows, at: dict[str, str], readers: dict[str, Memory], exact: Memory, divisor: int
 ) -> None:
-    """Append what the ways' predictions lose to an exact reader's; few: by which the numbers of
-    texts are divided."""
+    """Append what the ways' predictions lose to an exact reader's. divisor: of the numbers of texts
+    and questions."""
     tokenizer = load_tokenizer("pocket")
-    texts = torch.tensor(rows_of(tokenizer, 120, T)[: TEXTS // few])
-    long = torch.tensor(rows_of(tokenizer, 90, LONG)[: max(1, TEXTS // few // 3)])
-    questions = corpus.recall_questions("test", FACTS // few)
-    draws = torch.Generator().manual_seed(0)
-    lists = torch.randint(256, tokenizer.eot_token, (TEXTS // few, LIST), generator=draws)
+    text_count = TEXT_COUNT // divisor
+    texts = torch.tensor(rows_of(tokenizer, 120, LENGTH)[:text_count])
+    long_texts = torch.tensor(rows_of(tokenizer, 90, LONG_LENGTH)[: max(1, text_count // 3)])
+    questions = corpus.recall_questions("test", FACT_COUNT // divisor)
+    generator = torch.Generator().manual_seed(0)
+    shape = text_count, LIST_LENGTH
+    lists = torch.randint(256, tokenizer.eot_token, shape, generator=generator)
     lists = lists.repeat(1, 2)  # read twice
-    expected, late = exact(texts), exact(long)[:, -128:]
-    usual = nats(expected, texts).double()
+    exact_logits, exact_late_logits = exact(texts), exact(long_texts)[:, -128:]
+    exact_nats = token_nats(exact_logits, texts).double()
     for way, reader in readers.items():
-        got = reader(texts)
-        lost = nats(got, texts).double()
-        found = bootstrap((lost - usual).mean(1), lambda more: np.expm1(more.mean(-1)))
-        rows.add_figures(way, at, len(texts), above=found)
-        after = reader(long)[:, -128:]
-        whole, end = (got, after) if way == "grouped" else (expected, late)  # its own attention
-        right = round(answers(reader, tokenizer, questions)[1] * len(questions))
-        rows.add_figures(way, at, len(questions), facts=wilson(right, len(questions)))
+        logits = reader(texts)
+        reader_nats = token_nats(logits, texts).double()
+        more_nats = (reader_nats - exact_nats).mean(1)
+        perplexity_rise = bootstrap(more_nats, lambda nats: np.expm1(nats.mean(-1)))
+        rows.add_figures(way, at, len(texts), above=perplexity_rise)
+        late_logits = reader(long_texts)[:, -128:]
+        reference, late_reference = exact_logits, exact_late_logits
+        if way == "grouped":  # it is exact itself
+            reference, late_reference = logits, late_logits
+        right_count = round(answers(reader, tokenizer, questions)[1] * len(questions))
+        rows.add_figures(way, at, len(questions), facts=wilson(right_count, len(questions)))
         rows.add(
             way,
             at,
-            kl=kl(whole, got).mean(1).tolist(),
-            long=kl(end, after).mean(1).tolist(),
-            list=nats(reader(lists), lists)[:, LIST:].mean(1).tolist(),
-            each=[reader.nbytes(T) / T],
+            kl=kl(reference, logits).mean(1).tolist(),
+            long=kl(late_reference, late_logits).mean(1).tolist(),
+            list=token_nats(reader(lists), lists)[:, LIST_LENGTH:].mean(1).tolist(),
+            each=[reader.nbytes(LENGTH) / LENGTH],
         )
 
 
@@ -112,20 +120,20 @@ def quality(
 
 
 @torch.no_grad()
-def milliseconds(model: nn.Module, way: str, turn: int, n: int = 16) -> float:
-    """Return the time of one of n tokens after a prompt of T that is read at once."""
-    draws = torch.Generator().manual_seed(turn)
-    ids = torch.randint(256, model.config.vocab_size, (1, T + n), generator=draws)
-    cache = CACHES[way](T + n)
-    model(ids[:, :T], cache, last_only=True)
-    return statistics.mean(compress.read(model, cache, ids[:, T:])[1])
+def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) -> float:
+    """Return the mean time of a new token after a prompt of LENGTH that is read at once."""
+    generator = torch.Generator().manual_seed(turn)
+    ids = torch.randint(256, model.config.vocab_size, (1, LENGTH + new_tokens), generator=generator)
+    cache = CACHES[way](LENGTH + new_tokens)
+    model(ids[:, :LENGTH], cache, last_only=True)
+    return statistics.mean(compress.read(model, cache, ids[:, LENGTH:])[1])
 
 
-def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
+def measure_times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the times, in turns, of those ways that lack them."""
     runs = {way: partial(milliseconds, model, way) for way in rows.due(CACHES, "ms", **at)}
-    for way, ms in run_in_turns(runs, turns).items():
-        rows.add(way, at, ms=ms)
+    for way, turn_milliseconds in run_in_turns(runs, turns).items():
+        rows.add(way, at, ms=turn_milliseconds)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -133,27 +141,31 @@ def times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
 
 def measure(rows: Rows, quick: bool) -> None:
     """Measure what the rows lack."""
-    few, turns, piece = (12, 1, 64) if quick else (1, TURNS, 1)
+    divisor, turns, chunk_length = (12, 1, 64) if quick else (1, TURNS, 1)
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
     bct = load_model("pocket-bct", model_class=BCT)
     for name, model in models.items():
         at = {"model": name}
         rows.begin_with(
-            name, model, f"{TEXTS // few} held-out texts of {T} tokens, read by {piece} at once"
+            name,
+            model,
+            f"{TEXT_COUNT // divisor} held-out texts of {LENGTH} tokens, read by {chunk_length} at once",
         )
-        readers = {way: Memory(way, model, new, piece) for way, new in CACHES.items()}
+        readers = {
+            way: Memory(way, model, new_cache, chunk_length) for way, new_cache in CACHES.items()
+        }
         exact = readers["full"]
         if name == "pocket":
-            readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), piece)
+            readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), chunk_length)
             llama = models["pocket-llama"]
-            readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), piece)
+            readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), chunk_length)
         if due := rows.due(readers, "kl", **at):
-            quality(rows, at, {way: readers[way] for way in due}, exact, few)
-        times(rows, at, model, turns)
+            measure_quality(rows, at, {way: readers[way] for way in due}, exact, divisor)
+        measure_times(rows, at, model, turns)
     if not quick:
         large = random_model(GPT, "124M")
         rows.begin_with("124M, random weights", large)
-        times(rows, {"model": "124M"}, large, turns)
+        measure_times(rows, {"model": "124M"}, large, turns)
 
 
 main = partial(run, __doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure)

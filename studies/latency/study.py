@@ -29,14 +29,14 @@ from studies.core import Rows, StudyLine, model_of, points_over, recorded, repor
 from support.cli import GEOMETRIES
 from support.timing import run_in_turns, time_text
 
-SHARES = (0, 25, 50, 75, 90, 100)  # percent of a prompt that is stored; 100: all but its last token
-LENGTHS, QUICK = (64, 128, 256, 512, 1000), (128,)
-DEPTHS = tuple(2**i for i in range(9))  # stored, with one more token to read
-DECODED = 100  # tokens written after a prompt, for times from end to end
-EQUAL = 0.03  # ours: times to a first token that differ by less are equal
+STORED_PERCENTS = (0, 25, 50, 75, 90, 100)  # of a prompt; 100: all but its last token
+PROMPT_LENGTHS, QUICK_LENGTHS = (64, 128, 256, 512, 1000), (128,)
+STORED_TOKENS = tuple(2**i for i in range(9))  # with one more token to read
+NEW_TOKENS = 100  # tokens written after a prompt, for times from end to end
+EQUAL_SHARE = 0.03  # ours: times to a first token that differ by less are equal
 
 
-def drop_from_memory(folder: Path) -> None:
+def evict_from_page_cache(folder: Path) -> None:
     """Let the operating system forget the content of files, so that they come from the disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -44,74 +44,94 @@ def drop_from_memory(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def times(
-    model: GPT, ids: list[int], n: int, store: Store | None, forgotten: bool, turn: int
+def time_prompt(
+    model: GPT, ids: list[int], new_tokens: int, store: Store | None, from_disk: bool, turn: int
 ) -> tuple[float, float, float]:
-    """Return the seconds to restore what is stored of a prompt, and with them those to its first
-    and to its last of n tokens."""
-    if forgotten:
-        drop_from_memory(store.folder)
+    """Return the seconds to restore what is stored of a prompt, and those to the first and to the
+    last new token, restoring included."""
+    if from_disk:
+        evict_from_page_cache(store.folder)
     prompt = torch.tensor([ids], device=model.wte.weight.device)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     cache = store.get(ids) if store else model.new_cache()
-    restored = time.perf_counter() - begun
-    run = time_text(lambda: generate(model, prompt, n, cache=cache))
-    return restored, restored + run.first_token_seconds, restored + run.total_seconds
+    restore_seconds = time.perf_counter() - started
+    timed_text = time_text(lambda: generate(model, prompt, new_tokens, cache=cache))
+    return (
+        restore_seconds,
+        restore_seconds + timed_text.first_token_seconds,
+        restore_seconds + timed_text.total_seconds,
+    )
 
 
-def measure(rows: Rows, model: GPT, name: str, lengths: Sequence[int], turns: int) -> None:
+def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], turns: int) -> None:
     """Append the times of prompts of these lengths by where and how much of them is stored."""
     n_ctx, generator = model.config.n_ctx, torch.Generator().manual_seed(0)
-    lengths = [m for m in lengths if m <= n_ctx]
-    cells = [(m, share) for m in lengths for share in SHARES]
-    cells += [(k + 1, 100) for k in DEPTHS if k < max(lengths)]
-    whole = max((m for m in lengths if m + DECODED <= n_ctx), default=0)
+    lengths = [prompt_length for prompt_length in lengths if prompt_length <= n_ctx]
+    cases = [(prompt_length, percent) for prompt_length in lengths for percent in STORED_PERCENTS]
+    cases += [(stored + 1, 100) for stored in STORED_TOKENS if stored < max(lengths)]
+    end_to_end_length = max(
+        (prompt_length for prompt_length in lengths if prompt_length + NEW_TOKENS <= n_ctx),
+        default=0,
+    )
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
-        memory, disk = Store(model), Store(model, folder)
-        places = {"cold": (None, False), "memory": (memory, False), "warm-disk": (disk, False)}
+        memory_store, disk_store = Store(model), Store(model, folder)
+        stores = {
+            "cold": (None, False),
+            "memory": (memory_store, False),
+            "warm-disk": (disk_store, False),
+        }
         if hasattr(os, "posix_fadvise"):
-            places["cold-disk"] = disk, True
-        for m, share in cells:
-            at = {"model": name, "m": m, "share": share}
+            stores["cold-disk"] = disk_store, True
+        for prompt_length, percent in cases:
+            at = {"model": model_name, "m": prompt_length, "share": percent}
             if not rows.due(["cold"], "first", **at):
                 continue
-            ids = torch.randint(model.config.vocab_size, (m,), generator=generator).tolist()
-            k = min(round(share * m / 100), m - 1)
-            for store in (memory, disk):
+            ids = torch.randint(
+                model.config.vocab_size, (prompt_length,), generator=generator
+            ).tolist()
+            stored = min(round(percent * prompt_length / 100), prompt_length - 1)
+            for store in (memory_store, disk_store):
                 store.clear()
-                if k:
-                    store.put(ids, read_all(model, ids[:k]))
-            runs = {way: partial(times, model, ids, 1, *place) for way, place in places.items()}
-            if (m, share) == (whole, 90):
-                for way in ("cold", "warm-disk"):
-                    runs[way] = partial(times, model, ids, DECODED, *places[way])
-            found = {
-                way: np.transpose(several) for way, several in run_in_turns(runs, turns).items()
+                if stored:
+                    store.put(ids, read_all(model, ids[:stored]))
+            runs = {
+                way: partial(time_prompt, model, ids, 1, *store_and_source)
+                for way, store_and_source in stores.items()
             }
-            _, cold, cold_last = found["cold"]
-            if (m, share) == (whole, 90):
-                rows.add("warm-disk", at, saved_all=1 - found["warm-disk"][2] / cold_last)
+            if (prompt_length, percent) == (end_to_end_length, 90):
+                for way in ("cold", "warm-disk"):
+                    runs[way] = partial(time_prompt, model, ids, NEW_TOKENS, *stores[way])
+            turn_times = run_in_turns(runs, turns)
+            times = {way: np.transpose(triples) for way, triples in turn_times.items()}
+            _, cold_first, cold_last = times["cold"]
+            if (prompt_length, percent) == (end_to_end_length, 90):
+                rows.add("warm-disk", at, saved_all=1 - times["warm-disk"][2] / cold_last)
             # "cold" comes last: a cell that has it is whole
-            for way, (restore, first, _) in reversed(found.items()):
-                rows.add(way, at, first=1e3 * first, saved=1 - first / cold)
+            for way, (restore_seconds, first_seconds, _) in reversed(times.items()):
+                rows.add(way, at, first=1e3 * first_seconds, saved=1 - first_seconds / cold_first)
                 if way != "cold":
-                    rows.add(way, at, restore=1e3 * restore)
-    summed_up(rows, name, lengths)
+                    rows.add(way, at, restore=1e3 * restore_seconds)
+    add_costs(rows, model_name, lengths)
 
 
-def summed_up(rows: Rows, name: str, lengths: Sequence[int]) -> None:
+def add_costs(rows: Rows, model_name: str, lengths: Sequence[int]) -> None:
     """Append what restoring costs, and from how many stored tokens on reuse pays."""
-    known = [k + 1 for k in DEPTHS if k < max(lengths)]
-    for way in rows.due(("memory", "warm-disk", "cold-disk"), "cost", model=name):
-        of_way = partial(points_over, rows, key="m", at={"model": name, "share": 100})
-        cold = {m: ms for m, ms, *_ in of_way("cold", "first")}
-        shares = [ms / cold[m] for m, ms, *_ in of_way(way, "restore")]
-        lost = [m - 1 for m, saved, *_ in of_way(way, "saved") if m in known and saved <= EQUAL]
-        most = max(lost, default=0)
-        if shares:
-            if most < known[-1] - 1:
-                rows.add(way, {"model": name}, pays=[2 * most or 1])
-            rows.add(way, {"model": name}, cost=shares)  # last: a way that has it is whole
+    measured_lengths = [k + 1 for k in STORED_TOKENS if k < max(lengths)]
+    for way in rows.due(("memory", "warm-disk", "cold-disk"), "cost", model=model_name):
+        points = partial(points_over, rows, key="m", at={"model": model_name, "share": 100})
+        cold_ms = {m: ms for m, ms, *_ in points("cold", "first")}
+        cost_shares = [ms / cold_ms[m] for m, ms, *_ in points(way, "restore")]
+        unpaid = [
+            m - 1
+            for m, saved, *_ in points(way, "saved")
+            if m in measured_lengths and saved <= EQUAL_SHARE
+        ]
+        largest_unpaid = max(unpaid, default=0)
+        if cost_shares:
+            if largest_unpaid < measured_lengths[-1] - 1:
+                rows.add(way, {"model": model_name}, pays=[2 * largest_unpaid or 1])
+            # last: a way that has it is whole
+            rows.add(way, {"model": model_name}, cost=cost_shares)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -124,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.set_defaults(model="124M")
     with cli.parse(argv) as args:
         model, name = model_of(args)
-        lengths, turns = (QUICK, 1) if args.quick else (LENGTHS, 5)
+        lengths, turns = (QUICK_LENGTHS, 1) if args.quick else (PROMPT_LENGTHS, 5)
         rows = recorded("latency", args, "run of another model" if args.model != "124M" else "")
         rows.paper["usual"]["model"] = args.model
         rows.begin_with(name, model, f"turns: {turns}")

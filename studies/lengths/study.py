@@ -33,76 +33,80 @@ from studies.core import Rows, run
 from support.timing import run_in_turns
 
 LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
-DECODED = 8  # tokens, of which the median counts; one more before them warms up
-SMALL = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
+DECODED_TOKENS = 8  # tokens, of which the median counts; one more before them warms up
+SMALL_GEOMETRY = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
 FULL = ("GPT-2's geometry", {}, (24, 2048))  # and slots, of which 2,048 are the source's capacity
-QUICK = ("a small geometry", SMALL, (4,))
+QUICK = ("a small geometry", SMALL_GEOMETRY, (4,))
 
 
-def filled(model: GPT, n: int, cache: KVCache) -> KVCache:
-    """Return a cache with n random tokens in it."""
-    c, pos = model.config, torch.arange(n)
-    kv = torch.randn(2, 1, c.n_head, n, c.head_dim)
-    for layer in range(c.n_layer):
+def fill(model: GPT, length: int, cache: KVCache) -> KVCache:
+    """Return a cache after random keys and values of so many tokens were written to it."""
+    config, pos = model.config, torch.arange(length)
+    kv = torch.randn(2, 1, config.n_head, length, config.head_dim)
+    for layer in range(config.n_layer):
         cache.append(layer, *kv, pos)
     cache.commit(pos)
     return cache
 
 
-def grown(model: GPT, n: int) -> KVCache:
-    """Return a growing cache of n random tokens."""
-    return filled(model, n, KVCache())
+def growing_cache(model: GPT, length: int) -> KVCache:
+    """Return a growing cache of random tokens."""
+    return fill(model, length, KVCache())
 
 
-def preallocated(model: GPT, n: int) -> KVCache:
-    """Return a preallocated cache of n random tokens, with room for those that are decoded."""
-    return filled(model, n, SlidingWindowCache(n + DECODED + 1))
+def preallocated_cache(model: GPT, length: int) -> KVCache:
+    """Return a preallocated cache of random tokens, with room for those that are decoded."""
+    return fill(model, length, SlidingWindowCache(length + DECODED_TOKENS + 1))
 
 
-def written(model: BCT, n: int) -> BoundedMemory:
-    """Return a BCT's memory with random numbers in it, as after n tokens."""
+def bct_memory(model: BCT, length: int) -> BoundedMemory:
+    """Return a BCT's memory with random numbers in it, as after so many tokens."""
     memory = BoundedMemory()
     for block in model.h:
         *state, log_keep = block.memory.empty(torch.zeros(1, 1, 1))
         memory.layers.append([*map(torch.rand_like, state), -torch.rand_like(log_keep)])
-    memory.pos = torch.tensor([n - 1])
+    memory.pos = torch.tensor([length - 1])
     return memory
 
 
-def milliseconds(model: GPT, make: Callable, n: int, turn: int) -> float:
-    """Return the median time of a decoded token, with a new cache of n tokens."""
-    _, ms = read(model, make(model, n), torch.zeros(1, DECODED + 1, dtype=torch.long))
-    return statistics.median(ms[1:])
+def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: int) -> float:
+    """Return the median time of a decoded token, with a new cache of so many tokens."""
+    ids = torch.zeros(1, DECODED_TOKENS + 1, dtype=torch.long)
+    _, pass_milliseconds = read(model, make_cache(model, length), ids)
+    return statistics.median(pass_milliseconds[1:])
 
 
 def measure(rows: Rows, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length, all in turn."""
     if not rows.due(["growing"], "tps", after=LENGTHS[-1]):
         return
-    what, geometry, slots = QUICK if quick else FULL
-    geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED + 1}
+    geometry_name, geometry, slots = QUICK if quick else FULL
+    geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED_TOKENS + 1}
     torch.manual_seed(0)
     plain = GPT(GPTConfig(**geometry)).eval()
-    caches = {"growing": (plain, grown), "preallocated": (plain, preallocated)}
-    for m in slots:
-        caches[f"bct:{m}"] = BCT(BCTConfig(**geometry, slots=m)).eval(), written
+    caches = {"growing": (plain, growing_cache), "preallocated": (plain, preallocated_cache)}
+    for slot_count in slots:
+        bct = BCT(BCTConfig(**geometry, slots=slot_count)).eval()
+        caches[f"bct:{slot_count}"] = bct, bct_memory
     rows.begin_with(
-        f"{what}, random weights",
+        f"{geometry_name}, random weights",
         plain,
-        f"caches filled with random numbers, medians of {DECODED} tokens, turns: {TURNS}",
+        f"caches filled with random numbers, medians of {DECODED_TOKENS} tokens, turns: {TURNS}",
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
     )
-    for n in LENGTHS:
-        runs, size, at = {}, {}, {"after": n}
-        for name, (model, make) in caches.items():
-            size[name] = make(model, n).nbytes
-            runs[name] = partial(milliseconds, model, make, n)
-        found = run_in_turns(runs, TURNS)
-        for name, several in found.items():
-            tps, share = np.divide(1000, several), size[name] / size["growing"]
-            rows.add(name, at, tps=tps, mb=[size[name] / 1e6], share=[share])
-            for than in ("growing", "preallocated"):
-                rows.add(name, at | {"than": than}, faster=np.divide(found[than], several))
+    for length in LENGTHS:
+        runs, cache_bytes, at = {}, {}, {"after": length}
+        for name, (model, make_cache) in caches.items():
+            cache_bytes[name] = make_cache(model, length).nbytes
+            runs[name] = partial(milliseconds_per_token, model, make_cache, length)
+        milliseconds = run_in_turns(runs, TURNS)
+        for name, turn_milliseconds in milliseconds.items():
+            tokens_per_second = np.divide(1000, turn_milliseconds)
+            share = cache_bytes[name] / cache_bytes["growing"]
+            rows.add(name, at, tps=tokens_per_second, mb=[cache_bytes[name] / 1e6], share=[share])
+            for other in ("growing", "preallocated"):
+                speedups = np.divide(milliseconds[other], turn_milliseconds)
+                rows.add(name, at | {"than": other}, faster=speedups)
 
 
 main = partial(run, __doc__, "lengths", "a small geometry", measure, again=False)

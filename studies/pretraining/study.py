@@ -59,25 +59,25 @@ def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
     return Pretraining(config, (phase,), documents=documents, window=window)
 
 
-def trained(way: str, recipe: Pretraining, state: Path) -> Memory:
+def trained_memory(way: str, recipe: Pretraining, state_folder: Path) -> Memory:
     """Return the trained model with its memory; its training is kept in a folder of its own."""
-    model, _ = train(recipe, state / way)
-    new = partial(SlidingWindowCache, recipe.window) if recipe.window else model.new_cache
-    return Memory(way, model, lambda _: new())
+    model, _ = train(recipe, state_folder / way)
+    new_cache = partial(SlidingWindowCache, recipe.window) if recipe.window else model.new_cache
+    return Memory(way, model, lambda _: new_cache())
 
 
 def measure(rows: Rows, quick: bool) -> None:
     """Train the models and append their figures."""
     steps, documents = (2, 200) if quick else (1500, 20_000)
     size = bounding.QUICK if quick else bounding.Size()
-    at = {"built": "scratch"}
-    due = rows.due(MEMORIES, "facts", **at)
+    setting = {"built": "scratch"}
+    due = rows.due(MEMORIES, "facts", **setting)
     if not due:
         return
     recipes = {way: recipe_of(way, steps, documents) for way in MEMORIES}
-    state = rows.path.parent / f"pretraining-{steps}"
+    state_folder = rows.path.parent / f"pretraining-{steps}"
     ways = dict.fromkeys(["full", *due])  # with which the others are compared
-    memories = {way: trained(way, recipes[way], state) for way in ways}
+    memories = {way: trained_memory(way, recipes[way], state_folder) for way in ways}
     _, tokens = size_of(recipes["full"])
     rows.begin_with(
         "GPT-2 of pocket's layers and width, trained from scratch",
@@ -88,7 +88,7 @@ def measure(rows: Rows, quick: bool) -> None:
         f"{size.documents} held-out documents, {size.explanations} explanations",
         "one seed",
     )
-    bounding.quality(rows, at, memories, due, read_tokenizer(TOKENIZER), size)
+    bounding.measure_quality(rows, setting, memories, due, read_tokenizer(TOKENIZER), size)
 
 
 main = partial(run, __doc__, "pretraining", "two steps", measure, of="bounding")

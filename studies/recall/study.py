@@ -34,9 +34,10 @@ from gpt_bounded_cache import (
 from pocket.evaluation import window_of_equal_bytes
 from studies.core import Rows, run
 
-KEYS, VALUES, ASKED = 512, 64, 64  # of the vocabulary, and keys asked at most at the end of a text
-POSITIONS = 1024  # of a step's texts together
-RATE, WARMUP = 1e-2, 50  # AdamW's learning rate, and steps of its linear rise
+KEYS, VALUES = 512, 64  # of the vocabulary
+MAX_ASKED = 64  # keys at the end of a text
+POSITIONS_PER_STEP = 1024  # of a step's texts together
+LEARNING_RATE, WARMUP_STEPS = 1e-2, 50  # AdamW's learning rate, and steps of its linear rise
 GEOMETRY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_inner": 64}
 WAYS = ("ours", "sum", "sum-mk", "window")  # sum-mk: the source's sum, read through MK
 
@@ -52,7 +53,7 @@ class Size(NamedTuple):
 
     @property
     def positions(self) -> int:
-        return max(self.pairs) + min(ASKED, max(self.pairs))
+        return max(self.pairs) + min(MAX_ASKED, max(self.pairs))
 
 
 QUICK = Size(pairs=(4, 8), slots=(4,), seeds=1, steps=60, answers=256)
@@ -61,15 +62,18 @@ QUICK = Size(pairs=(4, 8), slots=(4,), seeds=1, steps=60, answers=256)
 # --- The task ---------------------------------------------------------------------------------------
 
 
-def texts(pairs: int, asked: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return texts (rows, pairs + asked) and the answers (rows, asked). A position holds a key and
-    its value, as key * (VALUES + 1) + value, or a key that is asked and no value, VALUES. The keys
-    of a text are all different."""
-    keys = torch.rand(rows, KEYS, generator=generator).argsort(dim=1)[:, :pairs]
-    values = torch.randint(VALUES, (rows, pairs), generator=generator)
-    which = torch.rand(rows, pairs, generator=generator).argsort(dim=1)[:, :asked]
-    ids = torch.cat([keys, keys.gather(1, which)], dim=1) * (VALUES + 1)
-    return ids + F.pad(values, (0, which.size(1)), value=VALUES), values.gather(1, which)
+def draw_texts(
+    pairs: int, asked: int, text_count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return texts (text_count, pairs + asked) and the answers (text_count, asked). A position holds
+    a key and its value, as key * (VALUES + 1) + value, or a key that is asked and, for no value,
+    VALUES. The keys of a text are all different."""
+    keys = torch.rand(text_count, KEYS, generator=generator).argsort(dim=1)[:, :pairs]
+    values = torch.randint(VALUES, (text_count, pairs), generator=generator)
+    asked_pairs = torch.rand(text_count, pairs, generator=generator).argsort(dim=1)[:, :asked]
+    ids = torch.cat([keys, keys.gather(1, asked_pairs)], dim=1) * (VALUES + 1)
+    ids = ids + F.pad(values, (0, asked_pairs.size(1)), value=VALUES)
+    return ids, values.gather(1, asked_pairs)
 
 
 class Recaller(GPT):
@@ -92,8 +96,8 @@ class Recaller(GPT):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the sum of the embeddings of the keys and values in ids (B, T)."""
-        table = self.wte.weight
-        return table[ids // (VALUES + 1)] + table[KEYS + ids % (VALUES + 1)]
+        embeddings = self.wte.weight
+        return embeddings[ids // (VALUES + 1)] + embeddings[KEYS + ids % (VALUES + 1)]
 
     def head(self, x: Tensor) -> Tensor:
         return F.linear(self.ln_f(x), self.wte.weight[KEYS : KEYS + VALUES])
@@ -142,7 +146,7 @@ class RecallingThroughMK(RecallingBCT):
     block_class = BlockThroughMK
 
 
-def build(way: str, slots: int, seed: int, positions: int) -> Recaller:
+def build_model(way: str, slots: int, seed: int, positions: int) -> Recaller:
     """Return a new model of a way, the same for a seed every time."""
     torch.manual_seed(seed)
     geometry = GEOMETRY | {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions}
@@ -153,30 +157,33 @@ def build(way: str, slots: int, seed: int, positions: int) -> Recaller:
         if way == "window":
             model.new_cache = partial(SlidingWindowCache, window_of_equal_bytes(config))
         return model
-    return (RecallingThroughMK if way == "sum-mk" else RecallingBCT)(config)
+    if way == "sum-mk":
+        return RecallingThroughMK(config)
+    return RecallingBCT(config)
 
 
-def trained(way: str, slots: int, seed: int, size: Size) -> Recaller:
+def train_model(way: str, slots: int, seed: int, size: Size) -> Recaller:
     """Return a trained model.
 
     A step's texts have the same number of pairs, drawn from those up to a limit that rises to the
     largest in the first 60% of the steps. The texts are those of every other way with this seed.
     """
-    model = build(way, slots, seed, size.positions)
+    model = build_model(way, slots, seed, size.positions)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
     generator = torch.Generator().manual_seed(seed)
-    few, many = min(size.pairs), max(size.pairs)
+    fewest_pairs, most_pairs = min(size.pairs), max(size.pairs)
     for step in range(size.steps):
         for group in optimizer.param_groups:
-            fall = 0.52 + 0.48 * math.cos(math.pi * step / size.steps)
-            group["lr"] = RATE * min(1, (step + 1) / WARMUP) * fall
-        limit = 2 * few * (many / few) ** (step / (0.6 * size.steps))
-        known = [n for n in size.pairs if n <= limit]
-        pairs = known[int(torch.randint(len(known), (1,), generator=generator))]
-        asked = min(pairs, ASKED)
-        ids, answers = texts(pairs, asked, max(1, POSITIONS // (pairs + asked)), generator)
+            cosine = 0.52 + 0.48 * math.cos(math.pi * step / size.steps)
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / WARMUP_STEPS) * cosine
+        limit = 2 * fewest_pairs * (most_pairs / fewest_pairs) ** (step / (0.6 * size.steps))
+        allowed = [n for n in size.pairs if n <= limit]
+        pairs = allowed[int(torch.randint(len(allowed), (1,), generator=generator))]
+        asked = min(pairs, MAX_ASKED)
+        text_count = max(1, POSITIONS_PER_STEP // (pairs + asked))
+        ids, answers = draw_texts(pairs, asked, text_count, generator)
         logits = model(ids, model.new_cache())[:, pairs:]
         loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
@@ -187,41 +194,43 @@ def trained(way: str, slots: int, seed: int, size: Size) -> Recaller:
 
 
 @torch.no_grad()
-def right(model: Recaller, pairs: int, answers: int) -> tuple[float, float]:
+def recall_of(model: Recaller, pairs: int, min_answers: int) -> tuple[float, float]:
     """Return the share of values that the model recalls, of at least so many asked, the same of
     every model; and the bytes of a text's cache. MK is the model's, and no text's."""
-    asked = min(pairs, ASKED)
+    asked = min(pairs, MAX_ASKED)
     generator = torch.Generator().manual_seed(10**6 + pairs)
-    ids, expected = texts(pairs, asked, math.ceil(answers / asked), generator)
+    ids, expected_values = draw_texts(pairs, asked, math.ceil(min_answers / asked), generator)
     cache = model.new_cache()
-    share = (model(ids, cache)[:, pairs:].argmax(dim=-1) == expected).float().mean().item()
+    recalled = model(ids, cache)[:, pairs:].argmax(dim=-1)
+    recall = (recalled == expected_values).float().mean().item()
     nbytes = cache.nbytes
     if isinstance(model, RecallingThroughMK):
         nbytes -= sum(keys.nbytes for keys, *_ in cache.layers)
-    return share, nbytes / len(ids)
+    return recall, nbytes / len(ids)
 
 
 # --- The study --------------------------------------------------------------------------------------
 
 
-def ask(rows: Rows, way: str, at: dict[str, int], size: Size) -> None:
+def measure_recall(rows: Rows, way: str, setting: dict[str, int], size: Size) -> None:
     """Train a model for each seed, of the slots that the setting says, and append its recall."""
-    models = [trained(way, at.get("slots", 1), seed, size) for seed in range(size.seeds)]
-    a_token = 2 * 4 * GEOMETRY["n_layer"] * GEOMETRY["n_embd"]  # bytes of its keys and values
+    models = [train_model(way, setting.get("slots", 1), seed, size) for seed in range(size.seeds)]
+    token_bytes = 2 * 4 * GEOMETRY["n_layer"] * GEOMETRY["n_embd"]  # bytes of its keys and values
     for pairs in size.pairs:
-        found = [right(model, pairs, size.answers) for model in models]
-        nbytes = found[0][1] / (a_token * (pairs + min(pairs, ASKED)))
-        rows.add(way, at | {"pairs": pairs}, share=[nbytes], right=[share for share, _ in found])
+        results = [recall_of(model, pairs, size.answers) for model in models]
+        share_of_bytes = results[0][1] / (token_bytes * (pairs + min(pairs, MAX_ASKED)))
+        recalls = [recall for recall, _ in results]
+        rows.add(way, setting | {"pairs": pairs}, share=[share_of_bytes], right=recalls)
 
 
-def pool(rows: Rows, size: Size) -> None:
+def pool_recall(rows: Rows, size: Size) -> None:
     """Append the recall of all models of each way, in which every number of pairs counts alike."""
     for way in rows.due(WAYS, "every"):
-        every = []
+        means = []
         for slots in size.slots:
-            found = [rows.find(way, "right", slots=slots, pairs=n)["values"] for n in size.pairs]
-            every += [statistics.mean(seed) for seed in zip(*found, strict=True)]
-        rows.add(way, {}, every=every)
+            recalls = [rows.find(way, "right", slots=slots, pairs=n)["values"] for n in size.pairs]
+            means += [statistics.mean(of_one_model) for of_one_model in zip(*recalls, strict=True)]
+        rows.add(way, {}, every=means)
 
 
 def measure(rows: Rows, quick: bool) -> None:
@@ -229,16 +238,16 @@ def measure(rows: Rows, quick: bool) -> None:
     size = QUICK if quick else Size()
     rows.begin_with(
         "two layers of GPT-2, trained from scratch to look up keys",
-        build("full", 1, 0, size.positions),
-        f"{size.steps} steps of {POSITIONS:,} positions, seeds: {size.seeds}, one learning rate",
+        build_model("full", 1, 0, size.positions),
+        f"{size.steps} steps of {POSITIONS_PER_STEP:,} positions, seeds: {size.seeds}, one learning rate",
     )
-    last = size.pairs[-1]
-    if rows.due(["full"], "right", pairs=last):
-        ask(rows, "full", {}, size)
+    most_pairs = size.pairs[-1]
+    if rows.due(["full"], "right", pairs=most_pairs):
+        measure_recall(rows, "full", {}, size)
     for slots in size.slots:
-        for way in rows.due(WAYS, "right", slots=slots, pairs=last):
-            ask(rows, way, {"slots": slots}, size)
-    pool(rows, size)
+        for way in rows.due(WAYS, "right", slots=slots, pairs=most_pairs):
+            measure_recall(rows, way, {"slots": slots}, size)
+    pool_recall(rows, size)
 
 
 main = partial(
