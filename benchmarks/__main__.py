@@ -22,10 +22,10 @@ from statistics import median
 import torch
 
 from benchmarks import batches, report, scale
-from benchmarks.contenders import floors, measured
-from benchmarks.processes import in_turns
-from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Where, base_of, exported
-from benchmarks.words import Figures, words
+from benchmarks.contenders import measure_contender, measure_floors
+from benchmarks.processes import run_in_processes
+from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Setup, base_of, exported
+from benchmarks.words import Figures, render_words
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import find_file, load_model
@@ -33,19 +33,19 @@ from support.cli import CommandLine, whole_number, writable_folder
 from support.conditions import SIZES, conditions, random_model
 from support.files import read_json, write_json
 
-DECODED = 16  # tokens after each prompt
+DECODED_TOKENS = 16  # tokens after each prompt
 LENGTHS = (128, 512, 1000)  # of prompts
-TEXTS = 8  # at once, for one more figure of the shortest prompts
-SMOLLM = "SmolLM2-135M"  # the geometry of a Llama
-NARROW = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
+BATCH_SIZE = 8  # at once, for one more figure of the shortest prompts
+LLAMA_GEOMETRY = "SmolLM2-135M"  # the geometry of a Llama
+NARROW_HEAD_DIM = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
 
 
 # --- Weights --------------------------------------------------------------------------------------------------------
 
 
-def weights(model: str) -> AbstractContextManager[Path]:
+def weights_folder(model: str) -> AbstractContextManager[Path]:
     """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES or SMOLLM."""
-    if model == SMOLLM:
+    if model == LLAMA_GEOMETRY:
         torch.manual_seed(0)
         return exported(Llama(LlamaConfig(n_ctx=1024)))
     if model in SIZES:
@@ -53,18 +53,18 @@ def weights(model: str) -> AbstractContextManager[Path]:
     return nullcontext(find_file(model, "config.json").parent)
 
 
-def about(args: argparse.Namespace, folder: Path) -> Figures:
+def describe_run(args: argparse.Namespace, folder: Path) -> Figures:
     """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the
     weights in float32."""
     model = load_model(str(folder), device=args.on)
-    config, on = model.config, conditions(args.model, model)
+    config, machine = model.config, conditions(args.model, model)
     geometry = {
         **vars(config),
         "attention": config.n_head * config.head_dim,
         "matrices": [[*p.shape] for p in model.h[0].parameters() if p.dim() == 2],
-        "weights": 4 * on["parameters"],
+        "weights": 4 * machine["parameters"],
     }
-    return on | {"turns": args.turns, "geometry": geometry}
+    return machine | {"turns": args.turns, "geometry": geometry}
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------------
@@ -74,20 +74,21 @@ def add_overheads(args: argparse.Namespace, record: Figures) -> None:
     """Add, to each contender's row, the milliseconds of a step that aren't arithmetic: those of a model with as many
     layers and heads, but so narrow that there is hardly anything to compute."""
     heads = record["heads"]
-    narrow = GPTConfig(64, 128, record["layers"], heads, NARROW * heads)
-    with exported(GPT(narrow)) as folder:
-        what = Where(folder, args.on, args.peer_path), [(1, 32)], narrow.vocab_size, 4 * DECODED
-        jobs = {name: (measured, name, *what) for name in record["rows"]}
-        found, _ = in_turns(jobs, args.turns, args.threads, needed=[BASE])
-    for name, turns in found.items():
-        steps = [median(turn["1 x 32"]["steps_ms"]) for turn in turns]
-        record["rows"][name]["overhead_ms"] = median(steps)
+    narrow_config = GPTConfig(64, 128, record["layers"], heads, NARROW_HEAD_DIM * heads)
+    with exported(GPT(narrow_config)) as folder:
+        setup = Setup(folder, args.on, args.peer_path)
+        arguments = setup, [(1, 32)], narrow_config.vocab_size, 4 * DECODED_TOKENS
+        jobs = {name: (measure_contender, name, *arguments) for name in record["rows"]}
+        turns_by_name, _ = run_in_processes(jobs, args.turns, args.threads, needed=[BASE])
+    for name, turns in turns_by_name.items():
+        step_medians = [median(turn["1 x 32"]["steps_ms"]) for turn in turns]
+        record["rows"][name]["overhead_ms"] = median(step_medians)
 
 
 @torch.no_grad()
-def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
+def profile_first_token(folder: Path, T: int, device: str) -> dict[str, float]:
     """Return the shares of the time to the first token of T by PyTorch's profiler, the largest first."""
-    kinds = {
+    kind_of_operation = {
         "aten::addmm": "products with weights",
         "aten::mm": "products with weights",
         "aten::gelu": "GELU",
@@ -99,98 +100,106 @@ def where_time_goes(folder: Path, T: int, device: str) -> dict[str, float]:
     for _ in range(2):  # the first warms up
         with torch.profiler.profile() as profile:
             model(ids, KVCache(), last_only=True)
-    times, clock = Counter(), f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
+    time_by_kind = Counter()
+    time_attribute = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
     for event in profile.key_averages():
         if event.key.startswith("aten::"):  # what a GPU's kernels take is theirs
-            kind = "attention" if "attention" in event.key else kinds.get(event.key, "all else")
-            times[kind] += getattr(event, clock)
-    return {kind: took / times.total() for kind, took in times.most_common()}
+            kind = kind_of_operation.get(event.key, "all else")
+            if "attention" in event.key:
+                kind = "attention"
+            time_by_kind[kind] += getattr(event, time_attribute)
+    return {kind: time / time_by_kind.total() for kind, time in time_by_kind.most_common()}
 
 
 # --- What the command does ------------------------------------------------------------------------------------------
 
 
-def record_of(
+def measure_record(
     args: argparse.Namespace,
     folder: Path,
-    on: Figures,
+    run_conditions: Figures,
     names: Sequence[str],
-    texts: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
 ) -> Figures:
     """Measure contenders after one text of each length, and after so many texts of the shortest; return the record.
     One that fails is left out, and said in "absent". Raises ValueError if our own file fails, or what measures the
     floors, or if the context doesn't hold the longest prompt and what follows it."""
-    geometry = on["geometry"]
+    geometry = run_conditions["geometry"]
     lengths = sorted({*args.lengths})
-    longest, n_ctx = lengths[-1], geometry["n_ctx"]
-    if longest + DECODED > n_ctx:
+    longest_prompt, n_ctx = lengths[-1], geometry["n_ctx"]
+    if longest_prompt + DECODED_TOKENS > n_ctx:
         raise ValueError(
-            f"{longest} tokens and {DECODED} more exceed the context of {args.model}, {n_ctx}"
+            f"{longest_prompt} tokens and {DECODED_TOKENS} more exceed the context of {args.model}, {n_ctx}"
         )
-    cells = [(1, T) for T in lengths] + [(B, lengths[0]) for B in texts]
-    what = Where(folder, args.on, args.peer_path), cells, geometry["vocab_size"], DECODED
-    jobs = {"floor": (floors, args.on, geometry, sorted({B * T for B, T in cells}))}
-    jobs |= {name: (measured, name, *what) for name in names}
-    found, failed = in_turns(jobs, args.turns, args.threads, needed=("floor", base_of(names)))
-    record = on | {"lengths": lengths, "absent": failed}
-    return record | report.summary(found, geometry["weights"], args.threads)
+    cells = [(1, T) for T in lengths] + [(B, lengths[0]) for B in batch_sizes]
+    setup = Setup(folder, args.on, args.peer_path)
+    arguments = setup, cells, geometry["vocab_size"], DECODED_TOKENS
+    jobs = {"floor": (measure_floors, args.on, geometry, sorted({B * T for B, T in cells}))}
+    jobs |= {name: (measure_contender, name, *arguments) for name in names}
+    turns_by_name, failures = run_in_processes(
+        jobs, args.turns, args.threads, needed=("floor", base_of(names))
+    )
+    record = run_conditions | {"lengths": lengths, "absent": failures}
+    return record | report.summarize(turns_by_name, geometry["weights"], args.threads)
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Measure all implementations, or those asked for: a table, figures and summary.json, or of a Llama llama.json; of
     a GPT-2 also what larger models would take by these figures."""
-    on = about(args, folder)
-    llama = "rope_theta" in on["geometry"]
-    known = LLAMAS if llama else CONTENDERS
-    base, wanted = base_of(known), known if args.only is None else args.only
+    run_conditions = describe_run(args, folder)
+    is_llama = "rope_theta" in run_conditions["geometry"]
+    contenders = LLAMAS if is_llama else CONTENDERS
+    base = base_of(contenders)
+    wanted = contenders if args.only is None else args.only
     for name in wanted:
-        if name not in known:
+        if name not in contenders:
             raise ValueError(
-                f"--only {name} can't read {args.model}: choose from {'; '.join(known)}"
+                f"--only {name} can't read {args.model}: choose from {'; '.join(contenders)}"
             )
-    names = [name for name in known if name in (base, *wanted)]
-    record = record_of(args, folder, on, names, [TEXTS])
-    if llama:
-        file, predicted = "llama.json", ""
+    names = [name for name in contenders if name in (base, *wanted)]
+    record = measure_record(args, folder, run_conditions, names, [BATCH_SIZE])
+    if is_llama:
+        record_name, predictions = "llama.json", ""
     else:
         add_overheads(args, record)
-        file, predicted = "summary.json", scale.predictions(record)
-    write_json(args.out / file, record, indent=1)
+        record_name, predictions = "summary.json", scale.predict(record)
+    write_json(args.out / record_name, record, indent=1)
     parts = [
-        report.speed(record),
-        words("absent", record),
-        predicted,
-        words("doubts", record, base),
+        report.speed_report(record),
+        render_words("absent", record),
+        predictions,
+        render_words("doubts", record, base),
     ]
     print("\n\n".join(filter(None, parts)))
-    report.draw(record, args.out)
+    report.draw_figures(record, args.out)
 
 
 def ablate(args: argparse.Namespace, folder: Path) -> None:
     """Measure our own choices one by one: a table and ablation.json."""
-    record = record_of(args, folder, about(args, folder), [BASE, *WITHOUT])
+    record = measure_record(args, folder, describe_run(args, folder), [BASE, *WITHOUT])
     lengths = record["lengths"]
-    first = where_time_goes(folder, lengths[-1], args.on)
-    without = report.ablation(record.pop("rows"), lengths)
-    record |= {"without": without, "first_token": first}
+    first_token_shares = profile_first_token(folder, lengths[-1], args.on)
+    slowdowns = report.slowdowns(record.pop("rows"), lengths)
+    record |= {"without": slowdowns, "first_token": first_token_shares}
     write_json(args.out / "ablation.json", record, indent=1)
-    choices = report.ablation_table(without, lengths)
-    print(f"{words('ablated', record, BASE, choices)}\n\n{words('doubts', record, BASE)}")
+    choices_table = report.slowdowns_table(slowdowns, lengths)
+    ablated = render_words("ablated", record, BASE, choices_table)
+    print(f"{ablated}\n\n{render_words('doubts', record, BASE)}")
 
 
 def serve(args: argparse.Namespace, folder: Path) -> None:
     """Measure requests of different lengths at once: tables and requests.json, which keeps what it has of other numbers
     of requests."""
-    path = args.out / "requests.json"
-    kept = read_json(path, counts=dict)["counts"] if path.exists() else {}
-    on = about(args, folder)
-    counts = sorted({*args.requests}) if args.requests else [*batches.COUNTS]
-    found = batches.measure(
-        args.turns, args.threads, Where(folder, args.on), on["geometry"], counts
+    record_path = args.out / "requests.json"
+    recorded_counts = read_json(record_path, counts=dict)["counts"] if record_path.exists() else {}
+    run_conditions = describe_run(args, folder)
+    counts = sorted({*args.requests}) if args.requests else [*batches.REQUEST_COUNTS]
+    measured_counts = batches.measure_requests(
+        args.turns, args.threads, Setup(folder, args.on), run_conditions["geometry"], counts
     )
-    new = {count: on | figures for count, figures in found.items()}
-    write_json(path, {"counts": kept | new}, indent=1)
-    print(batches.summary(new))
+    new_records = {count: run_conditions | figures for count, figures in measured_counts.items()}
+    write_json(record_path, {"counts": recorded_counts | new_records}, indent=1)
+    print(batches.requests_report(new_records))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -201,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
         "--model",
         default="124M",
         metavar="NAME",
-        help=f"random weights of the size of {', '.join(SIZES)} or {SMOLLM}, or a model's name or folder",
+        help=f"random weights of the size of {', '.join(SIZES)} or {LLAMA_GEOMETRY}, or a model's name or folder",
     )
     task = cli.add_mutually_exclusive_group()
     task.add_argument(
@@ -251,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
         type=whole_number(1),
         metavar="N",
         help="measure N requests at once instead; the record of other N stays; default: "
-        f"{' '.join(map(str, batches.COUNTS))}",
+        f"{' '.join(map(str, batches.REQUEST_COUNTS))}",
     )
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():
@@ -266,7 +275,7 @@ def main(argv: list[str] | None = None) -> None:
             if args.lengths != LENGTHS:
                 raise ValueError("--requests has no --lengths: see --help")
             do = serve
-        with weights(args.model) as folder:
+        with weights_folder(args.model) as folder:
             do(args, folder)
         print(f"\nWritten to {args.out}")
 

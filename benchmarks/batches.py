@@ -11,50 +11,50 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import clock, floors
-from benchmarks.processes import in_turns
-from benchmarks.runners import Ours, Transformers, Where
-from benchmarks.words import Figures, words
+from benchmarks.contenders import measure_floors, time_in_ms
+from benchmarks.processes import run_in_processes
+from benchmarks.runners import Ours, Setup, Transformers
+from benchmarks.words import Figures, render_words
 from gpt_kv_cache import GPT
 from paged import PagedCache, Server
 from studies.paging import Record, one_at_a_time
 from support.tables import Table
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
-COUNTS = (1, 4, 16, 64)
-SIZE, CHUNK = 16, 256  # tokens of a block, and of a prompt's pass
-Prompts, Limits = list[list[int]], list[int]  # ids of each prompt, tokens to write after each
+REQUEST_COUNTS = (1, 4, 16, 64)
+BLOCK_TOKENS, CHUNK_TOKENS = 16, 256  # tokens of a block, and of a prompt's pass
+Prompts, TokenLimits = list[list[int]], list[int]  # ids of each prompt, tokens to write after each
 Served = tuple[list[list[int]], int | None, int | None]  # texts, the most bytes held, those wasted
 
 
-def requests_of(count: int, vocab_size: int, n_ctx: int) -> tuple[Prompts, Limits]:
+def draw_requests(count: int, vocab_size: int, n_ctx: int) -> tuple[Prompts, TokenLimits]:
     """Return the first of a fixed list of requests: prompts of a 32nd to half of the context, a 32nd to an eighth of it
     to write, both drawn evenly on a logarithmic scale."""
-    rng = random.Random(0)
+    generator = random.Random(0)
     prompts, limits = [], []
     for _ in range(count):
-        length, new = (round(n_ctx / 32 * scale ** rng.random()) for scale in (16, 4))
-        prompts.append([rng.randrange(vocab_size) for _ in range(length)])
-        limits.append(new)
+        length, new_tokens = (round(n_ctx / 32 * ratio ** generator.random()) for ratio in (16, 4))
+        prompts.append([generator.randrange(vocab_size) for _ in range(length)])
+        limits.append(new_tokens)
     return prompts, limits
 
 
 # --- The contenders ---------------------------------------------------------------------------------------------------
 
 
-def paged(model: GPT, prompts: Prompts, limits: Limits) -> Served:
+def serve_in_blocks(model: GPT, prompts: Prompts, limits: TokenLimits) -> Served:
     """Decode all texts together, from one pool of KV blocks."""
-    pairs = [*zip(prompts, limits, strict=True)]
-    blocks = sum(-(-(len(ids) + new - 1) // SIZE) for ids, new in pairs)
-    server = Server(model, PagedCache(model, blocks, SIZE), CHUNK)
-    for ids, new in pairs:
-        server.add(ids, new)
+    requests = [*zip(prompts, limits, strict=True)]
+    blocks = sum(-(-(len(ids) + limit - 1) // BLOCK_TOKENS) for ids, limit in requests)
+    server = Server(model, PagedCache(model, blocks, BLOCK_TOKENS), CHUNK_TOKENS)
+    for ids, limit in requests:
+        server.add(ids, limit)
     record = Record(server)
-    token = server.cache.pool[..., 0, 0, :].nbytes
-    return record.texts, record.used * SIZE * token, record.wasted * token
+    token_bytes = server.cache.pool[..., 0, 0, :].nbytes
+    return record.texts, record.used * BLOCK_TOKENS * token_bytes, record.wasted * token_bytes
 
 
-def padded(model: Any, prompts: Prompts, limits: Limits) -> Served:
+def serve_padded(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
     """Decode all texts as one batch of transformers, in which each is as long as the longest."""
     width, new = max(map(len, prompts)), max(limits)
     padding = [width - len(ids) for ids in prompts]
@@ -76,22 +76,24 @@ def padded(model: Any, prompts: Prompts, limits: Limits) -> Served:
     return texts, held, held - held * real // (len(prompts) * (width + new - 1))
 
 
-def continuous(model: Any, prompts: Prompts, limits: Limits) -> Served:
+def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
     """Decode all texts by transformers' continuous batching, which doesn't say what it holds."""
     import transformers
 
-    blocks = sum(-(-(len(ids) + new) // SIZE) for ids, new in zip(prompts, limits, strict=True))
+    blocks = sum(
+        -(-(len(ids) + limit) // BLOCK_TOKENS) for ids, limit in zip(prompts, limits, strict=True)
+    )
     generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     config = transformers.ContinuousBatchingConfig(
-        page_size=SIZE, num_blocks=blocks + 1, max_batch_tokens=CHUNK
+        page_size=BLOCK_TOKENS, num_blocks=blocks + 1, max_batch_tokens=CHUNK_TOKENS
     )
     texts = {}
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config, warmup=False
     ) as manager:
-        names = [
-            manager.add_request(ids, max_new_tokens=new)
-            for ids, new in zip(prompts, limits, strict=True)
+        request_ids = [
+            manager.add_request(ids, max_new_tokens=limit)
+            for ids, limit in zip(prompts, limits, strict=True)
         ]
         while len(texts) < len(prompts):
             if (result := manager.get_result(timeout=1)) and result.is_finished():
@@ -100,37 +102,44 @@ def continuous(model: Any, prompts: Prompts, limits: Limits) -> Served:
                 texts[result.request_id] = result.generated_tokens
             elif not result and not manager.is_running():
                 raise ValueError("its thread ended")
-    return [texts[name] for name in names], None, None
+    return [texts[request_id] for request_id in request_ids], None, None
 
 
 CONTENDERS = {  # each decodes the prompts with a model
     BASE: one_at_a_time,
-    PAGED: paged,
-    "transformers, padded generate": padded,
-    "transformers, continuous batching": continuous,
+    PAGED: serve_in_blocks,
+    "transformers, padded generate": serve_padded,
+    "transformers, continuous batching": serve_continuously,
 }
 
 
-def served(
-    name: str, where: Where, requests: dict[int, tuple[Prompts, Limits]]
+def measure_contender(
+    name: str, setup: Setup, requests: dict[int, tuple[Prompts, TokenLimits]]
 ) -> dict[int, Figures]:
     """Return the figures of a contender for each number of requests, after small ones that warm it up."""
     serve = CONTENDERS[name]
     runner = Ours if name in (BASE, PAGED) else Transformers
-    model = runner(where).model
+    model = runner(setup).model
     serve(model, [[1, 2, 3], [1]], [3, 2])
-    found = {}
+    figures_by_count = {}
     for count, (prompts, limits) in requests.items():
-        ms, (texts, held, wasted) = clock(partial(serve, model, prompts, limits))
-        found[count] = {"seconds": ms / 1e3, "tokens": texts, "held": held, "wasted": wasted}
-    return found
+        milliseconds, (texts, held_bytes, wasted_bytes) = time_in_ms(
+            partial(serve, model, prompts, limits)
+        )
+        figures_by_count[count] = {
+            "seconds": milliseconds / 1e3,
+            "tokens": texts,
+            "held": held_bytes,
+            "wasted": wasted_bytes,
+        }
+    return figures_by_count
 
 
 # --- Measuring, and the record ----------------------------------------------------------------------------------------
 
 
-def measure(
-    turns: int, threads: int, where: Where, geometry: dict[str, int], counts: Sequence[int]
+def measure_requests(
+    turns: int, threads: int, setup: Setup, geometry: dict[str, int], counts: Sequence[int]
 ) -> Figures:
     """Return the record of each number of requests: the medians over turns of every contender, and the bound: a
     prompt's products, then all weights once for each further token of the text that is written longest.
@@ -138,50 +147,54 @@ def measure(
     One that fails is left out, and said in "failed". Raises ValueError if BASE fails, or PAGED.
     """
     vocab_size, n_ctx = geometry["vocab_size"], geometry["n_ctx"]
-    requests = {count: requests_of(count, vocab_size, n_ctx) for count in counts}
-    rows = n_ctx // 2
-    jobs = {"floor": (floors, where.device, geometry, [rows])}
-    jobs |= {name: (served, name, where, requests) for name in CONTENDERS}
-    found, failed = in_turns(jobs, turns, threads, needed=("floor", BASE, PAGED))
-    floor = found.pop("floor")
-    read = geometry["weights"] / median(f["bytes_per_ms"] for f in floor) / 1e3  # seconds a pass
-    token = median(f["products_ms"][str(rows)] for f in floor) / rows / 1e3
-    result = {}
+    requests = {count: draw_requests(count, vocab_size, n_ctx) for count in counts}
+    prompt_tokens = n_ctx // 2
+    jobs = {"floor": (measure_floors, setup.device, geometry, [prompt_tokens])}
+    jobs |= {name: (measure_contender, name, setup, requests) for name in CONTENDERS}
+    turns_by_name, failures = run_in_processes(jobs, turns, threads, needed=("floor", BASE, PAGED))
+    floor_turns = turns_by_name.pop("floor")
+    bytes_per_ms = median(turn["bytes_per_ms"] for turn in floor_turns)
+    seconds_per_pass = geometry["weights"] / bytes_per_ms / 1e3
+    prompt_ms = median(turn["products_ms"][str(prompt_tokens)] for turn in floor_turns)
+    seconds_per_token = prompt_ms / prompt_tokens / 1e3
+    records = {}
     for count, (prompts, limits) in requests.items():
         lengths = [len(ids) for ids in prompts]
-        bound = token * sum(lengths) + read * (max(limits) - 1)
-        base = [turn[count] for turn in found[BASE]]
-        result[str(count)] = {
-            "read_ms": 1e3 * read,
-            "failed": failed,
+        bound_seconds = seconds_per_token * sum(lengths) + seconds_per_pass * (max(limits) - 1)
+        base_turns = [turn[count] for turn in turns_by_name[BASE]]
+        records[str(count)] = {
+            "read_ms": 1e3 * seconds_per_pass,
+            "failed": failures,
             "prompts": lengths,
             "new": limits,
-            "bound_tokens_per_s": sum(limits) / bound,
+            "bound_tokens_per_s": sum(limits) / bound_seconds,
             "rows": {
-                name: figures([turn[count] for turn in turns], base, sum(limits))
-                for name, turns in found.items()
+                name: figures_of_turns([turn[count] for turn in turns], base_turns, sum(limits))
+                for name, turns in turns_by_name.items()
             },
         }
-    return result
+    return records
 
 
-def figures(turns: list[Figures], base: list[Figures], tokens: int) -> Figures:
+def figures_of_turns(turns: list[Figures], base_turns: list[Figures], tokens: int) -> Figures:
     """Return the figures of a contender that wrote so many tokens in each turn; base: the turns of BASE."""
     seconds = [turn["seconds"] for turn in turns]
-    pairs = [*zip(base, turns, strict=True)]
+    pairs = [*zip(base_turns, turns, strict=True)]
     return {
         "tokens_per_s": tokens / median(seconds),
-        "times_as_fast": median(b["seconds"] / turn["seconds"] for b, turn in pairs),
-        "same_tokens": all(turn["tokens"] == b["tokens"] for b, turn in pairs),
+        "times_as_fast": median(
+            base_turn["seconds"] / turn["seconds"] for base_turn, turn in pairs
+        ),
+        "same_tokens": all(turn["tokens"] == base_turn["tokens"] for base_turn, turn in pairs),
         "held": turns[0]["held"],  # of all turns: their requests are the same
         "wasted": turns[0]["wasted"],
     }
 
 
-def table_of(found: Figures) -> Table:
+def requests_table(record: Figures) -> Table:
     """Return the figures of all contenders for a number of requests."""
-    bound, rows = found["bound_tokens_per_s"], []
-    for name, row in found["rows"].items():
+    bound, rows = record["bound_tokens_per_s"], []
+    for name, row in record["rows"].items():
         speeds = [f"{row['tokens_per_s']:,.1f}", f"{row['times_as_fast']:.2f}"]
         speeds.append(f"{row['tokens_per_s'] / bound:.2f}")
         memory = ["-" if row[key] is None else f"{row[key]:,}" for key in ("held", "wasted")]
@@ -191,7 +204,7 @@ def table_of(found: Figures) -> Table:
     return Table([*header, "same tokens"], rows)
 
 
-def summary(counts: dict[str, Figures], markdown: bool = False) -> str:
+def requests_report(counts: dict[str, Figures], markdown: bool = False) -> str:
     """Return a table for each number of requests, after what it was measured on if that is new."""
     records = sorted(counts.items(), key=lambda item: int(item[0]))
-    return words("requests", records, table_of, markdown=markdown)
+    return render_words("requests", records, requests_table, markdown=markdown)

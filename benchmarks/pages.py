@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from benchmarks import batches, scale
-from benchmarks.report import BASE, ablation_table, decoding, draw, speed
-from benchmarks.words import Figures, words
+from benchmarks.report import BASE, decoding_table, draw_figures, slowdowns_table, speed_report
+from benchmarks.words import Figures, render_words
 from support.blocks import filled
 from support.cli import CommandLine
 from support.files import read_json, write_text
@@ -16,78 +16,82 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 
-def newest(pattern: str) -> Figures:
+def newest_record(pattern: str) -> Figures:
     """Return the newest record of the files that a pattern fits."""
     return read_json(sorted((HERE / "results").glob(pattern))[-1])
 
 
-def both() -> dict[str, Figures]:
+def both_processors() -> dict[str, Figures]:
     """Return the records of the two processors."""
     return {
-        "Intel": newest("*-1-thread/summary.json"),
-        "AMD": newest("*-1-thread-amd/summary.json"),
+        "Intel": newest_record("*-1-thread/summary.json"),
+        "AMD": newest_record("*-1-thread-amd/summary.json"),
     }
 
 
-def processors() -> str:
+def processors_table() -> str:
     """The headline figures on two processors, side by side."""
-    records = both()
+    records = both_processors()
     header = [""]
     rows = {name: [name] for name in records["AMD"]["rows"]}
     for processor, record in records.items():
         columns = ("tokens/s after 128", "after 1,000", "first of 1,000, ms")
         header += [f"{processor}: {column}" for column in columns]
         for name, cells in rows.items():
-            short, long = record["rows"][name]["1 x 128"], record["rows"][name]["1 x 1000"]
-            cells += [f"{short['tokens_per_s']:.1f}", f"{long['tokens_per_s']:.1f}"]
-            cells.append(f"{long['first_ms']:,.0f}")
+            short_prompt = record["rows"][name]["1 x 128"]
+            long_prompt = record["rows"][name]["1 x 1000"]
+            cells += [f"{short_prompt['tokens_per_s']:.1f}", f"{long_prompt['tokens_per_s']:.1f}"]
+            cells.append(f"{long_prompt['first_ms']:,.0f}")
     return table(header, [*rows.values()], markdown=True)
 
 
-def difference() -> str:
+def difference_text() -> str:
     """What the processors differ in, by the first token of 1,000 and decoding in int8."""
-    return words("difference", both(), BASE, "CTranslate2")
+    return render_words("difference", both_processors(), BASE, "CTranslate2")
 
 
-def beside(record: Figures) -> str:
+def conditions_and_table(record: Figures) -> str:
     """The conditions of a record, and its table."""
-    return words("beside", record, decoding(record), markdown=True)
+    return render_words("beside", record, decoding_table(record), markdown=True)
 
 
-def standing() -> str:
+def standing_tables() -> str:
     """The tables of the newest records of one and two threads: all implementations, and our choices one by one."""
-    one, two = newest("*-1-thread/summary.json"), newest("*-2-threads/summary.json")
-    choices = newest("*-1-thread/ablation.json")
-    found = ablation_table(choices["without"], one["lengths"])
+    one_thread = newest_record("*-1-thread/summary.json")
+    two_threads = newest_record("*-2-threads/summary.json")
+    ablation = newest_record("*-1-thread/ablation.json")
+    slowdowns = slowdowns_table(ablation["without"], one_thread["lengths"])
     parts = [
-        speed(one, markdown=True),
-        beside(two),
-        words("disturbed", one, "one thread"),
-        words("choices", choices, BASE, found, markdown=True),
+        speed_report(one_thread, markdown=True),
+        conditions_and_table(two_threads),
+        render_words("disturbed", one_thread, "one thread"),
+        render_words("choices", ablation, BASE, slowdowns, markdown=True),
     ]
     return "\n\n".join(parts)
 
 
-def demo() -> str:
+def demo_output() -> str:
     """The output of the README's first command."""
     command = [sys.executable, "gpt_kv_cache.py", "--compare"]
-    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{run.stdout.rstrip()}\n```"
+    process = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{process.stdout.rstrip()}\n```"
 
 
 NAMES = {  # that the pages' templates may call
-    "conditions": lambda: words("both", both().values()),
-    "demo": demo,
-    "difference": difference,
+    "conditions": lambda: render_words("both", both_processors().values()),
+    "demo": demo_output,
+    "difference": difference_text,
     "figure": None,  # by studies/pages.py, as the next two
     "format": None,
     "verdict": None,
-    "fleet": lambda: table(*scale.fleet()[:2], markdown=True),
-    "llama": lambda: beside(newest("*/llama.json")),
-    "processors": processors,
-    "requests": lambda: batches.summary(newest("*/requests.json")["counts"], markdown=True),
-    "scale": lambda: scale.predictions(newest("*-1-thread/summary.json"), markdown=True),
-    "standing": standing,
+    "fleet": lambda: table(*scale.fleet_table()[:2], markdown=True),
+    "llama": lambda: conditions_and_table(newest_record("*/llama.json")),
+    "processors": processors_table,
+    "requests": lambda: batches.requests_report(
+        newest_record("*/requests.json")["counts"], markdown=True
+    ),
+    "scale": lambda: scale.predict(newest_record("*-1-thread/summary.json"), markdown=True),
+    "standing": standing_tables,
 }
 PAGES = (ROOT / "README.md", HERE / "README.md", HERE / "scale.md")
 
@@ -99,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         for page in PAGES:
             write_text(page, filled(page, NAMES))
         for path in (HERE / "results").glob("*/summary.json") if args.figures else ():
-            draw(read_json(path), path.parent)
+            draw_figures(read_json(path), path.parent)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 
-def in_turns(
+def run_in_processes(
     jobs: dict[str, tuple[Any, ...]], turns: int, threads: int, needed: Sequence[str]
 ) -> tuple[dict[str, list[Any]], dict[str, str]]:
     """Run each job, a function of a module and its arguments, once in every turn, in an order that rotates; return by
@@ -19,35 +19,35 @@ def in_turns(
     A job that fails is left out from there on; why is the second of what is returned. Raises ValueError if the job is
     one of those needed.
     """
-    found, failed, names = {name: [] for name in jobs}, {}, [*jobs]
+    results, failures, names = {name: [] for name in jobs}, {}, [*jobs]
     for turn in tqdm(range(turns), desc="turns", leave=False):
-        at = turn % len(names)
-        for name in names[at:] + names[:at]:
-            if name not in found:
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            if name not in results:
                 continue
             try:
-                found[name].append(in_own_process(threads, *jobs[name]))
+                results[name].append(in_own_process(threads, *jobs[name]))
             except Exception as error:  # whatever an implementation raises
-                expected = isinstance(error, ValueError)
-                failed[name] = str(error) if expected else f"{type(error).__name__}: {error}"
-                del found[name]
+                is_refusal = isinstance(error, ValueError)
+                failures[name] = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+                del results[name]
                 if name in needed:
-                    raise ValueError(f"{name} failed: {failed[name]}") from error
-    return found, failed
+                    raise ValueError(f"{name} failed: {failures[name]}") from error
+    return results, failures
 
 
 def in_own_process(threads: int, call: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a call returns in a new process of so many threads. Raises whatever it raises."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when its libraries start
-    new = get_context("spawn")
-    with ProcessPoolExecutor(1, new, initializer=begin, initargs=(threads,)) as process:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=start_worker, initargs=(threads,)) as process:
         return process.submit(call, *arguments).result()
 
 
-def begin(threads: int) -> None:
+def start_worker(threads: int) -> None:
     """Be such a process: nothing that an implementation prints is shown."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):
-        os.dup2(nowhere, output)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(null_device, descriptor)

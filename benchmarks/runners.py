@@ -28,10 +28,10 @@ from load_gpt2_weights import load_model, read_tensors
 from pocket.checkpoints import export
 from support.files import import_file, read_json
 
-ENDLESS = 1 << 20  # tokens to write: the caller stops
+NO_LIMIT = 1 << 20  # tokens to write: the caller stops
 
 
-class Where(NamedTuple):
+class Setup(NamedTuple):
     """A folder of weights, the device that computes, and the folder with LLMs-from-scratch's files."""
 
     folder: Path
@@ -52,25 +52,25 @@ class Ours:
 
     def __init__(
         self,
-        where: Where,
+        setup: Setup,
         module: Any = gpt_kv_cache,
         window: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        kind = getattr(module, "GPT", None)  # None: a Llama, as the folder says
-        folder = str(where.folder)
-        self.model = load_model(folder, model_class=kind, device=where.device, dtype=dtype)
+        model_class = getattr(module, "GPT", None)  # None: a Llama, as the folder says
+        folder = str(setup.folder)
+        self.model = load_model(folder, model_class=model_class, device=setup.device, dtype=dtype)
         self.module, self.window = module, window
         self.cache = gpt_kv_cache.KVCache()  # gpt_baseline.py takes none
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
         if self.module is gpt_baseline:
-            return gpt_baseline.generate(self.model, ids, ENDLESS)
+            return gpt_baseline.generate(self.model, ids, NO_LIMIT)
         self.cache = self.model.new_cache()
         if self.window:
             window = min(self.window, self.model.config.n_ctx)
             self.cache = gpt_bounded_cache.SlidingWindowCache(window)
-        return self.module.generate(self.model, ids, ENDLESS, cache=self.cache)
+        return self.module.generate(self.model, ids, NO_LIMIT, cache=self.cache)
 
     @property
     def nbytes(self) -> int:
@@ -80,14 +80,14 @@ class Ours:
 class Int8(Ours):
     """gpt_kv_cache.py with every product by a matrix of weights in int8, as PyTorch's dynamic quantization has it."""
 
-    def __init__(self, where: Where) -> None:
-        check_cpu(where)
-        super().__init__(where)
+    def __init__(self, setup: Setup) -> None:
+        check_cpu(setup)
+        super().__init__(setup)
         head = quantized(self.model.wte.weight, None)
         for block in self.model.h:
-            for part in (block.attn, block.mlp):
-                for name, layer in [*part.named_children()]:
-                    setattr(part, name, quantized(layer.weight.t(), layer.bias))
+            for sublayer in (block.attn, block.mlp):
+                for name, layer in [*sublayer.named_children()]:
+                    setattr(sublayer, name, quantized(layer.weight.t(), layer.bias))
         self.model.head = lambda x: head(self.model.ln_f(x))
 
 
@@ -105,33 +105,33 @@ def quantized(weight: Tensor, bias: nn.Parameter | None) -> nn.Module:
 class RandomBCT(Ours):
     """gpt_bounded_cache.py with BCT's slots: the weights that a public model doesn't have are random."""
 
-    def __init__(self, where: Where) -> None:
-        super().__init__(where, gpt_bounded_cache)
-        weights = self.model.state_dict()
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, gpt_bounded_cache)
+        state = self.model.state_dict()
         config = gpt_bounded_cache.BCTConfig(**vars(self.model.config), slots=24, recent=8)
-        self.model = gpt_bounded_cache.BCT(config).eval().to(where.device)
-        self.model.load_state_dict(weights, strict=False)
+        self.model = gpt_bounded_cache.BCT(config).eval().to(setup.device)
+        self.model.load_state_dict(state, strict=False)
 
 
 # --- gpt_kv_cache.py without its choices: each function undoes one of a model's ---------------------------------------
 
 
-def other_layout(model: GPT) -> None:
+def store_weights_out_in(model: GPT) -> None:
     for module in model.modules():
         if type(module).__name__ == "Conv1D":
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
-def head_by_rows(model: GPT) -> None:
+def store_head_by_rows(model: GPT) -> None:
     model.wte.weight.data = model.wte.weight.data.contiguous()
 
 
-def all_logits(model: GPT) -> None:
+def compute_all_logits(model: GPT) -> None:
     forward = model.forward
     model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
 
 
-def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+def explicit_mask(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mask (T, S), also where None stands for it."""
     if mask is not None:
         return mask
@@ -139,17 +139,17 @@ def explicit(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
 
 
-def explicit_softmax(model: GPT) -> None:
+def write_softmax_out(model: GPT) -> None:
     def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         scores = q @ k.mT / q.size(-1) ** 0.5
-        scores = scores.masked_fill(~explicit(q, k, mask), float("-inf"))
+        scores = scores.masked_fill(~explicit_mask(q, k, mask), float("-inf"))
         return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     for block in model.h:
         block.attn.forward = partial(attend, block.attn)
 
 
-def three_products(model: GPT) -> None:
+def project_separately(model: GPT) -> None:
     def project(self: nn.Module, x: Tensor) -> list[Tensor]:
         heads = (self.n_head, self.head_dim)
         parts = zip(self.parts, self.c_attn.bias.chunk(3), strict=True)
@@ -162,28 +162,28 @@ def three_products(model: GPT) -> None:
         block.attn.project = partial(project, block.attn)
 
 
-def always_a_mask(model: GPT) -> None:
+def always_mask(model: GPT) -> None:
     def with_mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         q, k, v, mask = args
-        return q, k, v, explicit(q, k, mask)
+        return q, k, v, explicit_mask(q, k, mask)
 
     for block in model.h:
         block.attn.register_forward_pre_hook(with_mask)
 
 
 ABLATIONS = {
-    "weights stored (out, in), as nn.Linear does": other_layout,
-    "the head's weights row by row": head_by_rows,
-    "logits of all positions": all_logits,
-    "softmax(q k) v written out": explicit_softmax,
-    "q, k and v by a product each": three_products,
-    "a mask in every pass, instead of is_causal": always_a_mask,
+    "weights stored (out, in), as nn.Linear does": store_weights_out_in,
+    "the head's weights row by row": store_head_by_rows,
+    "logits of all positions": compute_all_logits,
+    "softmax(q k) v written out": write_softmax_out,
+    "q, k and v by a product each": project_separately,
+    "a mask in every pass, instead of is_causal": always_mask,
 }
 
 
-def without(where: Where, name: str) -> Ours:
+def ablated(setup: Setup, name: str) -> Ours:
     """Return gpt_kv_cache.py without one of its choices."""
-    runner = Ours(where)
+    runner = Ours(setup)
     ABLATIONS[name](runner.model)
     return runner
 
@@ -191,21 +191,23 @@ def without(where: Where, name: str) -> Ours:
 # --- Others ---------------------------------------------------------------------------------------------------------
 
 
-def check_cpu(where: Where) -> None:
-    if where.device != "cpu":
+def check_cpu(setup: Setup) -> None:
+    if setup.device != "cpu":
         raise ValueError("runs on cpu only")
 
 
 class Transformers:
     """transformers' GPT-2 or Llama with one of its caches."""
 
-    def __init__(self, where: Where, static: bool = False) -> None:
+    def __init__(self, setup: Setup, is_static: bool = False) -> None:
         import transformers
 
-        auto = transformers.AutoModelForCausalLM
-        self.model = auto.from_pretrained(where.folder, dtype=torch.float32).eval().to(where.device)
+        auto_class = transformers.AutoModelForCausalLM
+        self.model = (
+            auto_class.from_pretrained(setup.folder, dtype=torch.float32).eval().to(setup.device)
+        )
         self.new_cache = transformers.DynamicCache
-        if static:
+        if is_static:
             config = self.model.config
             length = config.max_position_embeddings
             self.new_cache = partial(transformers.StaticCache, config, length)
@@ -214,8 +216,8 @@ class Transformers:
     def start(self, ids: Tensor) -> Iterator[Tensor]:
         self.cache = self.new_cache()
         while True:
-            read = self.model(ids, past_key_values=self.cache, logits_to_keep=1)
-            ids = read.logits[:, -1].argmax(-1, keepdim=True)
+            output = self.model(ids, past_key_values=self.cache, logits_to_keep=1)
+            ids = output.logits[:, -1].argmax(-1, keepdim=True)
             yield ids
 
     @property
@@ -226,12 +228,12 @@ class Transformers:
 class FromScratch:
     """The GPTModel of a file of LLMs-from-scratch, which has a cache of its own."""
 
-    def __init__(self, where: Where, file: str) -> None:
-        if not (where.peer / file).is_file():
-            raise ValueError(f"needs --peer-path with {file}")
-        model = import_file(where.peer / file).GPTModel(sizes(where.folder))
-        self.model = model.eval().to(where.device)
-        fill(self.model, read_tensors(str(where.folder)))
+    def __init__(self, setup: Setup, file_name: str) -> None:
+        if not (setup.peer / file_name).is_file():
+            raise ValueError(f"needs --peer-path with {file_name}")
+        model = import_file(setup.peer / file_name).GPTModel(peer_config(setup.folder))
+        self.model = model.eval().to(setup.device)
+        load_peer_weights(self.model, read_tensors(str(setup.folder)))
 
     @torch.inference_mode()
     def start(self, ids: Tensor) -> Iterator[Tensor]:
@@ -262,7 +264,7 @@ NAMES = {
 }
 
 
-def sizes(folder: Path) -> dict[str, Any]:
+def peer_config(folder: Path) -> dict[str, Any]:
     """Return the configuration of a GPTModel of LLMs-from-scratch."""
     config = read_json(folder / "config.json")
     return {
@@ -277,14 +279,14 @@ def sizes(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_peer_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Give a GPTModel of LLMs-from-scratch GPT-2's weights: its names, and (out, in) instead of (in, out)."""
     for name in [name for name in tensors if "c_attn" in name]:
-        thirds = zip(("query", "key", "value"), tensors[name].chunk(3, -1), strict=True)
-        tensors |= {name.replace("c_attn", third): tensor for third, tensor in thirds}
+        parts = zip(("query", "key", "value"), tensors[name].chunk(3, -1), strict=True)
+        tensors |= {name.replace("c_attn", part): tensor for part, tensor in parts}
     for name, parameter in model.named_parameters():
-        for theirs, public in NAMES.items():
-            name = name.replace(theirs, public)
+        for peer_name, public_name in NAMES.items():
+            name = name.replace(peer_name, public_name)
         tensor = tensors[name]
         parameter.copy_(tensor.t() if name.startswith("h.") and tensor.dim() == 2 else tensor)
 
@@ -293,36 +295,36 @@ class CTranslate2:
     """CTranslate2, an engine in C++, with weights as its own converter makes them. The bytes of its cache are by
     formula: it can't be asked for them, and concatenates keys and values in float32, whatever the weights are."""
 
-    def __init__(self, where: Where, compute_type: str = "float32") -> None:
-        check_cpu(where)
+    def __init__(self, setup: Setup, compute_type: str = "float32") -> None:
+        check_cpu(setup)
         import ctranslate2
         from ctranslate2.converters import TransformersConverter
 
-        config = read_json(where.folder / "config.json")
+        config = read_json(setup.folder / "config.json")
         self.n_ctx = config["n_positions"]
         self.token_bytes = 2 * config["n_layer"] * config["n_embd"] * 4
         # the engine is fed names of tokens
-        names = {str(i): i for i in range(config["vocab_size"])}
+        token_ids = {str(i): i for i in range(config["vocab_size"])}
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
-        tokenizer = SimpleNamespace(get_vocab=lambda: names, **special)
-        converter = TransformersConverter(str(where.folder))
+        tokenizer = SimpleNamespace(get_vocab=lambda: token_ids, **special)
+        converter = TransformersConverter(str(setup.folder))
         converter.load_tokenizer = lambda *args, **options: tokenizer
-        with tempfile.TemporaryDirectory() as made:
-            converter.convert(made, force=True)
+        with tempfile.TemporaryDirectory() as converted:
+            converter.convert(converted, force=True)
             self.generator = ctranslate2.Generator(
-                made, compute_type=compute_type, intra_threads=torch.get_num_threads()
+                converted, compute_type=compute_type, intra_threads=torch.get_num_threads()
             )
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield as many tokens (B, 1) as there are positions; they are computed one by one in a thread that doesn't
         wait to be asked."""
         prompts = [[*map(str, row)] for row in ids.tolist()]
-        read = ids.size(1)
-        most = self.n_ctx + 1 - read
-        results = self.generator.generate_tokens(prompts, max_length=most, end_token=[])
+        n_read = ids.size(1)
+        max_length = self.n_ctx + 1 - n_read
+        results = self.generator.generate_tokens(prompts, max_length=max_length, end_token=[])
         while step := sorted(islice(results, len(ids)), key=lambda result: result.batch_id):
-            self.nbytes = len(ids) * read * self.token_bytes
-            read += 1
+            self.nbytes = len(ids) * n_read * self.token_bytes
+            n_read += 1
             yield torch.tensor([[result.token_id] for result in step])
 
 
@@ -335,12 +337,12 @@ bounded = partial(Ours, module=gpt_bounded_cache)
 llama = partial(Ours, module=llama_kv_cache)
 TRANSFORMERS = {
     "transformers, DynamicCache": Transformers,
-    "transformers, StaticCache": partial(Transformers, static=True),
+    "transformers, StaticCache": partial(Transformers, is_static=True),
 }
 CONTENDERS = {  # each is made of a Where
     UNCACHED: partial(Ours, module=gpt_baseline),
     BASE: Ours,
-    "gpt_bounded_cache.py, preallocated": partial(bounded, window=ENDLESS),
+    "gpt_bounded_cache.py, preallocated": partial(bounded, window=NO_LIMIT),
     "gpt_bounded_cache.py, window of 256": partial(bounded, window=256),
     "gpt_bounded_cache.py, BCT, 24 slots": RandomBCT,
     "gpt_kv_cache.py, bfloat16": partial(Ours, dtype=torch.bfloat16),
@@ -348,15 +350,17 @@ CONTENDERS = {  # each is made of a Where
     **TRANSFORMERS,
     "CTranslate2": CTranslate2,
     "CTranslate2, int8": partial(CTranslate2, compute_type="int8"),
-    "LLMs-from-scratch, concat cache": partial(FromScratch, file="gpt_with_kv_cache.py"),
-    "LLMs-from-scratch, optimized": partial(FromScratch, file="gpt_with_kv_cache_optimized.py"),
+    "LLMs-from-scratch, concat cache": partial(FromScratch, file_name="gpt_with_kv_cache.py"),
+    "LLMs-from-scratch, optimized": partial(
+        FromScratch, file_name="gpt_with_kv_cache_optimized.py"
+    ),
 }
 LLAMAS = {
     LLAMA: llama,
-    "llama_kv_cache.py, preallocated": partial(llama, window=ENDLESS),
+    "llama_kv_cache.py, preallocated": partial(llama, window=NO_LIMIT),
     **TRANSFORMERS,
 }
-WITHOUT = {name: partial(without, name=name) for name in ABLATIONS}
+WITHOUT = {name: partial(ablated, name=name) for name in ABLATIONS}
 
 
 def base_of(names: Collection[str]) -> str:

@@ -8,7 +8,7 @@ points.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.words import Figures, threads_of, words
+from benchmarks.words import Figures, render_words, threads_text
 from support.files import read_csv
 from support.tables import Table
 
@@ -54,16 +54,18 @@ H100 = (
 )  # bytes/s, dense operations/s, bytes of a number
 
 
-def decode_s(shape: Shape, read: float, tokens: int, batch: int = 1) -> float:
+def decode_seconds(shape: Shape, bandwidth: float, tokens: int, batch: int = 1) -> float:
     """Return the minimum seconds of a step for `batch` texts of `tokens` tokens each, at `read` bytes per second."""
-    weights = (shape.parameters - shape.unread) * shape.nbytes
-    return (weights + batch * tokens * shape.token_bytes) / read
+    weight_bytes = (shape.parameters - shape.unread) * shape.nbytes
+    return (weight_bytes + batch * tokens * shape.token_bytes) / bandwidth
 
 
-def prefill_s(shape: Shape, rate: float, tokens: int) -> float:
+def prefill_seconds(shape: Shape, compute_rate: float, tokens: int) -> float:
     """Return the minimum seconds to read a prompt: 2 operations per weight and token, and attention's
     2 * 2 * tokens ** 2 / 2 * width * layers."""
-    return (token_operations(shape) * tokens + 2 * tokens**2 * shape.width * shape.layers) / rate
+    return (
+        token_operations(shape) * tokens + 2 * tokens**2 * shape.width * shape.layers
+    ) / compute_rate
 
 
 def token_operations(shape: Shape) -> float:
@@ -76,58 +78,79 @@ def cells_of(row: Figures) -> list[str]:
     return [cell for cell in row if " x " in cell]
 
 
-def predictions(record: Figures, markdown: bool = False) -> str:
+def predict(record: Figures, markdown: bool = False) -> str:
     """Return what a record of `python3 -m benchmarks` predicts, and how well it predicts itself."""
-    read, rate = 1e9 * record["gb_per_s"], product_rate(record)
-    checks, holds = bounds(record, read, rate)
-    larger = larger_models((f"this one, {threads_of(record)}, fp32", read, rate, 4), H100)
-    return words("scale", record, read, rate, checks, holds, larger, markdown=markdown)
+    bandwidth, compute_rate = 1e9 * record["gb_per_s"], product_rate(record)
+    checks, all_hold = check_bounds(record, bandwidth, compute_rate)
+    larger = larger_models(
+        (f"this one, {threads_text(record)}, fp32", bandwidth, compute_rate, 4), H100
+    )
+    return render_words(
+        "scale",
+        record,
+        bandwidth,
+        compute_rate,
+        checks,
+        all_hold,
+        larger,
+        markdown=markdown,
+    )
 
 
-def bounds(record: Figures, read: float, rate: float) -> tuple[Table, bool]:
+def check_bounds(record: Figures, bandwidth: float, compute_rate: float) -> tuple[Table, bool]:
     """Return the times that were measured beside their lower bounds, and whether none is under its bound."""
     shape, measured = measured_shape(record), record["rows"]["gpt_kv_cache.py"]
     rows, shares = [], []
     for cell in cells_of(measured):
-        B, n = map(int, cell.split(" x "))
-        step, first = 1e3 * decode_s(shape, read, n, B), 1e3 * B * prefill_s(shape, rate, n)
-        rows.append([str(B), f"{n:,}"])
-        for bound, what, form in ((step, "step_ms", ",.1f"), (first, "first_ms", ",.0f")):
-            ms = measured[cell][what]
-            rows[-1] += [f"{bound:{form}} ms", f"{ms:{form}} ms", f"{bound / ms:.2f}"]
+        B, tokens = map(int, cell.split(" x "))
+        step_bound = 1e3 * decode_seconds(shape, bandwidth, tokens, B)
+        first_bound = 1e3 * B * prefill_seconds(shape, compute_rate, tokens)
+        rows.append([str(B), f"{tokens:,}"])
+        for bound, key, form in (
+            (step_bound, "step_ms", ",.1f"),
+            (first_bound, "first_ms", ",.0f"),
+        ):
+            ms = measured[cell][key]
+            rows[-1] += [
+                f"{bound:{form}} ms",
+                f"{ms:{form}} ms",
+                f"{bound / ms:.2f}",
+            ]
             shares.append(bound / ms)
     header = ["batch", "tokens"]
-    for of in ("step", "first token"):
-        header += [f"{of}: bound", f"{of}: measured", f"{of}: share"]
+    for quantity in ("step", "first token"):
+        header += [f"{quantity}: bound", f"{quantity}: measured", f"{quantity}: share"]
     return Table(header, rows), max(shares) <= 1
 
 
 def measured_shape(record: Figures) -> Shape:
     """Return the sizes of the model that was measured; attention as one head as wide as all."""
-    g = record["geometry"]
-    positions, head = g["n_ctx"] * g["n_embd"], g["n_embd"] * g["vocab_size"]
+    geometry = record["geometry"]
+    position_weights = geometry["n_ctx"] * geometry["n_embd"]
+    head_weights = geometry["n_embd"] * geometry["vocab_size"]
     return Shape(
         name=record["model"],
-        layers=g["n_layer"],
-        width=g["attention"],
-        kv_heads=g["attention"],
+        layers=geometry["n_layer"],
+        width=geometry["attention"],
+        kv_heads=geometry["attention"],
         head_dim=1,
-        parameters=g["weights"] / 4,
-        tables=head + positions,
-        unread=positions,
-        n_ctx=g["n_ctx"],
+        parameters=geometry["weights"] / 4,
+        tables=head_weights + position_weights,
+        unread=position_weights,
+        n_ctx=geometry["n_ctx"],
         nbytes=4,
     )
 
 
 def product_rate(record: Figures) -> float:
     """Return the operations a second of the fastest products that were measured."""
-    g = record["geometry"]
-    layer = g["n_embd"] * (3 * g["attention"] + 2 * g["n_inner"]) + g["attention"] * g["n_embd"]
-    head = g["n_embd"] * g["vocab_size"]
+    geometry = record["geometry"]
+    attention_weights = 4 * geometry["n_embd"] * geometry["attention"]
+    layer_weights = attention_weights + 2 * geometry["n_embd"] * geometry["n_inner"]
+    head_weights = geometry["n_embd"] * geometry["vocab_size"]
     rates = []
     for T, ms in record["products_ms"].items():
-        operations = 2 * int(T) * g["n_layer"] * layer + 2 * head
+        operations = 2 * int(T) * geometry["n_layer"] * layer_weights + 2 * head_weights
         rates.append(operations / (ms / 1e3))
     return max(rates)
 
@@ -135,43 +158,50 @@ def product_rate(record: Figures) -> float:
 def larger_models(*machines: tuple[str, float, float, int]) -> Table:
     """Return the lower bounds of SHAPES on machines: name, bytes/s, operations/s, bytes of a number."""
     rows = []
-    for name, read, rate, nbytes in machines:
+    for name, bandwidth, compute_rate, nbytes in machines:
         for shape in SHAPES:
             shape = replace(shape, nbytes=nbytes)
-            batch, long = "-", "-"
+            batch_speed, long_first = "-", "-"
             if shape.n_ctx >= 8000:
-                batch = f"{64 / decode_s(shape, read, 8000, 64):,.1f}"
-                long = seconds(prefill_s(shape, rate, 8000))
-            one = f"{1 / decode_s(shape, read, 1000):,.2f}"
-            first = seconds(prefill_s(shape, rate, 1000))
-            fetch = shape.token_bytes / (token_operations(shape) / rate) / 1e9
-            token = f"{shape.token_bytes:,}"
-            rows.append([name, shape.name, one, batch, first, long, token, f"{fetch:,.3g} GB/s"])
+                batch_speed = f"{64 / decode_seconds(shape, bandwidth, 8000, 64):,.1f}"
+                long_first = format_seconds(prefill_seconds(shape, compute_rate, 8000))
+            single_speed = f"{1 / decode_seconds(shape, bandwidth, 1000):,.2f}"
+            short_first = format_seconds(prefill_seconds(shape, compute_rate, 1000))
+            seconds_per_token = token_operations(shape) / compute_rate
+            fetch_bandwidth = shape.token_bytes / seconds_per_token / 1e9
+            token_bytes = f"{shape.token_bytes:,}"
+            speeds = [single_speed, batch_speed, short_first, long_first]
+            rows.append([name, shape.name, *speeds, token_bytes, f"{fetch_bandwidth:,.3g} GB/s"])
     speeds = ["tokens/s, 1 text of 1,000", "64 texts of 8,000"]
     firsts = ["first token of 1,000", "of 8,000"]
     header = ["machine", "model", *speeds, *firsts, "bytes of a cached token", "fetch above"]
     return Table(header, rows, left=2)
 
 
-def seconds(x: float) -> str:
+def format_seconds(x: float) -> str:
     """Return a time in a readable unit."""
     return f"{x:,.1f} s" if x >= 1 else f"{1e3 * x:,.1f} ms"
 
 
-def fleet() -> Table:
+def fleet_table() -> Table:
     """Return predictions for the largest of SHAPES on H100, from the hit rates of two public traces."""
-    shape, rate, cells = SHAPES[-1], H100[2], []
+    shape, compute_rate, table_rows = SHAPES[-1], H100[2], []
     for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
         rows = read_csv(path)
         for row in (rows[0], rows[len(rows) // 2], rows[-1]):
-            hit, blocks = float(row["token_hit_rate"]), row["capacity_blocks"]
-            size = "any"
+            hit_rate, blocks = float(row["token_hit_rate"]), row["capacity_blocks"]
+            memory = "any"
             if blocks.isdecimal():
-                size = f"{int(row['tokens']) * shape.token_bytes / 1e12:.2f} TB"
+                memory = f"{int(row['tokens']) * shape.token_bytes / 1e12:.2f} TB"
             # A machine that does nothing but prefill computes (1 - hit) of the tokens that it serves.
-            moved = rate / token_operations(shape) / max(1 - hit, 1e-9) * hit * shape.token_bytes
-            network = [f"{8e-9 * moved / 25:.0%}", f"{8e-9 * moved / 400:.1%}"]
+            traffic = compute_rate / token_operations(shape) / max(1 - hit_rate, 1e-9)
+            traffic *= hit_rate * shape.token_bytes
+            network_shares = [
+                f"{8e-9 * traffic / 25:.0%}",
+                f"{8e-9 * traffic / 400:.1%}",
+            ]
             trace = path.stem.removeprefix("replay_")
-            cells.append([trace, blocks, size, f"{hit:.1%}", f"{moved / 1e9:.2f} GB/s", *network])
-    found = ["trace", "blocks of 512 tokens", "memory", "tokens found", "moved for each machine"]
-    return Table([*found, "of 25 Gbit/s", "of 400 Gbit/s"], cells)
+            cells = [blocks, memory, f"{hit_rate:.1%}", f"{traffic / 1e9:.2f} GB/s"]
+            table_rows.append([trace, *cells, *network_shares])
+    header = ["trace", "blocks of 512 tokens", "memory", "tokens found", "moved for each machine"]
+    return Table([*header, "of 25 Gbit/s", "of 400 Gbit/s"], table_rows)

@@ -11,14 +11,14 @@ HERE = Path(__file__).resolve().parent
 Figures = dict[str, Any]  # figures by name, as JSON has them
 
 
-def words(macro: str, *values: Any, markdown: bool = False) -> str:
+def render_words(macro: str, *values: Any, markdown: bool = False) -> str:
     """Return what a macro makes of values, with tables for a terminal or in Markdown."""
     templates = environment(HERE)
     templates.filters["table"] = lambda x: table(x.header, x.rows, markdown, x.left)
-    templates.filters["threads"] = threads_of
+    templates.filters["threads"] = threads_text
     module = templates.get_template("words.md.jinja").module
     return re.sub(r"\n{3,}", "\n\n", getattr(module, macro)(*values)).strip()
 
 
-def threads_of(record: Figures) -> str:
+def threads_text(record: Figures) -> str:
     return "1 thread" if record["threads"] == 1 else f"{record['threads']} threads"

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from benchmarks import batches
-from benchmarks.batches import BASE, CONTENDERS, PAGED, SIZE, measure, requests_of, served
-from benchmarks.runners import Where
+from benchmarks.batches import (
+    BASE,
+    BLOCK_TOKENS,
+    CONTENDERS,
+    PAGED,
+    draw_requests,
+    measure_contender,
+    measure_requests,
+)
+from benchmarks.runners import Setup
 from support.files import read_json
 from tests import test_benchmarks
 from tests.helpers import start
@@ -19,7 +27,7 @@ GEOMETRY = {"vocab_size": 300, "n_ctx": 64, "weights": 10**6}
 
 
 def test_requests_are_the_same_every_time_and_of_different_lengths() -> None:
-    (few, _), (prompts, new) = requests_of(4, 300, 1024), requests_of(64, 300, 1024)
+    (few, _), (prompts, new) = draw_requests(4, 300, 1024), draw_requests(64, 300, 1024)
     assert prompts[:4] == few and max(map(max, prompts)) < 300
     lengths = [len(ids) for ids in prompts]
     assert 4 * min(lengths) < max(lengths) and min(new) < max(new)
@@ -30,15 +38,17 @@ def test_requests_are_the_same_every_time_and_of_different_lengths() -> None:
 def test_contenders_write_the_same_and_count_their_bytes(name: str, folder: Path) -> None:
     if "transformers" in name:
         pytest.importorskip("transformers")
-    prompts, new = requests_of(5, CONFIG.vocab_size, CONFIG.n_ctx)
-    expected, found = (served(way, Where(folder), {5: (prompts, new)})[5] for way in (BASE, name))
+    prompts, new = draw_requests(5, CONFIG.vocab_size, CONFIG.n_ctx)
+    expected, found = (
+        measure_contender(way, Setup(folder), {5: (prompts, new)})[5] for way in (BASE, name)
+    )
     assert found["tokens"] == expected["tokens"] and [*map(len, found["tokens"])] == new
     lengths = [len(ids) + n - 1 for ids, n in zip(prompts, new, strict=True)]
     held, wasted = found["held"], found["wasted"]
     if name == BASE:
         assert held == max(lengths) * TOKEN and wasted == 0
     elif name == PAGED:
-        assert held % (SIZE * TOKEN) == 0 and 0 <= wasted < 5 * SIZE * TOKEN
+        assert held % (BLOCK_TOKENS * TOKEN) == 0 and 0 <= wasted < 5 * BLOCK_TOKENS * TOKEN
         assert held - wasted <= sum(lengths) * TOKEN
     elif "padded" in name:
         longest = max(map(len, prompts)) + max(new) - 1
@@ -56,9 +66,9 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_bound(
         PAGED: [turn(2.0, 0), turn(3.0, 1), turn(1.0, 0)],
     }
     turns["floor"] = [{"bytes_per_ms": 1e6, "products_ms": {"32": 3.2}}]
-    monkeypatch.setattr(batches, "in_turns", lambda *_, needed: (turns, {"other": "no"}))
-    one = measure(3, 1, Where(Path()), GEOMETRY, [2])["2"]
-    prompts, new = requests_of(2, 300, 64)
+    monkeypatch.setattr(batches, "run_in_processes", lambda *_, needed: (turns, {"other": "no"}))
+    one = measure_requests(3, 1, Setup(Path()), GEOMETRY, [2])["2"]
+    prompts, new = draw_requests(2, 300, 64)
     bound = 1e-4 * sum(map(len, prompts)) + 1e-3 * (max(new) - 1)
     assert one["bound_tokens_per_s"] == pytest.approx(sum(new) / bound)
     assert one["new"] == new and one["failed"] == {"other": "no"}

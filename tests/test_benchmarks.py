@@ -9,8 +9,8 @@ import torch
 
 import benchmarks.__main__ as bench
 from benchmarks import processes, report, runners
-from benchmarks.contenders import timed
-from benchmarks.runners import BASE, CONTENDERS, LLAMA, LLAMAS, Int8, Where, is_exact
+from benchmarks.contenders import time_contender
+from benchmarks.runners import BASE, CONTENDERS, LLAMA, LLAMAS, Int8, Setup, is_exact
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model, read_tensors
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runner_of(name: str, folder: Path) -> object:
     try:
-        return CONTENDERS[name](Where(folder))
+        return CONTENDERS[name](Setup(folder))
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -66,7 +66,7 @@ CACHED = {  # tokens whose keys and values are held, after 12 and 20 more
 @pytest.mark.parametrize("name", [of_all_speeds(name) for name in EXACT])
 def test_equal_weights_give_equal_tokens(name: str, folder: Path) -> None:
     runner = runner_of(name, folder)
-    done = timed(runner, prompt(), 20)
+    done = time_contender(runner, prompt(), 20)
     assert done["tokens"] == plain(folder, prompt(), 21).tolist()
     assert len(done["steps_ms"]) == 20 and min(done["steps_ms"]) > 0 and done["first_ms"] > 0
     token = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * 4  # of two texts
@@ -76,8 +76,8 @@ def test_equal_weights_give_equal_tokens(name: str, folder: Path) -> None:
 @pytest.mark.slow
 def test_weights_reach_the_names_of_llms_from_scratch(folder: Path) -> None:
     theirs = pytest.importorskip("llms_from_scratch.kv_cache.gpt2")
-    model = theirs.GPTModel(runners.sizes(folder)).eval()
-    runners.fill(model, read_tensors(str(folder)))
+    model = theirs.GPTModel(runners.peer_config(folder)).eval()
+    runners.load_peer_weights(model, read_tensors(str(folder)))
     ids = prompt()
     with torch.no_grad():
         expected = load_model(str(folder), model_class=GPT)(ids)
@@ -85,7 +85,7 @@ def test_weights_reach_the_names_of_llms_from_scratch(folder: Path) -> None:
 
 
 def test_int8_is_near(folder: Path) -> None:
-    exact, runner = load_model(str(folder), model_class=GPT), Int8(Where(folder))
+    exact, runner = load_model(str(folder), model_class=GPT), Int8(Setup(folder))
     ids = prompt(4, 40)
     with torch.no_grad():
         expected, got = exact(ids), runner.model(ids)
@@ -96,7 +96,7 @@ def test_int8_is_near(folder: Path) -> None:
 @pytest.mark.slow
 def test_ctranslate2_writes_the_same_up_to_the_context(folder: Path) -> None:
     left = CONFIG.n_ctx - 12  # as many as it has positions for
-    done = timed(runner_of("CTranslate2", folder), prompt(4), left)
+    done = time_contender(runner_of("CTranslate2", folder), prompt(4), left)
     assert done["tokens"] == plain(folder, prompt(4), left + 1).tolist()
 
 
@@ -136,7 +136,7 @@ def summary(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1
         "gpt_kv_cache.py": [{"2 x 100": turn(200 * s, 100 * s, [1, 2])} for s in slow],
         "other": [{"2 x 100": turn(400 * s, 150 * s, [1, 3])} for s in slow],
     }
-    return report.summary(found, 500e6, 1)
+    return report.summarize(found, 500e6, 1)
 
 
 def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -> None:
@@ -148,12 +148,14 @@ def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -
     assert ours["of_products"] == 160 / 200  # of the tokens of both texts
     assert ours["same_tokens"] and not other["same_tokens"]  # in the second text
     turns = {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}
-    spread = report.ablation({"x": {"1 x 9": turns}}, [9])
+    spread = report.slowdowns({"x": {"1 x 9": turns}}, [9])
     assert spread == {"x": {"9": {"decode": [1, 0.5, 2], "first": [1, 0.25, 1]}}}
     assert found["waited"] == pytest.approx(0) and found["bandwidth_change"] == pytest.approx(0.02)
     busy, uneven = summary(cpu=0.7), summary((5e6, 10e6, 10e6))
     assert busy["waited"] == pytest.approx(0.3) and uneven["bandwidth_change"] == 0.5
-    assert report.disturbed(busy) and report.disturbed(uneven) and not report.disturbed(found)
+    assert (
+        report.is_disturbed(busy) and report.is_disturbed(uneven) and not report.is_disturbed(found)
+    )
 
 
 def grows(path: Path, most: int) -> int:
@@ -166,11 +168,11 @@ def grows(path: Path, most: int) -> int:
 @pytest.mark.slow
 def test_a_job_that_fails_is_left_out_and_said(tmp_path: Path) -> None:
     jobs = {"good": (grows, tmp_path / "good", 2), "bad": (grows, tmp_path / "bad", 1)}
-    found, failed = processes.in_turns(jobs, 2, 1, needed=["good"])
+    found, failed = processes.run_in_processes(jobs, 2, 1, needed=["good"])
     assert found == {"good": [10, 20]} and (tmp_path / "bad").read_text() == ".."
     assert failed == {"bad": "IndexError: list index out of range"}
     with pytest.raises(ValueError, match="good failed: IndexError"):
-        processes.in_turns({"good": jobs["good"]}, 1, 1, needed=["good"])
+        processes.run_in_processes({"good": jobs["good"]}, 1, 1, needed=["good"])
 
 
 def command(*words: str) -> str:

@@ -14,7 +14,15 @@ if __name__ == "__main__":
 
 import csv
 
-from benchmarks.scale import H100, ROOT, SHAPES, decode_s, prefill_s, seconds, token_operations
+from benchmarks.scale import (
+    H100,
+    ROOT,
+    SHAPES,
+    decode_seconds,
+    format_seconds,
+    prefill_seconds,
+    token_operations,
+)
 from support.cli import CommandLine
 
 
@@ -32,11 +40,11 @@ def models() -> None:
         print(" " * 12 + "".join(f"{word:>16}" for word in line))
     for shape in (shape for shape in SHAPES if shape.name != "GPT-2 XL"):
         equal = shape.parameters * shape.nbytes / shape.token_bytes
-        one, many, first = f"{1 / decode_s(shape, read, 1000):,.0f}", "-", "-"
+        one, many, first = f"{1 / decode_seconds(shape, read, 1000):,.0f}", "-", "-"
         if shape.n_ctx >= 8000:
             many, first = (
-                f"{64 / decode_s(shape, read, 8000, 64):,.0f}",
-                seconds(prefill_s(shape, rate, 8000)),
+                f"{64 / decode_seconds(shape, read, 8000, 64):,.0f}",
+                format_seconds(prefill_seconds(shape, rate, 8000)),
             )
         fetch = f"{shape.token_bytes * rate / token_operations(shape) / 1e9:,.1f} GB/s"
         row = f"{shape.token_bytes:,}", f"{equal:,.0f} tokens", one, many, first, fetch

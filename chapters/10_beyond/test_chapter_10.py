@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.scale import H100, SHAPES, decode_s, token_operations
-from benchmarks.scale import prefill_s as floor_of_prefill
+from benchmarks.scale import H100, SHAPES, decode_seconds, token_operations
+from benchmarks.scale import prefill_seconds as floor_of_prefill
 from chapters.checking import assert_close
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
@@ -92,9 +92,9 @@ def test_texts_that_outweigh(impl: ModuleType) -> None:
             weights / 1e12
         )  # seconds for the weights; a step with n texts takes more than twice as long
         assert (
-            decode_s(shape, 1e12, 777, n)
+            decode_seconds(shape, 1e12, 777, n)
             > 2 * alone
-            >= decode_s(shape, 1e12, 777, n - 1) * (1 - 1e-12)
+            >= decode_seconds(shape, 1e12, 777, n - 1) * (1 - 1e-12)
         )
 
 
