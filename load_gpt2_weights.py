@@ -141,32 +141,32 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
             hub.get_hf_file_metadata(url, timeout=10)
             return Path(hub.hf_hub_download(repo, filename, revision=revision))
         except errors.GatedRepoError:
-            why = (
+            reason = (
                 f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf auth login`; "
                 "or give a model's folder"
             )
         except errors.HfHubHTTPError as error:
             if error.response.status_code != 404:
                 raise
-            why = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
+            reason = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
     # Whatever else a network, its settings, a server or a full disk can do.
     except Exception as error:
         raise not_downloaded(f"{filename} of {repo}", error) from error
-    raise OSError(why)
+    raise OSError(reason)
 
 
 def find_weights(name_or_path: str) -> list[Path]:
-    """Return the files that hold a model's weights: one, or those that an index lists."""
+    """Return the files that hold a model's weights: one, or the shards that an index lists."""
     if name_or_path in PUBLIC:
         path = find_file(name_or_path, PUBLIC[name_or_path].weights)
     else:
         folder = find_file(name_or_path, "config.json").parent
-        there = [folder / filename for filename in WEIGHTS if (folder / filename).exists()]
-        if not there:
+        candidates = [folder / filename for filename in WEIGHTS if (folder / filename).exists()]
+        if not candidates:
             raise FileNotFoundError(
                 f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin"
             )
-        path = there[0]
+        path = candidates[0]
     if path.suffix != ".json":
         return [path]
     shards = sorted({*map(str, read_json(path, weight_map=dict)["weight_map"].values())})
@@ -226,6 +226,8 @@ SCRIPTS = {  # that read a kind
     "Llama": "llama_kv_cache.py",
     "BCT": "gpt_bounded_cache.py --memory bct",
 }
+# Fields that every file has to give.
+REQUIRED = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
 LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's
     "tie_word_embeddings": "tied",
     "vocab_size": "vocab_size",
@@ -251,21 +253,16 @@ LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
 }
 
 
-def class_of(llama: bool) -> type[nn.Module]:
-    """Return the model of gpt_kv_cache.py, or of llama_kv_cache.py."""
+def default_class(kind: str) -> type[nn.Module]:
+    """Return the model class that a kind is loaded as."""
     import gpt_kv_cache
     import llama_kv_cache
 
-    return llama_kv_cache.Llama if llama else gpt_kv_cache.GPT
-
-
-def is_llama(config: Any) -> bool:
-    """Return whether a config, or the class of one, is a Llama's."""
-    return kind_of(config) == "Llama"
+    return llama_kv_cache.Llama if kind == "Llama" else gpt_kv_cache.GPT
 
 
 def kind_of(config: Any) -> str:
-    """Return what a config, or the class of one, describes: one of SCRIPTS."""
+    """Return the kind of model that a config, or the class of one, describes: one of SCRIPTS."""
     if hasattr(config, "rope_theta"):
         return "Llama"
     return "BCT" if hasattr(config, "slots") else "GPT-2"
@@ -278,42 +275,62 @@ def read_config(path: Path, config_class: type | None) -> Any:
     Dropout stays 0 whatever the file says: a loaded model is there to infer. Raises ValueError on what our models
     can't represent.
     """
-    config = {key: value for key, value in read_json(path).items() if value is not None}
-    given = config.get("model_type", "gpt2")
-    check_choice(path, "model_type", given, [*KINDS])
-    kind = KINDS[given]
-    llama = kind == "Llama"
-    config_class = config_class or class_of(llama).config_class
+    content = {key: value for key, value in read_json(path).items() if value is not None}
+    model_type = content.get("model_type", "gpt2")
+    check_choice(path, "model_type", model_type, [*KINDS])
+    kind = KINDS[model_type]
+    config_class = config_class or default_class(kind).config_class
     if kind != kind_of(config_class):
         raise ValueError(f"{path} describes a {kind}: {SCRIPTS[kind]} can read it")
-    for key, supported in SUPPORTED["Llama" if llama else "GPT-2"].items():
-        if key in config:
-            check_choice(path, key, config[key], supported)
-    types = {}
+    for key, supported in SUPPORTED["Llama" if kind == "Llama" else "GPT-2"].items():
+        if key in content:
+            check_choice(path, key, content[key], supported)
+    types = {}  # of each field of the config
     for field in fields(config_class):
         types[field.name] = int if field.default is None else type(field.default)
-    needed = ["vocab_size", "n_ctx", "n_layer", "n_head", "n_embd"]
-    if llama:
-        names = LLAMA_FIELDS
-        needed.append("n_inner")
-        config = LLAMA_DEFAULTS | config
-    else:
-        names = {name: name for name in types if name != "dropout"}
-        if "n_positions" in config:  # Hugging Face's name for n_ctx; older files have both
-            config["n_ctx"] = config["n_positions"]
-    here = {name: ours for name, ours in names.items() if name in config or ours in needed}
-    check_fields(config, str(path), **{name: types[ours] for name, ours in here.items()})
-    found = {ours: config[name] for name, ours in here.items()}
-    if llama:
-        if not found["norm_eps"] > 0:
-            raise ValueError(f"{path}: rms_norm_eps must be more than 0, got {found['norm_eps']}")
-        for layer in check_fields(config, str(path), layer_types=list)["layer_types"]:
-            check_choice(path, "layer_types", layer, ["full_attention"])
-        found = {"n_kv_head": found["n_head"]} | found | rotary_fields(config, path)
+    read_fields = llama_fields if kind == "Llama" else gpt2_fields
+    values = read_fields(content, types, path)
     try:
-        return config_class(**found)
+        return config_class(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def gpt2_fields(content: dict[str, Any], types: dict[str, type], path: Path) -> dict[str, Any]:
+    """Return a GPT-2's config, or a BCT's, by field, from the content of a config.json."""
+    if "n_positions" in content:  # Hugging Face's name for n_ctx; older files have both
+        content = content | {"n_ctx": content["n_positions"]}
+    names = {name: name for name in types if name != "dropout"}
+    return select_fields(content, names, types, REQUIRED, path)
+
+
+def llama_fields(content: dict[str, Any], types: dict[str, type], path: Path) -> dict[str, Any]:
+    """Return a Llama's config by field, from the content of a config.json."""
+    content = LLAMA_DEFAULTS | content
+    values = select_fields(content, LLAMA_FIELDS, types, (*REQUIRED, "n_inner"), path)
+    if not values["norm_eps"] > 0:
+        raise ValueError(f"{path}: rms_norm_eps must be more than 0, got {values['norm_eps']}")
+    for layer_type in check_fields(content, str(path), layer_types=list)["layer_types"]:
+        check_choice(path, "layer_types", layer_type, ["full_attention"])
+    values.setdefault("n_kv_head", values["n_head"])
+    return values | rotary_fields(content, path)
+
+
+def select_fields(
+    content: dict[str, Any],
+    names: dict[str, str],
+    types: dict[str, type],
+    required: Sequence[str],
+    path: Path,
+) -> dict[str, Any]:
+    """Return the values that a config.json gives to our fields; names: ours by Hugging Face's. Raises ValueError if one
+    has another type, or a required one is missing."""
+    given = {}
+    for public, field in names.items():
+        if public in content or field in required:
+            given[public] = field
+    check_fields(content, str(path), **{public: types[field] for public, field in given.items()})
+    return {field: content[public] for public, field in given.items()}
 
 
 def check_choice(path: Path, key: str, value: object, supported: Sequence[object]) -> None:
@@ -323,22 +340,22 @@ def check_choice(path: Path, key: str, value: object, supported: Sequence[object
         raise ValueError(f"{path}: {key} is {value!r}, and only {known} is supported")
 
 
-def rotary_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def rotary_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return rope_theta and rope_scaling of a Llama's config. Newer files have rope_parameters, older ones rope_theta
     and rope_scaling."""
     where = f"rope_parameters of {path}"
-    rope = config.get("rope_parameters", config.get("rope_scaling", {}))
-    rope = {"rope_theta": config.get("rope_theta", 10_000.0)} | check_fields(rope, where)
-    positive = {"rope_theta": float}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    check_choice(path, "rope_type", kind, ["default", "llama3"])
-    if kind == "llama3":
-        positive |= LLAMA3_SCALING
-    check_fields(rope, where, **positive)
-    for name in positive:
+    rope = content.get("rope_parameters", content.get("rope_scaling", {}))
+    rope = {"rope_theta": content.get("rope_theta", 10_000.0)} | check_fields(rope, where)
+    types = {"rope_theta": float}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    check_choice(path, "rope_type", rope_type, ["default", "llama3"])
+    if rope_type == "llama3":
+        types |= LLAMA3_SCALING
+    check_fields(rope, where, **types)
+    for name in types:
         if not rope[name] > 0:
             raise ValueError(f"{where}: {name} must be more than 0, got {rope[name]}")
-    theta, *scaling = [number(rope[name]) for name, number in positive.items()]
+    theta, *scaling = [number(rope[name]) for name, number in types.items()]
     if not scaling:
         return {"rope_theta": theta}
     _, low, high, _ = scaling
@@ -429,13 +446,13 @@ def load_model(
     Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
     """
     if name_or_path.startswith(RANDOM):
-        model_class = model_class or class_of(llama=False)
+        model_class = model_class or default_class("GPT-2")
         if model_class.config_class().vocab_size != 50257:
             raise ValueError(f"{name_or_path} is a GPT-2, not a {model_class.__name__}")
         return random_model(model_class, name_or_path.removeprefix(RANDOM)).to(device, dtype)
     config_path = find_file(name_or_path, "config.json")
     config = read_config(config_path, getattr(model_class, "config_class", None))
-    model_class = model_class or class_of(is_llama(config))
+    model_class = model_class or default_class(kind_of(config))
     tensors = read_tensors(name_or_path)
     if getattr(config, "tied", True):
         drop_head(tensors, name_or_path)
@@ -445,22 +462,21 @@ def load_model(
     check_tensors(tensors, model, name_or_path)
     model = model.to(dtype).to_empty(device=device)  # keeps the strides: wte stays column-first
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            for public, part in parts_of(name, parameter, config).items():
-                tensor = tensors.pop(public)  # one that isn't mapped is freed at once
-                part.copy_(tensor)
-                check_finite(public, part, tensor, name_or_path)
+        for name, part in public_parts(model).items():
+            tensor = tensors.pop(name)  # one that isn't mapped is freed at once
+            part.copy_(tensor)
+            check_finite(name, part, tensor, name_or_path)
     return model.eval()
 
 
-def drop_head(tensors: dict[str, Tensor], model: str) -> None:
+def drop_head(tensors: dict[str, Tensor], where: str) -> None:
     """Drop the head's matrix of a model that shares it with its embeddings. Raises ValueError if the two differ."""
     head = tensors.pop("lm_head.weight", None)
     name = "wte.weight" if "wte.weight" in tensors else "embed_tokens.weight"
-    table = tensors.get(name, head)
-    if head is not None and (head.dtype != table.dtype or not torch.equal(head, table)):
+    embeddings = tensors.get(name, head)
+    if head is not None and (head.dtype != embeddings.dtype or not torch.equal(head, embeddings)):
         raise ValueError(
-            f"lm_head.weight of {model} differs from {name}, but this model shares the two"
+            f"lm_head.weight of {where} differs from {name}, but this model shares the two"
         )
 
 
@@ -469,62 +485,68 @@ def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
     made, which could take all memory or never end."""
     longest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
     for name, size in vars(config).items():
-        most, of = longest, "longest side of any tensor"
+        limit, meaning = longest, "longest side of any tensor"
         if name == "n_layer":
-            most, of = len(tensors), "number of tensors"
-        if name == "n_ctx" and is_llama(config):
+            limit, meaning = len(tensors), "number of tensors"
+        if name == "n_ctx" and kind_of(config) == "Llama":
             continue  # no table ends there
-        if type(size) is int and size > most:
-            raise ValueError(f"{path}: {name} is {size}, but the {of} in the weights is {most}")
+        if type(size) is int and size > limit:
+            raise ValueError(
+                f"{path}: {name} is {size}, but the {meaning} in the weights is {limit}"
+            )
 
 
 def check_tensors(tensors: dict[str, Tensor], model: nn.Module, where: str) -> None:
     """Raise ValueError if tensors are missing, unexpected, or not of the shapes and types that a model needs."""
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        for public, part in parts_of(name, parameter, model.config).items():
-            shapes[public] = tuple(part.shape)
-    wrong = [f"{name} is missing" for name in shapes if name not in tensors]
-    wrong += [f"{name} is unexpected" for name in tensors if name not in shapes]
+    shapes = {name: tuple(part.shape) for name, part in public_parts(model).items()}
+    faults = [f"{name} is missing" for name in shapes if name not in tensors]
+    faults += [f"{name} is unexpected" for name in tensors if name not in shapes]
     for name, tensor in tensors.items():
         if name in shapes and tensor.shape != shapes[name]:
-            wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
+            faults.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
         elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            wrong.append(f"{name} holds {tensor.dtype}, not floats of 16 bits or more")
-    if wrong:
-        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            faults.append(f"{name} holds {tensor.dtype}, not floats of 16 bits or more")
+    if faults:
+        rest = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise ValueError(
-            f"the weights of {where} don't fit its config.json: {'; '.join(wrong[:8])}{more}"
+            f"the weights of {where} don't fit its config.json: {'; '.join(faults[:8])}{rest}"
         )
 
 
-def parts_of(name: str, parameter: Tensor, config: Any) -> dict[str, Tensor]:
-    """Return a parameter as public files hold it, by tensors' names: views of it. A Llama's matrices, here (in, out),
-    are (out, in) there, those that are joined here one by one."""
-    if not is_llama(config):
-        return {name: parameter}
-    *layer, part = re.fullmatch(r"(?:h\.(\d+)\.)?(.*)\.weight", name).groups()
-    before = f"layers.{layer[0]}." if layer[0] else ""
-    names = [f"{before}{public}.weight" for public in LLAMA_TENSORS[part]]
-    matrix = parameter.t() if ".c_" in name else parameter
-    sizes = [len(matrix) // len(names)] * len(names)
-    if part == "attn.c_attn":
-        kv = config.n_kv_head * config.head_dim
-        sizes = [len(matrix) - 2 * kv, kv, kv]
-    return dict(zip(names, matrix.split(sizes), strict=True))
+def public_parts(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters as public files hold them, by tensors' names: views, which can be written to.
+
+    A Llama's matrices, here (in, out), are (out, in) there, and those that are joined here come one by one.
+    """
+    config, parts = model.config, dict(model.named_parameters())
+    if kind_of(config) != "Llama":
+        return parts
+    kv_width = config.n_kv_head * config.head_dim
+    public = {}
+    for name, parameter in parts.items():
+        layer, part = re.fullmatch(r"(?:h\.(\d+)\.)?(.*)\.weight", name).groups()
+        prefix = "" if layer is None else f"layers.{layer}."
+        matrix = parameter.t() if ".c_" in name else parameter
+        tensors = LLAMA_TENSORS[part]
+        sizes = [len(matrix) // len(tensors)] * len(tensors)
+        if part == "attn.c_attn":
+            sizes = [len(matrix) - 2 * kv_width, kv_width, kv_width]
+        for tensor, rows in zip(tensors, matrix.split(sizes), strict=True):
+            public[f"{prefix}{tensor}.weight"] = rows
+    return public
 
 
-def check_finite(name: str, parameter: Tensor, tensor: Tensor, model: str) -> None:
-    """Raise ValueError if a parameter has NaN or infinity among its numbers, from the file's tensor or from the cast to
-    the parameter's dtype."""
-    if all(math.isfinite(x) for x in parameter.aminmax()):
+def check_finite(name: str, part: Tensor, tensor: Tensor, where: str) -> None:
+    """Raise ValueError if part of a model has NaN or infinity among its numbers, from the file's tensor or from the
+    cast to the model's dtype."""
+    if all(math.isfinite(x) for x in part.aminmax()):
         return
-    largest, most = tensor.abs().max(), torch.finfo(parameter.dtype).max
+    largest, limit = tensor.abs().max(), torch.finfo(part.dtype).max
     if not math.isfinite(largest):
-        raise ValueError(f"{name} of {model} holds numbers that aren't finite (NaN or infinity)")
-    dtype = str(parameter.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} of {where} holds numbers that aren't finite (NaN or infinity)")
+    dtype = str(part.dtype).removeprefix("torch.")
     raise ValueError(
-        f"{name} of {model} holds {largest:g}, and {dtype} at most {most:g}: choose another --dtype"
+        f"{name} of {where} holds {largest:g}, and {dtype} at most {limit:g}: choose another --dtype"
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
-from load_gpt2_weights import LLAMA_FIELDS, find_file, parts_of
+from load_gpt2_weights import LLAMA_FIELDS, find_file, public_parts
 from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, size_of
@@ -78,9 +78,8 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "rope_theta": c.rope_theta,
     }
     config |= {public: getattr(c, ours) for public, ours in LLAMA_FIELDS.items()}
-    for name, parameter in model.named_parameters():
-        for public, part in parts_of(name, parameter, c).items():
-            tensors[public if public == "lm_head.weight" else f"model.{public}"] = part
+    for name, part in public_parts(model).items():
+        tensors[name if name == "lm_head.weight" else f"model.{name}"] = part
     return config, tensors
 
 
