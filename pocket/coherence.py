@@ -26,7 +26,14 @@ from tiktoken import Encoding
 
 from gpt_kv_cache import GPT, generate
 from pocket import corpus
-from pocket.sentences.stories import CREATURE_ASIDE, ENDINGS, INCIDENTS, OPENINGS, PAYS, STATES
+from pocket.sentences.stories import (
+    CREATURE_ASIDES,
+    ENDINGS,
+    INCIDENTS,
+    OPENINGS,
+    PAYOFFS,
+    STATEMENTS,
+)
 
 NAME = r"(?-i:(?!(?:They|She|He|It|The)\b)[A-Z][a-z]+)"
 FIELDS = {
@@ -72,7 +79,7 @@ def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
             return " ?"
         return {"[": "(?:", "]": ")", "|": "|"}.get(match[0]) or re.escape(match[0])
 
-    template = template.replace("{they_said}", f"[{'|'.join(CREATURE_ASIDE[0])}]")
+    template = template.replace("{they_said}", f"[{'|'.join(CREATURE_ASIDES[0])}]")
     text = re.sub(
         r"(?P<article>\ba )?{(?P<field>[\w.]+)}|(?P<loose> (?=\[)|(?<=\]) )|.", piece, template
     )
@@ -83,7 +90,7 @@ def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
 def patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
     """Return (kind, thread, pattern, fields) of every template of a story."""
     kinds = {"opening": {"": OPENINGS}, "incident": {"": INCIDENTS}, "ending": {"": ENDINGS}}
-    kinds |= {"state": STATES, "pay": PAYS}
+    kinds |= {"state": STATEMENTS, "pay": PAYOFFS}
     found = []
     for kind, banks in kinds.items():
         for thread, (templates, _) in banks.items():
@@ -176,7 +183,7 @@ def judge(story: str) -> Verdict:
 def openings(split: str, n: int) -> list[str]:
     """Return the first sentences of n stories of a split: who sets out, and from where."""
     pens = (corpus.Pen(split, f"told/{i}") for i in range(n))
-    return [pen.say(OPENINGS, **corpus.scene(pen)[0]) for pen in pens]
+    return [pen.write_sentence(OPENINGS, **corpus.draw_plot(pen).values) for pen in pens]
 
 
 def written(

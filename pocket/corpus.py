@@ -21,9 +21,9 @@ from typing import NamedTuple
 from tiktoken import Encoding
 
 from pocket.sentences import articles, dialogues, explanations, lists, stories
-from pocket.sentences.nouns import EPITHET, THINGS, WHEN, WORDS
+from pocket.sentences.nouns import EPITHETS, OBJECT_NOUNS, TIMES, WORDS
 from pocket.sentences.templates import Bank
-from pocket.sentences.world import ASKS, FACTS, FOLLOWS, SAYS, TOWNS, WORLD
+from pocket.sentences.world import FACT_QUESTIONS, FACT_STATEMENTS, FACTS, FOLLOW_UPS, TOWNS, WORLD
 
 SPLITS = ("train", "valid", "test")
 PRONOUNS = {"woman": ("she", "her", "her"), "man": ("he", "him", "his")}
@@ -59,53 +59,55 @@ class Person(NamedTuple):
 # --- Choosing and filling -------------------------------------------------------------------------------
 
 
-def english(text: str) -> str:
+def as_sentences(text: str) -> str:
     """Mend spaces, write "an" before vowels, and put capitals at the starts of sentences."""
     text = re.sub(r" +", " ", text).replace(" ,", ",").replace(" .", ".").strip()
     text = re.sub(r"\b([Aa]) (?=[aeiouAEIOU])", r"\1n ", text)
     return re.sub(r'(^|[.!?] |[.]" )("?)([a-z])', lambda m: m[1] + m[2] + m[3].upper(), text)
 
 
-def asked(question: str, **values: object) -> str:
-    """A question as a prompt, its {fields} filled."""
-    return f"Question: {english(question.format(**values))}\nAnswer:"
+def question_prompt(question: str, **values: object) -> str:
+    """Return a question as a prompt that ends with "Answer:", its {fields} filled."""
+    return f"Question: {as_sentences(question.format(**values))}\nAnswer:"
 
 
-def qa(question: str, answer: str) -> str:
-    return f"{asked(question)} {answer}"
+def answered_question(question: str, answer: str) -> str:
+    """Return a question and its answer."""
+    return f"{question_prompt(question)} {answer}"
 
 
-def below(text: str, questions: list[str]) -> str:
-    """A text and the questions about it, if there are any."""
+def with_questions(text: str, questions: list[str]) -> str:
+    """Return a text and the questions about it, if there are any."""
     return "\n\n".join([text, "\n".join(questions)]).rstrip("\n")
 
 
-def _people() -> dict[str, list[Person]]:
-    """Cut one fixed shuffle of all syllable names into the casts of the three splits."""
-    taken = {*WORDS["petname"]}
+def people_of_splits() -> dict[str, list[Person]]:
+    """Cut one fixed shuffle of all syllable names into the people of the three splits."""
+    names_in_use = {*WORDS["petname"]}
     for town in TOWNS.values():
-        taken |= {*town.values()}
-    people = [
-        Person(start + end, *pronouns)
-        for start in WORDS["start"]
-        for sex, pronouns in PRONOUNS.items()
-        for end in WORDS[sex]
-        if start + end not in taken
-    ]
+        names_in_use |= {*town.values()}
+    people = []
+    for start in WORDS["start"]:
+        for sex, pronouns in PRONOUNS.items():
+            for end in WORDS[sex]:
+                if start + end not in names_in_use:
+                    people.append(Person(start + end, *pronouns))
     Random("people").shuffle(people)
     return {"train": people[:-220], "valid": people[-220:-110], "test": people[-110:]}
 
 
-PEOPLE = _people()
-OBJECTS = {
-    split: [
-        f"{adjective} {noun}"
-        for adjectives, *of_splits in THINGS
-        for noun in of_splits[i].split()
-        for adjective in adjectives.split() + WORDS["paint"]
-    ]
-    for i, split in enumerate(SPLITS)
-}
+def objects_of(split: str) -> list[str]:
+    """Return the objects of a split: each of its nouns with every adjective that suits it."""
+    objects = []
+    for adjectives, *nouns_of_splits in OBJECT_NOUNS:
+        for noun in nouns_of_splits[SPLITS.index(split)].split():
+            for adjective in adjectives.split() + WORDS["paint"]:
+                objects.append(f"{adjective} {noun}")
+    return objects
+
+
+PEOPLE = people_of_splits()
+OBJECTS = {split: objects_of(split) for split in SPLITS}
 
 
 class Pen:
@@ -113,321 +115,424 @@ class Pen:
 
     def __init__(self, split: str, name: str, seed: int = 0) -> None:
         self.split = split
-        self.side = int(split != "train")
         self.rng = Random(f"{seed}/{split}/{name}")
         self.pick, self.sample = self.rng.choice, self.rng.sample
 
-    def chance(self, p: float) -> bool:
-        return self.rng.random() < p
+    def chance(self, probability: float) -> bool:
+        """Return True with this probability."""
+        return self.rng.random() < probability
 
-    def part(self, templates: Bank, **values: object) -> str:
-        """Choose a template and its [this|that] alternatives, and fill its {fields}."""
-        text = self.pick(templates[self.side])
+    def wordings(self, bank: Bank) -> list[str]:
+        """Return the templates of a bank that are for this split."""
+        return bank.train if self.split == "train" else bank.held_out
+
+    def fill_one_of(self, templates: list[str], **values: object) -> str:
+        """Choose one of these templates and its [this|that] alternatives, and fill its {fields}."""
+        text = self.pick(templates)
         while "[" in text:
             text = re.sub(r"\[([^][]*)\]", lambda m: self.pick(m[1].split("|")), text)
         return text.format(**values)
 
-    def fill(self, fields: str) -> dict[str, str]:
-        """A word for each of these fields."""
+    def fill_template(self, bank: Bank, **values: object) -> str:
+        """The same with a template of a bank."""
+        return self.fill_one_of(self.wordings(bank), **values)
+
+    def write_sentence(self, bank: Bank, **values: object) -> str:
+        """The same as whole sentences."""
+        return as_sentences(self.fill_template(bank, **values))
+
+    def pick_words(self, fields: str) -> dict[str, str]:
+        """Return a word for each of these fields."""
         return {field: self.pick(WORDS[field]) for field in fields.split()}
 
-    def say(self, templates: Bank, **values: object) -> str:
-        """The same as whole sentences."""
-        return english(self.part(templates, **values))
-
-    def cast(self, n: int) -> list[Person]:
-        """n people with different initials; the second is not of the first one's sex, so that pronouns are clear."""
+    def pick_people(self, n: int) -> list[Person]:
+        """Return n people with different initials; the second is not of the first one's sex, so that pronouns are
+        clear."""
         people = []
         while len(people) < n:
-            new = self.pick(PEOPLE[self.split])
-            same_initial = new.name[0] in [person.name[0] for person in people]
-            same_sex = len(people) == 1 and new.they == people[0].they
+            candidate = self.pick(PEOPLE[self.split])
+            same_initial = candidate.name[0] in [person.name[0] for person in people]
+            same_sex = len(people) == 1 and candidate.they == people[0].they
             if not same_initial and not same_sex:
-                people.append(new)
+                people.append(candidate)
         return people
 
-    def things(self, n: int) -> list[str]:
-        """n objects with different nouns."""
-        things = {}
-        while len(things) < n:
-            thing = self.pick(OBJECTS[self.split])
-            things.setdefault(thing.split()[1], thing)
-        return [*things.values()]
+    def pick_objects(self, n: int) -> list[str]:
+        """Return n objects with different nouns."""
+        objects = {}
+        while len(objects) < n:
+            candidate = self.pick(OBJECTS[self.split])
+            objects.setdefault(candidate.split()[1], candidate)
+        return [*objects.values()]
 
-    def topic(self) -> tuple[str, dict[str, str]]:
-        """A town or a creature: its kind and its template values."""
+    def pick_subject(self) -> tuple[str, dict[str, str]]:
+        """Return a town or a creature: its kind and its template values."""
         kind = "town" if self.chance(0.75) else "creature"
         return kind, self.pick(WORLD[kind])
 
-    def fact(self, about: dict[str, str], key: str) -> str:
-        """A statement of one fact of a town or a creature."""
-        return english(self.part(SAYS[key], **about) + ".")
+    def state_fact(self, subject: dict[str, str], fact: str) -> str:
+        """Return a statement of one fact of a town or a creature."""
+        return as_sentences(self.fill_template(FACT_STATEMENTS[fact], **subject) + ".")
 
-    def question(self, about: dict[str, str], key: str) -> str:
-        """A question about one fact, and its answer."""
-        return qa(self.part(ASKS[key], **about), about[key])
+    def ask_fact(self, subject: dict[str, str], fact: str) -> str:
+        """Return a question about one fact, and its answer."""
+        question = self.fill_template(FACT_QUESTIONS[fact], **subject)
+        return answered_question(question, subject[fact])
 
 
 # --- One function for each kind of document -------------------------------------------------------------
 
 
-def scene(pen: Pen) -> tuple[dict, list[str]]:
-    """What happens in a story: its template values and its threads."""
-    v = dict(zip("abcd", pen.cast(4), strict=True))
-    v["obj"], v["obj2"] = pen.things(2)
-    v["n1"], v["n2"] = pen.sample(WORDS["number"], 2)
-    v["town"], v["place"] = pen.sample([*TOWNS], 2)
-    v["when"] = pen.part(WHEN, any_month=pen.pick(WORLD["town"])["month"])
-    v["rel"] = pen.pick(["sister" if v["b"].they == "she" else "brother", *WORDS["rel"]])
-    v |= pen.fill("job goods cargo spot word colour landmark hour errand")
-    v["epithet"] = pen.part(EPITHET, **TOWNS[v["town"]])
-    v["epithet2"] = pen.part(EPITHET, **TOWNS[v["place"]])
-    v["Word"] = v["word"].capitalize()
-    v |= pen.pick(WORLD["creature"])
-    fact = pen.part(SAYS[pen.pick(FACTS["creature"])], **v)
-    v["they_said"] = pen.part(stories.CREATURE_ASIDE, fact=fact, **v)
-    return v, pen.sample([*stories.THREADS], pen.pick([2, 3, 3, 4]))
+class Plot(NamedTuple):
+    """What happens in a story."""
+
+    values: dict  # of its templates' fields
+    threads: list[
+        str
+    ]  # details that are stated early and needed late, in the order of stories.THREAD_ANSWERS
 
 
-def prose_of(pen: Pen, v: dict, threads: list[str], mute: bool) -> str:
-    """A story in words; if mute, its first thread is stated but never paid off."""
-    early = [pen.say(stories.STATES[t], **v) for t in pen.sample(threads, len(threads))]
+def draw_plot(pen: Pen) -> Plot:
+    """Return the plot of a story."""
+    values = dict(zip("abcd", pen.pick_people(4), strict=True))
+    values["obj"], values["obj2"] = pen.pick_objects(2)
+    values["n1"], values["n2"] = pen.sample(WORDS["number"], 2)
+    values["town"], values["place"] = pen.sample([*TOWNS], 2)
+    values["when"] = pen.fill_template(TIMES, any_month=pen.pick(WORLD["town"])["month"])
+    sibling = "sister" if values["b"].they == "she" else "brother"
+    values["rel"] = pen.pick([sibling, *WORDS["rel"]])
+    values |= pen.pick_words("job goods cargo spot word colour landmark hour errand")
+    values["epithet"] = pen.fill_template(EPITHETS, **TOWNS[values["town"]])
+    values["epithet2"] = pen.fill_template(EPITHETS, **TOWNS[values["place"]])
+    values["Word"] = values["word"].capitalize()
+    values |= pen.pick(WORLD["creature"])
+    fact = pen.fill_template(FACT_STATEMENTS[pen.pick(FACTS["creature"])], **values)
+    values["they_said"] = pen.fill_template(stories.CREATURE_ASIDES, fact=fact, **values)
+    return Plot(values, pen.sample([*stories.THREAD_ANSWERS], pen.pick([2, 3, 3, 4])))
+
+
+def story_prose(pen: Pen, plot: Plot, mute: bool) -> str:
+    """Return a story in words; if mute, its first thread is stated but never paid off."""
+    values, threads = plot
+    early = []
+    for thread in pen.sample(threads, len(threads)):
+        early.append(pen.write_sentence(stories.STATEMENTS[thread], **values))
     middle = []
     while len(middle) < pen.pick([1, 1, 2, 2, 3]):
-        incident = pen.say(stories.INCIDENTS, **v)
+        incident = pen.write_sentence(stories.INCIDENTS, **values)
         if not any(incident[:12] == other[:12] for other in middle):
             middle.append(incident)
-    paid = threads[1:] if mute else threads
-    late = [pen.say(stories.PAYS[t], **v) for t in stories.THREADS if t in paid]
-    late.append(pen.say(stories.ENDINGS, **v))
-    early.insert(0, pen.say(stories.OPENINGS, **v))
-    return "\n".join(" ".join(paragraph) for paragraph in (early, middle, late))
+    paid_off = threads[1:] if mute else threads
+    late = []
+    for thread, bank in stories.PAYOFFS.items():
+        if thread in paid_off:
+            late.append(pen.write_sentence(bank, **values))
+    late.append(pen.write_sentence(stories.ENDINGS, **values))
+    early.insert(0, pen.write_sentence(stories.OPENINGS, **values))
+    return "\n".join(" ".join(sentences) for sentences in (early, middle, late))
 
 
-def tell(pen: Pen, mute: bool) -> tuple[str, dict, list[str]]:
-    """A story's prose, its template values and its threads."""
-    v, threads = scene(pen)
-    return prose_of(pen, v, threads, mute), v, threads
+def tell_story(pen: Pen, mute: bool) -> tuple[str, Plot]:
+    """Return a story's prose and its plot."""
+    plot = draw_plot(pen)
+    return story_prose(pen, plot, mute), plot
 
 
 def story(pen: Pen) -> str:
     """A journey on which early facts (who, where, how many) are needed at the end."""
-    n = pen.pick([0, 1, 1, 2, 3])
-    prose, v, threads = tell(pen, mute=n > 0 and pen.chance(0.5))
+    count = pen.pick([0, 1, 1, 2, 3])
+    prose, (values, threads) = tell_story(pen, mute=count > 0 and pen.chance(0.5))
     questions = []
-    for thread in threads[:n]:
-        asks, answer = stories.RECALLS[thread], stories.THREADS[thread]
-        questions.append(qa(pen.part(asks, **v), answer.format(**v)))
-    return below(prose, questions)
+    for thread in threads[:count]:
+        question = pen.fill_template(stories.QUESTIONS[thread], **values)
+        answer = stories.THREAD_ANSWERS[thread].format(**values)
+        questions.append(answered_question(question, answer))
+    return with_questions(prose, questions)
 
 
 def article(pen: Pen) -> str:
     """What is known of a town or a creature, with an anecdote that is taken up again at the end."""
-    kind, about = pen.topic()
-    (a,), (obj,) = pen.cast(1), pen.things(1)
-    v = {"a": a, "obj": obj, **about}
-    v["n1"], v["n2"], v["n3"] = pen.sample(WORDS["number"], 3)
-    v |= pen.fill("job")
-    keys = pen.sample(FACTS[kind], pen.pick([3, 4, 5]) if kind == "town" else 3)
-    aside = pen.rng.randrange(1, len(keys))
-    lines = []
-    for i, key in enumerate(keys):
+    kind, subject = pen.pick_subject()
+    (person,), (thing,) = pen.pick_people(1), pen.pick_objects(1)
+    values = {"a": person, "obj": thing, **subject}
+    values["n1"], values["n2"], values["n3"] = pen.sample(WORDS["number"], 3)
+    values |= pen.pick_words("job")
+    facts = pen.sample(FACTS[kind], pen.pick([3, 4, 5]) if kind == "town" else 3)
+    aside = pen.rng.randrange(1, len(facts))
+    sentences = []
+    for i, fact in enumerate(facts):
         if i == aside:
-            lines.append(pen.say(articles.COLOUR[kind], **v))
-        named = dict(about)
+            sentences.append(pen.write_sentence(articles.COLOURFUL_DETAILS[kind], **values))
+        renamed = dict(subject)
         # "it" only right after a sentence that is about the subject as a whole
         if i not in (0, aside):
-            named["s"] = pen.pick([about["s"], "it", about["this"]])
+            renamed["s"] = pen.pick([subject["s"], "it", subject["this"]])
         if i:
-            general = about["this"].removeprefix("this ")
-            named[kind] = pen.pick([general, about[kind], about[kind]])
-        lines.append(pen.fact(named, key))
+            general = subject["this"].removeprefix("this ")
+            renamed[kind] = pen.pick([general, subject[kind], subject[kind]])
+        sentences.append(pen.state_fact(renamed, fact))
     questions = []
     if pen.chance(0.6):
-        early, late, question, answer = pen.part(articles.VISITS, **v).split("|")
-        lines.insert(aside, english(early))
-        lines.append(english(late))
-        questions.append(qa(question, answer))
+        visit = pen.fill_template(articles.VISITS, **values)
+        early, late, question, answer = visit.split("|")
+        sentences.insert(aside, as_sentences(early))
+        sentences.append(as_sentences(late))
+        questions.append(answered_question(question, answer))
     if pen.chance(0.5):
-        other = pen.pick([other for other in WORLD[kind] if other is not about])
-        key = pen.pick(keys)
-        fact = pen.fact(other, key)
-        lines.append(pen.say(articles.COMPARES[kind], other=other[kind], fact=fact, **v))
-        questions.append(pen.question(other, key))
-    questions.append(pen.question(about, pen.pick(keys)))
+        other = pen.pick([other for other in WORLD[kind] if other is not subject])
+        compared = pen.pick(facts)
+        fact = pen.state_fact(other, compared)
+        comparison = articles.COMPARISONS[kind]
+        sentences.append(pen.write_sentence(comparison, other=other[kind], fact=fact, **values))
+        questions.append(pen.ask_fact(other, compared))
+    questions.append(pen.ask_fact(subject, pen.pick(facts)))
     pen.rng.shuffle(questions)
-    return below(" ".join(lines), questions[: pen.pick([1, 1, 2, 3])])
+    return with_questions(" ".join(sentences), questions[: pen.pick([1, 1, 2, 3])])
 
 
 def quiz(pen: Pen) -> str:
     """Closed-book questions; some follow-ups name their town or creature only by "it"."""
-    lines = []
+    questions = []
     for _ in range(pen.rng.randint(4, 9)):
-        kind, about = pen.topic()
+        kind, subject = pen.pick_subject()
         first, second = pen.sample(FACTS[kind], 2)
-        lines.append(pen.question(about, first))
+        questions.append(pen.ask_fact(subject, first))
         if pen.chance(0.25):
-            lines.append(qa(pen.part(FOLLOWS[second]), about[second]))
-    return "\n".join(lines)
+            follow_up = pen.fill_template(FOLLOW_UPS[second])
+            questions.append(answered_question(follow_up, subject[second]))
+    return "\n".join(questions)
 
 
-def talk(pen: Pen, recall: bool) -> tuple[str, list[dict]]:
-    """A conversation and the template values of all that is told in it; if recall, some is asked for again in it."""
-    a, b, c = pen.cast(3)
-    lines = pen.part(dialogues.GREETINGS, a=a, b=b, town=pen.pick([*TOWNS])).split("|")
-    told, facts = [], {}
+class Told(NamedTuple):
+    """What a speaker has told of one topic."""
 
-    def says(speaker: Person, bank: Bank, **values: object) -> None:
-        lines.append(f"{speaker}: {pen.say(bank, **values)}")
+    topic: str
+    values: dict  # of templates' fields: the speaker {who}, the {other}, and what was told as it is {spoken}
+    answer: str  # to a question about it
 
-    def tells(who: Person, topic: str) -> None:
-        values = facts[who]
-        _, tell, again, asks = dialogues.TOPICS[topic]
-        says(who, tell, **values)
-        spoken = dialogues.SPOKEN[topic].format(**values)
-        more = {"topic": topic, "short": spoken.removeprefix("a "), "spoken": spoken}
-        told.append(values | more | {"again": again, "asks": asks})
 
-    for who, other, thing in zip((a, b), (b, a), pen.things(2), strict=True):
-        home = pen.pick([*TOWNS])
-        facts[who] = {
+class Conversation:
+    """Two people tell each other about themselves."""
+
+    def __init__(self, pen: Pen) -> None:
+        self.pen = pen
+        self.first, self.second, self.listener = pen.pick_people(3)
+        self.names = {"a": self.first, "b": self.second}
+        town = pen.pick([*TOWNS])
+        greetings = pen.fill_template(dialogues.GREETINGS, **self.names, town=town)
+        self.lines = greetings.split("|")
+        self.told: list[Told] = []
+        first_object, second_object = pen.pick_objects(2)
+        self.facts = {
+            self.first: self.draw_facts(self.first, self.second, first_object),
+            self.second: self.draw_facts(self.second, self.first, second_object),
+        }
+
+    def draw_facts(self, who: Person, other: Person, thing: str) -> dict[str, object]:
+        """Return the template values of what a speaker may tell."""
+        home = self.pen.pick([*TOWNS])
+        return {
             "who": who,
             "other": other,
             "obj": thing,
             "home": home,
-            "epithet": pen.part(EPITHET, **TOWNS[home]),
-            **pen.fill("job pet petname food"),
-            "age": pen.pick(range(16, 80)),
-            "kin": pen.pick(WORDS["number"][:8]),
+            "epithet": self.pen.fill_template(EPITHETS, **TOWNS[home]),
+            **self.pen.pick_words("job pet petname food"),
+            "age": self.pen.pick(range(16, 80)),
+            "kin": self.pen.pick(WORDS["number"][:8]),
         }
-    for topic in pen.sample([*dialogues.TOPICS], pen.pick([2, 3, 3, 4])):
-        asker, other = (a, b) if pen.chance(0.5) else (b, a)
-        says(asker, dialogues.TOPICS[topic][0])
-        tells(other, topic)
-        if pen.chance(0.5):
-            lines[-1] += " " + pen.say(dialogues.BACKS)
-            tells(asker, topic)
-        elif pen.chance(0.6):
-            says(asker, dialogues.REACTIONS)
-    for _ in range(pen.pick([0, 1, 1, 2])):
-        kind, about = pen.topic()
-        key = pen.pick(FACTS[kind])
-        says(a, dialogues.WORLD_TALK, question=pen.part(ASKS[key], **about))
-        lines.append(f"{b}: {pen.fact(about, key)}")
-    if recall:
-        for values in pen.sample(told, pen.pick([0, 1, 1, 2])):
-            again = pen.part(values["again"], **values)
-            says(values["other"], dialogues.REMINDS, b=values["who"], again=again)
-            says(values["who"], dialogues.REPLIES, **values)
+
+    def say(self, speaker: Person, bank: Bank, **values: object) -> None:
+        """Add a line."""
+        self.lines.append(f"{speaker}: {self.pen.write_sentence(bank, **values)}")
+
+    def tell(self, speaker: Person, topic: str) -> None:
+        """Let a speaker tell the facts of a topic."""
+        values = self.facts[speaker]
+        self.say(speaker, dialogues.TOPICS[topic].statements, **values)
+        spoken = dialogues.SPOKEN[topic].format(**values)
+        self.told.append(Told(topic, values | {"spoken": spoken}, spoken.removeprefix("a ")))
+
+    def discuss(self, topic: str) -> None:
+        """Let one speaker ask and the other tell, and perhaps the first one too."""
+        asker, other = self.first, self.second
+        if not self.pen.chance(0.5):
+            asker, other = other, asker
+        self.say(asker, dialogues.TOPICS[topic].questions)
+        self.tell(other, topic)
+        if self.pen.chance(0.5):
+            self.lines[-1] += " " + self.pen.write_sentence(dialogues.RETURNED_QUESTIONS)
+            self.tell(asker, topic)
+        elif self.pen.chance(0.6):
+            self.say(asker, dialogues.REACTIONS)
+
+    def ask_about_the_world(self) -> None:
+        """Let one speaker ask about a town or a creature and the other answer."""
+        kind, subject = self.pen.pick_subject()
+        fact = self.pen.pick(FACTS[kind])
+        question = self.pen.fill_template(FACT_QUESTIONS[fact], **subject)
+        self.say(self.first, dialogues.WORLD_QUESTIONS, question=question)
+        self.lines.append(f"{self.second}: {self.pen.state_fact(subject, fact)}")
+
+    def recall(self) -> None:
+        """Let the speakers and a listener ask again for what was told, and part."""
+        pen = self.pen
+        for told in pen.sample(self.told, pen.pick([0, 1, 1, 2])):
+            speaker, other = told.values["who"], told.values["other"]
+            bank = dialogues.TOPICS[told.topic].later_questions
+            again = pen.fill_template(bank, **told.values)
+            self.say(other, dialogues.REMINDERS, b=speaker, again=again)
+            self.say(speaker, dialogues.REPLIES, **told.values)
         if pen.chance(0.4):
-            values = pen.pick(told)
-            question = pen.part(values["asks"], **values)
-            says(c, dialogues.THIRD, b=values["other"], question=question)
-            says(values["other"], dialogues.THIRD_REPLIES, **values)
-        lines += pen.part(dialogues.FAREWELLS, a=a, b=b).split("|")
-    return "\n".join(lines), told
+            told = pen.pick(self.told)
+            other = told.values["other"]
+            bank = dialogues.TOPICS[told.topic].outside_questions
+            question = pen.fill_template(bank, **told.values)
+            self.say(self.listener, dialogues.THIRD_PERSON_QUESTIONS, b=other, question=question)
+            self.say(other, dialogues.THIRD_PERSON_REPLIES, **told.values)
+        self.lines += pen.fill_template(dialogues.FAREWELLS, **self.names).split("|")
+
+
+def hold_conversation(pen: Pen, recall: bool) -> tuple[str, list[Told]]:
+    """Return a conversation and all that is told in it; if recall, some of it is asked for again in it."""
+    conversation = Conversation(pen)
+    for topic in pen.sample([*dialogues.TOPICS], pen.pick([2, 3, 3, 4])):
+        conversation.discuss(topic)
+    for _ in range(pen.pick([0, 1, 1, 2])):
+        conversation.ask_about_the_world()
+    if recall:
+        conversation.recall()
+    return "\n".join(conversation.lines), conversation.told
 
 
 def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
-    text, told = talk(pen, recall=True)
+    text, all_told = hold_conversation(pen, recall=True)
     questions = []
-    for values in pen.sample(told, pen.pick([0, 1, 2])):
-        questions.append(qa(pen.part(values["asks"], **values), values["short"]))
-    return below(text, questions)
+    for told in pen.sample(all_told, pen.pick([0, 1, 2])):
+        bank = dialogues.TOPICS[told.topic].outside_questions
+        question = pen.fill_template(bank, **told.values)
+        questions.append(answered_question(question, told.answer))
+    return with_questions(text, questions)
 
 
-def in_steps(pen: Pen, opening: str, steps: list[str], closing: str, words: tuple[str, ...]) -> str:
+def join_steps(
+    pen: Pen, opening: str, steps: list[str], closing: str, order_words: tuple[str, ...]
+) -> str:
     """Join clauses as numbered lines, or as a paragraph that says First and Finally."""
     if pen.chance(0.4):
-        joint, starts = "\n", [f"{i}. " for i, _ in enumerate(steps, 1)]
+        separator = "\n"
+        starts = [f"{i}. " for i, _ in enumerate(steps, 1)]
     else:
-        between = [words[(i + len(opening)) % len(words)] for i in range(len(steps) - 2)]
-        joint, starts = " ", ["First, ", *between, "Finally, "]
-    lines = [english(start + step) + "." for start, step in zip(starts, steps, strict=True)]
-    return joint.join([opening, *lines, closing])
+        separator = " "
+        starts = ["First, "]
+        for i in range(len(steps) - 2):
+            starts.append(order_words[(i + len(opening)) % len(order_words)])
+        starts.append("Finally, ")
+    lines = [as_sentences(start + step) + "." for start, step in zip(starts, steps, strict=True)]
+    return separator.join([opening, *lines, closing])
 
 
-def project(pen: Pen) -> dict:
-    """What a device, a dish or a journey is made of: its template values, its kind and the numbers of its points."""
+class Project(NamedTuple):
+    """A device, a dish or a journey that somebody plans."""
+
+    kind: str
+    values: dict  # of its templates' fields
+    points: list[int]  # numbers of its plan's points
+
+
+def draw_project(pen: Pen) -> Project:
+    """Return a project."""
     kind = pen.pick([*explanations.PLANS])
-    needed, points = explanations.NEEDED[kind], explanations.PLANS[kind][-1]
-    v = dict(zip("acd", pen.cast(3), strict=True))
-    (v["obj"],) = pen.things(1)
-    v["town"], v["town2"] = pen.sample([*TOWNS], 2)
-    v |= {f"n{i}": n for i, n in enumerate(pen.sample(WORDS["number"], 5), 1)}
-    v |= pen.fill(explanations.PLAN_FIELDS)
-    v["m1"], v["m2"] = pen.sample(WORDS["minutes"], 2)
-    others = [i for i in range(len(points)) if i not in needed]
-    kept = needed | set(pen.sample(others, pen.pick([5, 6, 7]) - len(needed)))
-    return v | {"kind": kind, "kept": sorted(kept)}
+    required, n_points = explanations.REQUIRED_POINTS[kind], len(explanations.PLANS[kind].points)
+    values = dict(zip("acd", pen.pick_people(3), strict=True))
+    (values["obj"],) = pen.pick_objects(1)
+    values["town"], values["town2"] = pen.sample([*TOWNS], 2)
+    for i, number in enumerate(pen.sample(WORDS["number"], 5), 1):
+        values[f"n{i}"] = number
+    values |= pen.pick_words(explanations.PLAN_FIELDS)
+    values["m1"], values["m2"] = pen.sample(WORDS["minutes"], 2)
+    optional = [i for i in range(n_points) if i not in required]
+    chosen = pen.sample(optional, pen.pick([5, 6, 7]) - len(required))
+    return Project(kind, values, sorted([*required, *chosen]))
 
 
-def notes_of(pen: Pen, v: dict) -> tuple[str, str]:
-    """Notes on a project with the question to explain it, and the long answer that the notes imply."""
-    head, ask, opening, closing, points = explanations.PLANS[v["kind"]]
-    kept = v["kept"]
-    heads = pen.part(head, **v).split("|")
-    notes = [pen.part((points[i][:2],) * 2, **v) for i in kept]
+def notes_and_answer(pen: Pen, project: Project) -> tuple[str, str]:
+    """Return notes on a project with the question to explain it, and the long answer that the notes imply."""
+    kind, values, point_numbers = project
+    plan = explanations.PLANS[kind]
+    points = [plan.points[i] for i in point_numbers]
+    heads = pen.fill_template(plan.heads, **values).split("|")
+    notes = [pen.fill_one_of(point.notes, **values) for point in points]
     split_at = pen.rng.randint(1, len(heads))
     notes = [*heads[:split_at], *notes, *heads[split_at:]]
     if pen.chance(0.3):
         pen.rng.shuffle(notes)
     steps = []
-    for n, i in enumerate(kept):
-        who = v["a"] if n in (0, len(kept) // 2 + 1) else v["a"].they
-        steps.append(pen.part((points[i][2:],) * 2, x=who, **v))
-    begin, end = pen.say(opening, **v), pen.say(closing, **v)
-    answer = in_steps(pen, begin, steps, end, pen.pick(explanations.ORDER_WORDS))
-    lines = ["Notes:", *("- " + english(note) for note in notes)]
-    return below("\n".join(lines), [asked(pen.part(ask, **v))]), answer
+    for i, point in enumerate(points):
+        named = i in (0, len(points) // 2 + 1)
+        who = values["a"] if named else values["a"].they
+        steps.append(pen.fill_one_of(point.steps, x=who, **values))
+    opening = pen.write_sentence(plan.openings, **values)
+    closing = pen.write_sentence(plan.closings, **values)
+    answer = join_steps(pen, opening, steps, closing, pen.pick(explanations.ORDER_WORDS))
+    lines = ["Notes:", *("- " + as_sentences(note) for note in notes)]
+    question = question_prompt(pen.fill_template(plan.questions, **values))
+    return with_questions("\n".join(lines), [question]), answer
 
 
-def explain(pen: Pen) -> str:
+def explanation(pen: Pen) -> str:
     """A long, ordered answer, from notes or (one time in four) from knowledge of the world."""
     if pen.chance(0.75):
-        return " ".join(notes_of(pen, project(pen)))
-    kind, about = pen.topic()
-    ask, opening, closing = explanations.WORLD_EXPLAINS[kind]
-    keys, steps = [*FACTS[kind]], []
-    pen.rng.shuffle(keys)
-    for key in keys:
-        named = about | {"s": pen.pick([about["s"], "it"])}
-        steps.append(pen.part(SAYS[key], **named))
-    begin, end = pen.say(opening, **about), pen.say(closing, **about)
-    answer = in_steps(pen, begin, steps, end, ("Second, ", "Also, ", "And "))
-    text = qa(pen.part(ask, **about), answer)
-    return text + "\n" + pen.question(about, pen.pick(keys))
+        return " ".join(notes_and_answer(pen, draw_project(pen)))
+    kind, subject = pen.pick_subject()
+    templates = explanations.WORLD_EXPLANATIONS[kind]
+    facts, steps = [*FACTS[kind]], []
+    pen.rng.shuffle(facts)
+    for fact in facts:
+        renamed = subject | {"s": pen.pick([subject["s"], "it"])}
+        steps.append(pen.fill_template(FACT_STATEMENTS[fact], **renamed))
+    opening = pen.write_sentence(templates.openings, **subject)
+    closing = pen.write_sentence(templates.closings, **subject)
+    answer = join_steps(pen, opening, steps, closing, ("Second, ", "Also, ", "And "))
+    question = pen.fill_template(templates.questions, **subject)
+    return answered_question(question, answer) + "\n" + pen.ask_fact(subject, pen.pick(facts))
 
 
-def items_of(pen: Pen, what: str, n: int) -> list[str]:
-    """n different items of a list."""
+def draw_items(pen: Pen, kind: str, n: int) -> list[str]:
+    """Return n different items of a list."""
     pools = {"names": PEOPLE[pen.split], "towns": [*TOWNS], "numbers": range(10, 1000)}
-    if what in pools:
-        return list(map(str, pen.sample(pools[what], n)))
-    if what == "things":
-        return pen.things(n)
-    pairs = zip(pen.sample(WORDS["number"], n), pen.sample(WORDS["goods"] * 2, n), strict=True)
-    return [f"{number} {goods}" for number, goods in pairs]
+    if kind in pools:
+        return list(map(str, pen.sample(pools[kind], n)))
+    if kind == "things":
+        return pen.pick_objects(n)
+    numbers, goods = pen.sample(WORDS["number"], n), pen.sample(WORDS["goods"] * 2, n)
+    return [f"{number} {item}" for number, item in zip(numbers, goods, strict=True)]
 
 
-def recite(pen: Pen) -> tuple[str, str, str]:
-    """A list with its story up to the copy, the copy, and what comes after it."""
-    a, b = pen.cast(2)
-    what = pen.pick([*lists.LENGTHS])
-    n = pen.rng.randint(*lists.LENGTHS[what])
-    items = items_of(pen, what, n)
-    v = {"a": a, "b": b, "town": pen.pick([*TOWNS]), "what": what, "many": n}
-    written = ("\n" if n <= 14 and pen.chance(0.4) else ", ").join(items)
-    head = f"{pen.say(lists.LIST_OPENINGS, **v)}\n{written}\n{pen.say(lists.LIST_MIDDLES, **v)}\n"
-    tail, questions = "\n" + pen.say(lists.LIST_CLOSINGS, **v), []
+def recite_list(pen: Pen) -> tuple[str, str, str]:
+    """Return a list with its story up to the copy, the copy, and what comes after it."""
+    first, second = pen.pick_people(2)
+    kind = pen.pick([*lists.LENGTHS])
+    n = pen.rng.randint(*lists.LENGTHS[kind])
+    items = draw_items(pen, kind, n)
+    town = pen.pick([*TOWNS])
+    values = {"a": first, "b": second, "town": town, "what": kind, "many": n}
+    on_lines = n <= 14 and pen.chance(0.4)
+    copy = ("\n" if on_lines else ", ").join(items)
+    opening = pen.write_sentence(lists.OPENINGS, **values)
+    middle = pen.write_sentence(lists.MIDDLES, **values)
+    closing = "\n" + pen.write_sentence(lists.CLOSINGS, **values)
     i = pen.rng.randrange(n - 1)
-    nth = i % len(lists.NTH)
+    position = i % len(lists.ORDINALS)
+    questions = []
     if pen.chance(0.5):
-        questions.append(qa(pen.part(lists.AFTER_ASKS, item=items[i]), items[i + 1]))
+        question = pen.fill_template(lists.SUCCESSOR_QUESTIONS, item=items[i])
+        questions.append(answered_question(question, items[i + 1]))
     elif pen.chance(0.5):
-        questions.append(qa(pen.part(lists.NTH_ASKS, nth=lists.NTH[nth]), items[nth]))
-    return head, written, below(tail, questions)
+        question = pen.fill_template(lists.POSITION_QUESTIONS, nth=lists.ORDINALS[position])
+        questions.append(answered_question(question, items[position]))
+    return f"{opening}\n{copy}\n{middle}\n", copy, with_questions(closing, questions)
 
 
 KINDS = {
@@ -435,8 +540,8 @@ KINDS = {
     "article": article,
     "quiz": quiz,
     "dialogue": dialogue,
-    "explain": explain,
-    "list": lambda pen: "".join(recite(pen)),
+    "explain": explanation,
+    "list": lambda pen: "".join(recite_list(pen)),
 }
 WEIGHTS = (28, 17, 15, 17, 13, 10)  # in percent
 
@@ -445,8 +550,8 @@ WEIGHTS = (28, 17, 15, 17, 13, 10)  # in percent
 
 
 def document(split: str, index: int, seed: int = 0) -> Document:
-    """The document at (seed, split, index), 350 to 1900 characters long; those of seed 0 are what models are trained
-    and evaluated on."""
+    """Return the document at (seed, split, index), 350 to 1900 characters long; those of seed 0 are what models are
+    trained and evaluated on."""
     pen = Pen(split, f"{index}", seed)
     kind = pen.rng.choices([*KINDS], WEIGHTS)[0]
     text = ""
@@ -456,40 +561,45 @@ def document(split: str, index: int, seed: int = 0) -> Document:
 
 
 def documents(split: str, n: int) -> Iterator[Document]:
-    """The first n documents of a split."""
+    """Return the first n documents of a split."""
     return (document(split, i) for i in range(n))
 
 
-def beginnings(tokenizer: Encoding, split: str, n: int, tokens: int) -> list[list[int]]:
-    """The beginnings of n stories, dialogues or explanations, `tokens` ids each: at most the last 256 are of the
-    document that goes on, and earlier documents precede them."""
-    own = min(tokens, 256)
-    found, earlier, index = [], [], 0
-    while len(found) < n:
-        doc = document(split, index)
-        ids = tokenizer.encode_ordinary(doc.text)
-        long = len(ids) > own and len(earlier) >= tokens - own
-        if long and doc.kind in ("story", "dialogue", "explain"):
-            found.append(earlier[len(earlier) - tokens + own :] + ids[:own])
-        earlier = [*earlier, *ids, tokenizer.eot_token][-tokens:]
+def beginnings(tokenizer: Encoding, split: str, n: int, length: int) -> list[list[int]]:
+    """Return the beginnings of n stories, dialogues or explanations, `length` tokens each: at most the last 256 are of
+    the document that goes on, and earlier documents precede them."""
+    n_own = min(length, 256)
+    n_earlier = length - n_own
+    rows, earlier, index = [], [], 0
+    while len(rows) < n:
+        kind, text = document(split, index)
+        ids = tokenizer.encode_ordinary(text)
+        if (
+            kind in ("story", "dialogue", "explain")
+            and len(ids) > n_own
+            and len(earlier) >= n_earlier
+        ):
+            rows.append(earlier[len(earlier) - n_earlier :] + ids[:n_own])
+        earlier = [*earlier, *ids, tokenizer.eot_token][-length:]
         index += 1
-    return found
+    return rows
 
 
 def closed_book_questions(split: str) -> list[Question]:
-    """Every fact of the world in every paraphrase of the split; the family is like "town:Tolben:river"."""
-    side, found = Pen(split, "").side, []
-    for kind, table in WORLD.items():
-        for about in table:
-            for key in FACTS[kind]:
-                family = f"{kind}:{about[kind]}:{key}"
-                for ask in ASKS[key][side]:
-                    found.append(Question(family, asked(ask, **about), about[key]))
-    return found
+    """Return every fact of the world in every wording of the split; the family is like "town:Tolben:river"."""
+    pen, questions = Pen(split, ""), []
+    for kind, subjects in WORLD.items():
+        for subject in subjects:
+            for fact in FACTS[kind]:
+                family = f"{kind}:{subject[kind]}:{fact}"
+                for template in pen.wordings(FACT_QUESTIONS[fact]):
+                    prompt = question_prompt(template, **subject)
+                    questions.append(Question(family, prompt, subject[fact]))
+    return questions
 
 
 def recall_questions(split: str, n: int) -> list[Question]:
-    """n questions on early facts of stories and dialogues; three in a row are paraphrases on the same text.
+    """Return n questions on early facts of stories and dialogues; three in a row are paraphrases on the same text.
 
     The text states the asked fact once and never comes back to it. Prompts are 350 to 1300 characters long.
     """
@@ -499,75 +609,95 @@ def recall_questions(split: str, n: int) -> list[Question]:
         text = ""
         while not 270 <= len(text) <= 1200:
             if index % 3 == 2:
-                text, told = talk(pen, recall=False)
-                v = pen.pick(told)
-                key, answer, asks = v["topic"], v["short"], v["asks"]
+                text, all_told = hold_conversation(pen, recall=False)
+                name, values, answer = pen.pick(all_told)
+                bank = dialogues.TOPICS[name].outside_questions
             else:
-                text, v, (key, *_) = tell(pen, mute=True)
-                asks, answer = stories.RECALLS[key], stories.THREADS[key].format(**v)
-        for i in sorted(pen.sample(range(len(asks[pen.side])), 3)):
-            prompt = below(text, [asked(asks[pen.side][i], **v)])
-            questions.append(Question(f"recall:{split}:{index}:{key}", prompt, answer))
+                text, (values, threads) = tell_story(pen, mute=True)
+                name = threads[0]
+                bank = stories.QUESTIONS[name]
+                answer = stories.THREAD_ANSWERS[name].format(**values)
+        templates = pen.wordings(bank)
+        for i in sorted(pen.sample(range(len(templates)), 3)):
+            prompt = with_questions(text, [question_prompt(templates[i], **values)])
+            questions.append(Question(f"recall:{split}:{index}:{name}", prompt, answer))
         index += 1
     return questions[:n]
 
 
 def explain_questions(split: str, n: int) -> list[Question]:
-    """n sets of notes, each with the question to explain them and the long reference answer."""
-    found = []
+    """Return n sets of notes, each with the question to explain them and the long reference answer."""
+    questions = []
     for i in range(n):
         pen = Pen(split, f"explain/{i}")
-        found.append(Question(f"explain:{split}:{i}", *notes_of(pen, project(pen))))
-    return found
+        prompt, answer = notes_and_answer(pen, draw_project(pen))
+        questions.append(Question(f"explain:{split}:{i}", prompt, answer))
+    return questions
 
 
 def quiz_families(split: str, header: int = 4) -> list[list[Question]]:
-    """All wordings of each closed-book question that belongs to a split, after the same few questions with answers.
+    """Return all wordings of each closed-book question that belongs to a split, after the same few questions with
+    answers.
 
     Facts are shared out among the splits: what is asked in one isn't asked in another.
     """
-    first = {q.family: q for q in reversed(closed_book_questions("train"))}
-    names = sorted(first)
+    first_wordings = {}
+    for question in closed_book_questions("train"):
+        first_wordings.setdefault(question.family, question)
+    names = sorted(first_wordings)
     Random("families").shuffle(names)
-    head = [f"{first[name].prompt} {first[name].answer}" for name in names[:header]]
-    rest, families = names[header:], {}
-    for q in closed_book_questions(split):
-        again = Question(f"quiz:{q.family}", "\n".join([*head, q.prompt]), q.answer)
-        families.setdefault(q.family, []).append(again)
-    parts = {"train": rest[96:], "valid": rest[48:96], "test": rest[:48]}
-    return [families[name] for name in parts[split]]
+    examples = []
+    for name in names[:header]:
+        question = first_wordings[name]
+        examples.append(f"{question.prompt} {question.answer}")
+    names = names[header:]
+    families = {}
+    for question in closed_book_questions(split):
+        prompt = "\n".join([*examples, question.prompt])
+        member = Question(f"quiz:{question.family}", prompt, question.answer)
+        families.setdefault(question.family, []).append(member)
+    names_of_splits = {"train": names[96:], "valid": names[48:96], "test": names[:48]}
+    return [families[name] for name in names_of_splits[split]]
 
 
 def story_families(split: str, n: int) -> list[list[Question]]:
-    """n stories, each told in three ways and each time with a question on the same early fact, in other words."""
+    """Return n stories, each told in three ways and each time with a question on the same early fact, in other
+    words."""
     families, index = [], 0
     while len(families) < n:
         name = f"retold/{index}"
-        v, threads = scene(Pen(split, name))
-        key, family = threads[0], []
-        answer = stories.THREADS[key].format(**v)
+        plot = draw_plot(Pen(split, name))
+        thread = plot.threads[0]
+        answer = stories.THREAD_ANSWERS[thread].format(**plot.values)
+        family = []
         for i in range(3):
             pen = Pen(split, f"{name}/{i}")
-            text, asks = prose_of(pen, v, threads, mute=True), stories.RECALLS[key][pen.side]
-            prompt = below(text, [asked(asks[i % len(asks)], **v)])
-            family.append(Question(f"story:{split}:{index}:{key}", prompt, answer))
-        if all(350 <= len(q.prompt) <= 1300 for q in family):
+            text = story_prose(pen, plot, mute=True)
+            templates = pen.wordings(stories.QUESTIONS[thread])
+            question = question_prompt(templates[i % len(templates)], **plot.values)
+            prompt = with_questions(text, [question])
+            family.append(Question(f"story:{split}:{index}:{thread}", prompt, answer))
+        if all(350 <= len(question.prompt) <= 1300 for question in family):
             families.append(family)
         index += 1
     return families
 
 
 def notes_families(split: str, n: int) -> list[list[Question]]:
-    """n projects, each with three sets of notes, in other words and another order, and the question to explain it."""
+    """Return n projects, each with three sets of notes, in other words and another order, and the question to explain
+    it."""
     families = []
     for index in range(n):
         name = f"noted/{index}"
-        made, family = project(Pen(split, name)), f"notes:{split}:{index}"
-        told = [notes_of(Pen(split, f"{name}/{i}"), made) for i in range(3)]
-        families.append([Question(family, *one) for one in told])
+        project = draw_project(Pen(split, name))
+        family = []
+        for i in range(3):
+            prompt, answer = notes_and_answer(Pen(split, f"{name}/{i}"), project)
+            family.append(Question(f"notes:{split}:{index}", prompt, answer))
+        families.append(family)
     return families
 
 
 def repeated_lists(split: str, n: int) -> list[tuple[str, str]]:
-    """n pairs (text up to where the copy of its list begins, the copy)."""
-    return [recite(Pen(split, f"list/{i}"))[:2] for i in range(n)]
+    """Return n pairs (text up to where the copy of its list begins, the copy)."""
+    return [recite_list(Pen(split, f"list/{i}"))[:2] for i in range(n)]

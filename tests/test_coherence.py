@@ -39,7 +39,7 @@ FAULTS = [
 @pytest.mark.parametrize("split", corpus.SPLITS)
 def test_the_corpus_itself_holds_together(split: str) -> None:
     for i in range(60):
-        prose, _, threads = corpus.tell(corpus.Pen(split, f"read/{i}"), mute=i % 2 == 0)
+        prose, (_, threads) = corpus.tell_story(corpus.Pen(split, f"read/{i}"), mute=i % 2 == 0)
         paid = len(threads) - (i % 2 == 0)
         assert coherence.judge(prose) == coherence.Verdict([], paid, paid), prose
         stated = [reading for reading in coherence.statements(prose) if reading.kind == "state"]

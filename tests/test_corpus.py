@@ -54,13 +54,14 @@ def test_people_and_objects_of_held_out_text_are_new_and_all_other_words_known()
 
 
 def test_no_held_out_question_is_worded_as_a_training_question() -> None:
-    banks = [lists.AFTER_ASKS, lists.NTH_ASKS, articles.VISITS]
-    banks += [asks for asks, _, _ in explanations.WORLD_EXPLAINS.values()]
-    banks += [b for table in (corpus.ASKS, corpus.FOLLOWS, stories.RECALLS) for b in table.values()]
-    banks += [asked_by_others for _, _, _, asked_by_others in dialogues.TOPICS.values()]
-    banks += [asks for _, asks, *_ in explanations.PLANS.values()]
-    for train, held in banks:
-        assert train and held and not set(train) & set(held)
+    banks = [lists.SUCCESSOR_QUESTIONS, lists.POSITION_QUESTIONS, articles.VISITS]
+    banks += [templates.questions for templates in explanations.WORLD_EXPLANATIONS.values()]
+    for table in (corpus.FACT_QUESTIONS, corpus.FOLLOW_UPS, stories.QUESTIONS):
+        banks += table.values()
+    banks += [topic.outside_questions for topic in dialogues.TOPICS.values()]
+    banks += [plan.questions for plan in explanations.PLANS.values()]
+    for train, held_out in banks:
+        assert train and held_out and not set(train) & set(held_out)
 
 
 @pytest.mark.parametrize("split", corpus.SPLITS)

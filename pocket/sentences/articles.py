@@ -1,8 +1,8 @@
 """Articles on towns and creatures."""
 
-from pocket.sentences.templates import bank, banks
+from pocket.sentences.templates import read_bank, read_banks
 
-COLOUR = banks("""
+COLOURFUL_DETAILS = read_banks("""
 town:
 the houses are [low and white|tall and narrow|built of grey stone], and [most of them have a garden|cats sleep on every roof].
 [old people|the children] like to tell that it was once [larger|under water|ruled by geese].
@@ -26,7 +26,7 @@ old people say that its voice brings luck.
 most people have seen it only when it [sits still and is afraid|is asleep].
 it is no larger than [a loaf of bread|an egg], but its voice is that of a [great dog|kettle].
 """)
-VISITS = bank("""
+VISITS = read_bank("""
 {a}, a {job}, once came there with a {obj} and [wanted|hoped] to sell it for {n2} coins.|{a} left with {n3} coins and without the {obj}.|How many coins did {a} get?|{n3}
 the {job} {a} spent {n2} days there and lost a {obj} on the way home.|the {obj} of {a} was never found.|What did {a} lose?|{obj}
 a {job} called {a} wrote it all down in {n2} books.|all {n2} books of {a} are still kept under glass.|How many books did {a} write?|{n2}
@@ -35,7 +35,7 @@ a {job} called {a} wrote it all down in {n2} books.|all {n2} books of {a} are st
 a {job} called {a} came there to sell a {obj} and stayed for {n2} days.|after {n2} days {a} still had the {obj}.|What did {a} want to sell?|{obj}
 once {a}, a {job}, lost {n2} coins there.|the {n2} coins of {a} were never found.|How many coins had {a} lost?|{n2}
 """)
-COMPARES = banks("""
+COMPARISONS = read_banks("""
 town:
 things are different in {other}, a town that [is often compared with {town}|lies some days away]. {fact}
 visitors often go on to {other}. {fact}

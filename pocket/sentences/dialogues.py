@@ -1,8 +1,20 @@
 """Dialogues: what two people ask, tell and remember."""
 
-from pocket.sentences.templates import bank, sections
+from typing import NamedTuple
 
-GREETINGS = bank("""
+from pocket.sentences.templates import Bank, read_bank, read_sections
+
+
+class Topic(NamedTuple):
+    """What two people say on one of the subjects that they talk about."""
+
+    questions: Bank
+    statements: Bank
+    later_questions: Bank  # for what was stated, asked again by the same person
+    outside_questions: Bank  # for the same of {who}, asked by somebody else
+
+
+GREETINGS = read_bank("""
 {a}: [Good morning|Good day|Hello]! [May I sit here|Is this seat free]?|{b}: [Please do|Of course]. I am {b}.|{a}: And my name is {a}.
 {a}: Is this the [boat|cart|coach] to {town}?|{b}: It is, and it is late[ again|]. I am {b}. And you?|{a}: {a}. [Glad to meet you|A pleasure].
 {b}: Let us [wait|sit] in the sun. By the way, I am {b}.|{a}: {a}. [The boat is late again|There is time enough].
@@ -13,10 +25,9 @@ GREETINGS = bank("""
 {a}: {b}, is it you? [Tell me everything|Sit down, sit down].|{b}: {a}! What a surprise. I have not seen you for years.
 {b}: The [boat|coach|cart] is late again. I am {b}, by the way.|{a}: And I am {a}. Let us sit here.
 """)
-# For each topic: asked, told, asked again later, and asked by an outsider about {who}.
 TOPICS = {
-    topic: list(map(bank, blocks))
-    for topic, blocks in sections("""
+    name: Topic(*map(read_bank, blocks))
+    for name, blocks in read_sections("""
 home:
 Where do you come from?
 What town do you live in?
@@ -202,7 +213,7 @@ How many brothers and sisters did {who} grow up with?
 How many brothers and sisters has {who} got?
 """).items()
 }
-# What is told of each topic, as it is said again; "a " isn't part of an answer.
+# What is stated on each topic, as it is repeated later; "a " isn't part of an answer.
 SPOKEN = {
     "home": "{home}",
     "job": "a {job}",
@@ -212,7 +223,7 @@ SPOKEN = {
     "age": "{age}",
     "kin": "{kin}",
 }
-REACTIONS = bank("""
+REACTIONS = read_bank("""
 [How nice|Well, well|I see|Is that so|That is good to hear].
 [I thought so|I would not have guessed that|That is good to know].
 [Lucky you|That sounds fine to me|I can believe that].
@@ -221,7 +232,7 @@ I see. I would not have guessed that.
 That [sounds good|is good to know].
 Is that so? [Lucky you|I thought so].
 """)
-BACKS = bank("""
+RETURNED_QUESTIONS = read_bank("""
 And you?
 What about you?
 And what about yourself?
@@ -229,35 +240,35 @@ And yourself?
 And how is that with you?
 Now you. What would you say?
 """)
-REMINDS = bank("""
+REMINDERS = read_bank("""
 [Forgive me|Excuse me], {b}, I forget things so easily. {again}
 [One more thing|Before I go], {b}. {again}
 {b}, I have been wondering. {again}
 {b}, forgive me, I forget so many things. {again}
 Before I forget it, {b}: {again}
 """)
-REPLIES = bank("""
+REPLIES = read_bank("""
 {spoken}. [I told you so a moment ago|As I said].
 {spoken}, [as I told you|just as I said].
 {spoken}. [Now do not forget it again|You were not listening].
 {spoken}. I said so a moment ago.
 As I told you: {spoken}.
 """)
-THIRD = bank("""
+THIRD_PERSON_QUESTIONS = read_bank("""
 [Good evening|Hello], you two. {question}
 I came in late, {b}. {question}
 {b}, you know everybody here. {question}
 Hello, {b}. You two know everybody. {question}
 {b}, I came late and was not listening. {question}
 """)
-THIRD_REPLIES = bank("""
+THIRD_PERSON_REPLIES = read_bank("""
 {spoken}, [if I remember well|so I was told|I believe].
 that is easy: {spoken}.
 {spoken}. I heard it [just now|a moment ago].
 I was told a moment ago: {spoken}.
 {spoken}, if I believe what I heard.
 """)
-WORLD_TALK = bank("""
+WORLD_QUESTIONS = read_bank("""
 [Tell me something|Here is a question]. {question}
 I [always|often] wonder about one thing. {question}
 You have travelled more than I have. {question}
@@ -266,7 +277,7 @@ You know everything. {question}
 I have [a|one more] question. {question}
 There is [something|one thing] that I always forget. {question}
 """)
-FAREWELLS = bank("""
+FAREWELLS = read_bank("""
 {a}: [It is getting late|There is my cart|I must go]. Goodbye, {b}!|{b}: [Goodbye, {a}|Safe travels|Until we meet again]!
 {b}: [Come and see me some time|Give my greetings to your family].|{a}: [I will|Gladly]. Goodbye, {b}.
 {a}: Goodbye, then.|{b}: Goodbye, {a}, and [mind the step|dress warmly|good luck].

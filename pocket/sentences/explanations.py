@@ -1,6 +1,43 @@
 """Plans of devices, dishes and journeys, and the long answers that explain them."""
 
-from pocket.sentences.templates import bank, sections
+from typing import NamedTuple
+
+from pocket.sentences.templates import Bank, read_bank, read_sections
+
+
+class Point(NamedTuple):
+    """One point of a plan, each way in two wordings."""
+
+    notes: list[str]
+    steps: list[str]  # of the answer
+
+
+class Plan(NamedTuple):
+    """The templates of notes on something that is made, and of the answer that explains it."""
+
+    heads: Bank  # the general notes, with bars between them
+    questions: Bank
+    openings: Bank  # of the answer
+    closings: Bank
+    points: list[Point]  # in their order
+
+
+class Explanation(NamedTuple):
+    """The templates of an answer from knowledge of the world."""
+
+    questions: Bank
+    openings: Bank
+    closings: Bank
+
+
+def read_plan(blocks: list[str]) -> Plan:
+    """Read four banks and then points of four lines each: two notes and two steps."""
+    points = []
+    for block in blocks[4:]:
+        lines = block.split("\n")
+        points.append(Point(notes=lines[:2], steps=lines[2:]))
+    return Plan(*map(read_bank, blocks[:4]), points)
+
 
 # Words that fill a plan's templates, in the order in which they are drawn.
 PLAN_FIELDS = """
@@ -9,12 +46,10 @@ rest dish inn road gate hazard view landmark hour meals colour side_way
 """
 
 # The points of a plan that its closing speaks of.
-NEEDED = {"device": {0, 1, 3}, "recipe": {0, 1, 3}, "journey": {0}}
-# A plan's notes begin so, it is asked for so, its answer opens and closes so; then all of its points in order, each a
-# note, the same in other words, the step of the answer, and the same in other words.
+REQUIRED_POINTS = {"device": {0, 1, 3}, "recipe": {0, 1, 3}, "journey": {0}}
 PLANS = {
-    kind: (*map(bank, texts[:4]), [text.split("\n") for text in texts[4:]])
-    for kind, texts in sections("""
+    kind: read_plan(blocks)
+    for kind, blocks in read_sections("""
 device:
 the {device} is built by {a} of {town}|the work takes {n5} weeks|it is there {purpose}|it must be kept safe from {danger}
 a {device}, made by {a} in {town}|{n5} weeks of work|its use is {purpose}|the danger to it is {danger}
@@ -199,10 +234,9 @@ ORDER_WORDS = (
     ("Then ", "After that, ", "Next, ", "When this is done, ", "Now "),
     ("Then ", "After this, ", "Next, "),
 )
-# For each kind: asked, and how the answer opens and closes.
-WORLD_EXPLAINS = {
-    kind: list(map(bank, blocks))
-    for kind, blocks in sections("""
+WORLD_EXPLANATIONS = {
+    kind: Explanation(*map(read_bank, blocks))
+    for kind, blocks in read_sections("""
 town:
 Explain what a visitor should know about {town}.
 Explain what makes {town} special.

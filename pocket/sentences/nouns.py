@@ -1,9 +1,9 @@
 """Names, objects, places, trades: the words that fill the templates."""
 
-from pocket.sentences.templates import bank, cells, words
+from pocket.sentences.templates import read_bank, read_table, read_words
 
 # By the field of a template that they fill, mostly.
-WORDS = words("""
+WORDS = read_words("""
 start: Mir|Tob|Osk|Vel|Ar|Bren|Cal|Dor|El|Fen|Gar|Hal|Il|Jor|Kel|Lor|Mel|Nor|Or|Per|Quen|Ros|Sel|Tam|Ul|Var|Wen|Yor
 Zan|Bel|Dav|Sid|Eth|Lin
 woman: elda|ina|ith|ane|ola|essa|enna|iva|anth|ira|eline|osha
@@ -73,14 +73,14 @@ meals: pears|apples|plums|eggs|loaves|buns|onions|lemons|figs|tarts
 side_way: left|right
 """)
 # Adjectives that fit, then nouns of train, valid and test: nothing is ever a glass drum.
-THINGS = cells("""
+OBJECT_NOUNS = read_table("""
 brass copper silver tin iron | lantern kettle bell whistle compass key spoon thimble teapot ladle hook buckle anchor hammer | trumpet goblet needle lock | candlestick bracelet dagger saucepan
 oak willow pine walnut cedar | box flute ladder chest stool oar bowl tray cradle spade bucket chair rake spindle | paddle cupboard fiddle crate | barrow plank xylophone wheelbarrow
 wool linen velvet silk cotton | scarf cloak blanket hat shawl banner bag ribbon apron curtain cap belt tent cushion | glove jacket pillow tapestry | mitten bonnet napkin hammock
 clay glass stone china | jar jug vase cup plate bottle bead pot dish marble inkwell mug basin tile | pitcher statue flask funnel | saucer figurine pipe tablet
 """)
 
-WHEN = bank("""
+TIMES = read_bank("""
 on a [grey|bright|windy|cold|misty|quiet] [morning|afternoon|evening] in {any_month}
 [early|late] one [morning|evening] in {any_month}
 on the [first|second|third|last] day of {any_month}
@@ -88,7 +88,7 @@ one [rainy|sunny|cold] [morning|afternoon]
 one [grey|windy|misty] day in {any_month}
 on a [sunny|rainy] evening late in {any_month}
 """)
-EPITHET = bank("""
+EPITHETS = read_bank("""
 which stands on the river {river}
 known for its {trade}
 the town that {founder} founded

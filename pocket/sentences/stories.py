@@ -1,8 +1,8 @@
 """Stories: how they open, what they state early and pay back late, what happens on the way."""
 
-from pocket.sentences.templates import bank, banks
+from pocket.sentences.templates import read_bank, read_banks
 
-OPENINGS = bank("""
+OPENINGS = read_bank("""
 {when}, {a} and {a.their} {rel} {b} set out from {town}, {epithet}.
 {a} lived in {town}, {epithet}. {when}, {a.they} and {a.their} {rel} {b} packed for a long walk.
 [everyone|most people] in {town} knew {a} and {a.their} {rel} {b}. {when}, the two of them left home together.
@@ -15,7 +15,7 @@ most people in {town}, {epithet}, knew {a}, and all of them knew {a.their} {rel}
 {a} and {b} lived in {town}, {epithet}. {b} was the {rel} of {a}, and {when} the two of them set out.
 it was dark when {a} left {town}, {epithet}. with {a.them} came {a.their} {rel} {b}. this was {when}.
 """)
-STATES = banks("""
+STATEMENTS = read_banks("""
 meet:
 {c} had sent word: {c.they} would wait for them at the {landmark} at {hour}.
 they had agreed to meet {c} at the {landmark}, and not later than {hour}.
@@ -74,7 +74,7 @@ before they left, {a} hid a {obj} {spot}.
 "nobody will find my {obj}," said {a}. {a.they} had put it {spot}.
 {spot} was where {a} hid {a.their} {obj} before they left.
 """)
-PAYS = banks("""
+PAYOFFS = read_banks("""
 meet:
 at {hour} they stood at the {landmark}, and there was {c}, [waving|smiling|out of breath].
 they came to the {landmark} just [before|after] {hour}, where {c} was waiting as agreed.
@@ -124,7 +124,7 @@ the {obj} was where {a} had left it, {spot}.
 at home {a} found the {obj} {spot}, where {a.they} had put it.
 {spot} the {obj} was still safe when {a} came home.
 """)
-RECALLS = banks("""
+QUESTIONS = read_banks("""
 meet:
 Where were they to meet {c}?
 At what place did {c} wait for them?
@@ -207,7 +207,7 @@ In which place did {a} put {a.their} {obj}?
 Where was it that {a} had left the {obj}?
 """)
 # The order of the payoffs, so that the gate comes before the house and the way home comes last.
-THREADS = {
+THREAD_ANSWERS = {
     "meet": "{landmark}",
     "word": "{word}",
     "door": "{colour}",
@@ -217,7 +217,7 @@ THREADS = {
     "count": "{n2}",
     "hide": "{spot}",
 }
-INCIDENTS = bank("""
+INCIDENTS = read_bank("""
 [halfway|after an hour|before long] the road was under water. {b} took off {b.their} boots and found a row of stones, and so they [crossed|came across] with dry clothes.
 a wheel [came loose|began to wobble]. {a} cut a peg from a branch, {b} knocked it in with a stone, and it held for the rest of the day.
 near {place} they lost the path in the fog. they stood still until they heard [a dog|a bell|somebody singing], and walked towards the sound.
@@ -240,7 +240,7 @@ the ferryman was asleep, and so they sang until he woke up. "that was a bad song
 {a} had left the bread at home, but by the road there was an apple tree, and {b} [climbed up|pulled down a branch].
 {a} slipped and fell into the water. {b} pulled {a.them} out with a branch, and they sat in the sun until {a.their} clothes were dry.
 """)
-CREATURE_ASIDE = bank("""
+CREATURE_ASIDES = read_bank("""
 {b} knew that {fact}
 {a} said that {fact}
 they remembered that {fact}
@@ -248,7 +248,7 @@ they remembered that {fact}
 {a} told {b} that {fact}
 {a} had heard that {fact}
 """)
-ENDINGS = bank("""
+ENDINGS = read_bank("""
 {a} slept well that night[, and so did {b}|].
 "we should do this [again|more often]," said {b}. "after a [rest|good meal|long sleep]," said {a}.
 they told the story for years, and each year the road grew a little longer.

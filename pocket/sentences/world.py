@@ -1,6 +1,6 @@
 """36 towns and 20 creatures: the facts, statements of them and questions about them."""
 
-from pocket.sentences.templates import banks, cells
+from pocket.sentences.templates import read_banks, read_table
 
 # An answer's first word carries the fact, and no value holds for more than three subjects, so that
 # always guessing the most common value is right in at most one case in twelve.
@@ -14,7 +14,7 @@ FACTS = {
 TOWNS = {
     name: {"town": name, "s": name, "this": "the town"}
     | dict(zip(FACTS["town"], facts, strict=True))
-    for name, *facts in cells("""
+    for name, *facts in read_table("""
 Tolben       | Tamble | copper bells  | Quentil   | November  | Nightjar Wood
 Marwick      | Daunt  | wax candles   | Pryce     | April     | Sorrel Wood
 Lindral      | Sarn   | silver thread | Aldreth   | December  | Owlet Wood
@@ -57,7 +57,7 @@ Stavering    | Yarl   | honey cakes   | Brunhild  | January   | Crowden Wood
 CREATURES = [
     {"creature": name, "creature_a": f"a {name}", "s": f"the {name}", "this": "this animal"}
     | dict(zip(FACTS["creature"], facts, strict=True))
-    for name, *facts in cells("""
+    for name, *facts in read_table("""
 ollet      | walnuts   | snowfields  | russet
 fernhare   | worms     | treetops    | green
 tuskin     | mushrooms | hollow logs | scarlet
@@ -83,7 +83,7 @@ yaffin     | lichen    | stone walls | golden
 WORLD = {"town": [*TOWNS.values()], "creature": CREATURES}
 
 # Statements. {s} is the subject: a town's name, "the town" or "it"; "the ollet" or "it".
-SAYS = banks("""
+FACT_STATEMENTS = read_banks("""
 river:
 {s} stands on the river {river}
 {s} lies on the [banks|left bank|right bank] of the {river}
@@ -159,7 +159,7 @@ by its coat, which is {coat}, you can tell the {creature}
 """)
 
 # Questions, without alternatives in them, so that a paraphrase has a number.
-ASKS = banks("""
+FACT_QUESTIONS = read_banks("""
 river:
 Which river does {town} stand on?
 What is the name of the river at {town}?
@@ -267,7 +267,7 @@ What is the colour of the {creature}?
 """)
 
 # Follow-up questions: the town or creature is known only from the question before.
-FOLLOWS = banks("""
+FOLLOW_UPS = read_banks("""
 river:
 And which river does it stand on?
 Which river runs through that town?
