@@ -7,8 +7,8 @@ parameters or by counting work; claims about quality with a trained model.
 
 from collections import Counter
 
-from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables, words_of
-from studies.core import claims as claims_of
+from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables, first_words
+from studies.core import judge_claims as claims_of
 from support.cli import CommandLine
 from support.tables import Table, page
 
@@ -22,25 +22,25 @@ SOURCES = {  # the studies that test its claims
 }
 
 
-def claims_on(source: str) -> list[Claim]:
+def claims_of_source(source: str) -> list[Claim]:
     """Return every claim of a source by the recorded results."""
     return [claim for study in SOURCES[source] for claim in claims_of(Rows(study))]
 
 
-def every_claim() -> dict[str, list[Claim]]:
+def claims_of_all_sources() -> dict[str, list[Claim]]:
     """Return every claim by the recorded results, a list a source."""
-    return {source: claims_on(source) for source in SOURCES}
+    return {source: claims_of_source(source) for source in SOURCES}
 
 
-def glance() -> Table:
+def verdicts_at_a_glance() -> Table:
     """Return all verdicts, a line a claim: its first words, with the section where others begin
     alike; and, unless it is that of the line above, the command that tests it, and its minutes."""
     lines, above = [], ""
-    for source, claims in every_claim().items():
+    for source, claims in claims_of_all_sources().items():
         lines.append([f"{source}:", "", "", ""])
-        count = Counter(map(words_of, claims))
+        count = Counter(map(first_words, claims))
         for claim in claims:
-            words, command = words_of(claim), claim["command"]
+            words, command = first_words(claim), claim["command"]
             if count[words] > 1:
                 words += f" ({claim['section']})"
             run = ["", ""] if command == above else [command, f"{MINUTES[command]}"]
@@ -51,8 +51,8 @@ def glance() -> Table:
 
 def main(argv: list[str] | None = None) -> None:
     with CommandLine(__doc__, "python3 -m studies.claims").parse(argv):
-        print(page([glance()]) + "\n")
-        for name, claims in every_claim().items():
+        print(page([verdicts_at_a_glance()]) + "\n")
+        for name, claims in claims_of_all_sources().items():
             print(f"=== {name}\n\n{page(claim_tables(claims))}\n")
 
 

@@ -14,7 +14,6 @@ stated unless it says why only `partly`.
 
 import argparse
 import fnmatch
-import itertools
 import json
 import math
 import re
@@ -41,8 +40,8 @@ from support.files import parse_json, read_text, write_text
 from support.statistics import bootstrap, mean
 from support.tables import Table, page
 
-HERE = Path(__file__).resolve().parent
-LEAST = 4  # values that an interval needs: of fewer, one can't tell how they vary
+STUDIES_FOLDER = Path(__file__).resolve().parent
+MIN_VALUES_OF_INTERVAL = 4  # of fewer, one can't tell how they vary
 
 # How values become a figure, by default their mean. "perplexity" is given mean nats; of an "exact"
 # metric, a count or arithmetic, one value is enough; a "series" is a curve over tokens; a figure of
@@ -53,12 +52,12 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 # Compared by their ratio, all others by their difference.
 RELATIVE = ("perplexity", "median", "turns")
-LABELS = ("title", "xlabel", "ylabel", "xscale")  # of a figure
-WORDS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
-RULE = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
-MISSING = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
-FIGURE = re.compile(r"(?:(\w+): )?(\S+)(?: / (\S+))?( ±)?")
-SHORT = re.compile(r"\{([^{}%]+)\}(?!\})")  # for {{ figure("...") }}
+FIGURE_LABELS = ("title", "xlabel", "ylabel", "xscale")
+VERDICTS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
+RULE_PATTERN = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
+MISSING_FIGURE = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
+FIGURE_PATTERN = re.compile(r"(?:(\w+): )?(\S+)(?: / (\S+))?( ±)?")
+SHORT_FIGURE = re.compile(r"\{([^{}%]+)\}(?!\})")  # for {{ figure("...") }}
 REWORDED = {  # of recorded conditions, as a page has them
     "Intel(R) Xeon(R) Processor": "Intel Xeon",
     "read by 1 at once": "read one token at a time",
@@ -96,13 +95,18 @@ class Figure(NamedTuple):
     low: float = -math.inf
     high: float = math.inf
 
-    def shown(self, form: str, interval: bool = True) -> str:
+    def formatted(self, number_format: str, with_interval: bool = True) -> str:
         """Return the figure as text; a zero has no sign."""
-        form = f"+z{form[1:]}" if form.startswith("+") else f"z{form}"
-        text = f"{self.value:{form}}"
-        if not interval or self.low == self.high or math.isinf(self.low):
+        sign = "+" if number_format.startswith("+") else ""
+        number_format = f"{sign}z{number_format.removeprefix('+')}"
+        text = f"{self.value:{number_format}}"
+        if not with_interval or self.low == self.high or math.isinf(self.low):
             return text
-        return f"{text} ({self.low:{form}} to {self.high:{form}})"
+        return f"{text} ({self.low:{number_format}} to {self.high:{number_format}})"
+
+    def plus(self, number: float) -> "Figure":
+        """Return the figure and its interval, shifted by a number."""
+        return Figure(*(x + number for x in self))
 
     def below(self, limit: float) -> int:
         """Return 1 if the whole interval lies below a limit, -1 if it lies above it, else 0."""
@@ -116,181 +120,198 @@ class Figure(NamedTuple):
         return min(self.below(limit), mirrored.below(limit))
 
 
-def reduced(values: np.ndarray, how: str) -> Figure:
+def reduce_values(values: np.ndarray, reduction: str) -> Figure:
     """Return the figure of values, one for each independent thing; without an interval if these
-    are fewer than LEAST."""
-    if how == "turns":
+    are fewer than MIN_VALUES_OF_INTERVAL."""
+    if reduction == "turns":
         value = float(np.median(values))
         return Figure(value, min(values), max(values)) if len(values) > 2 else Figure(value)
-    value, low, high = bootstrap(values, REDUCTIONS.get(how, mean))
-    if how == "exact":
+    value, low, high = bootstrap(values, REDUCTIONS.get(reduction, mean))
+    if reduction == "exact":
         return Figure(value, value, value)
-    return Figure(value, low, high) if len(values) >= LEAST and how != "series" else Figure(value)
+    if reduction == "series" or len(values) < MIN_VALUES_OF_INTERVAL:
+        return Figure(value)
+    return Figure(value, low, high)
 
 
-def side_of(text: str, at: Setting) -> tuple[str, Setting]:
+def parse_way(text: str, setting: Setting) -> tuple[str, Setting]:
     """Return the way and the setting that "way@key=value@..." means, on top of a setting."""
-    way, *settings = text.split("@")
-    at = dict(at)
-    for key, value in (setting.split("=") for setting in settings):
-        at[key] = int(value) if value.isdecimal() else value
-    return way, at
+    way, *assignments = text.split("@")
+    setting = dict(setting)
+    for assignment in assignments:
+        key, value = assignment.split("=")
+        setting[key] = int(value) if value.isdecimal() else value
+    return way, setting
+
+
+def read_definition(study: str) -> dict[str, Any]:
+    """Return what claims.toml says of a study."""
+    return tomllib.loads(read_text(STUDIES_FOLDER / study / "claims.toml"))
 
 
 class Rows:
     """The rows of a study, and what its claims.toml says of them."""
 
     def __init__(
-        self, study: str, folder: Path | None = None, again: str = "", reduced: str = ""
+        self, study: str, folder: Path | None = None, again: str = "", no_verdict_reason: str = ""
     ) -> None:
         """folder: of the rows, by default the recorded ones; again: a pattern, as of files, of the
-        ways to measure once more; reduced: why the rows, a file of their own that is begun anew
-        but for ways to measure again, are given no verdict, such as "reduced run". Raises ValueError
-        if a line of the rows is no JSON."""
-        self.study, self.again, self.reduced = study, again, reduced
-        self.offered: dict[str, None] = {}  # the ways that due() was asked about
+        ways to measure once more; no_verdict_reason: why the rows are given no verdict, such as
+        "reduced run". Such rows have a file of their own, which is begun anew but for ways to
+        measure again. Raises ValueError if a line of the rows is no JSON."""
+        self.study, self.again, self.no_verdict_reason = study, again, no_verdict_reason
+        self.offered_ways: dict[str, None] = {}  # that ways_due() was asked about
         self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
-        self.path = (folder or HERE / study) / ("reduced.jsonl" if reduced else "rows.jsonl")
-        self.anew = bool(reduced) and not again  # the first row replaces those that are there
-        self.paper = tomllib.loads(read_text(HERE / study / "claims.toml"))
-        if "like" in self.paper:  # another study of the same source
-            other = tomllib.loads(read_text(HERE / self.paper["like"] / "claims.toml"))
-            self.paper |= {"title": other["title"], "theirs": other["theirs"]}
+        file_name = "reduced.jsonl" if no_verdict_reason else "rows.jsonl"
+        self.path = (folder or STUDIES_FOLDER / study) / file_name
+        # Whether the first row replaces those that are there.
+        self.starts_anew = bool(no_verdict_reason) and not again
+        self.definition = read_definition(study)
+        if "like" in self.definition:  # another study of the same source
+            other = read_definition(self.definition["like"])
+            self.definition |= {"title": other["title"], "theirs": other["theirs"]}
         self.rows: dict[str, Row] = {}
-        self.on: Row = {"conditions": []}
-        self.begun = self.on
-        if self.path.exists() and not self.anew:
-            whole, _, torn = read_text(self.path).rpartition("\n")
-            if torn:  # the process was killed while it wrote this line
-                write_text(self.path, f"{whole}\n" if whole else "")
-            for line in whole.splitlines():
-                self.take(parse_json(line, str(self.path), study=str))
-        for way, metric, value in self.paper.get("source", []):  # what it says itself
-            self.take(line_of(way, {}, metric, Figure(value, value, value), 1))
+        self.recorded_conditions: Row = {"conditions": []}
+        self.next_conditions = self.recorded_conditions
+        if self.path.exists() and not self.starts_anew:
+            complete_lines, _, torn_line = read_text(self.path).rpartition("\n")
+            if torn_line:  # the process was killed while it wrote this line
+                write_text(self.path, f"{complete_lines}\n" if complete_lines else "")
+            for line in complete_lines.splitlines():
+                self._remember(parse_json(line, str(self.path), study=str))
+        for way, metric, value in self.definition.get("source", []):  # what it says itself
+            self._remember(row_of(way, {}, metric, Figure(value, value, value), 1))
 
-    def take(self, line: Row) -> None:
+    def _remember(self, line: Row) -> None:
         if "conditions" in line:
-            self.on = self.begun = line
+            self.recorded_conditions = self.next_conditions = line
         else:
-            key = self.key(line["way"], line["setting"], line["metric"])
-            self.rows[key] = line | {"on": self.on}
+            key = self._key(line["way"], line["setting"], line["metric"])
+            self.rows[key] = line | {"on": self.recorded_conditions}
 
-    def key(self, way: str, at: Setting, metric: str) -> str:
-        """Return what names a row; the setting's missing parts are as usual in the study."""
-        return json.dumps([way, metric, self.paper["usual"] | at], sort_keys=True)
+    def _key(self, way: str, setting: Setting, metric: str) -> str:
+        """Return what identifies a row; the setting's missing parts are as usual in the study."""
+        return json.dumps([way, metric, self.definition["usual"] | setting], sort_keys=True)
 
-    def append(self, line: Row) -> None:
-        """Write a row, after the conditions if these have changed, and take it."""
+    def _append(self, line: Row) -> None:
+        """Write a row, after the conditions if these have changed, and remember it."""
         lines = [{"study": self.study} | line]
-        if self.begun != self.on:
-            lines.insert(0, self.begun)
+        if self.next_conditions != self.recorded_conditions:
+            lines.insert(0, self.next_conditions)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w" if self.anew else "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(each, allow_nan=False) + "\n" for each in lines))
-        self.anew = False
-        for each in lines:
-            self.take(each)
+        with self.path.open("w" if self.starts_anew else "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(added, allow_nan=False) + "\n" for added in lines))
+        self.starts_anew = False
+        for added in lines:
+            self._remember(added)
         self.progress.update()
 
-    def begin(self, *conditions: str) -> None:
+    def set_conditions(self, *conditions: str) -> None:
         """Let the next rows be measured under these conditions."""
-        self.begun = {"study": self.study, "conditions": [*conditions]}
+        self.next_conditions = {"study": self.study, "conditions": [*conditions]}
 
-    def begin_with(self, name: str, model: nn.Module, *details: str) -> None:
+    def set_model_conditions(self, name: str, model: nn.Module, *details: str) -> None:
         """Let the next rows be measured with a model, on this machine, under conditions in detail."""
-        on, threads = conditions(name, model), torch.get_num_threads()
+        machine, threads = conditions(name, model), torch.get_num_threads()
         threads = "1 thread" if threads == 1 else f"{threads} threads"
-        size = f"{name}: {on['parameters']:,} parameters"
-        self.begin(size, *details, threads, on["machine"], on["date"])
+        size = f"{name}: {machine['parameters']:,} parameters"
+        self.set_conditions(size, *details, threads, machine["machine"], machine["date"])
 
-    def due(self, ways: Iterable[str], metric: str, **at: Any) -> list[str]:
+    def ways_due(self, ways: Iterable[str], metric: str, **setting: Any) -> list[str]:
         """Return the ways to measure: those without such a row, or those to measure again."""
         ways = [*ways]
-        self.offered |= dict.fromkeys(ways)
+        self.offered_ways |= dict.fromkeys(ways)
         if self.again:
             return fnmatch.filter(ways, self.again)
-        return [way for way in ways if self.find(way, metric, **at) is None]
+        return [way for way in ways if self.find(way, metric, **setting) is None]
 
-    def add(self, way: str, at: Setting, **metrics: Iterable[float]) -> None:
+    def add_values(self, way: str, setting: Setting, **metrics: Iterable[float]) -> None:
         """Append a row for each metric, of one way in one setting."""
         for metric, values in metrics.items():
             values = [*values]
-            found = reduced(np.array(values), self.kind(metric)[0])
-            line = line_of(way, at, metric, found, len(values))
-            self.append(line | {"values": [float(f"{x:.6g}") for x in values]})
+            figure = reduce_values(np.array(values), self.reduction_and_format(metric)[0])
+            row = row_of(way, setting, metric, figure, len(values))
+            self._append(row | {"values": [float(f"{x:.6g}") for x in values]})
 
-    def add_figures(self, way: str, at: Setting, n: int, **metrics: Iterable[float]) -> None:
+    def add_figures(
+        self, way: str, setting: Setting, count: int, **metrics: Iterable[float]
+    ) -> None:
         """Append a row for each metric, of a figure of n things and its interval, if that is known."""
-        for metric, found in metrics.items():
-            self.append(line_of(way, at, metric, Figure(*found), n))
+        for metric, figure in metrics.items():
+            self._append(row_of(way, setting, metric, Figure(*figure), count))
 
-    def find(self, way: str, metric: str, **at: Any) -> Row | None:
+    def find(self, way: str, metric: str, **setting: Any) -> Row | None:
         """Return the row of a way, or of "way@key=value@...", in a setting."""
-        return self.rows.get(self.key(*side_of(way, at), metric))
+        return self.rows.get(self._key(*parse_way(way, setting), metric))
 
-    def kind(self, metric: str) -> list[str]:
+    def reduction_and_format(self, metric: str) -> list[str]:
         """Return how values of a metric are reduced, and the format of the figure."""
-        return self.paper["metrics"][metric].split()
+        return self.definition["metrics"][metric].split()
 
-    def figure(self, way: str, metric: str, **at: Any) -> Figure | None:
-        row = self.find(way, metric, **at)
+    def figure(self, way: str, metric: str, **setting: Any) -> Figure | None:
+        row = self.find(way, metric, **setting)
         if row is None:
             return None
         if row["low"] is None:
             return Figure(row["value"])
         return Figure(row["value"], row["low"], row["high"])
 
-    def against(self, metric: str, one: str, other: str, at: Setting) -> Figure | None:
+    def against(self, metric: str, way: str, other: str, setting: Setting) -> Figure | None:
         """Return by how much one way is above another, pair by pair where both have as many values:
         as a share of the other (RELATIVE), or as a difference. None if one isn't measured."""
-        rows = [self.find(way, metric, **at) for way in (one, other)]
-        if None in rows:
+        row, other_row = self.find(way, metric, **setting), self.find(other, metric, **setting)
+        if row is None or other_row is None:
             return None
-        how = self.kind(metric)[0]
-        a, b = (np.array(row.get("values", [])) for row in rows)
-        if len(a) == len(b) > 1:
-            found = reduced(a / b if how in ("median", "turns") else a - b, how)
-            return Figure(*(x - 1 for x in found)) if how in RELATIVE else found
-        x, y = (self.figure(way, metric, **at) for way in (one, other))
-        bounds = zip(x, (y.value, y.high, y.low), strict=True)  # no pairs: the widest
-        found = Figure(*(a / b - 1 if how in RELATIVE else a - b for a, b in bounds))
-        return found if math.isfinite(x.low + y.low) else Figure(found.value)
+        reduction = self.reduction_and_format(metric)[0]
+        values, other_values = (np.array(x.get("values", [])) for x in (row, other_row))
+        if len(values) == len(other_values) > 1:
+            if reduction in ("median", "turns"):
+                change = reduce_values(values / other_values, reduction)
+            else:
+                change = reduce_values(values - other_values, reduction)
+            return change.plus(-1) if reduction in RELATIVE else change
+        figure = self.figure(way, metric, **setting)
+        value, low, high = self.figure(other, metric, **setting)
+        bounds = zip(figure, (value, high, low), strict=True)  # no pairs: the widest
+        relative = reduction in RELATIVE
+        change = Figure(*(x / y - 1 if relative else x - y for x, y in bounds))
+        return change if math.isfinite(figure.low + low) else Figure(change.value)
 
-    def name(self, way: str, at: Setting) -> str:
+    def name_of(self, way: str, setting: Setting) -> str:
         """Return a way and its unusual setting, as a page names them."""
-        usual = self.paper["usual"]
-        unusual = [f"{key} {value}" for key, value in at.items() if usual.get(key) != value]
-        return ", ".join([self.paper.get("names", {}).get(way, way), *unusual])
+        usual = self.definition["usual"]
+        unusual = [f"{key} {value}" for key, value in setting.items() if usual.get(key) != value]
+        return ", ".join([self.definition.get("names", {}).get(way, way), *unusual])
 
-    def figure_text(self, asked: str, at: Setting) -> str:
+    def figure_text(self, asked: str, setting: Setting) -> str:
         """Return the figure that "[metric: ]way", "way ±" (with its interval) or "way / other way"
         asks for; "-" if there is none. Raises ValueError if it asks for something else."""
-        match = FIGURE.fullmatch(asked)
+        match = FIGURE_PATTERN.fullmatch(asked)
         if match is None:
             raise ValueError(f"{asked} is no figure, as in [metric: ]way[@key=value][ / way][ ±]")
         metric, way, other, interval = match.groups()
-        metric = metric or self.paper["metric"]
-        reduction, form = self.kind(metric)
+        metric = metric or self.definition["metric"]
+        reduction, number_format = self.reduction_and_format(metric)
         if other is None:
-            figure = self.figure(way, metric, **at)
+            figure = self.figure(way, metric, **setting)
         else:
-            figure = self.against(metric, way, other, at)
-            form = "+.1%" if reduction in RELATIVE else f"+{form}"
-        return "-" if figure is None else figure.shown(form, bool(other or interval))
+            figure = self.against(metric, way, other, setting)
+            number_format = "+.1%" if reduction in RELATIVE else f"+{number_format}"
+        return "-" if figure is None else figure.formatted(number_format, bool(other or interval))
 
-    def text(self, template: str, at: Setting) -> str:
+    def text(self, template: str, setting: Setting) -> str:
         """Return the text of a template in a setting, in which {way} is short for
         {{ figure("way") }}."""
-        whole = SHORT.sub(r"{{ figure('\1') }}", template)
-        return rendered(whole, {"figure": partial(self.figure_text, at=at)})
+        whole = SHORT_FIGURE.sub(r"{{ figure('\1') }}", template)
+        return rendered(whole, {"figure": partial(self.figure_text, setting=setting)})
 
 
-def line_of(way: str, at: Setting, metric: str, found: Figure, n: int) -> Row:
+def row_of(way: str, setting: Setting, metric: str, figure: Figure, count: int) -> Row:
     """Return a row as JSON has it, null for an unknown interval."""
-    line = {"way": way, "setting": at, "metric": metric}
-    for name, x in found._asdict().items():
-        line[name] = None if math.isinf(x) else float(f"{x:.9g}")
-    return line | {"n": n}
+    row = {"way": way, "setting": setting, "metric": metric}
+    for name, number in figure._asdict().items():
+        row[name] = None if math.isinf(number) else float(f"{number:.9g}")
+    return row | {"n": count}
 
 
 # --- The command line ----------------------------------------------------------------------------
@@ -344,31 +365,31 @@ class StudyLine(CommandLine):
         super().prepare(args)
 
 
-def model_of(args: argparse.Namespace) -> tuple[nn.Module, str]:
+def load_chosen_model(args: argparse.Namespace) -> tuple[nn.Module, str]:
     """Return the model that --model names, with random weights if that is a geometry, and its name
     in a record."""
-    name, shown = args.model, args.model
+    name, recorded_name = args.model, args.model
     if is_geometry(name):
-        name, shown = f"random:{name}", f"{name}, random weights"
-    return load_model(name, device=args.device, dtype=args.dtype), shown
+        name, recorded_name = f"random:{name}", f"{name}, random weights"
+    return load_model(name, device=args.device, dtype=args.dtype), recorded_name
 
 
 # --- Measuring --------------------------------------------------------------------------------------
 
 
-def recorded(study: str, args: argparse.Namespace, different: str = "") -> Rows:
-    """Return the rows of a run by its command line; different: why it is given no verdict."""
+def open_rows(study: str, args: argparse.Namespace, no_verdict_reason: str = "") -> Rows:
+    """Return the rows of a run by its command line."""
     if args.quick:
-        different = "reduced run"
+        no_verdict_reason = "reduced run"
     elif "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
-        different = different or "run with another --seed or --dtype"
-    return Rows(study, args.out, getattr(args, "again", ""), different)
+        no_verdict_reason = no_verdict_reason or "run with another --seed or --dtype"
+    return Rows(study, args.out, getattr(args, "again", ""), no_verdict_reason)
 
 
 # --- Claims -----------------------------------------------------------------------------------------
 
 
-def judged(rows: Rows, rule: str, at: Setting) -> int | None:
+def judge_rule(rows: Rows, rule: str, setting: Setting) -> int | None:
     """Return 1 if a rule holds, -1 if it is refuted, 0 if neither is shown, None if a row is
     missing.
 
@@ -376,81 +397,88 @@ def judged(rows: Rows, rule: str, at: Setting) -> int | None:
     number. A margin is what the first may miss by, as a difference that against() returns; 5% is
     0.05.
     """
-    metric, one, op, other, margin, percent = RULE.fullmatch(rule).groups()
-    metric = metric or rows.paper["metric"]
+    metric, way, comparison, other, margin, percent = RULE_PATTERN.fullmatch(rule).groups()
+    metric = metric or rows.definition["metric"]
     limit = float(margin or 0) / (100 if percent else 1)
     if re.fullmatch(r"[\d.]+", other):
-        found = rows.figure(one, metric, **at)
-        found = found and Figure(*(x - float(other) for x in found))
+        difference = rows.figure(way, metric, **setting)
+        difference = difference and difference.plus(-float(other))
     else:
-        found = rows.against(metric, one, other, at)
-    if found is None:
+        difference = rows.against(metric, way, other, setting)
+    if difference is None:
         return None
-    line = limit if op == "<" else -limit
-    if op == "~":
-        return found.within(limit + 1e-9)
-    return found.below(line) if op == "<" else -found.below(line)
+    if comparison == "~":
+        return difference.within(limit + 1e-9)
+    if comparison == "<":
+        return difference.below(limit)
+    return -difference.below(-limit)
 
 
-def answer(rows: Rows, rule: str, at: Setting) -> int | None:
-    """Return judged() of a rule, or the best answer of several, "... or ...", of which one is enough;
-    those not measured are left out."""
-    answers = [judged(rows, one, at) for one in rule.split(" or ")]
-    return max((x for x in answers if x is not None), default=None)
+def judge_alternatives(rows: Rows, rule: str, setting: Setting) -> int | None:
+    """Return judge_rule() of a rule, or the best answer of several, "... or ...", of which one is
+    enough; those not measured are left out."""
+    answers = [judge_rule(rows, alternative, setting) for alternative in rule.split(" or ")]
+    return max((answer for answer in answers if answer is not None), default=None)
 
 
-def everywhere(rows: Rows, text: str, places: list[Setting], part: str | None) -> str:
+def text_for_all_places(
+    rows: Rows, text: str, places: list[Setting], varied_key: str | None
+) -> str:
     """Return a text with its figures. What stands between « and » is said of each of the places,
     which differ in a part of the setting: those with equal figures are named together, those
     without any not at all."""
 
-    def each(match: re.Match[str]) -> str:
-        found: dict[str, list[str]] = {}
+    def text_of_places(match: re.Match[str]) -> str:
+        places_by_text: dict[str, list[str]] = {}
         for place in places:
-            found.setdefault(rows.text(match[1], place), []).append(f"{place[part]}")
-        return "; ".join(f"{', '.join(x)} {text}" for text, x in found.items() if text.strip("-, "))
+            places_by_text.setdefault(rows.text(match[1], place), []).append(f"{place[varied_key]}")
+        return "; ".join(
+            f"{', '.join(named)} {text}"
+            for text, named in places_by_text.items()
+            if text.strip("-, ")
+        )
 
-    return rows.text(re.sub("«(.*?)»", each, text), places[0])
+    return rows.text(re.sub("«(.*?)»", text_of_places, text), places[0])
 
 
 def verdict_of(rows: Rows, claim: dict[str, Any], places: list[Setting]) -> str:
     """Return the verdict on a claim: the worst of its rules' answers in all places, or the best if a
     thing `can` be. NOT SHOWN where a rule that the trial needs to be fair doesn't hold; "" where a
     row is missing, and in a reduced run."""
-    answers = [answer(rows, rule, place) for rule in claim["rules"] for place in places]
-    if None in answers or rows.reduced:
+    answers = [judge_alternatives(rows, rule, place) for rule in claim["rules"] for place in places]
+    if None in answers or rows.no_verdict_reason:
         return ""
-    if any(judged(rows, rule, places[0]) != 1 for rule in claim.get("needs", [])):
-        return WORDS[0]
-    return WORDS[max(answers) if claim.get("can") else min(answers)]
+    if any(judge_rule(rows, rule, places[0]) != 1 for rule in claim.get("needs", [])):
+        return VERDICTS[0]
+    return VERDICTS[max(answers) if claim.get("can") else min(answers)]
 
 
-def claims(rows: Rows) -> list[Claim]:
+def judge_claims(rows: Rows) -> list[Claim]:
     """Return the source's claims and our questions, which have no section, with their verdicts; one
     whose figures are found for `every` kind or size is judged for each."""
-    found = []
-    for claim in rows.paper["claims"]:
-        part, places = None, [claim.get("at", {})]
+    judged = []
+    for claim in rows.definition["claims"]:
+        varied_key, places = None, [claim.get("at", {})]
         if "«" in claim["found"]:
-            [(part, values)] = rows.paper["every"].items()
-            places = [{part: value} for value in values]
-        source = rows.paper.get("sources", {}).get(claim.get("source"), rows.paper)
-        first = RULE.match(claim["rules"][0])
-        row = rows.find(first[2], first[1] or rows.paper["metric"], **places[0])
-        on = row["on"]["conditions"] if row else []
-        found.append(
+            [(varied_key, values)] = rows.definition["every"].items()
+            places = [{varied_key: value} for value in values]
+        source = rows.definition.get("sources", {}).get(claim.get("source"), rows.definition)
+        first_rule = RULE_PATTERN.match(claim["rules"][0])
+        row = rows.find(first_rule[2], first_rule[1] or rows.definition["metric"], **places[0])
+        measured_on = row["on"]["conditions"] if row else []
+        judged.append(
             {"section": "", "command": rows.study}
             | claim
             | Claim(
                 source=source["title"] if "section" in claim else "",
                 theirs=source["theirs"],
-                ours=claim.get("on", "; ".join(on)),
-                figure=everywhere(rows, claim["found"], places, part),
+                ours=claim.get("on", "; ".join(measured_on)),
+                figure=text_for_all_places(rows, claim["found"], places, varied_key),
                 verdict=verdict_of(rows, claim, places),
                 stated=f"partly: {claim['partly']}" if "partly" in claim else "yes",
             )
         )
-    return found
+    return judged
 
 
 def answer_of(claim: Claim) -> str:
@@ -459,7 +487,7 @@ def answer_of(claim: Claim) -> str:
     return verdict if claim["source"] else ANSWERS.get(verdict, verdict)
 
 
-def words_of(claim: Claim) -> str:
+def first_words(claim: Claim) -> str:
     """Return the first words of a claim, in quotation marks if they are its source's."""
     words = textwrap.shorten(claim["quote"], 40, placeholder=" …")
     return f'"{words}"' if claim["source"] else words
@@ -474,19 +502,20 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     conditions = dict.fromkeys(claim["ours"] for claim in claims)
     letters = dict(zip(conditions, ascii_lowercase, strict=False))
     if conditions:
-        here = "\n".join(f"- ({letter}) {on}" for on, letter in letters.items())
-        for recorded, better in REWORDED.items():
-            here = here.replace(recorded, better)
-        parts.append(f"Here:\n\n{here}")
+        lines = [f"- ({letter}) {condition}" for condition, letter in letters.items()]
+        listed = "\n".join(lines)
+        for recorded, reworded in REWORDED.items():
+            listed = listed.replace(recorded, reworded)
+        parts.append(f"Here:\n\n{listed}")
     rows, questions = [], []
     for claim in claims:
         letter = letters[claim["ours"]]
-        found = ": ".join(filter(None, (answer_of(claim), claim["figure"])))
+        finding = ": ".join(filter(None, (answer_of(claim), claim["figure"])))
         if claim["source"]:
             quote = f'"{claim["quote"]}" ({claim["section"]}; {letter})'
-            rows.append([quote, found, claim["stated"]])
+            rows.append([quote, finding, claim["stated"]])
         else:
-            questions.append([f"{claim['quote']} ({letter})", found])
+            questions.append([f"{claim['quote']} ({letter})", finding])
     if rows:
         parts.append(Table(["claim", "found here", "tested as stated"], rows, left=3))
     if questions:
@@ -497,50 +526,57 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
 # --- Tables and figures -----------------------------------------------------------------------------
 
 
-def ways_of(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, Setting]]:
+def matching_ways(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, Setting]]:
     """Return the ways that match patterns such as "periodic.*@train=alone", with the settings."""
-    known = dict.fromkeys(row["way"] for row in rows.rows.values())
-    found = []
+    measured_ways = dict.fromkeys(row["way"] for row in rows.rows.values())
+    matches = []
     for pattern in patterns:
-        match, at = side_of(pattern, {})
-        for way in known:
-            if re.fullmatch(match, way) and (way, at) not in found:
-                found.append((way, at))
-    return found
+        way_pattern, setting = parse_way(pattern, {})
+        for way in measured_ways:
+            if re.fullmatch(way_pattern, way) and (way, setting) not in matches:
+                matches.append((way, setting))
+    return matches
 
 
 def table_of(rows: Rows) -> list[str | Table]:
     """Return the study's table, a line a way, with its columns for `every` kind, if it says so;
     lines without a figure are left out."""
-    wanted, lines = rows.paper["table"], []
-    columns, part = wanted["columns"], wanted.get("every")
-    if part:
-        several = itertools.product(rows.paper["every"][part], columns.items())
-        columns = {f"{x}: {name}": f"{column}@{part}={x}" for x, (name, column) in several}
-    for way, at in ways_of(rows, wanted["ways"]):
+    definition, table_rows = rows.definition["table"], []
+    columns, varied_key = definition["columns"], definition.get("every")
+    if varied_key:
+        columns = {
+            f"{value}: {name}": f"{column}@{varied_key}={value}"
+            for value in rows.definition["every"][varied_key]
+            for name, column in columns.items()
+        }
+    for way, setting in matching_ways(rows, definition["ways"]):
         cells = []
         for column in columns.values():
-            metric, where = side_of(column.removesuffix(" ±"), {})
-            # is the column of another setting than the line?
-            other = any(at.get(key, value) != value for key, value in where.items())
-            found = None if other else rows.figure(way, metric, **at | where)
-            form = rows.kind(metric)[1]
-            cells.append("-" if found is None else found.shown(form, column.endswith("±")))
+            metric, column_setting = parse_way(column.removesuffix(" ±"), {})
+            both = setting | column_setting
+            same_setting = both == column_setting | setting
+            figure = rows.figure(way, metric, **both) if same_setting else None
+            if figure is None:
+                cells.append("-")
+                continue
+            number_format = rows.reduction_and_format(metric)[1]
+            cells.append(figure.formatted(number_format, column.endswith("±")))
         if {*cells} != {"-"}:
-            lines.append([rows.name(way, at), *cells])
-    return [wanted["title"], Table(["", *columns], lines)]
+            table_rows.append([rows.name_of(way, setting), *cells])
+    return [definition["title"], Table(["", *columns], table_rows)]
 
 
 def page_of(rows: Rows) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal; of claims that lack figures, the
     first words alone."""
-    parts = [f"A {rows.reduced}: figures, and no verdict."] if rows.reduced else []
-    measured, lacking = [], []
-    for claim in claims(rows):
-        if claim["ours"] and not MISSING.search(claim["figure"]):
+    parts, measured, lacking = [], [], []
+    if rows.no_verdict_reason:
+        parts.append(f"A {rows.no_verdict_reason}: figures, and no verdict.")
+    for claim in judge_claims(rows):
+        if claim["ours"] and not MISSING_FIGURE.search(claim["figure"]):
             measured.append(claim)
         else:
-            lacking.append(words_of(claim))
+            lacking.append(first_words(claim))
     title, table = table_of(rows)
     parts += claim_tables(measured)
     if lacking:
@@ -551,75 +587,76 @@ def page_of(rows: Rows) -> list[str | Table]:
 def report(rows: Rows) -> None:
     """Draw the figures of a run, and print its claims and its table. Raises ValueError if no way is
     one of those that were to be measured again."""
-    if rows.again and not fnmatch.filter(rows.offered, rows.again):
-        raise ValueError(f"--again {rows.again} is none of the ways: {', '.join(rows.offered)}")
+    if rows.again and not fnmatch.filter(rows.offered_ways, rows.again):
+        ways = ", ".join(rows.offered_ways)
+        raise ValueError(f"--again {rows.again} is none of the ways: {ways}")
     folder = rows.path.parent
     rows.progress.close()
-    draw(rows, folder)
+    draw_figures(rows, folder)
     print(page([*page_of(rows), f"Written to {folder}"]))
 
 
-def run(
+def run_study(
     doc: str | None,
     study: str,
     quick: str,
     measure: Callable[[Rows, bool], None],
     argv: list[str] | None = None,
-    of: str = "",
+    rows_of: str = "",
     again: bool = True,
 ) -> None:
     """Run a study that has models of its own by its command line. quick: what is reduced then; measure: appends the
-    rows, fewer if that is true; of: the study that has the rows and claims, if it is another."""
-    with StudyLine(doc, study, quick, model="", out=of, again=again).parse(argv) as args:
-        rows = recorded(of or study, args)
+    rows, fewer if that is true; rows_of: the study that has the rows and claims, if it is another."""
+    with StudyLine(doc, study, quick, model="", out=rows_of, again=again).parse(argv) as args:
+        rows = open_rows(rows_of or study, args)
         measure(rows, args.quick)
         report(rows)
 
 
-def points_over(rows: Rows, way: str, metric: str, key: str, at: Setting) -> Points:
+def points_over(rows: Rows, way: str, metric: str, key: str, setting: Setting) -> Points:
     """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
-    found = []
+    points = []
     for row in rows.rows.values():
-        here = at | {key: row["setting"].get(key)}
-        if rows.find(way, metric, **here) is row:
-            found.append((here[key], *rows.figure(way, metric, **here)))
-    return sorted(found)
+        point_setting = setting | {key: row["setting"].get(key)}
+        if rows.find(way, metric, **point_setting) is row:
+            points.append((point_setting[key], *rows.figure(way, metric, **point_setting)))
+    return sorted(points)
 
 
-def curves_of(rows: Rows, wanted: dict[str, Any]) -> Curves:
+def curves_of(rows: Rows, definition: dict[str, Any]) -> Curves:
     """Return the points of a figure of its ways, or of the table's, x and y with its interval, by
     the label and the kind of their curve: of a metric over a part of the setting, or over another
     metric, joined for ways of one kind (periodic:64, periodic:16); else x and y of a series."""
     curves: Curves = {}
-    metric, ways = wanted["y"], wanted.get("ways", rows.paper["table"]["ways"])
-    for way, at in ways_of(rows, ways):
-        label, points = rows.name(way, at), []
-        kind = rows.name(re.split("[:~]", way)[0], at)
-        if "over" in wanted:
-            points = points_over(rows, way, metric, wanted["over"], at)
-        elif row := rows.find(way, metric, **at):
-            if "x" not in wanted:
+    metric, ways = definition["y"], definition.get("ways", rows.definition["table"]["ways"])
+    for way, setting in matching_ways(rows, ways):
+        label, points = rows.name_of(way, setting), []
+        kind = rows.name_of(re.split("[:~]", way)[0], setting)
+        if "over" in definition:
+            points = points_over(rows, way, metric, definition["over"], setting)
+        elif row := rows.find(way, metric, **setting):
+            if "x" not in definition:
                 points = [*enumerate(row["values"], 1)]
-            elif x := rows.figure(way, wanted["x"], **at):
+            elif x := rows.figure(way, definition["x"], **setting):
                 label = kind
-                points = [(x.value, *rows.figure(way, metric, **at))]
+                points = [(x.value, *rows.figure(way, metric, **setting))]
         if points:
             curves.setdefault((label, kind), []).extend(points)
     return curves
 
 
-def draw(rows: Rows, folder: Path) -> None:
+def draw_figures(rows: Rows, folder: Path) -> None:
     """Draw the study's figures, in which ways of one kind have one colour."""
     colors: dict[str, str] = {}
-    for name, wanted in rows.paper.get("figures", {}).items():
-        curves = curves_of(rows, wanted)
+    for name, definition in rows.definition.get("figures", {}).items():
+        curves = curves_of(rows, definition)
         if curves:
-            labels = {key: x for key, x in wanted.items() if key in LABELS}
-            draw_figure(folder / f"{name}.png", partial(plot, curves, colors), **labels)
+            labels = {key: label for key, label in definition.items() if key in FIGURE_LABELS}
+            draw_figure(folder / f"{name}.png", partial(plot_curves, curves, colors), **labels)
 
 
-def plot(curves: Curves, colors: dict[str, str], axes: Any) -> None:
-    """Plot curves_of() a figure; colors: those of the kinds that are drawn already."""
+def plot_curves(curves: Curves, colors: dict[str, str], axes: Any) -> None:
+    """Plot curves. colors: those of the kinds that are drawn already."""
     for (label, kind), points in curves.items():
         x, y, *interval = np.array(points).T
         color = colors.setdefault(kind, COLORS[len(colors) % len(COLORS)])

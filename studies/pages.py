@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from studies import replay as replaying
-from studies.claims import SOURCES, claims_on, glance
-from studies.core import ANSWERS, Rows, claim_tables, claims, draw, table_of
+from studies.claims import SOURCES, claims_of_source, verdicts_at_a_glance
+from studies.core import ANSWERS, Rows, claim_tables, draw_figures, judge_claims, table_of
 from support.blocks import filled
 from support.cli import CommandLine
 from support.files import read_csv, read_json, read_text, write_text
@@ -41,7 +41,7 @@ def figure(study: str, asked: str, **at: str | int) -> str:
 
 def verdict(study: str, words: str) -> str:
     """Return the verdict, as in a sentence, on the claim that begins with these words."""
-    verdict = next(c["verdict"] for c in claims(rows(study)) if c["quote"].startswith(words))
+    verdict = next(c["verdict"] for c in judge_claims(rows(study)) if c["quote"].startswith(words))
     return ANSWERS.get(verdict, verdict).lower()
 
 
@@ -57,7 +57,7 @@ def benchmark(name: str) -> Any:
 
 def claims_of(source: str, section: str = "") -> str:
     """Return the tables of a source's claims, or of those in a section, beside our findings."""
-    chosen = [claim for claim in claims_on(source) if claim["section"].startswith(section)]
+    chosen = [claim for claim in claims_of_source(source) if claim["section"].startswith(section)]
     return page(claim_tables(chosen), markdown=True)
 
 
@@ -108,7 +108,7 @@ NAMES: dict[str, Callable[..., object] | None] = {  # that the pages' templates 
     "figure": figure,
     "format": format,
     "generations": generations,
-    "glance": lambda: page([glance()], markdown=True),
+    "glance": lambda: page([verdicts_at_a_glance()], markdown=True),
     "record": record,
     "replay": replay,
     "rows": rows,
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         for path in (ROOT / "studies" / "recycling").glob("replay_*.csv"):
             replaying.draw(path)
         for study in itertools.chain(*SOURCES.values()):
-            draw(Rows(study), ROOT / "studies" / study)
+            draw_figures(Rows(study), ROOT / "studies" / study)
 
 
 if __name__ == "__main__":

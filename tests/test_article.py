@@ -20,7 +20,7 @@ def test_every_way_writes_the_same_and_nothing_is_due_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(article, "QUICK", ("1x1x8", 4, 1))
-    rows = Rows("article", tmp_path, reduced="reduced run")
+    rows = Rows("article", tmp_path, no_verdict_reason="reduced run")
     article.measure(rows, True)
     assert rows.figure("growing", "seconds").value > 0
     assert rows.figure("no-cache", "time", after=1000).value > 0

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from studies.claims import every_claim
+from studies.claims import claims_of_all_sources
 from support.statistics import wilson
 
-SOURCES = every_claim()
+SOURCES = claims_of_all_sources()
 ROWS = [(name, claim) for name, claims in SOURCES.items() for claim in claims]
 
 

@@ -11,11 +11,11 @@ from studies import core
 from studies.core import (
     Figure,
     Rows,
-    claims,
-    judged,
+    judge_claims,
+    judge_rule,
     page_of,
     points_over,
-    reduced,
+    reduce_values,
     report,
     table_of,
 )
@@ -56,12 +56,12 @@ columns = { share = "share ±", large = "share@size=2" }
 
 @pytest.fixture
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rows:
-    monkeypatch.setattr(core, "HERE", tmp_path)
+    monkeypatch.setattr(core, "STUDIES_FOLDER", tmp_path)
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "claims.toml").write_text(PAPER, encoding="utf-8")
     found = Rows("made")
-    found.begin("a machine", "today")
-    found.add("old", {}, share=[0.1, 0.2, 0.3, 0.4], time=[1.0] * 4)
+    found.set_conditions("a machine", "today")
+    found.add_values("old", {}, share=[0.1, 0.2, 0.3, 0.4], time=[1.0] * 4)
     return found
 
 
@@ -70,19 +70,21 @@ def test_rows_outlive_a_kill_and_one_way_is_measured_again(rows: Rows, tmp_path:
     with path.open("a", encoding="utf-8") as file:
         file.write('{"study": "made", "way": "ne')
     again = Rows("made")
-    assert again.due(["old", "new"], "share") == ["new"] and again.due(["old"], "share", size=2)
-    again.begin("a machine", "today")  # as before: no line
-    again.add("new", {"size": 2}, share=[1, 1, 1, 1])
+    assert again.ways_due(["old", "new"], "share") == ["new"] and again.ways_due(
+        ["old"], "share", size=2
+    )
+    again.set_conditions("a machine", "today")  # as before: no line
+    again.add_values("new", {"size": 2}, share=[1, 1, 1, 1])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 4 and lines[0]["conditions"] == ["a machine", "today"]
     names = "study way setting metric value low high n values".split()
     assert [*lines[3]] == names and lines[1]["value"] == pytest.approx(0.25)
-    assert Rows("made", again="o*").due(["old", "new"], "share") == ["old"]
+    assert Rows("made", again="o*").ways_due(["old", "new"], "share") == ["old"]
     other = Rows("made", again="x*")
-    assert other.due(["old", "new"], "share") == []
+    assert other.ways_due(["old", "new"], "share") == []
     with pytest.raises(ValueError, match=r"--again x\* is none of the ways: old, new"):
         report(other)
-    again.add("old", {}, share=[0.5] * 4)
+    again.add_values("old", {}, share=[0.5] * 4)
     assert Rows("made").figure("old", "share").value == 0.5  # the last counts
 
 
@@ -92,22 +94,26 @@ def test_a_first_line_that_was_torn_and_the_rows_of_another_run_are_replaced(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"study": "ma')
     for way in ("old", "new"):
-        Rows("bounding", tmp_path).add(way, {}, right=[1])
+        Rows("bounding", tmp_path).add_values(way, {}, right=[1])
     assert [json.loads(line)["way"] for line in path.read_text().splitlines()] == ["old", "new"]
     path = tmp_path / "reduced.jsonl"
-    Rows("bounding", tmp_path, reduced="reduced run").add("old", {}, right=[1])
+    Rows("bounding", tmp_path, no_verdict_reason="reduced run").add_values("old", {}, right=[1])
     before = path.read_text()
-    refused = Rows("bounding", tmp_path, reduced="reduced run")  # no row has come
-    assert path.read_text() == before and refused.due(["old"], "right") == ["old"]
-    Rows("bounding", tmp_path, again="old", reduced="reduced run").add("old", {}, right=[0])
+    refused = Rows("bounding", tmp_path, no_verdict_reason="reduced run")  # no row has come
+    assert path.read_text() == before and refused.ways_due(["old"], "right") == ["old"]
+    Rows("bounding", tmp_path, again="old", no_verdict_reason="reduced run").add_values(
+        "old", {}, right=[0]
+    )
     assert path.read_text().startswith(before)
-    refused.add("new", {}, right=[1])
+    refused.add_values("new", {}, right=[1])
     assert [json.loads(line)["way"] for line in path.read_text().splitlines()] == ["new"]
 
 
 def test_pairs_are_compared_one_by_one_and_few_values_have_no_interval(rows: Rows) -> None:
-    rows.add("new", {}, share=[0.2, 0.31, 0.4, 0.51], loss=[1, 2, 3, 4], time=[1.1, 1.1, 1.1])
-    rows.add("old", {}, loss=[0.9, 1.9, 2.9, 3.9])
+    rows.add_values(
+        "new", {}, share=[0.2, 0.31, 0.4, 0.51], loss=[1, 2, 3, 4], time=[1.1, 1.1, 1.1]
+    )
+    rows.add_values("old", {}, loss=[0.9, 1.9, 2.9, 3.9])
     change = rows.against("share", "new", "old", {})
     assert change.low + 1e-9 >= 0.1 and change.high <= 0.11 + 1e-9
     assert change.value == pytest.approx(0.105) and change.low < change.value < change.high
@@ -116,7 +122,7 @@ def test_pairs_are_compared_one_by_one_and_few_values_have_no_interval(rows: Row
     assert rows.figure("new", "time") == Figure(1.1)  # three turns
     assert rows.against("time", "new", "old", {}) == Figure(pytest.approx(0.1))
     assert rows.against("share", "new", "absent", {}) is None
-    assert reduced(np.array([3.0]), "exact") == Figure(3, 3, 3)
+    assert reduce_values(np.array([3.0]), "exact") == Figure(3, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +130,16 @@ def test_pairs_are_compared_one_by_one_and_few_values_have_no_interval(rows: Row
     [([0.6, 0.7, 0.8, 0.9], 1), ([0.2, 0.1, 0.4, 0.3], 0), ([0.0, 0.1, 0.2, 0.3], -1)],
 )
 def test_a_rule_holds_is_refuted_or_neither(rows: Rows, new: list[float], answer: int) -> None:
-    rows.add("new", {}, share=new)
-    assert judged(rows, "new > old", {}) == answer and judged(rows, "old < new", {}) == answer
-    assert judged(rows, "new < old", {}) == -answer
-    assert judged(rows, "new > absent", {}) is None
+    rows.add_values("new", {}, share=new)
+    assert (
+        judge_rule(rows, "new > old", {}) == answer and judge_rule(rows, "old < new", {}) == answer
+    )
+    assert judge_rule(rows, "new < old", {}) == -answer
+    assert judge_rule(rows, "new > absent", {}) is None
 
 
 def test_margins_numbers_and_equality(rows: Rows) -> None:
-    rows.add("new", {}, time=[1.03, 1.04, 1.03, 1.04], share=[0.5, 0.6, 0.5, 0.6], count=[3])
+    rows.add_values("new", {}, time=[1.03, 1.04, 1.03, 1.04], share=[0.5, 0.6, 0.5, 0.6], count=[3])
     for rule, answer in (
         ("time: new < old", -1),
         ("time: new < old + 5%", 1),
@@ -148,36 +156,38 @@ def test_margins_numbers_and_equality(rows: Rows) -> None:
         ("count: new ~ 2", -1),
         ("count: new < 2 + 1.5", 1),
     ):
-        assert judged(rows, rule, {}) == answer, rule
+        assert judge_rule(rows, rule, {}) == answer, rule
 
 
 def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(rows: Rows) -> None:
-    assert [claim["verdict"] for claim in claims(rows)] == ["", ""]  # not measured
-    rows.add("new", {}, share=[0.6, 0.7, 0.8, 0.9], time=[1.0] * 4, count=[7])
-    theirs, ours = claims(rows)
+    assert [claim["verdict"] for claim in judge_claims(rows)] == ["", ""]  # not measured
+    rows.add_values("new", {}, share=[0.6, 0.7, 0.8, 0.9], time=[1.0] * 4, count=[7])
+    theirs, ours = judge_claims(rows)
     assert theirs["verdict"] == "HOLDS" and ours["verdict"] == "HOLDS" and ours["source"] == ""
     assert theirs["figure"] == ("0.75 (0.65 to 0.85) against 0.25: +0.50; 7; the source says 7")
     assert theirs["stated"] == "partly: on earth" and theirs["ours"] == "a machine; today"
-    quick = Rows("made", reduced="reduced run")
-    quick.begin("a machine")
+    quick = Rows("made", no_verdict_reason="reduced run")
+    quick.set_conditions("a machine")
     for way, share in (("old", 0.1), ("new", 0.9)):
-        quick.add(way, {}, share=[share] * 4, time=[1.0] * 4)
-    found, _ = claims(quick)
+        quick.add_values(way, {}, share=[share] * 4, time=[1.0] * 4)
+    found, _ = judge_claims(quick)
     assert found["verdict"] == "" and found["figure"].startswith("0.90 against 0.10: +0.80")
     printed = page(page_of(quick))
     assert "Is it as fast? (a): +0.0%" in printed
     assert 'Left out, as figures are missing: "new is better than old".' in printed
-    assert Rows("made", reduced="reduced run").rows.keys() < quick.rows.keys()  # begun anew
+    assert (
+        Rows("made", no_verdict_reason="reduced run").rows.keys() < quick.rows.keys()
+    )  # begun anew
     assert Rows("made").figure("new", "share").value == 0.75
 
 
 def test_the_table_has_a_line_a_way_by_its_name(rows: Rows) -> None:
-    rows.add("new", {"size": 2}, share=[0.6])
+    rows.add_values("new", {"size": 2}, share=[0.6])
     title, table = table_of(rows)
     assert title == "All ways." and [*table.header] == ["", "share", "large"]
     assert table.rows == [["the old way", "0.25 (0.15 to 0.35)", "-"], ["new", "-", "0.60"]]
-    assert Figure(-0.0001).shown(".3f") == "0.000" == Figure(-0.0).shown(".3f")
-    assert Figure(-0.0001).shown("+.3f") == "+0.000"
+    assert Figure(-0.0001).formatted(".3f") == "0.000" == Figure(-0.0).formatted(".3f")
+    assert Figure(-0.0001).formatted("+.3f") == "+0.000"
 
 
 def test_ways_take_turns_after_one_that_warms_up() -> None:
@@ -188,35 +198,35 @@ def test_ways_take_turns_after_one_that_warms_up() -> None:
 
 
 def test_nothing_is_shown_where_what_the_trial_needs_does_not_hold(rows: Rows) -> None:
-    rows.add("new", {}, share=[0.8, 0.9, 0.8, 0.9], time=[1.0] * 4)
-    claim = rows.paper["claims"][0]
-    assert claims(rows)[0]["verdict"] == "HOLDS"
+    rows.add_values("new", {}, share=[0.8, 0.9, 0.8, 0.9], time=[1.0] * 4)
+    claim = rows.definition["claims"][0]
+    assert judge_claims(rows)[0]["verdict"] == "HOLDS"
     for needs, verdict in (
         (["old > 0.05"], "HOLDS"),
         (["old > 0.9"], "NOT SHOWN"),
         (["no > 0"], "NOT SHOWN"),
     ):
         claim["needs"] = needs
-        assert claims(rows)[0]["verdict"] == verdict
+        assert judge_claims(rows)[0]["verdict"] == verdict
 
 
 def test_a_claim_on_every_size_has_to_hold_for_each_unless_a_thing_can_be(rows: Rows) -> None:
-    claim = rows.paper["claims"][0] | {"found": "«{new}» in all"}
-    rows.paper["claims"] = [claim, claim | {"can": True}]
+    claim = rows.definition["claims"][0] | {"found": "«{new}» in all"}
+    rows.definition["claims"] = [claim, claim | {"can": True}]
     verdicts = []
     for small, large in ((0.9, 0.8), (0.9, 0.0), (0.0, 0.0)):
         for size, share in ((1, small), (2, large)):
-            rows.add("new", {"size": size}, share=[share] * 4)
-            rows.add("old", {"size": size}, share=[0.1] * 4)
-        verdicts.append([found["verdict"] for found in claims(rows)])
+            rows.add_values("new", {"size": size}, share=[share] * 4)
+            rows.add_values("old", {"size": size}, share=[0.1] * 4)
+        verdicts.append([found["verdict"] for found in judge_claims(rows)])
     assert verdicts == [["HOLDS"] * 2, ["DOES NOT HOLD", "HOLDS"], ["DOES NOT HOLD"] * 2]
-    assert claims(rows)[0]["figure"] == "1, 2 0.00 in all"
+    assert judge_claims(rows)[0]["figure"] == "1, 2 0.00 in all"
     claim["rules"] = ["new > old or absent > old or new < old"]  # one is enough
-    assert claims(rows)[0]["verdict"] == "HOLDS"
+    assert judge_claims(rows)[0]["verdict"] == "HOLDS"
 
 
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Rows) -> None:
     for size in (4, 2):
-        rows.add("old", {"size": size, "by": "hand"}, share=[size / 10])
+        rows.add_values("old", {"size": size, "by": "hand"}, share=[size / 10])
     assert [x for x, *_ in points_over(rows, "old", "share", "size", {"by": "hand"})] == [2, 4]
     assert points_over(rows, "old", "share", "size", {}) == []

@@ -250,7 +250,7 @@ def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
     monkeypatch.setattr(trial.recycler, "add", lambda text: events.append("store") or add(text))
     found = trial.run(texts, "source", 3)
     assert events == ["cold"] * 2 + ["store"] * 2 + ["published"] * 2 + ["recycled"] * 2
-    rows = Rows("recycling", tmp_path, reduced="trial")
+    rows = Rows("recycling", tmp_path, no_verdict_reason="trial")
     recycling.add_rows(rows, trial, found, {"model": "x"})
     answers, depth = (rows.figure("recycled", metric, model="x") for metric in ("answers", "depth"))
     assert answers.value == 2 and 0.4 < depth.value < 1
@@ -296,7 +296,7 @@ def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
 
 
 def test_latency_measures_every_cell(tmp_path: Path) -> None:
-    rows = Rows("latency", tmp_path, reduced="trial")
+    rows = Rows("latency", tmp_path, no_verdict_reason="trial")
     for _ in range(2):  # what is measured isn't measured again
         latency.measure(rows, tiny_model(), "124M", [16, 32], 1)
     for way, m, share in product(("memory", "warm-disk"), (16, 32), latency.STORED_PERCENTS):

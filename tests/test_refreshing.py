@@ -49,7 +49,7 @@ def student() -> GPT:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Rows:
-    return Rows("refreshing", tmp_path, reduced="test")
+    return Rows("refreshing", tmp_path, no_verdict_reason="test")
 
 
 def texts_of(rows: Rows, teacher: GPT, student: GPT, ids: Tensor, n: int) -> Texts:

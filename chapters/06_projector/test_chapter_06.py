@@ -354,7 +354,7 @@ def test_verdict(impl: ModuleType) -> None:
 @pytest.mark.ex6_5
 def test_verdicts_of_the_recorded_run(impl: ModuleType) -> None:
     rows = Rows("projection")
-    for kind in rows.paper["every"]["kind"]:
+    for kind in rows.definition["every"]["kind"]:
         for way in ("proposed", "raw-1:16"):
             parts = [rows.figure(way, metric, kind=kind) for metric in ("saved", "good", "lost")]
             saved, good, lost = parts

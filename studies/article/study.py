@@ -29,7 +29,7 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 from gpt_kv_cache import KVCache
-from studies.core import Rows, run
+from studies.core import Rows, run_study
 from support.conditions import random_model
 from support.timing import TimedText, run_in_turns, time_text
 from support.tokenizers import Numbers
@@ -98,7 +98,7 @@ def measure_times(
         capacity = models["growing"].config.n_ctx
     runs = {way: partial(write_timed, way, models[way], ids, new_tokens, capacity) for way in ways}
     written = run_in_turns(runs, turns)
-    rows.begin_with(
+    rows.set_model_conditions(
         f"{geometry}, random weights",
         models["growing"],
         f"{new_tokens} tokens after {'longer prompts' if prompt_length else repr(PROMPT)}, turns: {turns}",
@@ -112,11 +112,11 @@ def measure_times(
     for way, turns_of_way in written.items():
         last = turns_of_way[-1]
         if not prompt_length:
-            rows.add(way, at, seconds=seconds[way])
+            rows.add_values(way, at, seconds=seconds[way])
         same = np.equal(last.text.ids, uncached.ids)
-        rows.add(way, at, time=seconds[way] / seconds["growing"], same=[same.mean()])
+        rows.add_values(way, at, time=seconds[way] / seconds["growing"], same=[same.mean()])
         if last.cached_tokens:
-            rows.add(way, at, bytes=[last.nbytes], each=[last.nbytes / last.cached_tokens])
+            rows.add_values(way, at, bytes=[last.nbytes], each=[last.nbytes / last.cached_tokens])
 
 
 # --- The window of two lines ------------------------------------------------------------------------
@@ -182,18 +182,20 @@ def wrong_shares_of_two_lines() -> dict[str, float]:
 def measure(rows: Rows, quick: bool) -> None:
     """Measure what the rows lack."""
     geometry, new_tokens, turns = QUICK if quick else FULL
-    if rows.due(["chunks"], "wrong"):
-        rows.begin(
+    if rows.ways_due(["chunks"], "wrong"):
+        rows.set_conditions(
             f"{SMALL_GEOMETRY} (layers, heads, width), random weights",
             f"a window of {WINDOW}, a text of {TEXT_LENGTH} tokens",
         )
         for way, wrong_share in wrong_shares_of_two_lines().items():
-            rows.add(way, {}, wrong=[wrong_share])
+            rows.add_values(way, {}, wrong=[wrong_share])
     for prompt_length in (0, *LONGER_PROMPTS):
         at = {"after": prompt_length} if prompt_length else {}
         ways = [way for way in MODULES if way != "all-logits" or not prompt_length]
-        if rows.due(ways, "time", **at):
+        if rows.ways_due(ways, "time", **at):
             measure_times(rows, ways, geometry, 16 if prompt_length else new_tokens, turns, at)
 
 
-main = partial(run, __doc__, "article", "20 tokens, at a small geometry", measure, again=False)
+main = partial(
+    run_study, __doc__, "article", "20 tokens, at a small geometry", measure, again=False
+)

@@ -34,7 +34,7 @@ from gpt_bounded_cache import BCT, GPT, KVCache, SlidingWindowCache, context_sta
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, nats_of
-from studies.core import Rows, Setting, run
+from studies.core import Rows, Setting, run_study
 from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson
 from support.tokenizers import END_OF_TEXT
 
@@ -197,7 +197,7 @@ def measure_quality(
         if way not in due:
             continue
         right_count = round(answers(memory, tokenizer, recall_questions)[1] * size.facts)
-        rows.add(way, setting, bytes=[memory.nbytes(memory.config.n_ctx)])
+        rows.add_values(way, setting, bytes=[memory.nbytes(memory.config.n_ctx)])
         rows.add_figures(
             way,
             setting,
@@ -238,12 +238,12 @@ def measure_long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, 
 def measure(rows: Rows, quick: bool) -> None:
     """Append the figures of pocket's memories."""
     size = QUICK if quick else Size()
-    due = rows.due(["full", "window", "sinks", "ours"], "long")
+    due = rows.ways_due(["full", "window", "sinks", "ours"], "long")
     if not due:
         return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
     bct = memories["ours"].config
-    rows.begin_with(
+    rows.set_model_conditions(
         "pocket",
         memories["full"].model,
         f"the BCT, {bct.slots} slots + {bct.recent} recent, is pocket fine-tuned on pocket's own predictions; "
@@ -254,4 +254,4 @@ def measure(rows: Rows, quick: bool) -> None:
     measure_long_texts(rows, {way: memories[way] for way in due}, tokenizer, size)
 
 
-main = partial(run, __doc__, "bounding", "fewer and shorter texts", measure)
+main = partial(run_study, __doc__, "bounding", "fewer and shorter texts", measure)

@@ -35,7 +35,7 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
 from studies.bounding.study import Memory
-from studies.core import Rows, run
+from studies.core import Rows, run_study
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
 from support.timing import run_in_turns
@@ -106,7 +106,7 @@ def measure_quality(
             reference, late_reference = logits, late_logits
         right_count = round(answers(reader, tokenizer, questions)[1] * len(questions))
         rows.add_figures(way, at, len(questions), facts=wilson(right_count, len(questions)))
-        rows.add(
+        rows.add_values(
             way,
             at,
             kl=kl(reference, logits).mean(1).tolist(),
@@ -131,9 +131,9 @@ def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) ->
 
 def measure_times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the times, in turns, of those ways that lack them."""
-    runs = {way: partial(milliseconds, model, way) for way in rows.due(CACHES, "ms", **at)}
+    runs = {way: partial(milliseconds, model, way) for way in rows.ways_due(CACHES, "ms", **at)}
     for way, turn_milliseconds in run_in_turns(runs, turns).items():
-        rows.add(way, at, ms=turn_milliseconds)
+        rows.add_values(way, at, ms=turn_milliseconds)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def measure(rows: Rows, quick: bool) -> None:
     bct = load_model("pocket-bct", model_class=BCT)
     for name, model in models.items():
         at = {"model": name}
-        rows.begin_with(
+        rows.set_model_conditions(
             name,
             model,
             f"{TEXT_COUNT // divisor} held-out texts of {LENGTH} tokens, read by {chunk_length} at once",
@@ -159,13 +159,15 @@ def measure(rows: Rows, quick: bool) -> None:
             readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), chunk_length)
             llama = models["pocket-llama"]
             readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), chunk_length)
-        if due := rows.due(readers, "kl", **at):
+        if due := rows.ways_due(readers, "kl", **at):
             measure_quality(rows, at, {way: readers[way] for way in due}, exact, divisor)
         measure_times(rows, at, model, turns)
     if not quick:
         large = random_model(GPT, "124M")
-        rows.begin_with("124M, random weights", large)
+        rows.set_model_conditions("124M, random weights", large)
         measure_times(rows, {"model": "124M"}, large, turns)
 
 
-main = partial(run, __doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure)
+main = partial(
+    run_study, __doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure
+)

@@ -25,7 +25,7 @@ import torch
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, read_all
-from studies.core import Rows, StudyLine, model_of, points_over, recorded, report
+from studies.core import Rows, StudyLine, load_chosen_model, open_rows, points_over, report
 from support.cli import GEOMETRIES
 from support.timing import run_in_turns, time_text
 
@@ -84,7 +84,7 @@ def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], tur
             stores["cold-disk"] = disk_store, True
         for prompt_length, percent in cases:
             at = {"model": model_name, "m": prompt_length, "share": percent}
-            if not rows.due(["cold"], "first", **at):
+            if not rows.ways_due(["cold"], "first", **at):
                 continue
             ids = torch.randint(
                 model.config.vocab_size, (prompt_length,), generator=generator
@@ -105,20 +105,22 @@ def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], tur
             times = {way: np.transpose(triples) for way, triples in turn_times.items()}
             _, cold_first, cold_last = times["cold"]
             if (prompt_length, percent) == (end_to_end_length, 90):
-                rows.add("warm-disk", at, saved_all=1 - times["warm-disk"][2] / cold_last)
+                rows.add_values("warm-disk", at, saved_all=1 - times["warm-disk"][2] / cold_last)
             # "cold" comes last: a cell that has it is whole
             for way, (restore_seconds, first_seconds, _) in reversed(times.items()):
-                rows.add(way, at, first=1e3 * first_seconds, saved=1 - first_seconds / cold_first)
+                rows.add_values(
+                    way, at, first=1e3 * first_seconds, saved=1 - first_seconds / cold_first
+                )
                 if way != "cold":
-                    rows.add(way, at, restore=1e3 * restore_seconds)
+                    rows.add_values(way, at, restore=1e3 * restore_seconds)
     add_costs(rows, model_name, lengths)
 
 
 def add_costs(rows: Rows, model_name: str, lengths: Sequence[int]) -> None:
     """Append what restoring costs, and from how many stored tokens on reuse pays."""
     measured_lengths = [k + 1 for k in STORED_TOKENS if k < max(lengths)]
-    for way in rows.due(("memory", "warm-disk", "cold-disk"), "cost", model=model_name):
-        points = partial(points_over, rows, key="m", at={"model": model_name, "share": 100})
+    for way in rows.ways_due(("memory", "warm-disk", "cold-disk"), "cost", model=model_name):
+        points = partial(points_over, rows, key="m", setting={"model": model_name, "share": 100})
         cold_ms = {m: ms for m, ms, *_ in points("cold", "first")}
         cost_shares = [ms / cold_ms[m] for m, ms, *_ in points(way, "restore")]
         unpaid = [
@@ -129,9 +131,9 @@ def add_costs(rows: Rows, model_name: str, lengths: Sequence[int]) -> None:
         largest_unpaid = max(unpaid, default=0)
         if cost_shares:
             if largest_unpaid < measured_lengths[-1] - 1:
-                rows.add(way, {"model": model_name}, pays=[2 * largest_unpaid or 1])
+                rows.add_values(way, {"model": model_name}, pays=[2 * largest_unpaid or 1])
             # last: a way that has it is whole
-            rows.add(way, {"model": model_name}, cost=cost_shares)
+            rows.add_values(way, {"model": model_name}, cost=cost_shares)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -143,10 +145,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     cli.set_defaults(model="124M")
     with cli.parse(argv) as args:
-        model, name = model_of(args)
+        model, name = load_chosen_model(args)
         lengths, turns = (QUICK_LENGTHS, 1) if args.quick else (PROMPT_LENGTHS, 5)
-        rows = recorded("latency", args, "run of another model" if args.model != "124M" else "")
-        rows.paper["usual"]["model"] = args.model
-        rows.begin_with(name, model, f"turns: {turns}")
+        rows = open_rows("latency", args, "run of another model" if args.model != "124M" else "")
+        rows.definition["usual"]["model"] = args.model
+        rows.set_model_conditions(name, model, f"turns: {turns}")
         measure(rows, model, args.model, lengths, turns)
         report(rows)

@@ -29,7 +29,7 @@ from gpt_bounded_cache import (
     KVCache,
     SlidingWindowCache,
 )
-from studies.core import Rows, run
+from studies.core import Rows, run_study
 from support.timing import run_in_turns
 
 LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
@@ -78,7 +78,7 @@ def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: 
 
 def measure(rows: Rows, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length, all in turn."""
-    if not rows.due(["growing"], "tps", after=LENGTHS[-1]):
+    if not rows.ways_due(["growing"], "tps", after=LENGTHS[-1]):
         return
     geometry_name, geometry, slots = QUICK if quick else FULL
     geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED_TOKENS + 1}
@@ -88,7 +88,7 @@ def measure(rows: Rows, quick: bool) -> None:
     for slot_count in slots:
         bct = BCT(BCTConfig(**geometry, slots=slot_count)).eval()
         caches[f"bct:{slot_count}"] = bct, bct_memory
-    rows.begin_with(
+    rows.set_model_conditions(
         f"{geometry_name}, random weights",
         plain,
         f"caches filled with random numbers, medians of {DECODED_TOKENS} tokens, turns: {TURNS}",
@@ -103,10 +103,12 @@ def measure(rows: Rows, quick: bool) -> None:
         for name, turn_milliseconds in milliseconds.items():
             tokens_per_second = np.divide(1000, turn_milliseconds)
             share = cache_bytes[name] / cache_bytes["growing"]
-            rows.add(name, at, tps=tokens_per_second, mb=[cache_bytes[name] / 1e6], share=[share])
+            rows.add_values(
+                name, at, tps=tokens_per_second, mb=[cache_bytes[name] / 1e6], share=[share]
+            )
             for other in ("growing", "preallocated"):
                 speedups = np.divide(milliseconds[other], turn_milliseconds)
-                rows.add(name, at | {"than": other}, faster=speedups)
+                rows.add_values(name, at | {"than": other}, faster=speedups)
 
 
-main = partial(run, __doc__, "lengths", "a small geometry", measure, again=False)
+main = partial(run_study, __doc__, "lengths", "a small geometry", measure, again=False)

@@ -23,7 +23,7 @@ from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies.bounding import study as bounding
 from studies.bounding.study import Memory
-from studies.core import Rows, run
+from studies.core import Rows, run_study
 from studies.recall.study import WideBCT
 from support.tokenizers import read_tokenizer
 
@@ -71,7 +71,7 @@ def measure(rows: Rows, quick: bool) -> None:
     steps, documents = (2, 200) if quick else (1500, 20_000)
     size = bounding.QUICK if quick else bounding.Size()
     setting = {"built": "scratch"}
-    due = rows.due(MEMORIES, "facts", **setting)
+    due = rows.ways_due(MEMORIES, "facts", **setting)
     if not due:
         return
     recipes = {way: recipe_of(way, steps, documents) for way in MEMORIES}
@@ -79,7 +79,7 @@ def measure(rows: Rows, quick: bool) -> None:
     ways = dict.fromkeys(["full", *due])  # with which the others are compared
     memories = {way: trained_memory(way, recipes[way], state_folder) for way in ways}
     _, tokens = size_of(recipes["full"])
-    rows.begin_with(
+    rows.set_model_conditions(
         "GPT-2 of pocket's layers and width, trained from scratch",
         memories["full"].model,
         f"{steps:,} steps, {tokens / 1e6:.1f} million tokens in rows of {GEOMETRY['n_ctx']}",
@@ -91,4 +91,4 @@ def measure(rows: Rows, quick: bool) -> None:
     bounding.measure_quality(rows, setting, memories, due, read_tokenizer(TOKENIZER), size)
 
 
-main = partial(run, __doc__, "pretraining", "two steps", measure, of="bounding")
+main = partial(run_study, __doc__, "pretraining", "two steps", measure, rows_of="bounding")

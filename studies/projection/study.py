@@ -50,7 +50,14 @@ from projector import (
     logits_after,
 )
 from recycle import read_all
-from studies.core import LEAST, Rows, StudyLine, model_of, recorded, report
+from studies.core import (
+    MIN_VALUES_OF_INTERVAL,
+    Rows,
+    StudyLine,
+    load_chosen_model,
+    open_rows,
+    report,
+)
 from studies.projection.ways import (
     OURS,
     POCKET,
@@ -93,7 +100,7 @@ def add(rows: Rows, way: str, at: dict, prompts: Sequence[Prompt], **metrics: Se
         if metric in SHARES:
             _, least, most = wilson(sum(values), len(values))
             low, high = min(low, least), max(high, most)
-        found = (value, low, high) if len(names) >= LEAST else [value]
+        found = (value, low, high) if len(names) >= MIN_VALUES_OF_INTERVAL else [value]
         rows.add_figures(way, at, len(values), **{metric: found})
 
 
@@ -173,7 +180,7 @@ def ask(
     """Append the figures of ways on some prompts, each with the one that it starts from; at: the
     setting, in which m is another number of summary tokens."""
     at = {"kind": trial.kind} | at
-    for name in rows.due([name for name in names if name in trial.ways], "kl", **at):
+    for name in rows.ways_due([name for name in names if name in trial.ways], "kl", **at):
         way = trial.ways[name]
         if "m" in at:
             way = replace(way, layout=replace(way.layout, m=at["m"]))
@@ -243,7 +250,7 @@ def times(
 ) -> None:
     """Append the share of the time to the first token that ways save, in turn with cold starts."""
     at = {"kind": trial.kind}
-    names = rows.due(names, "saved", **at)
+    names = rows.ways_due(names, "saved", **at)
     if not names:
         return
     prompts = prompts[:: max(1, len(prompts) // TIMED)][:TIMED]
@@ -258,7 +265,7 @@ def eighth(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
     """Append the time to the eighth token, cold and with the exact cache taking over as soon as it
     is ready."""
     at, model = {"kind": trial.kind}, trial.model
-    if not rows.due(["proposed"], "eighth_ms", **at):
+    if not rows.ways_due(["proposed"], "eighth_ms", **at):
         return
     way = trial.ways["proposed"]
     library = trial.library(way, trial.stored("test"))
@@ -272,7 +279,7 @@ def eighth(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
 
     ms = in_turns({"cold": cold, "proposed": proposed}, prompts[: TIMED // 2], turns)
     for name, found in ms.items():
-        rows.add(name, at, eighth_ms=np.median(found, 1))
+        rows.add_values(name, at, eighth_ms=np.median(found, 1))
 
 
 def lengths(rows: Rows, turns: int) -> None:
@@ -281,10 +288,10 @@ def lengths(rows: Rows, turns: int) -> None:
     retrieval by an encoder of all-MiniLM-L6-v2's geometry, with reading the summary tokens from the
     disk. Times don't depend on the numbers: weights are random."""
     at = {"model": "124M"}
-    if not rows.due(["mapped"], "saved", **at):
+    if not rows.ways_due(["mapped"], "saved", **at):
         return
     model, encoder, m = load_model("random:124M"), GPT(MINILM).eval(), PROPOSED.m
-    rows.begin_with("GPT-2 124M, random weights", model, f"turns: {turns}")
+    rows.set_model_conditions("GPT-2 124M, random weights", model, f"turns: {turns}")
     c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
     stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
     stage_2 = Projector(stored, stored, penalty=1.0)
@@ -311,10 +318,10 @@ def lengths(rows: Rows, turns: int) -> None:
         ms = in_turns(starts, asked, turns)
     for i, T in enumerate(LENGTHS):
         for way in starts:
-            rows.add(way, at | {"tokens": T}, first_ms=ms[way][i])
+            rows.add_values(way, at | {"tokens": T}, first_ms=ms[way][i])
     middle = {way: np.median(ms[way], 1) for way in starts}
     saved = 1 - (middle["mapped"] + middle["retrieval"]) / middle["cold"]
-    rows.add("mapped", at, saved=saved)
+    rows.add_values("mapped", at, saved=saved)
 
 
 # --- Arithmetic -------------------------------------------------------------------------------------
@@ -337,28 +344,28 @@ def curvature() -> float:
 def sizes(rows: Rows, trial: Trial) -> None:
     """Append the share of a cache that summary tokens have, and bytes and penalties of both maps."""
     at = {"kind": trial.kind}
-    if rows.due(["summary"], "share", **at):
-        rows.add("summary", at, share=[PROPOSED.m / mean(len(p.ids) for p in trial.train)])
-    if "written" in trial.ways and rows.due(["written"], "penalty", **at):
+    if rows.ways_due(["summary"], "share", **at):
+        rows.add_values("summary", at, share=[PROPOSED.m / mean(len(p.ids) for p in trial.train)])
+    if "written" in trial.ways and rows.ways_due(["written"], "penalty", **at):
         first, second = trial.compressor(), trial.stage_2(PROPOSED, trial.as_written)
-        rows.add("stage1-written", at, bytes=[first.weight.nbytes], penalty=[first.penalty])
-        rows.add("written", at, bytes=[second.weight.nbytes], penalty=[second.penalty])
+        rows.add_values("stage1-written", at, bytes=[first.weight.nbytes], penalty=[first.penalty])
+        rows.add_values("written", at, bytes=[second.weight.nbytes], penalty=[second.penalty])
 
 
 def finish(rows: Rows) -> None:
     """Append arithmetic, and what is made of the rows of all kinds."""
-    rows.begin("arithmetic, on random caches")
-    if rows.due(["stage-1"], "curvature"):
-        rows.add("stage-1", {}, curvature=[curvature()])
+    rows.set_conditions("arithmetic, on random caches")
+    if rows.ways_due(["stage-1"], "curvature"):
+        rows.add_values("stage-1", {}, curvature=[curvature()])
     ratios = []
     for kind in POCKET:
         warm, cold = (rows.figure(way, "eighth_ms", kind=kind) for way in ("proposed", "cold"))
         if warm is None:
             return
         ratios.append(warm.value / cold.value)
-    if rows.due(["proposed"], "eighth", kind="all"):
-        rows.begin("the four kinds of prompts")
-        rows.add("proposed", {"kind": "all"}, eighth=ratios)
+    if rows.ways_due(["proposed"], "eighth", kind="all"):
+        rows.set_conditions("the four kinds of prompts")
+        rows.add_values("proposed", {"kind": "all"}, eighth=ratios)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -371,8 +378,8 @@ def measure(rows: Rows, trial: Trial, turns: int) -> float:
     found = [q for q in asked if q.similarity >= tau]
     if not found:
         return tau
-    if rows.due(["retrieval"], "area", **at):
-        rows.add("retrieval", at, area=[area])
+    if rows.ways_due(["retrieval"], "area", **at):
+        rows.add_values("retrieval", at, area=[area])
     given = trial.related("test")
     ask(rows, trial, FOUND, found, worth)
     for m in (1, 32):
@@ -430,8 +437,8 @@ def main(argv: list[str] | None = None) -> None:
         different = "run of other prompts or another model"
         if args.model == "pocket" and not args.pairs:
             different = ""
-        rows, turns = recorded("projection", args, different), 1 if args.quick else 7
-        (model, name), tokenizer = model_of(args), load_tokenizer(args.model)
+        rows, turns = open_rows("projection", args, different), 1 if args.quick else 7
+        (model, name), tokenizer = load_chosen_model(args), load_tokenizer(args.model)
         few = 20 if args.quick else 0
         kinds = args.kinds
         if kinds is None:
@@ -439,15 +446,15 @@ def main(argv: list[str] | None = None) -> None:
         if args.pairs:
             kinds = [Path(args.pairs).stem]
         if rows.reduced:
-            rows.paper["usual"]["kind"] = kinds[0]
-            rows.paper["every"]["kind"] = kinds
+            rows.definition["usual"]["kind"] = kinds[0]
+            rows.definition["every"]["kind"] = kinds
         for kind in kinds:
             if args.pairs:
                 families = read_pairs(Path(args.pairs), args.seed)
             else:
                 families = pocket_families(kind, args.seed, FEW if args.quick else None)
             trial = Trial(model, tokenizer, kind, families, args.seed, few)
-            rows.begin_with(name, model, "held-out families of paraphrases")
+            rows.set_model_conditions(name, model, "held-out families of paraphrases")
             tau = measure(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")

@@ -32,7 +32,7 @@ from gpt_bounded_cache import (
     WriteMemory,
 )
 from pocket.evaluation import window_of_equal_bytes
-from studies.core import Rows, run
+from studies.core import Rows, run_study
 
 KEYS, VALUES = 512, 64  # of the vocabulary
 MAX_ASKED = 64  # keys at the end of a text
@@ -220,36 +220,41 @@ def measure_recall(rows: Rows, way: str, setting: dict[str, int], size: Size) ->
         results = [recall_of(model, pairs, size.answers) for model in models]
         share_of_bytes = results[0][1] / (token_bytes * (pairs + min(pairs, MAX_ASKED)))
         recalls = [recall for recall, _ in results]
-        rows.add(way, setting | {"pairs": pairs}, share=[share_of_bytes], right=recalls)
+        rows.add_values(way, setting | {"pairs": pairs}, share=[share_of_bytes], right=recalls)
 
 
 def pool_recall(rows: Rows, size: Size) -> None:
     """Append the recall of all models of each way, in which every number of pairs counts alike."""
-    for way in rows.due(WAYS, "every"):
+    for way in rows.ways_due(WAYS, "every"):
         means = []
         for slots in size.slots:
             recalls = [rows.find(way, "right", slots=slots, pairs=n)["values"] for n in size.pairs]
             means += [statistics.mean(of_one_model) for of_one_model in zip(*recalls, strict=True)]
-        rows.add(way, {}, every=means)
+        rows.add_values(way, {}, every=means)
 
 
 def measure(rows: Rows, quick: bool) -> None:
     """Append what is missing: full attention, and each way at each number of slots."""
     size = QUICK if quick else Size()
-    rows.begin_with(
+    rows.set_model_conditions(
         "two layers of GPT-2, trained from scratch to look up keys",
         build_model("full", 1, 0, size.positions),
         f"{size.steps} steps of {POSITIONS_PER_STEP:,} positions, seeds: {size.seeds}, one learning rate",
     )
     most_pairs = size.pairs[-1]
-    if rows.due(["full"], "right", pairs=most_pairs):
+    if rows.ways_due(["full"], "right", pairs=most_pairs):
         measure_recall(rows, "full", {}, size)
     for slots in size.slots:
-        for way in rows.due(WAYS, "right", slots=slots, pairs=most_pairs):
+        for way in rows.ways_due(WAYS, "right", slots=slots, pairs=most_pairs):
             measure_recall(rows, way, {"slots": slots}, size)
     pool_recall(rows, size)
 
 
 main = partial(
-    run, __doc__, "recall", "four slots, eight pairs and few steps", measure, of="bounding"
+    run_study,
+    __doc__,
+    "recall",
+    "four slots, eight pairs and few steps",
+    measure,
+    rows_of="bounding",
 )

@@ -32,7 +32,7 @@ import numpy as np
 
 from load_gpt2_weights import NAMES, load_tokenizer
 from recycle import Recycler, Store, answer, prompt_files, read_prompts
-from studies.core import HERE, Rows, StudyLine, model_of, recorded, report
+from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_rows, report
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.encoders import load_encoder
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
     """Return what turns texts into unit vectors (N, C): recorded ones, NaN for all other texts."""
-    record = np.load(HERE / "recycling" / "embeddings.npz", allow_pickle=False)
+    record = np.load(STUDIES_FOLDER / "recycling" / "embeddings.npz", allow_pickle=False)
     vectors = record["vectors"].astype(np.float32)  # stored in 16 bits
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     known = dict(zip(record["texts"].tolist(), vectors, strict=True))
@@ -144,7 +144,7 @@ def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
         reused, positions = [x.reused for x in own], [x.positions for x in own]
         depth = np.divide(reused, trial.lengths)
         written = sum(len(x.ids) - 1 for x in own)  # the last token is not read
-        rows.add(
+        rows.add_values(
             way,
             at,
             first=1e3 * times[:, 0],
@@ -173,10 +173,10 @@ def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], at: dict) -> None
         return
     alike = cold @ cold.T
     others = (alike.sum(1) - alike.diagonal()) / max(1, len(alike) - 1)
-    rows.add("others", at, similarity=others)
+    rows.add_values("others", at, similarity=others)
     for way in WAYS:
         similarity = (vectors[way] * cold).sum(1)
-        rows.add(way, at, similarity=similarity)
+        rows.add_values(way, at, similarity=similarity)
         near = bootstrap(np.stack([similarity, others], 1), nearness)
         rows.add_figures(way, at, len(cold), near=near)
 
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         stored, tests = map(read_prompts, prompt_files(args.model))
-        model, name = model_of(args)
+        model, name = load_chosen_model(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
         encoder = (
             load_encoder(args.encoder, model, tokenizer) if args.encoder else recorded_encoder()
@@ -213,13 +213,13 @@ def main(argv: list[str] | None = None) -> None:
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder)
         n = 5 if args.quick and args.model != OWN[0] else NEW
         trial = Trial(recycler, tests, n, END_OF_TEXT * ("DialoGPT" in args.model))
-        rows, at = recorded("recycling", args, different(args)), {"model": args.model}
+        rows, at = open_rows("recycling", args, different(args)), {"model": args.model}
         if args.model not in OWN:  # all claims are its own
-            rows.paper["usual"] |= at
-            for claim in rows.paper["claims"]:
+            rows.definition["usual"] |= at
+            for claim in rows.definition["claims"]:
                 claim["at"] = claim.get("at", {}) | at
         turns, c = 1 if args.quick else 5, model.config
-        rows.begin_with(
+        rows.set_model_conditions(
             name,
             model,
             f"{c.n_layer} layers of width {c.n_embd:,}",
@@ -235,6 +235,6 @@ def main(argv: list[str] | None = None) -> None:
             settings = settings[1:2]
         for order, kind, texts in settings:
             where = at | {"order": order, "store": kind}
-            if rows.due(["cold"], "latency", **where):
+            if rows.ways_due(["cold"], "latency", **where):
                 add_rows(rows, trial, trial.run(texts, order, turns), where)
         report(rows)

@@ -55,7 +55,7 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from pocket.recipes import pruning
 from recycle import read_prompts
-from studies.core import Rows, Setting, StudyLine, points_over, recorded, report, ways_of
+from studies.core import Rows, Setting, StudyLine, matching_ways, open_rows, points_over, report
 from support.chat import as_question
 from support.conditions import random_model
 from support.statistics import area_under_roc, kl
@@ -115,7 +115,7 @@ class Texts:
         signals = self.signals("valid", gate, mode)
         cooldown = math.ceil(gate.cooldown / gate.every)
         threshold = threshold_for(signals, budget * gate.every, cooldown)
-        self.rows.add(way, self.at | {"mode": mode}, threshold=[threshold])
+        self.rows.add_values(way, self.at | {"mode": mode}, threshold=[threshold])
 
     def writing(
         self, way: str, ids: Tensor, mode: str, seed: int
@@ -176,7 +176,7 @@ def refresh_as_published(
 def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
-    for way in texts.rows.due(ways, "perplexity", **at):
+    for way in texts.rows.ways_due(ways, "perplexity", **at):
         if "~" in way:
             texts.calibrate(way, mode)
         tokens, pair = texts.writing(way, ids, mode, seed=0)
@@ -184,9 +184,9 @@ def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
         for text in torch.cat([ids, *tokens], 1).tolist():
             of_text = nats_of(texts.models["teacher"], text)[-texts.n :]
             nats.append(float(of_text.double().mean()))
-        texts.rows.add(way, at, perplexity=nats)
+        texts.rows.add_values(way, at, perplexity=nats)
         if pair:
-            texts.rows.add(
+            texts.rows.add_values(
                 way,
                 at,
                 refreshes=pair.refresh_count.tolist(),
@@ -219,7 +219,7 @@ def firings(signals: Tensor, threshold: float, cooldown: int) -> int:
 def areas(texts: Texts) -> None:
     """Append the areas under the ROC curve by which entropy and U(t) tell the tenth of the tokens
     with the largest KL(teacher || student) from the others; intervals over texts."""
-    if not texts.rows.due(["dropout"], "area", **texts.at):
+    if not texts.rows.ways_due(["dropout"], "area", **texts.at):
         return
     ways, never = ("entropy", "dropout"), math.inf
     gates = ProbeKL(never), Entropy(never), MonteCarloDropout(never)
@@ -238,7 +238,7 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
     """Append the error of the cache and the divergence of the next token, along a text that
     OverFill has written: all ways read the same, and differ by their caches alone. The prompt's
     entries are left out: they are the teacher's own."""
-    ways = texts.rows.due(ways, "cache_error", **texts.at)
+    ways = texts.rows.ways_due(ways, "cache_error", **texts.at)
     if not ways:
         return
     ids, teacher, truth = texts.prompts["test"][:prompts], texts.models["teacher"], KVCache()
@@ -259,7 +259,7 @@ def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
             its = exact[..., :t, :]
             off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
             errors.append(float((off / norm).sqrt().mean()))
-        texts.rows.add(way, texts.at, cache_error=errors, kl=apart)
+        texts.rows.add_values(way, texts.at, cache_error=errors, kl=apart)
 
 
 # --- Time -------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     turns with OverFill too, whose own rows stay: their tokens/s are what they would have been
     then."""
     rows, at = texts.rows, texts.at
-    ways = [way for way in rows.due(ways, "time", **at) if way != "none"]
+    ways = [way for way in rows.ways_due(ways, "time", **at) if way != "none"]
     if not ways:
         return
 
@@ -293,15 +293,15 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
         del found["none"]
         steps = then.value * (total - first)
     else:
-        rows.add("none", at, first_ms=1e3 * first)
+        rows.add_values("none", at, first_ms=1e3 * first)
         read_times(texts, found)
     for way, several in found.items():
         begun, ended = spans[way]
-        rows.add(way, at, time=ended / total, tps=steps / (ended - begun))
+        rows.add_values(way, at, time=ended / total, tps=steps / (ended - begun))
         _, pair = several[0]
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
             passes = 1000 / texts.n * int(pair.teacher_passes)
-            rows.add(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
+            rows.add_values(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 
 def read_times(texts: Texts, found: dict[str, list]) -> None:
@@ -314,7 +314,7 @@ def read_times(texts: Texts, found: dict[str, list]) -> None:
                 for refresh in pair.refreshes:
                     reads.setdefault(refresh.tokens_read, []).append(1e3 * refresh.seconds)
     for k, ms in sorted(reads.items()):
-        texts.rows.add("teacher", texts.at | {"k": k}, read_ms=ms)
+        texts.rows.add_values("teacher", texts.at | {"k": k}, read_ms=ms)
 
 
 def predict(rows: Rows, n: int, at: Setting) -> None:
@@ -330,7 +330,7 @@ def predict(rows: Rows, n: int, at: Setting) -> None:
     slope, start = np.polyfit(*zip(*points, strict=True), 1)  # ms
     first, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
     alone = first + 1e3 * (n - 1) / tps
-    for way, _ in ways_of(rows, [".*"]):
+    for way, _ in matching_ways(rows, [".*"]):
         passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
@@ -352,9 +352,9 @@ def variational(rows: Rows) -> None:
         "said": np.dot(p, of_p - of_q) + np.dot(p, of_p),
         "true": np.dot(q, of_q - of_p) - np.dot(q, of_q),
     }
-    rows.begin(f"arithmetic: three symbols, teacher {p}, student {q}")
-    for way in rows.due(nats, "nats"):
-        rows.add(way, {}, nats=[nats[way]])
+    rows.set_conditions(f"arithmetic: three symbols, teacher {p}, student {q}")
+    for way in rows.ways_due(nats, "nats"):
+        rows.add_values(way, {}, nats=[nats[way]])
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def sized(rows: Rows, quick: bool) -> None:
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     at = {"model": "355M", "tokens": 260}
     texts = Texts(rows, {"teacher": large, "student": student}, {"test": ids}, n, at)
-    rows.begin_with(
+    rows.set_model_conditions(
         f"{size}, random weights",
         large,
         f"a student of {size_of(student)}",
@@ -460,7 +460,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         few = min(3, many)
         if path is not None:
             announce(texts, len(ways), turns * few)
-        rows.begin_with(
+        rows.set_model_conditions(
             args.model,
             teacher,
             f"students of {size_of(student)}",
@@ -489,7 +489,7 @@ def main(argv: list[str] | None = None) -> None:
         if not args.prompts and (args.chat or args.model != "pocket"):
             needs = "--chat" if args.chat else args.model
             raise ValueError(f"{needs} needs prompts of your own: give it --prompts FILE")
-        rows = recorded("refreshing", args, "run of other models or prompts" if others else "")
+        rows = open_rows("refreshing", args, "run of other models or prompts" if others else "")
         measure(rows, args)
         if not others:
             sized(rows, args.quick)

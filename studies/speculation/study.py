@@ -21,7 +21,7 @@ from pair import Pair, load_pair
 from pocket import corpus
 from pocket.evaluation import nats_of
 from speculate import DRAFTS, Passes, speculate
-from studies.core import Rows, run
+from studies.core import Rows, run_study
 from studies.refreshing.study import MODES, Texts, size_of
 from support.timing import TimedText, run_in_turns, time_text
 
@@ -65,7 +65,7 @@ def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
 def compare(texts: Texts, mode: str) -> None:
     """Append the rows of the ways that lack them, which take turns, beside the teacher alone."""
     rows, at = texts.rows, {"mode": mode}
-    due = rows.due(WAYS, "perplexity", **at)
+    due = rows.ways_due(WAYS, "perplexity", **at)
     if not due:
         return
     runs = {way: partial(write, texts, way, mode) for way in ("teacher", *due)}
@@ -75,7 +75,7 @@ def compare(texts: Texts, mode: str) -> None:
         same = [
             x.run.ids == alone.run.ids for x, alone in zip(several, found["teacher"], strict=True)
         ]
-        rows.add(
+        rows.add_values(
             way,
             at,
             perplexity=[x.nats for x in several],
@@ -95,7 +95,7 @@ def measure(rows: Rows, quick: bool) -> None:
     teacher, student, tokenizer = load_pair("pocket", "pocket-student")
     ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192))
     texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
-    rows.begin_with(
+    rows.set_model_conditions(
         "pocket",
         teacher,
         f"pocket-student: {size_of(student)}",
@@ -105,4 +105,4 @@ def measure(rows: Rows, quick: bool) -> None:
         compare(texts, mode)
 
 
-main = partial(run, __doc__, "speculation", "four prompts and shorter texts", measure)
+main = partial(run_study, __doc__, "speculation", "four prompts and shorter texts", measure)
